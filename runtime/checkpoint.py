@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gradlab.codec import Tensors
+from gradlab.codec import Tensors, hash_tensor
+from gradlab.codec.kept import state_problem
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import POLICIES
 from gradlab.errors import GradlabError
@@ -18,8 +20,10 @@ from gradlab.layout import Layer
 from gradlab.plan.replanning import ROOT
 from gradlab.runtime.engine.device import HostDevice
 
-_FORMAT = 2
+_FORMAT = 3  # 3: with checksums
+_BESIDE = ("sha256", "inside", "marks")  # what no checksum of this checkpoint covers; "inside" has its own
 _ALONE = {"local_ranks": 1, "shards": 1}  # what a checkpoint of a run without nodes leaves out
+_MOST_STEPS, _MOST_RATE = 2**48, 1e9
 _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
@@ -33,15 +37,71 @@ def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Plain values and tensors.
     """
+    check_kept(run, {group: [state] for group, state in run.states.items()}, [(run.rank, run.world_size)])
     states = {f"{group}::{key}": t.clone() for group, kept in run.states.items() for key, t in kept.items()}
-    return {
-        "format": _FORMAT,
-        **identity,
-        "iteration": run.iteration,
-        "learning_rates": dict(run.learning_rates),
-        "states": states,
-        **({} if run.replanner is None else {"refresh": run.replanner.state()}),
-    }
+    return sealed(
+        {
+            "format": _FORMAT,
+            **identity,
+            "iteration": run.iteration,
+            "learning_rates": dict(run.learning_rates),
+            "states": states,
+            **({} if run.replanner is None else {"refresh": run.replanner.state()}),
+        }
+    )
+
+
+def sealed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with the sha256 of each of its tensors, by path, and under "" of all else in it."""
+    content = {key: value for key, value in saved.items() if key not in _BESIDE}
+    return {**saved, "sha256": _hashes(content)}
+
+
+def _verify(saved: Mapping[str, Any]) -> None:
+    """Compare a checkpoint with its checksums.
+
+    Raises:
+        GradlabError: naming a tensor that is missing, unknown or damaged.
+    """
+    listed = saved.get("sha256")
+    found = _hashes({key: value for key, value in saved.items() if key not in _BESIDE})
+    if not isinstance(listed, Mapping):
+        raise GradlabError("checkpoint: without checksums, expected what state_dict gives")
+    for key in (*listed, *found):
+        what = f"{str(key)[:80]!r}" if key else "what is no tensor"
+        if key not in found:
+            raise GradlabError(f"checkpoint: {what} is missing")
+        if key not in listed:
+            raise GradlabError(f"checkpoint: {what} is not of it, as its checksums are without it")
+        if listed[key] != found[key]:
+            raise GradlabError(f"checkpoint: {what} is damaged (its sha256 differs)")
+
+
+def _hashes(content: Mapping[str, Any]) -> dict[str, str]:
+    """Hash each tensor, and the rest without them."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain = _without_tensors(content, "", tensors)
+    try:
+        rest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
+    except (TypeError, ValueError, RecursionError):
+        raise GradlabError("checkpoint: it holds what state_dict does not give") from None
+    return {"": rest, **{path: hash_tensor(tensor) for path, tensor in tensors.items()}}
+
+
+def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Copy a tree of dicts without its tensors, and collect these by path."""
+    if isinstance(value, Mapping):
+        found = {}
+        for key, inner in value.items():
+            here = str(key) if path in ("", "states") else f"{path}/{key}"
+            if not isinstance(inner, torch.Tensor):
+                found[str(key)] = _without_tensors(inner, here, tensors)
+            elif inner.layout != torch.strided or here in tensors:
+                raise GradlabError(f"checkpoint: {here[:80]!r} is no dense tensor")
+            else:
+                tensors[here] = inner
+        return found
+    return value
 
 
 def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any], device: HostDevice) -> None:
@@ -64,10 +124,31 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
             other = key in ("world_size", *_ALONE)
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
             raise GradlabError(f"checkpoint: {key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
+    _verify(saved)
     states = states_of(run, saved)
     if strangers := sorted(states.keys() - run.codecs.keys()):
         raise GradlabError(f"checkpoint: a state of group {strangers[0]!r}, which another local rank owns")
+    check_kept(run, {group: [state] for group, state in states.items()}, [(run.rank, run.world_size)])
     _continue(run, saved, moved(states, device), saved["learning_rates"], saved.get("refresh"))
+
+
+def check_kept(run: PlanRun, states: Mapping[str, Sequence[Tensors]], ranks: Sequence[tuple[int, int]]) -> None:
+    """Compare states with what the codecs of this run keep.
+
+    Args:
+        run: the run that continues.
+        states: by group, of each old rank.
+        ranks: each old rank, and how many there were.
+
+    Raises:
+        GradlabError: naming group and entry, what came and what was expected.
+    """
+    for group, kept in states.items():
+        for state, (rank, world_size) in zip(kept, ranks, strict=True):
+            if group in run.codecs:
+                members = run.plan.members(run.groups[group])
+                if problem := state_problem(run.codecs[group].kept(members, rank, world_size), state):
+                    raise GradlabError(f"checkpoint: group {group[:80]!r}: {problem}")
 
 
 def same_ranks(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
@@ -113,7 +194,11 @@ def redistribute(
         raise GradlabError(f"checkpoint of rank {other[0]['rank']}: of shards under FSDP, this run has whole layers")
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
+    for one in saved:
+        _verify(one)
     by_node, layers = states_by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
+    for group, (_, kept) in by_node.items():
+        check_kept(run, {group: kept}, [(node, len(kept)) for node in range(len(kept))])
     rates = dict(saved[ROOT]["learning_rates"])
     states = {}
     for group, (owner, kept) in by_node.items():
@@ -159,7 +244,9 @@ def same_shards(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any])
     of_shards = ("shards", "node", "local_rank")
     alone = [{key: value for key, value in one.items() if key not in of_shards} for one in column]
     for before, one in zip(column, alone, strict=True):
+        _verify(before)
         one |= {"rank": before.get("node"), "world_size": len(column)}
+    alone = [sealed(one) for one in alone]
     return sorted(alone, key=lambda one: one["rank"] if isinstance(one["rank"], int) else len(column))
 
 
@@ -199,11 +286,11 @@ def states_by_node(
 def states_of(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     """States by group, from a checkpoint's; their own copies."""
     states, rates, iteration = saved.get("states"), saved.get("learning_rates"), saved.get("iteration")
-    sound = type(iteration) is int and 0 <= iteration < 2**63
+    sound = type(iteration) is int and 0 <= iteration < _MOST_STEPS
     if not sound or not isinstance(states, Mapping) or not isinstance(rates, Mapping):
         raise GradlabError("checkpoint: expected the states, rates and iteration that state_dict gives")
-    if not all(type(rate) in (int, float) and math.isfinite(rate) for rate in rates.values()):
-        raise GradlabError("checkpoint: learning rates that are not finite numbers")
+    if not all(type(rate) in (int, float) and 0 <= rate <= _MOST_RATE for rate in rates.values()):
+        raise GradlabError(f"checkpoint: learning rates that are no numbers from 0 to {_MOST_RATE:g}")
     compressed = {group.name: group for group in run.plan.compressed_groups}
     by_group: dict[str, Tensors] = {}
     for key, tensor in states.items():

@@ -13,6 +13,7 @@ import torch
 
 from gradlab.codec.contract import Codec, Context, Deferred, Exchanged
 from gradlab.codec.each_layer import EachLayer
+from gradlab.codec.kept import Kept
 from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Shards, averaged_in_shards
@@ -53,6 +54,9 @@ class Compressor(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._shards: dict[tuple[Any, ...], Shards] = {}
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return {}
 
     @property
     def gathered(self) -> bool:
@@ -95,6 +99,11 @@ class Compressor(Codec):
     def at(self, held: torch.Tensor | None) -> Compressor:
         """Return the compressor that sends under what it holds of earlier messages, see `held`."""
         return self
+
+    @property
+    def kept_by_messages(self) -> Kept | None:
+        """What `held` and `held_after` return looks like; None if they return None."""
+        return None
 
     def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
         """Return what is held after messages that describe a vector (numel,) together."""

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from gradlab.codec.kept import Kept
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
 from gradlab.codec.vectors import Tensors, concatenate, consecutive, separate
@@ -503,6 +504,17 @@ class Codec(ABC):
         if self.learned and not self.learns:
             raise GradlabError(f"codec {self.name} learns nothing, but came with {sorted(self.learned)}")
 
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept] | None:
+        """Say what the codec's state may hold: by key, what the tensor looks like. Not all of it has to be there.
+
+        A checkpoint's state is compared with it. None: nothing is said, and any finite tensor is taken.
+
+        layers: of the group.
+        rank: of the process whose state it is, from 0.
+        world_size: N.
+        """
+        return None
+
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
         """Return a codec of this kind that is fitted on samples. A method that does not learn returns itself.
 
@@ -606,8 +618,9 @@ def shown_settings(settings: Any, *, first: bool) -> list[str]:
 def hash_tensor(tensor: torch.Tensor) -> str:
     """Compute the SHA-256, in hexadecimal, of a tensor's dtype, shape and bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    head = f"{tensor.dtype}{list(tensor.shape)}".encode()
-    return hashlib.sha256(head + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def exchange_group(

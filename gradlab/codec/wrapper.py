@@ -7,12 +7,14 @@ differs between ranks, such as residuals and velocities. A wrapper's state has k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from gradlab.codec.contract import About, Codec, shown_settings
+from gradlab.codec.kept import Kept, Size, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.vectors import Tensors
 from gradlab.errors import GradlabError
@@ -88,6 +90,21 @@ class Wrapper(Codec):
     def carried_state(self, state: Tensors) -> Tensors:
         """Return this wrapper's part of a state that stays valid when the wrapped codec gets other settings."""
         return {key: value for key, value in self.own_state(state).items() if key.rpartition("/")[2] not in MEASURED}
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept] | None:
+        inner = self.codec.kept(layers, rank, world_size)
+        return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size)}
+
+    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `keys`."""
+        kind, found = getattr(self.settings, "buffer", "float32"), dict[str, Kept]()
+        for what in self.keys:
+            if what in MEASURED:
+                found |= for_any(layers, what, Kept((), least=0.0))
+            else:
+                for layer in layers:
+                    found |= kept_buffer(layer.name, what, layer.shape, kind)
+        return found
 
     def acts_when_dense(self, state: Tensors) -> bool:
         return bool(self.own_state(state)) or self.codec.acts_when_dense(self.inner_state(state))
@@ -250,6 +267,18 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
         f"{name}/{what}": steps.view(-1)[: tensor.numel()].reshape(tensor.shape).clone(),
         f"{name}/{what}_scale": scales,
     }
+
+
+def kept_buffer(name: str, what: str, shape: tuple[Size, ...], kind: str) -> dict[str, Kept]:
+    """Say what the entries that `store_buffer` makes look like.
+
+    shape: of the tensor; with "int8" one size alone may have a range, as of a vector.
+    """
+    if kind != "int8":
+        return {f"{name}/{what}": Kept(shape)}
+    sizes = [size for size in shape if isinstance(size, int)]
+    blocks: Size = -(-math.prod(sizes) // _BLOCK) if len(sizes) == len(shape) else (0, None)
+    return {f"{name}/{what}": Kept(shape, (torch.int8,)), f"{name}/{what}_scale": Kept((blocks,), least=0.0)}
 
 
 def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:

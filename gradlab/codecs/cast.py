@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
+from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.collectives import AllToAll, Coroutine, Gather, Mean
 from gradlab.collectives.ring import segment_bounds
@@ -58,6 +59,9 @@ class Cast(Codec):
             help='that values of ranks are summed in: the one that travels ("dtype", one all-reduce), or "float32" (an '
             "all-to-all and a gather, of as many bytes on the wire)",
         )
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return {}
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         dtype = DTYPES[self.settings.dtype]

@@ -17,6 +17,7 @@ import torch
 from gradlab.codec import About, Codec, Context, Exchanged, Tensors, concatenate
 from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.each_layer import EachLayer
+from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import (
     across_layers_setting,
@@ -86,6 +87,9 @@ class CLTK(Codec):
         if self.settings.leader == "rotating":
             return context.iteration % context.world_size
         return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return {}
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, leader = concatenate(grads), self.leader(context)

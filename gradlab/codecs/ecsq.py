@@ -33,6 +33,7 @@ from gradlab.codec import (
     concatenate,
     separate,
 )
+from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
@@ -391,6 +392,13 @@ class ECSQ(Compressor):
         shares = counts[counts > 0] / len(sample)
         bits = -float((shares * shares.log2()).sum()) + float((levels > 0).double().mean())  # and a sign each
         return bits > self.settings.bits
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return for_any(layers, "step", self.kept_by_messages)
+
+    @property
+    def kept_by_messages(self) -> Kept:
+        return Kept((), (torch.float64,), least=0.0)
 
     def adopted_state(self, state: Tensors) -> Tensors:
         """Continue from the step of other settings."""

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.settings import require, setting
 from gradlab.codecs.qsgd import QSGD
@@ -628,6 +629,26 @@ class GradiVeQ(Codec):
             )
             if layer_state:
                 self._check_width(layer.name, layer_state["basis"], layer_state["width"])
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return {f"{layer.name}/{what}": one for layer in layers for what, one in self._kept_of(layer).items()}
+
+    def _kept_of(self, layer: Layer) -> dict[str, Kept]:
+        learned = self._learned_of(layer.name)
+        size = learned["basis"].shape[1] if "basis" in learned else self.slice_size(layer)
+        slices = self.slice_view(layer).numel // size
+        fitted = self.fitted_slices(slices)
+        sample = Kept((sum(map(len, fitted)), size))
+        widths = (len(fitted),) if self._own_dimensions else ()
+        return {
+            "clock": Kept((2,), least=(0.0, -(2.0**31)), most=(len(PHASES) - 1.0, 2.0**31)),
+            "basis": Kept((len(fitted), size, (0, size))),
+            "width": Kept(widths, least=0.0, most=float(size)),
+            "mean": Kept((slices, size)),
+            "sum": Kept((slices, size)),
+            "dimension": Kept(((1, max(1, len(fitted))),), least=0.0, most=float(size)),
+            **{f"sample {number}": sample for number in range(self.settings.sample_steps)},
+        }
 
     def _check_width(self, name: str, basis: torch.Tensor, width: torch.Tensor) -> None:
         """Refuse a number of codes that is not the basis's, or with a complement not between the basis's and K."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec.kept import Kept
 from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
@@ -159,6 +160,17 @@ class PowerSGD(Codec):
         if (rows := kept.shape[-2]) < rank:  # another rank's, see `adopted_state`
             kept = torch.cat([kept, self._random(name, kept.shape[-1], matrix, context)[..., rows:, :]], -2)
         return kept[..., :rank, :]
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        """Factors of any number of rows, as other settings may have left them."""
+        found: dict[str, Kept] = {}
+        for layer in layers:
+            if len(layer.shape) > 1 and 0 not in layer.shape:
+                count, n, m = matrices_of(layer)
+                batch = (count,) if layer.role in STACKS and len(layer.shape) > 2 else ()
+                sides = {"q": m, "p": n} if self.settings.alternating else {"q": m}
+                found |= {_key(layer.name, what): Kept((*batch, (1, min(n, m)), side)) for what, side in sides.items()}
+        return found
 
     def adopted_state(self, state: Tensors) -> Tensors:
         """Continue from the factors of another rank.

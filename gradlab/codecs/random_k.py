@@ -23,6 +23,7 @@ from gradlab.codec import (
     concatenate,
 )
 from gradlab.codec.compressor import exchanged_at
+from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, density_setting, with_non_finite
 from gradlab.collectives import Coroutine, Mean
@@ -76,6 +77,9 @@ class RandomK(Codec):
     def _share(self, layers: Sequence[Layer]) -> float:
         numel = sum(layer.numel for layer in layers)
         return count_of(self.settings.density, numel) / numel if numel else 1.0
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return {}
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector = concatenate(grads)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Context, Exchanged, Sparsifier, Tensors, concatenate
+from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
 from gradlab.collectives import Coroutine, Mean
@@ -74,6 +75,9 @@ class Threshold(Sparsifier):
         fixed = Threshold(replace(self.settings, threshold=level if 0 < level < torch.inf else None))
         done = yield from super(Threshold, fixed).exchange(grads, state, context)
         return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        return for_any(layers, "threshold", Kept((2,), least=0.0))
 
     def _measured(self, vector: torch.Tensor) -> torch.Tensor:
         """Measure the k-th largest magnitude, (1,)."""

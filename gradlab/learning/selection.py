@@ -7,6 +7,7 @@ and one rank trains the autoencoder on them. Third, codes travel.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Codec, Context, PlanDefaults, Tensors
+from gradlab.codec.kept import FLOATS, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
@@ -30,6 +32,7 @@ ORDERS = ("position", "magnitude", "value")
 _JUDGED = 10  # the last tenth of training decides; an iteration's error is measured before learning from it
 _COLLAPSED = 0.05  # relative difference of codes below which they hold next to no information
 _OPTIMIZER = "optimizer "  # prefix of the optimizer's entries in the state
+_MOST_WEIGHT = 1e4  # trained ones are near 1; values far above make codes of them that are not finite
 _OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
 _LOST = 1e30  # stands for NaN and infinity, so that a checkpoint can be read again
 
@@ -172,6 +175,20 @@ class LearnedSelection(Codec):
             return {}
         weights = torch.zeros(self.architecture(world_size).numel)
         return prefixed(layers[0].name, {"clock": _clock(COMPRESSING, 0), "autoencoder": weights})
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        weights, two = Kept((self.architecture(world_size).numel,), or_empty=True), Kept((2,), or_empty=True)
+        numel = sum(layer.numel for layer in layers)
+        of_optimizer = {"count": Kept((), or_empty=True, least=0.0)}
+        found = {
+            "clock": Kept((2,), least=(0.0, 0.0), most=(2.0, 2.0**31)),
+            "autoencoder": weights,
+            "error": two,
+            "codes": two,
+            "coded": Kept(((0, self.architecture(world_size).padded(numel)),)),  # any density
+            **{_OPTIMIZER + key: of_optimizer.get(key, weights) for key in self._optimizer_keys},
+        }
+        return {key: one for what, kept in found.items() for key, one in for_any(layers, what, kept).items()}
 
     # --- selection ---
 
@@ -361,12 +378,16 @@ class LearnedSelection(Codec):
             raise GradlabError(f"codec {self.name}: learned tensors {unknown}, expected autoencoder and error")
         if "error" in self.learned:
             error = self.learned["error"]
-            if error.numel() != 1 or not bool(error.isfinite().all()) or "autoencoder" not in self.learned:
-                raise GradlabError(f"codec {self.name}: error: expected one finite number, of an autoencoder")
+            sound = error.numel() == 1 and error.dtype in FLOATS and 0 <= float(error) < math.inf
+            if not sound or "autoencoder" not in self.learned:
+                raise GradlabError(f"codec {self.name}: error: expected one finite number from 0 on, of an autoencoder")
         if "autoencoder" in self.learned:
             weights = self.learned["autoencoder"]
-            if weights.dim() != 1 or weights.dtype != torch.float32 or not bool(weights.isfinite().all()):
-                raise GradlabError(f"codec {self.name}: autoencoder: expected one vector of finite float32 weights")
+            if weights.dim() != 1 or weights.dtype != torch.float32 or not bool((weights.abs() <= _MOST_WEIGHT).all()):
+                raise GradlabError(
+                    f"codec {self.name}: autoencoder: expected one vector of float32 weights, of magnitudes up to "
+                    f"{_MOST_WEIGHT:g}"
+                )
             self.trained_ranks(weights)
 
     def check_world_size(self, world_size: int) -> None:

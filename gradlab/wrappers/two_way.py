@@ -8,7 +8,7 @@ is the server of one part, so that no link carries more than the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,19 @@ import torch
 
 from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
+from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.pieces import piece_of, pieces_of
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Sharded, Shards, Spread
-from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, state_names, step_size_setting, store_buffer
+from gradlab.codec.wrapper import (
+    Wrapper,
+    buffer_setting,
+    kept_buffer,
+    load_buffer,
+    state_names,
+    step_size_setting,
+    store_buffer,
+)
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -218,6 +227,16 @@ class TwoWay(Wrapper):
         if zeta is None:
             return {}
         return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
+
+    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+        """What of a layer lies in the rank's shard depends on which others had a gradient."""
+        found = dict(for_any(layers, "server_zeta", Kept((), least=0.0)))
+        if (held := self.compressor.kept_by_messages) is not None:
+            found |= for_any(layers, "sent_held", held) | for_any(layers, "server_held", held)
+        for layer in layers if self.settings.error_feedback else ():
+            found |= kept_buffer(layer.name, "server_residual", ((0, layer.numel),), self.settings.buffer)
+            found[f"{layer.name}/server_whole"] = Kept((layer.numel,))
+        return found
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         sizes = [codec.compressed_bytes(numel) for codec, numel in self._parts(layers, world_size)]

@@ -13,6 +13,7 @@ from torch import nn
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.accelerate import compress
+from gradlab.runtime.checkpoint import sealed
 
 PLAN = Plan.uniform(nn.Linear(32, 16), "topk", density=0.1)
 
@@ -80,7 +81,7 @@ def another_world_size(folder: Path) -> dict[str, str | int]:
         accelerator.save_state(str(folder / "one"))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            torch.save({**state.state_dict(), "world_size": 1}, folder / "one" / "gradlab_0_rank_0.pt")
+            torch.save(sealed({**state.state_dict(), "world_size": 1}), folder / "one" / "gradlab_0_rank_0.pt")
         accelerator.wait_for_everyone()
         refused = refusal(accelerator.load_state, str(folder / "one"))
     accelerator = Accelerator(cpu=True)

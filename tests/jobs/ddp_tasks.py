@@ -25,6 +25,7 @@ from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
+from gradlab.runtime.checkpoint import sealed
 from gradlab.runtime.network.messages import LEAST_BYTES
 from support.contract import agree, lockstep, plan_for
 from support.image_network import image_network
@@ -187,7 +188,7 @@ def _give_first_q(
             if len(shapes[name]) > 1:
                 columns = int(np.prod(shapes[name][1:]))
                 saved["states"][f"{name}::{name}/q"] = torch.randn(1, columns, rank, dtype=dtype)[0].T.contiguous()
-    state.load_state_dict(saved)
+    state.load_state_dict(sealed(saved))
 
 
 def every_request(group: dist.ProcessGroup, deterministic: bool) -> dict[str, Any]:
@@ -571,8 +572,32 @@ def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
         wrong |= {f"iteration {value}": {**sound, "iteration": value} for value in (-5, 10**30, "1", [1])}
         wrong |= {f"rate {value}": {**sound, "learning_rates": {"wide": value}} for value in (math.nan, "x")}
         wrong |= {"format": {**sound, "format": torch.ones(2)}, "nothing": None}
+        factor = "wide::wide/q"
+        for name, changed in {
+            "another entry": {"wide::wide/velocity": residual},
+            "a column less": {factor: sound["states"][factor][:, 1:]},
+            "many rows": {factor: sound["states"][factor].repeat(30, 1)},
+            "no rows": {factor: sound["states"][factor][:0]},
+        }.items():
+            wrong[name] = {**sound, "states": {**sound["states"], **changed}}
         messages = {}
         for name, value in wrong.items():
+            try:
+                state.load_state_dict(sealed(value) if isinstance(value, dict) else value)
+                messages[name] = ""
+            except GradlabError as error:
+                messages[name] = str(error)
+        flipped = residual.clone()
+        flipped.view(-1).view(torch.int32)[5] ^= 1
+        damaged = {
+            "damaged": {**sound, "states": {**sound["states"], key: flipped}},
+            "missing": {**sound, "states": {factor: sound["states"][factor]}},
+            "added": {**sound, "states": {**sound["states"], "wide::wide/more": residual}},
+            "rates": {**sound, "learning_rates": {"wide": 0.5}},
+            "more": {**sound, "note": 1},
+            "unsealed": {name: value for name, value in sound.items() if name != "sha256"},
+        }
+        for name, value in damaged.items():
             try:
                 state.load_state_dict(value)
                 messages[name] = ""
@@ -581,7 +606,7 @@ def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
         for name, several in {
             "none": None,
             "one of two": [sound],
-            "keys": [sound, {**sound, "rank": 1, "states": {}}],
+            "keys": [sound, sealed({**sound, "rank": 1, "states": {}})],
         }.items():
             try:
                 state.load_state_dicts(several, "split")
@@ -602,7 +627,7 @@ def states_that_differ(group: dist.ProcessGroup) -> str:
         model.register_comm_hook(state, compression_hook)
         model(gradients(shapes, rank, 0)).backward()
         saved = state.state_dict()
-        state.load_state_dict({**saved, "states": saved["states"] if rank == 0 else {}})
+        state.load_state_dict(sealed({**saved, "states": saved["states"] if rank == 0 else {}}))
         try:
             model(gradients(shapes, rank, 1)).backward()
         except RuntimeError as error:

@@ -29,6 +29,7 @@ from gradlab.layout import bare_name, layers_of
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
+from gradlab.runtime.checkpoint import sealed
 from jobs.node_tasks import grouped_plan
 from support.contract import SETTINGS, learned
 
@@ -417,12 +418,8 @@ def _in_two_levels(mesh: DeviceMesh) -> tuple[FSDPCompression, Any]:
 
 def _moved_to(saved: dict[str, Any], first: int, nodes: int, width: int) -> dict[str, Any]:
     """A rank's checkpoint, as it is in a run of more nodes, whose node 0 is `first` there."""
-    return {
-        **saved,
-        "rank": saved["rank"] + first * width,
-        "node": saved["node"] + first,
-        "world_size": nodes * width,
-    }
+    place = {"rank": saved["rank"] + first * width, "node": saved["node"] + first, "world_size": nodes * width}
+    return sealed({**saved, **place})
 
 
 def _due_inside(states: list[dict[str, Any]], width: int) -> list[float]:
@@ -448,10 +445,11 @@ def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], 
     def without_a_state(one: dict[str, Any]) -> None:
         if one["node"] == 1:
             first, *others = one["inside"]["parts"]
-            one["inside"]["parts"] = [{**first, "states": dict(list(first["states"].items())[1:])}, *others]
+            fewer = sealed({**first, "states": dict(list(first["states"].items())[1:])})
+            one["inside"]["parts"] = [fewer, *others]
 
     def of_another_step(one: dict[str, Any]) -> None:
-        one["inside"]["parts"] = [{**part, "iteration": 2 + one["node"]} for part in one["inside"]["parts"]]
+        one["inside"]["parts"] = [sealed({**part, "iteration": 2 + one["node"]}) for part in one["inside"]["parts"]]
 
     attempts: dict[str, Any] = {
         "fewer shards": spoiled(lambda one: one["inside"]["parts"].pop()),

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
+from gradlab.runtime.checkpoint import sealed
 from gradlab.runtime.lightning import CompressionCallback
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
@@ -107,7 +108,8 @@ def of_two_ranks(folder: Path) -> Path:
     (only,) = checkpoint["gradlab"]
     zeros = {name: torch.zeros_like(tensor) for name, tensor in only["states"].items()}
     checkpoint["gradlab"] = [
-        {**only, "world_size": 2, "rank": rank, "states": states} for rank, states in enumerate((only["states"], zeros))
+        sealed({**only, "world_size": 2, "rank": rank, "states": states})
+        for rank, states in enumerate((only["states"], zeros))
     ]
     torch.save(checkpoint, folder / "two.ckpt")
     return folder / "two.ckpt"

@@ -25,6 +25,7 @@ from gradlab.capture.transformers import RecordingCallback
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime.checkpoint import sealed
 from gradlab.runtime.transformers import CompressionCallback
 from gradlab.trace import Trace
 
@@ -213,7 +214,7 @@ def another_world_size(folder: Path) -> dict[str, Any]:
     place = copied(folder, "one", Path.unlink)
     if dist.get_rank() == 0:
         path = place / "gradlab_rank_0.pt"
-        torch.save({**torch.load(path, weights_only=True), "world_size": 1}, path)
+        torch.save(sealed({**torch.load(path, weights_only=True), "world_size": 1}), path)
     dist.barrier()
     return {
         "another_world_size": refusal(resumed, place),

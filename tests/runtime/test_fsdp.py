@@ -10,7 +10,7 @@ import pytest
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.shards import shard_plan
-from gradlab.runtime.checkpoint import same_shards
+from gradlab.runtime.checkpoint import same_shards, sealed
 from jobs.fsdp_tasks import OPTIONS, UNCOMPRESSED
 from support.process_pool import ProcessPool
 
@@ -173,7 +173,7 @@ def test_rules_watch_the_reduce_scatter(pool: ProcessPool, rule: str, words: str
 
 def test_checkpoints_of_many_nodes_are_in_their_order() -> None:
     """As numbers: as text node 10 would come before node 2."""
-    saved = [{"shards": 2, "node": rank // 2, "local_rank": rank % 2, "rank": rank} for rank in range(24)]
+    saved = [sealed({"shards": 2, "node": rank // 2, "local_rank": rank % 2, "rank": rank}) for rank in range(24)]
     column = same_shards(saved, {"shards": 2, "local_rank": 1})
     assert [one["rank"] for one in column] == list(range(12))
 

@@ -135,12 +135,29 @@ def test_one_ranks_bad_option_is_named_by_all(pool: ProcessPool) -> None:
             assert "\n" not in message
 
 
+SAID_OF_CHECKPOINTS = {
+    "another entry": "group 'wide': 'wide/velocity' is nothing that its codec keeps",
+    "a column less": "group 'wide': 'wide/q' has the shape [1, 299], expected [1 to 12, 300]",
+    "many rows": "group 'wide': 'wide/q' has the shape [30, 300], expected [1 to 12, 300]",
+    "no rows": "group 'wide': 'wide/q' has the shape [0, 300], expected [1 to 12, 300]",
+    "damaged": "'wide::wide/residual' is damaged (its sha256 differs)",
+    "missing": "'wide::wide/residual' is missing",
+    "added": "'wide::wide/more' is not of it, as its checksums are without it",
+    "rates": "what is no tensor is damaged (its sha256 differs)",
+    "more": "what is no tensor is damaged (its sha256 differs)",
+    "unsealed": "without checksums, expected what state_dict gives",
+}
+
+
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(pool: ProcessPool) -> None:
     for result in pool.run("jobs.ddp_tasks:bad_checkpoints", 2):
         assert result["unchanged"]
         for name, message in result["said"].items():
             assert "checkpoint" in message, name
             assert "\n" not in message
+        assert {name: result["said"][name].removeprefix("checkpoint: ") for name in SAID_OF_CHECKPOINTS} == (
+            SAID_OF_CHECKPOINTS
+        )
 
 
 def test_ranks_that_continue_from_other_states_are_refused(pool: ProcessPool) -> None:

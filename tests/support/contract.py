@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
 from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec.kept import state_problem
 from gradlab.codec.settings import Field, build_settings, fields_of
 from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
@@ -179,6 +180,8 @@ def lockstep(
             ]
             results[group.name] = run_lockstep(coroutines)
             states[group.name] = [result.value.state for result in results[group.name]]
+            for rank, state in enumerate(states[group.name]):
+                assert state_problem(plan.build(group).kept(plan.members(group), rank, world_size), state) is None
         history.append(results)
     return history
 

@@ -1,0 +1,90 @@
+"""What a tensor that a codec keeps between iterations has to look like, for whoever reads it from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gradlab.layout import Layer
+
+FLOATS = (torch.float32, torch.float64)
+Size = int | tuple[int, int | None]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The shape, dtype and range of a state entry.
+
+    shape: sizes, each a number, or the least and the most, None: without end.
+    dtypes: any of these.
+    least, most: of every value, or of each; None: without end.
+    or_empty: whether it may be (0,) instead, as on ranks that have no part in it.
+    """
+
+    shape: tuple[Size, ...]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    least: float | tuple[float, ...] | None = None
+    most: float | tuple[float, ...] | None = None
+    or_empty: bool = False
+
+    def problem(self, tensor: torch.Tensor) -> str | None:
+        """Say what is wrong with a tensor, and what was expected; None if nothing is."""
+        if tensor.dtype not in self.dtypes:
+            return f"is {_name(tensor.dtype)}, expected {' or '.join(map(_name, self.dtypes))}"
+        if tuple(tensor.shape) == (0,) and self.or_empty:
+            return None
+        if tensor.ndim != len(self.shape) or not all(map(_fits, tensor.shape, self.shape)):
+            return f"has the shape {list(tensor.shape)}, expected {self._sizes()}"
+        for bound, sound, word in ((self.least, torch.ge, "least"), (self.most, torch.le, "most")):
+            if bound is not None and not bool(sound(tensor.cpu().double(), torch.tensor(bound)).all()):
+                return f"holds {_values(tensor)}, expected at {word} {bound}"
+        return None
+
+    def _sizes(self) -> str:
+        return f"[{', '.join(map(_text, self.shape))}]" + (" or [0]" if self.or_empty else "")
+
+
+def state_problem(kept: Mapping[str, Kept] | None, state: Mapping[str, torch.Tensor]) -> str | None:
+    """Say what is wrong with a codec's state; None if nothing is.
+
+    kept: what `Codec.kept` says.
+    state: by key.
+    """
+    if kept is None:
+        return None
+    for key, tensor in state.items():
+        if key not in kept:
+            return f"{key[:80]!r} is nothing that its codec keeps"
+        if problem := kept[key].problem(tensor):
+            return f"{key[:80]!r} {problem}"
+    return None
+
+
+def for_any(layers: Iterable[Layer], what: str, kept: Kept) -> dict[str, Kept]:
+    """Return an entry of a whole group: it is under the name of the first layer that has a gradient, so of any."""
+    return {f"{layer.name}/{what}": kept for layer in layers}
+
+
+def _fits(size: int, expected: Size) -> bool:
+    if isinstance(expected, int):
+        return size == expected
+    least, most = expected
+    return least <= size and (most is None or size <= most)
+
+
+def _text(size: Size) -> str:
+    if isinstance(size, int):
+        return str(size)
+    least, most = size
+    return f"{least} or more" if most is None else f"{least} to {most}"
+
+
+def _values(tensor: torch.Tensor) -> str:
+    values = ", ".join(f"{value:g}" for value in tensor.reshape(-1)[:4].tolist())
+    return f"[{values}, ...]" if tensor.numel() > 4 else f"[{values}]"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
