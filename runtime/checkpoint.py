@@ -81,11 +81,18 @@ def _hashes(content: Mapping[str, Any]) -> dict[str, str]:
     """Hash each tensor, and the rest without them."""
     tensors: dict[str, torch.Tensor] = {}
     plain = _without_tensors(content, "", tensors)
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors.values()}
+    if sum(one.numel() * one.element_size() for one in tensors.values()) > sum(storages.values()):
+        raise GradlabError("checkpoint: its tensors have more elements than there is memory behind them")
     try:
         rest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
     except (TypeError, ValueError, RecursionError):
         raise GradlabError("checkpoint: it holds what state_dict does not give") from None
     return {"": rest, **{path: hash_tensor(tensor) for path, tensor in tensors.items()}}
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -96,7 +103,7 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
             here = str(key) if path in ("", "states") else f"{path}/{key}"
             if not isinstance(inner, torch.Tensor):
                 found[str(key)] = _without_tensors(inner, here, tensors)
-            elif inner.layout != torch.strided or here in tensors:
+            elif type(inner) is not torch.Tensor or not _is_dense(inner) or here in tensors:
                 raise GradlabError(f"checkpoint: {here[:80]!r} is no dense tensor")
             else:
                 tensors[here] = inner
@@ -307,7 +314,7 @@ def _check_tensor(key: str, tensor: Any, states: Mapping[Any, Any], layers: Sequ
     layer = next((layer for layer in layers if layer.name == name), None)
     if layer is None:
         raise GradlabError(f"checkpoint: {key[:80]!r} belongs to no layer of its group")
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, torch.Tensor) or not _is_dense(tensor):
         raise GradlabError(f"checkpoint: {key[:80]!r} is no dense tensor")
     if what in _WHOLE and tuple(tensor.shape) != layer.shape:
         raise GradlabError(

@@ -23,6 +23,7 @@ from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress
 from gradlab.runtime.rank_files import check_policy
+from gradlab.runtime.saved import load_saved
 from gradlab.runtime.state import CompressionState
 
 try:
@@ -166,7 +167,5 @@ def _gather(state: dict[str, Any], device: torch.device) -> list[dict[str, Any]]
 def _receive(source: int, size: int, wire: torch.device) -> dict[str, Any]:
     packed = torch.empty(size, dtype=torch.uint8, device=wire)
     dist.recv(packed, src=source)
-    received: dict[str, Any] = torch.load(
-        io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
-    )
+    received: dict[str, Any] = load_saved(io.BytesIO(packed.cpu().numpy().tobytes()), size)
     return received

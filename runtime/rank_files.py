@@ -18,6 +18,7 @@ from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
+from gradlab.runtime.saved import load_saved
 from gradlab.runtime.state import CompressionState
 
 
@@ -114,9 +115,13 @@ class RankFiles:
 
     def _restore(self, folder: Path, stem: str, missing: str, marks: Mapping[str, Any] | None) -> None:
         def read(rank: int) -> Any:
-            saved = torch.load(_path(folder, stem, rank), map_location="cpu", weights_only=True)
+            path = _path(folder, stem, rank)
+            with open(path, "rb") as file:
+                saved = load_saved(file, path.stat().st_size)
+            if not isinstance(saved, dict):
+                raise GradlabError(f"{path.name}: a {type(saved).__name__}, expected what state_dict gives")
             if marks is not None and saved.get("marks") != dict(marks):
-                raise GradlabError(f"{_path(folder, stem, rank).name} is of another save; {missing}")
+                raise GradlabError(f"{path.name} is of another save; {missing}")
             return saved
 
         first = read(0) if self._residuals is not None else {}
@@ -125,8 +130,8 @@ class RankFiles:
             self._state.load_state_dicts(everyone, self._residuals)
             return
         saved = read(self.rank)
-        if saved["world_size"] != self._ranks.size:
-            came = f"checkpoint: world_size is {saved['world_size']}, this run has {self._ranks.size}"
+        if saved.get("world_size") != self._ranks.size:
+            came = f"checkpoint: world_size is {repr(saved.get('world_size'))[:80]}, this run has {self._ranks.size}"
             raise GradlabError(f"{came}; residuals= (split, sum or drop) says what becomes of the residuals")
         self._state.load_state_dict(saved)
 

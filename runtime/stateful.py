@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from gradlab.errors import GradlabError
+from gradlab.runtime.saved import load_saved
 
 
 class Saves(Protocol):
@@ -61,7 +62,7 @@ class RankState:
         if not isinstance(content, bytes):
             raise GradlabError(f"checkpoint: no state of {self._key}")
         try:
-            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise GradlabError(f"checkpoint: the state of {self._key} is damaged: {type(error).__name__}") from error
+            state = load_saved(io.BytesIO(content), len(content))
+        except GradlabError as error:
+            raise GradlabError(f"{self._key}: {error}") from None
         self._exchange.load_state_dict(state)

@@ -177,9 +177,11 @@ class LearnedSelection(Codec):
         return prefixed(layers[0].name, {"clock": _clock(COMPRESSING, 0), "autoencoder": weights})
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
-        weights, two = Kept((self.architecture(world_size).numel,), or_empty=True), Kept((2,), or_empty=True)
+        beside = rank != TRAINER  # such ranks keep empty tensors while the trainer learns
+        weights = Kept((self.architecture(world_size).numel,), or_empty=beside)
+        two = Kept((2,), or_empty=beside)
         numel = sum(layer.numel for layer in layers)
-        of_optimizer = {"count": Kept((), or_empty=True, least=0.0)}
+        of_optimizer = {"count": Kept((), or_empty=beside, least=0.0)}
         found = {
             "clock": Kept((2,), least=(0.0, 0.0), most=(2.0, 2.0**31)),
             "autoencoder": weights,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from campaigns.fuzz import REFUSED, TAKEN, outcome
-from campaigns.fuzzed import FORMATS
+from campaigns.fuzzed import FORMATS, Format
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +28,14 @@ def late() -> Iterator[None]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_nothing_falls(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
-    ended = []
+    with closing(form):
+        ended = list(outcomes(name, form, tmp_path))
+    assert REFUSED in ended
+
+
+def outcomes(name: str, form: Format, folder: Path) -> Iterator[str]:
     for number in range(60):
         case = form.case(np.random.default_rng([number]))
-        ended.append(outcome(case, tmp_path / form.file_name))
-        assert ended[-1] in (REFUSED, TAKEN), f"{name}:{number} {case.kind}: {ended[-1]}"
-    assert REFUSED in ended
+        ended = outcome(case, folder / form.file_name)
+        assert ended in (REFUSED, TAKEN), f"{name}:{number} {case.kind}: {ended}"
+        yield ended

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from campaigns.fuzzed.artifact import ArtifactFiles
 from campaigns.fuzzed.case import Case, Format
+from campaigns.fuzzed.checkpoint import CheckpointFiles
 from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
 from campaigns.fuzzed.trace import TraceFiles
 
 FORMATS: dict[str, Callable[[], Format]] = {
     "artifact": ArtifactFiles,
     "trace": TraceFiles,
+    "checkpoint": CheckpointFiles,
     "cifar10": Cifar10,
     "npz": Cifar10Arrays,
     "idx": FashionMnist,

@@ -35,6 +35,9 @@ class Format(ABC):
 
     file_name = "file"
 
+    def close(self) -> None:  # noqa: B027 - most formats have nothing to close
+        """Give back what reading needs, such as a process group."""
+
     @abstractmethod
     def case(self, draw: np.random.Generator) -> Case:
         """Make a case from random numbers."""
