@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradlab.errors import GradlabError
-from gradlab.jsonable import Jsonable
+from gradlab.jsonable import Jsonable, read_json
 
 # Rows of the picture, from the top.
 LANES = ("backward", "encode and decode", "wait", "network")
@@ -117,11 +116,12 @@ def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:
         GradlabError: if the file is no chrome trace, or does not hold that rank or iteration.
         OSError: if it cannot be read.
     """
+    nbytes = path.stat().st_size  # of ours a value takes eight
+    content = read_json(path, "a chrome trace", most_values=max(1000, nbytes // 4))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         events = content["traceEvents"] if isinstance(content, dict) else content
         spans = _by_rank_and_step(events)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise GradlabError(f"{path}: not a chrome trace: {type(error).__name__}: {str(error)[:100]}") from None
     if not spans:
         raise GradlabError(f"{path}: no spans of gradlab's engine in it; gradlab train ... --chrome-trace writes them")

@@ -1,11 +1,48 @@
-"""Plain JSON: the one way in which results, settings and reports are written."""
+"""Plain JSON: the one way in which results, settings and reports are written, and files of it are read."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
+
+from gradlab.errors import GradlabError
+
+_MOST_BYTES = 2**27
+_MOST_VALUES = 2**22  # a few characters of JSON may stand for an object of a hundred bytes
+
+
+def read_json(
+    path: str | os.PathLike[str], expected: str, most_bytes: int = _MOST_BYTES, most_values: int = _MOST_VALUES
+) -> Any:
+    """Read a JSON file that may hold anything, in memory that its size bounds.
+
+    Args:
+        path: the file.
+        expected: what it should hold, in words.
+        most_bytes: of the file.
+        most_values: numbers, texts, lists and objects in it, at most, about.
+
+    Raises:
+        GradlabError: for a larger file, one that is not JSON, or that is no file.
+        OSError: if it cannot be read.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise GradlabError(f"{path} is no file: expected {expected}")
+    if path.stat().st_size > most_bytes:
+        raise GradlabError(f"{path}: larger than {most_bytes} bytes: expected {expected}")
+    written = path.read_bytes()
+    if sum(map(written.count, b"[{:,")) > most_values:
+        raise GradlabError(f"{path}: more than {most_values} values: expected {expected}")
+    try:
+        return json.loads(written.decode())
+    except (ValueError, RecursionError):
+        raise GradlabError(f"{path} is not JSON: expected {expected}") from None
 
 
 class Jsonable:

@@ -11,13 +11,11 @@ all-reduces, is the geometric mean over those that were measured.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +32,7 @@ from gradlab.analysis.forecast.link import (
 )
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_percent, format_seconds
+from gradlab.jsonable import read_json
 
 _FORM = (
     "a JSON list of measured all-reduces, such as "
@@ -307,10 +306,7 @@ def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
         GradlabError: for a file of any other form, with the entry's number.
         OSError: if the file cannot be read.
     """
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise GradlabError(f"{path} is not JSON: expected {_FORM}") from None
+    entries = read_json(path, _FORM)
     if not isinstance(entries, list) or not entries:
         raise GradlabError(f"{path}: expected {_FORM}")
     return [_observation(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1)]

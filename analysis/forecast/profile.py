@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
+from gradlab.jsonable import read_json
 
 _HOW = (
     "give --compute-seconds, the time of a step without gradient exchange (of a run in one process, or under "
@@ -111,10 +111,7 @@ def _codec_of_replay(provenance: Mapping[str, Any]) -> CodecTime | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise GradlabError(f"{path} is not JSON: expected what gradlab train --out writes") from None
+    report = read_json(path, "what gradlab train --out writes")
     if not isinstance(report, dict):
         raise GradlabError(f"{path}: expected a run's report, a JSON object")
     return report

@@ -7,16 +7,15 @@ weights that rise with the bucket's number, because the first buckets travel whi
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from gradlab.analysis.forecast.step_time import assign_buckets
 from gradlab.errors import GradlabError
+from gradlab.jsonable import read_json
 from gradlab.layout import Layer
 
 _TIE = 1e-3
@@ -70,13 +69,12 @@ def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
     Raises:
         GradlabError: for anything else in it, or what `fit_bucket_times` refuses.
     """
+    expected = 'bucket times, {"sizes": bytes by sample and bucket, "seconds": by sample}'
+    samples = read_json(path, expected)
     try:
-        samples = json.loads(Path(path).read_text(encoding="utf-8"))
         sizes, seconds = (np.array(samples[name], dtype=float) for name in ("sizes", "seconds"))
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        raise GradlabError(
-            f'{path}: expected JSON of bucket times, {{"sizes": bytes by sample and bucket, "seconds": by sample}}'
-        ) from None
+    except (ValueError, TypeError, KeyError, OverflowError):
+        raise GradlabError(f"{path}: expected {expected}") from None
     return fit_bucket_times(sizes, seconds)
 
 

@@ -53,7 +53,7 @@ class Setting:
             return True
         if self.choices:
             return value in self.choices
-        if self.bounded and (not isinstance(value, (int, float)) or math.isnan(value)):
+        if self.bounded and (not isinstance(value, (int, float)) or value != value):  # a large int is no float
             return False
         return (
             (self.above is None or value > self.above)
@@ -247,7 +247,7 @@ def _listed(value: Any) -> Any:
 
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
     types.NoneType: lambda v: v is None,
-    int: lambda v: type(v) is int,
+    int: lambda v: type(v) is int and abs(v) < 2**63,
     float: lambda v: (type(v) is float and math.isfinite(v)) or (type(v) is int and abs(v) < 2**53),
     bool: lambda v: type(v) is bool,
     str: lambda v: type(v) is str,

@@ -29,6 +29,7 @@ import numpy as np
 
 from gradlab.errors import GradlabError, NewerFormat
 from gradlab.files import write_whole
+from gradlab.jsonable import read_json
 from gradlab.layout import Layer, canonical_json
 from gradlab.roles import FIRST_ROLES
 from gradlab.trace.crc import crc32
@@ -66,7 +67,7 @@ STEP_DTYPE: np.dtype[Any] = np.dtype(
 
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_NUMEL = 2**40
-_MAX_JSON_VALUES = 2**20  # a few characters of JSON may stand for an object of a hundred bytes
+_MAX_JSON_VALUES = 2**20
 _MAX_WORLD_SIZE = 2**17
 
 
@@ -312,18 +313,9 @@ def read_document(path: Path, document_format: str) -> dict[str, Any]:
         GradlabError: unless the file holds a whole document of this format in a known version.
     """
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise GradlabError(f"{path}: larger than {_MAX_JSON_BYTES} bytes, not a file that gradlab wrote")
-        written = path.read_bytes()
-        if sum(map(written.count, b"[{:,")) > _MAX_JSON_VALUES:
-            raise GradlabError(f"{path}: more than {_MAX_JSON_VALUES} values, not a file that gradlab wrote")
-        content = json.loads(written.decode())
+        content = read_json(path, f"a {document_format!r} document, whole", _MAX_JSON_BYTES, _MAX_JSON_VALUES)
     except OSError as error:
         raise GradlabError(f"{path}: cannot be read ({error.strerror})") from None
-    except GradlabError:
-        raise
-    except (ValueError, RecursionError):
-        raise GradlabError(f"{path}: truncated or damaged, it is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != document_format:
         raise GradlabError(f"{path}: not written by gradlab, expected a {document_format!r} document")
     version = content.get("version")

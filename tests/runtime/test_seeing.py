@@ -99,10 +99,10 @@ def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "rank", "step", "message"),
     [
-        ("{", 0, None, "spans.json: not a chrome trace"),
+        ("{", 0, None, "spans.json is not JSON: expected a chrome trace"),
         ('{"events": []}', 0, None, "spans.json: not a chrome trace"),
         ("[3]", 0, None, "spans.json: not a chrome trace"),
-        ("[" * 100_000, 0, None, "spans.json: not a chrome trace"),
+        ("[" * 100_000, 0, None, "more than 25000 values: expected a chrome trace"),
         ("[]", 0, None, "no spans of gradlab's engine"),
         (None, 1, None, r"rank 1 is not in it, there are \[0\]"),
         (None, 0, 5, r"iteration 5 of rank 0 is not in it, there are \[3\]"),

@@ -337,7 +337,7 @@ def test_a_foreign_folder(tmp_path: Path) -> None:
 def test_a_truncated_manifest(trace_path: Path, part: float) -> None:
     content = (trace_path / "manifest.json").read_bytes()
     (trace_path / "manifest.json").write_bytes(content[: int(len(content) * part)])
-    refused(trace_path, "manifest.json: truncated or damaged")
+    refused(trace_path, "manifest.json is not JSON: expected a .gradlab-trace. document, whole")
 
 
 def test_any_flipped_bit_of_a_manifest(trace_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_an_index_that_is_missing_damaged_or_wrong(trace_path: Path) -> None:
     index.unlink()
     refused(trace_path, r"not closed \(rank 1\); run `gradlab trace repair")
     index.write_bytes(good[:50])
-    refused(trace_path, "index.json: truncated or damaged")
+    refused(trace_path, "index.json is not JSON: expected a .gradlab-trace-rank. document, whole")
     index.write_bytes(good)
     rewrite(index, segments=[{"number": 0, "steps": 16}, {"number": 1, "steps": 3}])
     refused(trace_path, "4 committed steps, its index says 3")
@@ -666,7 +666,7 @@ def test_a_world_size_without_folders_costs_nothing(trace_path: Path) -> None:
 
 def test_json_that_stands_for_much_more_than_its_bytes(trace_path: Path) -> None:
     (trace_path / "manifest.json").write_text("[" + "{}," * 2**20 + "1]")
-    refused(trace_path, "more than 1048576 values, not a file that gradlab wrote")
+    refused(trace_path, "more than 1048576 values: expected a .gradlab-trace. document, whole")
 
 
 def test_a_segment_that_is_no_file(trace_path: Path) -> None:

@@ -229,4 +229,6 @@ def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
             values[name] = json.loads(value)
         except ValueError:
             values[name] = value
+        except RecursionError:
+            raise GradlabError(f"{option} {text[:80]}...: nested too deeply, expected NAME=VALUE") from None
     return values

@@ -630,7 +630,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
         (["--hold", "--window", 20], "hold: the trace is one window"),
         (["--out", out], "exists already"),
         (["--weights", "heavy"], "weights 'heavy'"),
-        (["--weights", bad_times], "expected JSON of bucket times"),
+        (["--weights", bad_times], "expected bucket times"),
         (["--weights", bucket_times], "2 coefficients, but DDP makes 1 buckets"),
         (["--cost", "step"], "needs --compute-seconds"),
     ):

@@ -8,12 +8,15 @@ from campaigns.fuzzed.artifact import ArtifactFiles
 from campaigns.fuzzed.case import Case, Format
 from campaigns.fuzzed.checkpoint import CheckpointFiles
 from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
+from campaigns.fuzzed.plain import Measurements, Settings
 from campaigns.fuzzed.trace import TraceFiles
 
 FORMATS: dict[str, Callable[[], Format]] = {
     "artifact": ArtifactFiles,
     "trace": TraceFiles,
     "checkpoint": CheckpointFiles,
+    "settings": Settings,
+    "measurements": Measurements,
     "cifar10": Cifar10,
     "npz": Cifar10Arrays,
     "idx": FashionMnist,
