@@ -154,7 +154,7 @@ def check_kept(run: PlanRun, states: Mapping[str, Sequence[Tensors]], ranks: Seq
         for state, (rank, world_size) in zip(kept, ranks, strict=True):
             if group in run.codecs:
                 members = run.plan.members(run.groups[group])
-                if problem := state_problem(run.codecs[group].kept(members, rank, world_size), state):
+                if problem := state_problem(run.codecs[group].kept(members, rank, world_size, group), state):
                     raise GradlabError(f"checkpoint: group {group[:80]!r}: {problem}")
 
 

@@ -55,7 +55,7 @@ class Compressor(Codec):
         super().__init__(settings, learned)
         self._shards: dict[tuple[Any, ...], Shards] = {}
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
     @property

@@ -504,7 +504,7 @@ class Codec(ABC):
         if self.learned and not self.learns:
             raise GradlabError(f"codec {self.name} learns nothing, but came with {sorted(self.learned)}")
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept] | None:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept] | None:
         """Say what the codec's state may hold: by key, what the tensor looks like. Not all of it has to be there.
 
         A checkpoint's state is compared with it. None: nothing is said, and any finite tensor is taken.
@@ -512,6 +512,7 @@ class Codec(ABC):
         layers: of the group.
         rank: of the process whose state it is, from 0.
         world_size: N.
+        group: the group's name, as in `Context`.
         """
         return None
 

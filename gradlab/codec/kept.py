@@ -31,10 +31,10 @@ class Kept:
 
     def problem(self, tensor: torch.Tensor) -> str | None:
         """Say what is wrong with a tensor, and what was expected; None if nothing is."""
-        if tensor.dtype not in self.dtypes:
-            return f"is {_name(tensor.dtype)}, expected {' or '.join(map(_name, self.dtypes))}"
         if tuple(tensor.shape) == (0,) and self.or_empty:
             return None
+        if tensor.dtype not in self.dtypes:
+            return f"is {_name(tensor.dtype)}, expected {' or '.join(map(_name, self.dtypes))}"
         if tensor.ndim != len(self.shape) or not all(map(_fits, tensor.shape, self.shape)):
             return f"has the shape {list(tensor.shape)}, expected {self._sizes()}"
         for bound, sound, word in ((self.least, torch.ge, "least"), (self.most, torch.le, "most")):

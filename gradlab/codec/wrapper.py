@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec.contract import About, Codec, shown_settings
-from gradlab.codec.kept import Kept, Size, for_any
+from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.vectors import Tensors
 from gradlab.errors import GradlabError
@@ -91,11 +91,11 @@ class Wrapper(Codec):
         """Return this wrapper's part of a state that stays valid when the wrapped codec gets other settings."""
         return {key: value for key, value in self.own_state(state).items() if key.rpartition("/")[2] not in MEASURED}
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept] | None:
-        inner = self.codec.kept(layers, rank, world_size)
-        return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size)}
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept] | None:
+        inner = self.codec.kept(layers, rank, world_size, group)
+        return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size, group)}
 
-    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `keys`."""
         kind, found = getattr(self.settings, "buffer", "float32"), dict[str, Kept]()
         for what in self.keys:
@@ -269,15 +269,14 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
     }
 
 
-def kept_buffer(name: str, what: str, shape: tuple[Size, ...], kind: str) -> dict[str, Kept]:
+def kept_buffer(name: str, what: str, shape: tuple[int, ...], kind: str) -> dict[str, Kept]:
     """Say what the entries that `store_buffer` makes look like.
 
-    shape: of the tensor; with "int8" one size alone may have a range, as of a vector.
+    shape: of the tensor.
     """
     if kind != "int8":
         return {f"{name}/{what}": Kept(shape)}
-    sizes = [size for size in shape if isinstance(size, int)]
-    blocks: Size = -(-math.prod(sizes) // _BLOCK) if len(sizes) == len(shape) else (0, None)
+    blocks = -(-math.prod(shape) // _BLOCK)
     return {f"{name}/{what}": Kept(shape, (torch.int8,)), f"{name}/{what}_scale": Kept((blocks,), least=0.0)}
 
 

@@ -88,7 +88,7 @@ class CLTK(Codec):
             return context.iteration % context.world_size
         return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:

@@ -393,7 +393,7 @@ class ECSQ(Compressor):
         bits = -float((shares * shares.log2()).sum()) + float((levels > 0).double().mean())  # and a sign each
         return bits > self.settings.bits
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return for_any(layers, "step", self.kept_by_messages)
 
     @property

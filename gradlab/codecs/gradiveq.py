@@ -630,7 +630,7 @@ class GradiVeQ(Codec):
             if layer_state:
                 self._check_width(layer.name, layer_state["basis"], layer_state["width"])
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {f"{layer.name}/{what}": one for layer in layers for what, one in self._kept_of(layer).items()}
 
     def _kept_of(self, layer: Layer) -> dict[str, Kept]:

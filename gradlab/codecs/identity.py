@@ -49,7 +49,7 @@ class Identity(Codec):
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         return Guarantees(linear=True, unbiased=True, delta=1.0, omega=0.0)
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:

@@ -161,7 +161,7 @@ class PowerSGD(Codec):
             kept = torch.cat([kept, self._random(name, kept.shape[-1], matrix, context)[..., rows:, :]], -2)
         return kept[..., :rank, :]
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Factors of any number of rows, as other settings may have left them."""
         found: dict[str, Kept] = {}
         for layer in layers:

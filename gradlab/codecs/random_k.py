@@ -78,7 +78,7 @@ class RandomK(Codec):
         numel = sum(layer.numel for layer in layers)
         return count_of(self.settings.density, numel) / numel if numel else 1.0
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:

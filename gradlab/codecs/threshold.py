@@ -76,7 +76,7 @@ class Threshold(Sparsifier):
         done = yield from super(Threshold, fixed).exchange(grads, state, context)
         return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return for_any(layers, "threshold", Kept((2,), least=0.0))
 
     def _measured(self, vector: torch.Tensor) -> torch.Tensor:

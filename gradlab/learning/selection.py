@@ -32,6 +32,7 @@ ORDERS = ("position", "magnitude", "value")
 _JUDGED = 10  # the last tenth of training decides; an iteration's error is measured before learning from it
 _COLLAPSED = 0.05  # relative difference of codes below which they hold next to no information
 _OPTIMIZER = "optimizer "  # prefix of the optimizer's entries in the state
+_FLOAT = (torch.float32,)
 _MOST_WEIGHT = 1e4  # trained ones are near 1; values far above make codes of them that are not finite
 _OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
 _LOST = 1e30  # stands for NaN and infinity, so that a checkpoint can be read again
@@ -176,18 +177,18 @@ class LearnedSelection(Codec):
         weights = torch.zeros(self.architecture(world_size).numel)
         return prefixed(layers[0].name, {"clock": _clock(COMPRESSING, 0), "autoencoder": weights})
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         beside = rank != TRAINER  # such ranks keep empty tensors while the trainer learns
-        weights = Kept((self.architecture(world_size).numel,), or_empty=beside)
-        two = Kept((2,), or_empty=beside)
+        weights = Kept((self.architecture(world_size).numel,), _FLOAT, or_empty=beside)
+        two = Kept((2,), (torch.float64,), or_empty=beside)
         numel = sum(layer.numel for layer in layers)
-        of_optimizer = {"count": Kept((), or_empty=beside, least=0.0)}
+        of_optimizer = {"count": Kept((), _FLOAT, or_empty=beside, least=0.0)}
         found = {
-            "clock": Kept((2,), least=(0.0, 0.0), most=(2.0, 2.0**31)),
+            "clock": Kept((2,), _FLOAT, least=(0.0, 0.0), most=(2.0, 2.0**31)),
             "autoencoder": weights,
             "error": two,
             "codes": two,
-            "coded": Kept(((0, self.architecture(world_size).padded(numel)),)),  # any density
+            "coded": Kept(((0, self.architecture(world_size).padded(numel)),), _FLOAT),  # any density
             **{_OPTIMIZER + key: of_optimizer.get(key, weights) for key in self._optimizer_keys},
         }
         return {key: one for what, kept in found.items() for key, one in for_any(layers, what, kept).items()}

@@ -109,7 +109,7 @@ class TwoWay(Wrapper):
         total = separate(concatenate(grads).clone(), grads)
         held = self._server_residual(grads, state, context, next(iter(grads.values())))
         added = self._rescaled(held, context).split([len(piece) for piece in held.values()])
-        for (name, (a, b)), piece in zip(self._cuts(grads, context).items(), added, strict=True):
+        for (name, (a, b)), piece in zip(self._cuts_of(grads, context).items(), added, strict=True):
             total[name].view(-1)[a:b] += context.world_size * piece
         done = yield from self.codec.dense_exchange(total, {}, context)
         kept: Tensors = {}
@@ -161,7 +161,7 @@ class TwoWay(Wrapper):
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
         """The server residual of this rank's shard, by layer, (elements in the shard,), in the dtype of `like`."""
         pieces = {}
-        for name, (a, b) in self._cuts(grads, context).items():
+        for name, (a, b) in self._cuts_of(grads, context).items():
             piece, whole = (load_buffer(state, name, what) for what in ("server_residual", "server_whole"))
             if whole is not None:
                 piece = whole[a:b]
@@ -178,17 +178,22 @@ class TwoWay(Wrapper):
             pieces.append(piece if ratio == 1.0 else piece * ratio)
         return torch.cat(pieces)
 
-    def _cuts(self, grads: Tensors, context: Context) -> dict[str, Shard]:
-        """Return the part of each layer that lies in this rank's shard: (start, stop) in the layer."""
+    def _cuts_of(self, grads: Tensors, context: Context) -> dict[str, Shard]:
+        numels = {name: grad.numel() for name, grad in grads.items()}
+        return self._cuts(numels, self._shapes(grads), context.rank, context.world_size, context.group)
+
+    def _cuts(
+        self, numels: Mapping[str, int], shapes: Sequence[Sequence[int]], rank: int, world_size: int, group: str
+    ) -> dict[str, Shard]:
+        """Return the part of each layer that lies in a rank's shard: (start, stop) in the layer."""
         if self.compressor.spreads:
-            ranks = context.rank, context.world_size
-            return {name: piece_of(grad.numel(), *ranks) for name, grad in grads.items()}
-        start, stop = self.shards(self._shapes(grads), context.world_size, context.group)[context.rank]
+            return {name: piece_of(numel, rank, world_size) for name, numel in numels.items()}
+        start, stop = self.shards(shapes, world_size, group)[rank]
         cuts, first = {}, 0
-        for name, grad in grads.items():
-            a, b = (max(0, min(grad.numel(), edge - first)) for edge in (start, stop))
+        for name, numel in numels.items():
+            a, b = (max(0, min(numel, edge - first)) for edge in (start, stop))
             cuts[name] = (a, b)
-            first += grad.numel()
+            first += numel
         return cuts
 
     def _kept(
@@ -228,14 +233,16 @@ class TwoWay(Wrapper):
             return {}
         return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
 
-    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int) -> Mapping[str, Kept]:
-        """What of a layer lies in the rank's shard depends on which others had a gradient."""
+    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         found = dict(for_any(layers, "server_zeta", Kept((), least=0.0)))
         if (held := self.compressor.kept_by_messages) is not None:
             found |= for_any(layers, "sent_held", held) | for_any(layers, "server_held", held)
-        for layer in layers if self.settings.error_feedback else ():
-            found |= kept_buffer(layer.name, "server_residual", ((0, layer.numel),), self.settings.buffer)
-            found[f"{layer.name}/server_whole"] = Kept((layer.numel,))
+        if self.settings.error_feedback:
+            numels = {layer.name: layer.numel for layer in layers}
+            cuts = self._cuts(numels, self.compressor.shapes_of(layers), rank, world_size, group)
+            for name, (a, b) in cuts.items():
+                found |= kept_buffer(name, "server_residual", (b - a,), self.settings.buffer)
+                found[f"{name}/server_whole"] = Kept((numels[name],))
         return found
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:

@@ -524,7 +524,7 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/two_way.py",
-        old="first += grad.numel()",
+        old="first += numel",
         new="first += 1",
         tests=("tests/wrappers/test_wrappers.py",),
         what="A shard takes other layers' residuals for its own.",

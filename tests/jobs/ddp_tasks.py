@@ -574,7 +574,7 @@ def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
         wrong |= {"format": {**sound, "format": torch.ones(2)}, "nothing": None}
         factor = "wide::wide/q"
         for name, changed in {
-            "another entry": {"wide::wide/velocity": residual},
+            "another entry": {"wide::wide/velocity": residual.clone()},
             "a column less": {factor: sound["states"][factor][:, 1:]},
             "many rows": {factor: sound["states"][factor].repeat(30, 1)},
             "no rows": {factor: sound["states"][factor][:0]},
@@ -592,7 +592,7 @@ def bad_checkpoints(group: dist.ProcessGroup) -> dict[str, Any]:
         damaged = {
             "damaged": {**sound, "states": {**sound["states"], key: flipped}},
             "missing": {**sound, "states": {factor: sound["states"][factor]}},
-            "added": {**sound, "states": {**sound["states"], "wide::wide/more": residual}},
+            "added": {**sound, "states": {**sound["states"], "wide::wide/more": residual.clone()}},
             "rates": {**sound, "learning_rates": {"wide": 0.5}},
             "more": {**sound, "note": 1},
             "unsealed": {name: value for name, value in sound.items() if name != "sha256"},

@@ -181,7 +181,10 @@ def lockstep(
             results[group.name] = run_lockstep(coroutines)
             states[group.name] = [result.value.state for result in results[group.name]]
             for rank, state in enumerate(states[group.name]):
-                assert state_problem(plan.build(group).kept(plan.members(group), rank, world_size), state) is None
+                assert (
+                    state_problem(plan.build(group).kept(plan.members(group), rank, world_size, group.name), state)
+                    is None
+                )
         history.append(results)
     return history
 
