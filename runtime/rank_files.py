@@ -7,9 +7,10 @@ that the framework makes, and reads it from there. So nothing crosses the networ
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
-from gradlab.files import write_whole
+from gradlab.files import Written, written_beside
 from gradlab.runtime.saved import load_saved
 from gradlab.runtime.state import CompressionState
+
+Result = TypeVar("Result")
 
 
 def check_policy(residuals: object) -> None:
@@ -66,6 +69,9 @@ class RankFiles:
     def save(self, folder: Path, stem: str, marks: Mapping[str, Any] | None = None) -> None:
         """Write this rank's file. When it returns, all ranks have written theirs.
 
+        Files that are there are replaced when all ranks' new ones are on the disk, so that a full one costs no older
+        checkpoint.
+
         Args:
             folder: of the checkpoint; made if it is not there.
             stem: how the files' names begin.
@@ -74,15 +80,26 @@ class RankFiles:
         Raises:
             GradlabError: on all ranks, if one could not write.
         """
-        problem = None
+        file = io.BytesIO()
+        torch.save({**self._state.state_dict(), "marks": dict(marks or {})}, file)
+        with ExitStack() as stack:
+
+            def write() -> Written:
+                folder.mkdir(parents=True, exist_ok=True)
+                return stack.enter_context(written_beside(_path(folder, stem, self.rank), file.getbuffer()))
+
+            written = self._together(folder, write)
+            self._together(folder, written.take_its_name)
+
+    def _together(self, folder: Path, attempt: Callable[[], Result]) -> Result:
+        """Attempt something with files on all ranks, and go on only if all could. A collective."""
+        done, problem = [], None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = io.BytesIO()
-            torch.save({**self._state.state_dict(), "marks": dict(marks or {})}, file)
-            write_whole(_path(folder, stem, self.rank), file.getbuffer())
+            done.append(attempt())
         except OSError as error:
             problem = f"{folder}: the compression state cannot be written: {error}"
         self._ranks.raise_together(problem)
+        return done[0]
 
     def load(self, folder: Path, stem: str, missing: str, marks: Mapping[str, Any] | None = None) -> None:
         """Continue from the files of a checkpoint.

@@ -24,6 +24,7 @@ from gradlab.analysis.figures.style import FORMATS, drawing, render
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
 from gradlab.errors import GradlabError
+from gradlab.files import write_all
 from gradlab.jsonable import plain
 from gradlab.printable import visible
 from gradlab.progress import Progress
@@ -123,7 +124,8 @@ def write_page(
         The path of report.html.
 
     Raises:
-        GradlabError: if there is a report already and overwrite is false, or the folder cannot be written.
+        GradlabError: if there is a report already and overwrite is false, or the folder cannot be written, as on a full
+            disk. A report that was there is then still there.
     """
     require_free(out, overwrite, contents=REPORT_FILES)
     calls = [(item, page.formats) for item in page.drawings]
@@ -134,13 +136,11 @@ def write_page(
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
     head = {"gradlab": VERSION, "title": page.title, "verdict": page.verdict, "warnings": page.warnings}
     data = plain({**head, "figures": figures, **page.data})
+    written = {f"figures/{name}.{kind}": content for name, kinds in files.items() for kind, content in kinds.items()}
+    written["report.json"] = f"{json.dumps(data, indent=1, allow_nan=False)}\n".encode()
+    written["report.html"] = text.encode()
     try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
-        for name, kinds in files.items():
-            for kind, content in kinds.items():
-                (out / "figures" / f"{name}.{kind}").write_bytes(content)
-        (out / "report.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        (out / "report.html").write_text(text, encoding="utf-8")
+        write_all(out, written)
     except OSError as error:
         raise GradlabError(f"cannot write the report to {out}: {error.strerror or error}") from None
     return out / "report.html"

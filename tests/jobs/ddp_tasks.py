@@ -27,11 +27,13 @@ from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
 from gradlab.runtime.checkpoint import sealed
 from gradlab.runtime.network.messages import LEAST_BYTES
+from gradlab.runtime.rank_files import RankFiles
 from support.contract import agree, lockstep, plan_for
 from support.image_network import image_network
 from support.pool_groups import SPARE
 from support.prescribed import Prescribed, gradients
 from support.prescribed import layers as prescribed_layers
+from support.small_disk import fill
 
 SMALL_BUCKETS = 0.005  # MiB
 
@@ -675,3 +677,35 @@ def layers_without_gradients(group: dist.ProcessGroup) -> list[dict[str, bool]]:
 
 def _equal(before: Tensors, after: Tensors, key: str) -> bool:
     return key in before and torch.equal(before[key], after[key])
+
+
+def checkpoints_on_a_full_disk(group: dist.ProcessGroup, disk: str) -> dict[str, Any]:
+    """Save, save again where the disk is full, and continue from what is there: what is said, and the iteration."""
+    rank, shapes = dist.get_rank(group), {"wide": (100, 300)}
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group)
+    with CompressionState(Plan.uniform(model, "topk", density=0.01), model) as state:
+        model.register_comm_hook(state, compression_hook)
+        files = RankFiles(state, model, None)
+        model(gradients(shapes, rank, 0)).backward()
+        files.save(Path(disk) / "run", "state")
+        sound = {path.name: path.read_bytes() for path in Path(disk, "run").iterdir()}
+        dist.barrier(group)
+        if rank == 0:
+            fill(Path(disk), 150_000)  # for one rank's state, not for two
+        dist.barrier(group)
+        model(gradients(shapes, rank, 1)).backward()
+        said = []
+        for folder in ("run", "other"):
+            try:
+                files.save(Path(disk) / folder, "state")
+            except GradlabError as error:
+                said.append(str(error))
+        dist.barrier(group)
+        left = {path.name: path.read_bytes() for path in Path(disk, "run").iterdir()}
+        whole = left[f"state_rank_{rank}.pt"] == sound[f"state_rank_{rank}.pt"]
+        before, problem = state.iteration, ""
+        try:
+            files.load(Path(disk) / "run", "state", "nothing to do")
+        except GradlabError as error:
+            problem = str(error)
+        return {"said": said, "old": whole, "iteration": state.iteration, "before": before, "problem": problem}

@@ -292,7 +292,7 @@ def test_accelerate_says_the_same_on_all_ranks(first: list[dict[str, Any]]) -> N
     assert "has the communication hook fp16_compress_hook already" in said["hook_of_accelerate"]
     assert "absent.safetensors" in said["no_artifact"]
     assert said["damaged"].startswith("rank 1: ")
-    assert "damaged: a file is damaged, or not this program's" in said["damaged"]
+    assert "damaged: checkpoint: damaged, or not written by torch.save" in said["damaged"]
     assert "gradlab_0_rank_1.pt: missing; to start from a checkpoint without compression" in said["missing"]
     assert said["mixed"].endswith("written over, but not by all ranks: it holds states of steps [3, 0]")
     assert said["iteration"] == 0
@@ -326,7 +326,7 @@ def test_one_trainer_trains_twice(trainer_scenarios: list[dict[str, Any]]) -> No
             "missing",
             "gradlab_rank_1.pt: missing; if the checkpoint lies elsewhere, give CompressionCallback(resume_from",
         ),
-        ("damaged", "damaged/checkpoint-2: a file is damaged, or not this program's"),
+        ("damaged", "damaged/checkpoint-2: checkpoint: damaged, or not written by torch.save"),
         ("another_run", "gradlab_rank_1.pt is of another save; if the checkpoint lies elsewhere"),
         ("elsewhere", "elsewhere/checkpoint-2/gradlab_rank_0.pt: missing; if the checkpoint lies elsewhere"),
         ("another_world_size", "checkpoint: world_size is 1, this run has 2; residuals= (split, sum or drop) says"),

@@ -17,6 +17,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from jobs.resume_job import SELECTED
 from support.process_pool import ProcessPool
+from support.small_disk import small_disk
 from support.warm_python import python
 
 PLAN = Plan.uniform([Layer("wide", (20, 30), "linear")], "topk", density=0.1)
@@ -158,6 +159,19 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(pool: ProcessPool) 
         assert {name: result["said"][name].removeprefix("checkpoint: ") for name in SAID_OF_CHECKPOINTS} == (
             SAID_OF_CHECKPOINTS
         )
+
+
+def test_a_full_disk_costs_no_checkpoint(pool: ProcessPool, tmp_path: Path) -> None:
+    """There is room for one rank's new state, not for both: neither replaces the old one."""
+    with small_disk(tmp_path, 2**20) as disk:
+        results = pool.run("jobs.ddp_tasks:checkpoints_on_a_full_disk", 2, disk=str(disk))
+        for result in results:
+            assert result["said"] == results[0]["said"]
+            assert len(result["said"]) == 2
+            assert all("No space left on device" in line and "\n" not in line for line in result["said"])
+            assert (result["old"], result["before"], result["iteration"], result["problem"]) == (True, 2, 1, "")
+        assert sorted(path.name for path in (disk / "run").iterdir()) == ["state_rank_0.pt", "state_rank_1.pt"]
+        assert list((disk / "other").iterdir()) == []
 
 
 def test_ranks_that_continue_from_other_states_are_refused(pool: ProcessPool) -> None:

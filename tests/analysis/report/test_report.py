@@ -26,6 +26,7 @@ from gradlab.executor.rules import finding
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from support.recorded import random_gradients, record
+from support.small_disk import fill, small_disk
 
 HOSTILE = "<script>alert('x')</script>.weight"
 LAYERS = (
@@ -222,6 +223,20 @@ def test_an_older_report_stays_unless_asked(made, tmp_path):
         write_page(page, tmp_path / "file")
     with pytest.raises(GradlabError, match="exists already"):
         write_comparison(tmp_path / "r", runs=made["runs"], replays={})
+
+
+def test_a_full_disk_leaves_the_older_report(tmp_path):
+    with small_disk(tmp_path, 2**20) as disk:
+        write_page(Page("older", "v", {}), disk / "r")
+        before = {file: file.read_bytes() for file in disk.rglob("*") if file.is_file()}
+        fill(disk, 8192)
+        full = {file: file.read_bytes() for file in disk.rglob("*") if file.is_file()}
+        for folder in ("r", "new"):
+            with pytest.raises(GradlabError, match=f"cannot write the report to .*{folder}: No space left on device"):
+                write_page(Page("newer", "v", {"much": list(range(9000))}), disk / folder, overwrite=True)
+            assert {file: file.read_bytes() for file in disk.rglob("*") if file.is_file()} == full
+        assert before.items() <= full.items()
+        assert not (disk / "new").exists()
 
 
 def test_two_processes_draw_what_one_draws(tmp_path, made):
