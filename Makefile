@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults resume frameworks nodes mutants convergence fuzz first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz first-hour install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -94,13 +94,18 @@ lgc: install
 	$(BIN)/python benchmarks/lgc_phases.py --data $(DATA) --rows runs/lgc/phases.jsonl --traces runs/lgc --table --figure runs/lgc/phases.svg
 	$(BIN)/python benchmarks/lgc_bytes.py table6
 
-# Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing;
+# Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing, kills
+# while recording, repairing, training and saving, a network that goes away, Ctrl-C in every command (faults: all four);
 # every codec x wrapper resumed in new processes; GPT-2 and BERT in every framework; several ranks to a node under DDP
 # and FSDP2; faults of one line, one at a time,
 # and the test that notices each; every codec x kind of residual trained in lockstep: it converges, is refused, or warns;
 # damaged and altered files of every format (ARGS="--formats trace --count 20000").
-matrix faults resume frameworks nodes mutants convergence fuzz: install
+matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
+
+faults: install
+	mkdir -p $(WORK) && cd $(WORK) && for part in faults kills outages interrupts; do \
+	PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$$part.py || exit 1; done
 
 # The first hour of a new user: a GPT-2 and the Trainer, every command once, with its time (TEXT=any file of 100 kB).
 first-hour: install

@@ -21,6 +21,7 @@ from gradlab.errors import GradlabError, NewerFormat
 from gradlab.trace.checking import committed_segments
 from gradlab.trace.rules import folder_problems, index_problems
 from gradlab.trace.schema import (
+    INDEX,
     PART,
     Manifest,
     RankIndex,
@@ -89,6 +90,8 @@ def _repair_rank(folder: Path, manifest: Manifest, rank: int, due: np.ndarray) -
     try:
         lock = lock_rank(folder, rank)
         try:
+            for unfinished in (folder / rank_folder(rank)).glob(f".{INDEX}.*.tmp"):  # of a repair that was killed
+                unfinished.unlink()
             index = _sound_index(folder, rank)
             if index is None:
                 return _close_rank(folder, manifest, rank, due)

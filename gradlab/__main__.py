@@ -1,5 +1,5 @@
 """`python -m gradlab`."""
 
-from gradlab.cli.main import main
+from gradlab.start import main
 
 main()

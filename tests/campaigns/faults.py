@@ -215,7 +215,7 @@ def _plan(model: nn.Module) -> Plan:
 
 def trial(fault: Fault) -> Outcome:
     """Run one trial; every process has ended afterwards."""
-    folder, port, parent = Path(tempfile.mkdtemp()), _free_port(), os.getpid()
+    folder, port, parent = Path(tempfile.mkdtemp()), free_port(), os.getpid()
     sys.stdout.flush()
     processes = {rank: _fork(rank, port, folder, fault) for rank in range(RANKS)}
     began, late = time.time(), 0.0
@@ -292,7 +292,7 @@ def _end(process: int) -> None:
         os.waitpid(process, 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 

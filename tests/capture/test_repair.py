@@ -205,6 +205,15 @@ def test_repair_writes_a_damaged_index_anew(tmp_path: Path) -> None:
     assert read_index(tmp_path / "t", 1) == before
 
 
+def test_repair_removes_what_a_killed_repair_left(tmp_path: Path) -> None:
+    left_open(tmp_path / "t", 3)
+    repair(tmp_path / "t")
+    left = tmp_path / "t" / "rank-00001" / f".index.json.{'0' * 32}.tmp"
+    left.write_text("{")
+    repair(tmp_path / "t")
+    assert not left.exists()
+
+
 def test_repair_leaves_a_closed_rank_of_another_run_alone_and_says_so(tmp_path: Path) -> None:
     left_open(tmp_path / "t", 3)
     write_index(tmp_path / "t", index := RankIndex("0" * 32, 1, ()))

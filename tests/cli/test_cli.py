@@ -359,7 +359,7 @@ def test_help_has_an_example(gradlab: Command, words: list[str]) -> None:
 
 
 def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gradlab.cli.main", "train", "digits", "--steps", "100000"]
+    command = [sys.executable, "-m", "gradlab", "train", "digits", "--steps", "100000"]
 
     def listen() -> None:  # a shell's background job, as the tests may be, is told to ignore interrupts
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -380,6 +380,30 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     while (left := [child for child in launched if Path(f"/proc/{child}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Module:  # an import that takes an interrupt for a reason to fail otherwise, as numpy's may
+    def __getattr__(self, name):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RecursionError("of a module that is half there")
+
+import gradlab.start
+sys.modules["gradlab.cli.main"] = Module()
+gradlab.start.main()
+"""
+
+
+def test_an_interrupted_import_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "gradlab: interrupted\n")
+    broken = INTERRUPTED_IMPORT.replace("os.kill(os.getpid(), signal.SIGINT)", "raise KeyError(1)")
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
+    assert "KeyError" in done.stderr  # what nobody interrupted is told as it is
 
 
 @pytest.mark.parametrize(
