@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz first-hour install clean
+.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz first-hour hashes install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -113,10 +113,15 @@ first-hour: install
 
 install: $(VENV)/installed
 
-$(VENV)/dependencies: constraints.txt
+# By hash where there are hashes for this Python and platform (`make HASHES= ...`: by version alone). torch comes last, by
+# version: one version of it has other files on every index.
+HASHES ?= $(wildcard hashes/$(shell $(PYTHON) hashes/record.py --tag).txt)
+
+$(VENV)/dependencies: constraints.txt $(HASHES)
 	$(PYTHON) -c 'import sys; sys.exit("gradlab needs Python 3.10 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 10) else 0'
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
+	$(if $(HASHES),$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement $(HASHES))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement constraints.txt
 	touch $@
@@ -126,6 +131,9 @@ $(VENV)/installed: $(VENV)/dependencies $(SOURCES)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall build/wheel/gradlab-*.whl
 	touch $@
+
+hashes: install
+	$(BIN)/python hashes/record.py
 
 clean:
 	rm -rf $(VENV) build runs *.egg-info
