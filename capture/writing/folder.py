@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from gradlab.ddp.agreement import Ranks
@@ -106,12 +107,12 @@ def clear_trace(path: Path) -> None:
     Raises:
         GradlabError: if a process is still recording the trace.
     """
-    for rank in range(read_manifest(path).world_size):
-        folder = path / rank_folder(rank)
-        if folder.is_dir():
-            descriptor = lock_rank(path, rank)
-            _clear_rank(folder)
-            os.close(descriptor)
+    ranks = [rank for rank in range(read_manifest(path).world_size) if (path / rank_folder(rank)).is_dir()]
+    with ExitStack() as locks:
+        for rank in ranks:  # all before the first is cleared: another rank may be alive still
+            locks.callback(os.close, lock_rank(path, rank))
+        for rank in ranks:
+            _clear_rank(path / rank_folder(rank))
     (path / MANIFEST).unlink()
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from gradlab.trace import Trace, check
 from gradlab.trace.schema import Manifest, RankIndex, read_index, write_index
 from support.command_line import Command
 from support.torchrun_job import torchrun
+from support.warm_python import python
 
 
 @pytest.fixture
@@ -166,6 +168,34 @@ def test_repair_that_was_interrupted_can_run_again(tmp_path: Path) -> None:
     assert [row.steps for row in repair(tmp_path / "t")] == [20, 20]
     assert check(tmp_path / "t").ok
     assert sorted(file.name for file in folder.iterdir()) == ["000000.h5", "000001.h5", "index.json"]
+
+
+SECOND_RECORDER = """
+import sys
+import numpy as np
+from gradlab.capture import TraceWriter
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+for overwrite in (False, True):
+    try:
+        TraceWriter(sys.argv[1], [Layer("a.weight", (30, 20), "linear")], 2, overwrite=overwrite).close()
+    except GradlabError as error:
+        print(error)
+"""
+
+
+def test_a_second_recorder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    """Another process, also where rank 0 has ended and rank 1 is still recording."""
+    path, rows = tmp_path / "t", left_open(tmp_path / "t", 5)
+    lock = lock_rank(path, 1)
+    done = subprocess.run([python(), "-c", SECOND_RECORDER, str(path)], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert "not empty; nothing is overwritten" in first
+    assert second == f"{path / 'rank-00001'}: still being recorded by another process; close it first"
+    unlock_rank(path, 1, lock)
+    repair(path)
+    with Trace(path) as trace:
+        np.testing.assert_array_equal(trace.read("a.weight", 0), np.stack(rows))
 
 
 def test_a_trace_that_is_still_being_recorded_is_not_repaired(tmp_path: Path) -> None:

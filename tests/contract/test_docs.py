@@ -171,3 +171,19 @@ def test_the_tutorials_codec_keeps_the_contract(tutorial: SimpleNamespace, monke
         for kind in test_theory.KINDS:
             test_theory.test_errors_are_within_what_is_guaranteed(name, dict(settings), kind)
     sys.modules.pop("gradlab.codecs.sparse_ternary", None)
+
+
+def test_promises_name_tests_that_exist() -> None:
+    """docs/promises.md: a file of tests with one of its functions, or a campaign that the Makefile runs."""
+    page, targets = (ROOT / "docs" / "promises.md").read_text(), (ROOT / "Makefile").read_text()
+    named = re.findall(r"tests/[\w/]+\.py(?:::\w+)?", page)
+    assert len(named) > 50
+    for name in named:
+        file, _, function = name.partition("::")
+        text = (ROOT / file).read_text()
+        if function:
+            assert f"\ndef {function}(" in text, name
+        else:
+            assert re.search(rf"\b{Path(file).stem}\b.*: install", targets), name
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "held by" not in line]
+    assert all("tests/" in row.split("|")[2] for row in rows)
