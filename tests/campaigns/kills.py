@@ -1,7 +1,7 @@
 """Killed at random moments: while recording, repairing, training and saving. No step may be lost that was acknowledged.
 
     PYTHONPATH=tests python tests/campaigns/kills.py [--recording 50] [--repairing 50] [--training 50] [--saving 50]
-        [--seed N]
+        [--clocks 4] [--seed N]
 
 prints a line per kind of kill and one per trial that went wrong; the exit code is 1 if there is one. Two ranks are
 forked, do their work, and are killed together with SIGKILL, as when a node loses its power.
@@ -11,6 +11,8 @@ recording   gradients of a DDP model, by the recorder: every acknowledged step i
 repairing   of such a trace, once or twice: the next repair leaves what one undisturbed repair leaves
 training    compressed, a checkpoint every few steps: started again, the run ends as an undisturbed one, bit for bit
 saving      the same with a checkpoint in every step: the last acknowledged one is whole
+clocks      nobody is killed, but the time of day jumps by days, forwards and back, whenever a rank asks for it: a
+            recording and a run are what they are without
 """
 
 from __future__ import annotations
@@ -72,6 +74,16 @@ def ranks_at(work: Work, folder: Path, *arguments: Any, timeout: float = 30.0) -
         for process in processes:
             process.kill()
             process.join()
+
+
+def with_jumping_clock(rank: int, folder: Path, work: Work, *arguments: Any) -> None:
+    """Do a rank's work while the time of day jumps."""
+    draw, true = random.Random(rank), time.time
+    time.time = lambda: true() + draw.choice([-1e6, 0.0, 1e6])
+    try:
+        work(rank, folder, *arguments)
+    finally:
+        time.time = true
 
 
 def joined(work: Work, rank: int, port: int, folder: Path, arguments: tuple[Any, ...], timeout: float) -> None:
@@ -171,6 +183,10 @@ class Recorded:
         repair(folder / "trace")
         return self.differences(folder / "trace", least)
 
+    def clocks(self, folder: Path) -> str:
+        finished(with_jumping_clock, folder, record, 200)
+        return self.differences(folder / "trace", [200] * RANKS)
+
     def repairing(self, folder: Path, draw: random.Random) -> str:
         source = draw.choice(self.left)
         shutil.copytree(source, folder / "undisturbed")
@@ -246,7 +262,8 @@ def last_common(rank: int, folder: Path) -> int:
 class Trained:
     """What an undisturbed run ends with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, recorded: Recorded | None = None) -> None:
+        self.recorded = recorded
         (folder / "run").mkdir()
         finished(train, folder / "run", STEPS)
         self.expected = self.ends(folder / "run")
@@ -261,6 +278,13 @@ class Trained:
     def saving(self, folder: Path, draw: random.Random) -> str:
         return self._trial(folder, draw, every=1)
 
+    def clocks(self, folder: Path, draw: random.Random) -> str:
+        finished(with_jumping_clock, folder, train, draw.choice([1, 7]))
+        if self.ends(folder) != self.expected:
+            return "the run ends otherwise"
+        assert self.recorded is not None
+        return self.recorded.clocks(made(folder / "recording"))
+
     def _trial(self, folder: Path, draw: random.Random, every: int) -> str:
         at_work = killed(train, folder, draw.uniform(0, 0.5), every)
         saved, found = max(acknowledged(folder, rank) for rank in range(RANKS)), last_common(0, folder)
@@ -274,23 +298,23 @@ class Trained:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ("recording", "repairing", "training", "saving")
+    kinds = ("recording", "repairing", "training", "saving", "clocks")
     for kind in kinds:
-        parser.add_argument(f"--{kind}", type=int, default=50, help="kills")
+        parser.add_argument(f"--{kind}", type=int, default=4 if kind == "clocks" else 50, help="trials")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     draw, wrong = random.Random(wanted.seed), 0
     with tempfile.TemporaryDirectory() as place:
         recorded = Recorded(made(Path(place) / "recorded"))
-        trained = Trained(made(Path(place) / "trained"))
+        trained = Trained(made(Path(place) / "trained"), recorded)
         trials = {**dict.fromkeys(kinds[:2], recorded), **dict.fromkeys(kinds[2:], trained)}
         for kind in kinds:
             count = getattr(wanted, kind)
             done = [trial(trials[kind], kind, number, Path(place), draw) for number in range(count)]
             problems = [problem for problem in done if problem]
             wrong += len(problems)
-            print(f"{kind:10s} {count:4d} kills, {len(problems)} went wrong", flush=True)
+            print(f"{kind:10s} {count:4d} trials, {len(problems)} went wrong", flush=True)
             print("\n".join(f"    {problem}" for problem in problems), end="\n" if problems else "")
     print(f"{wrong} went wrong")
     return int(wrong > 0)
