@@ -393,6 +393,7 @@ class Module:  # an import that takes an interrupt for a reason to fail otherwis
             raise RecursionError("of a module that is half there")
 
 import gradlab.start
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is told to ignore interrupts
 sys.modules["gradlab.cli.main"] = Module()
 gradlab.start.main()
 """
