@@ -34,7 +34,7 @@ def test_nothing_falls(name: str, tmp_path: Path) -> None:
 
 
 def outcomes(name: str, form: Format, folder: Path) -> Iterator[str]:
-    for number in range(60):
+    for number in range(30):
         case = form.case(np.random.default_rng([number]))
         ended = outcome(case, folder / form.file_name)
         assert ended in (REFUSED, TAKEN), f"{name}:{number} {case.kind}: {ended}"

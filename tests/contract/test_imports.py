@@ -104,7 +104,10 @@ def test_a_side_package_is_imported_by_itself_and_the_commands_alone(side: str) 
 
 def test_the_ground_floor_stands_by_itself() -> None:
     """Only the commands import commands; `python -m gradlab` is their door."""
-    assert {module for module in importers("gradlab.cli") if floor(module) != "cli"} <= {"gradlab.__main__", "gradlab.start"}
+    assert {module for module in importers("gradlab.cli") if floor(module) != "cli"} <= {
+        "gradlab.__main__",
+        "gradlab.start",
+    }
 
 
 def test_nobody_imports_the_side_folders_by_their_bare_names() -> None:

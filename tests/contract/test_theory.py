@@ -42,7 +42,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
         for chance in (False, True)
     ],
     "dct_topk": [{"chunk": 5, "count": 3}],
-    "ecsq": [{"unbiased": True, "dither": dither, "bits": bits} for bits in (0.25, 2.0) for dither in (False, True)],
+    "ecsq": [{"unbiased": True, "dither": dither, "bits": bits} for bits, dither in ((0.25, False), (2.0, True))],
 }
 
 
