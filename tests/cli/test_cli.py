@@ -27,6 +27,7 @@ from gradlab.plan import Plan
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import CONVOLUTION, random_gradients, record, record_layer
+from support.small_disk import make_read_only, small_disk
 
 STEPS, WARMUP = 60, 30
 
@@ -380,6 +381,25 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     while (left := [child for child in launched if Path(f"/proc/{child}").exists()]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
+
+
+def test_a_read_only_disk_is_one_line(gradlab: Command, recording: Path, topk: Path, tmp_path: Path) -> None:
+    """What reads works there, and what would write says so, as before it begins to train."""
+    with small_disk(tmp_path, 2**28) as disk:
+        shutil.copytree(recording / "trace", disk / "trace")
+        make_read_only(disk)
+        assert gradlab("trace", "check", disk / "trace")[0] == 0
+        for words in (
+            ["fit", "uniform", disk / "trace", "--codec", "topk", "--out", disk / "plan.safetensors"],
+            ["fit", "uniform", disk / "trace", "--codec", "topk", "--out", disk / "new" / "plan.safetensors"],
+            ["trace", "repair", disk / "trace"],
+            ["train", "digits", "--steps", 3, "--out", disk / "run.json"],
+            ["train", "digits", "--steps", 3, "--emulate", 2, "--capture", disk / "other"],
+        ):
+            code, _, err = gradlab(*words)
+            assert code == 2, words
+            assert err.count("\n") == 1, (words, err)
+            assert "Read-only file system" in err, (words, err)
 
 
 INTERRUPTED_IMPORT = """

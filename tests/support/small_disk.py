@@ -32,3 +32,8 @@ def fill(disk: Path, left: int) -> None:
         while file.write(bytes(4096)):
             pass
     os.truncate(filling, max(0, filling.stat().st_size // 4096 * 4096 - left))
+
+
+def make_read_only(disk: Path) -> None:
+    """Remount a small disk, so that nothing on it can be changed."""
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
