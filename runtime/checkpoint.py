@@ -57,7 +57,7 @@ def sealed(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**saved, "sha256": _hashes(content)}
 
 
-def _verify(saved: Mapping[str, Any]) -> None:
+def verify(saved: Mapping[str, Any]) -> None:
     """Compare a checkpoint with its checksums.
 
     Raises:
@@ -131,7 +131,7 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
             other = key in ("world_size", *_ALONE)
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
             raise GradlabError(f"checkpoint: {key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
-    _verify(saved)
+    verify(saved)
     states = states_of(run, saved)
     if strangers := sorted(states.keys() - run.codecs.keys()):
         raise GradlabError(f"checkpoint: a state of group {strangers[0]!r}, which another local rank owns")
@@ -202,7 +202,7 @@ def redistribute(
     if len({one.get("iteration") for one in saved}) > 1:
         raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
     for one in saved:
-        _verify(one)
+        verify(one)
     by_node, layers = states_by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
     for group, (_, kept) in by_node.items():
         check_kept(run, {group: kept}, [(node, len(kept)) for node in range(len(kept))])
@@ -251,7 +251,7 @@ def same_shards(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any])
     of_shards = ("shards", "node", "local_rank")
     alone = [{key: value for key, value in one.items() if key not in of_shards} for one in column]
     for before, one in zip(column, alone, strict=True):
-        _verify(before)
+        verify(before)
         one |= {"rank": before.get("node"), "world_size": len(column)}
     alone = [sealed(one) for one in alone]
     return sorted(alone, key=lambda one: one["rank"] if isinstance(one["rank"], int) else len(column))

@@ -451,7 +451,15 @@ def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], 
     def of_another_step(one: dict[str, Any]) -> None:
         one["inside"]["parts"] = [sealed({**part, "iteration": 2 + one["node"]}) for part in one["inside"]["parts"]]
 
+    def with_a_changed_bit(one: dict[str, Any]) -> None:
+        first, *others = one["inside"]["parts"]
+        name, residual = next(iter(first["states"].items()))
+        changed = residual.clone()
+        changed.view(-1)[0] += 1
+        one["inside"]["parts"] = [{**first, "states": {**first["states"], name: changed}}, *others]
+
     attempts: dict[str, Any] = {
+        "a changed bit": spoiled(with_a_changed_bit),
         "fewer shards": spoiled(lambda one: one["inside"]["parts"].pop()),
         "no state": spoiled(lambda one: one["inside"].update(parts=[None, None])),
         "no parts": spoiled(lambda one: one["inside"].pop("parts")),

@@ -108,6 +108,7 @@ def test_four_nodes_become_two(pool: ProcessPool, policy: str) -> None:
 def test_residuals_of_the_reduce_scatter_go_on_at_fewer_nodes(pool: ProcessPool, policy: str) -> None:
     """Four nodes of two shards become two: the mean over nodes of what waits, by local rank and shard."""
     expected = {
+        "a changed bit": "is damaged (its sha256 differs)",
         "fewer shards": "inside nodes, expected the states of 2 shards",
         "no state": "inside nodes, expected the states of 2 shards",
         "no parts": "inside nodes, expected the states of 2 shards",
