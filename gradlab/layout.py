@@ -28,6 +28,7 @@ Order = Literal["native", "gradiveq"]
 _DDP_NAME = "module"
 _WRAPPERS_NAMES = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, of activation checkpointing
 # More elements than any layer has; beyond it sizes no longer fit the integers and floats they are counted in.
+_MOST_DIMENSIONS = 32  # numpy and torch end at 64, and some work adds dimensions of its own
 _LARGEST_LAYER = 2**48
 # Elements from which on a transposition is worth two passes, and filters that pass at a time.
 _IN_PASSES_FROM = 2**18
@@ -84,7 +85,7 @@ class Layer:
 
 
 def _sound_sizes(shape: list[Any]) -> bool:
-    sized = all(type(n) is int and 0 <= n <= _LARGEST_LAYER for n in shape)
+    sized = len(shape) <= _MOST_DIMENSIONS and all(type(n) is int and 0 <= n <= _LARGEST_LAYER for n in shape)
     return sized and math.prod(shape) <= _LARGEST_LAYER
 
 

@@ -376,6 +376,7 @@ def test_a_newer_manifest(trace_path: Path) -> None:
         ({"dtype": "float64"}, "'dtype' is 'float64'"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [{"name": "a", "shape": [2**30, 2**30]}]}, "not a layer description"),
+        ({"layers": [{"name": "a", "shape": [1] * 65}]}, "not a layer description"),
         ({"layers": [{"name": "a", "shape": [1]}] * 2}, "names a layer twice"),
         ({"layers": [{"name": "a", "shape": [-1]}]}, "not a layer description"),
         ({"run": "../../x"}, "'run' is"),
