@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +118,23 @@ def _in_processes(numbered: Sequence[tuple[Any, ...]], workers: int) -> Iterator
     with warnings.catch_warnings():
         # Idle processes end after some minutes and new ones begin; a user can do nothing about that.
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
-        yield from parallel(delayed(_in_worker)(*call) for call in numbered)
+        with _interrupts_held():
+            running = parallel(delayed(_in_worker)(*call) for call in numbered)
+        yield from running
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back in this thread and in the processes that it starts, for good in these.
+
+    A terminal interrupts all processes of a command. A worker would tell of it in its own words, in the middle of an
+    import; it is ended by the process that has started it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _on_cluster(numbered: Sequence[tuple[Any, ...]], address: str) -> Iterator[tuple[int, Any]]:

@@ -516,6 +516,10 @@ class Codec(ABC):
         """
         return None
 
+    def missing(self, state: Tensors) -> str | None:
+        """Name an entry that a state needs beside the others it has, such as what an iteration counts on; or None."""
+        return None
+
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
         """Return a codec of this kind that is fitted on samples. A method that does not learn returns itself.
 

@@ -95,6 +95,9 @@ class Wrapper(Codec):
         inner = self.codec.kept(layers, rank, world_size, group)
         return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size, group)}
 
+    def missing(self, state: Tensors) -> str | None:
+        return self.codec.missing(self.inner_state(state))
+
     def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `keys`."""
         kind, found = getattr(self.settings, "buffer", "float32"), dict[str, Kept]()

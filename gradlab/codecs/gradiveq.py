@@ -633,6 +633,21 @@ class GradiVeQ(Codec):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {f"{layer.name}/{what}": one for layer in layers for what, one in self._kept_of(layer).items()}
 
+    def missing(self, state: Tensors) -> str | None:
+        for name, layer_state in _by_layer(state).items():
+            if "clock" not in layer_state:
+                return f"{name}/clock"
+            mode, position = map(int, layer_state["clock"].tolist())
+            needed: list[str] = []
+            if mode == SAMPLING and position > 0:
+                needed = [f"sample {number}" for number in range(position)] + ["sum"] * self.settings.whitening
+            elif mode == COMPRESSING and self.settings.complement != 1:
+                needed = ["basis", "width"] + ["mean"] * self.settings.whitening
+            there = layer_state.keys() | self._learned_of(name).keys()
+            if absent := [what for what in needed if what not in there]:
+                return f"{name}/{absent[0]}"
+        return None
+
     def _kept_of(self, layer: Layer) -> dict[str, Kept]:
         learned = self._learned_of(layer.name)
         size = learned["basis"].shape[1] if "basis" in learned else self.slice_size(layer)

@@ -193,6 +193,14 @@ class LearnedSelection(Codec):
         }
         return {key: one for what, kept in found.items() for key, one in for_any(layers, what, kept).items()}
 
+    def missing(self, state: Tensors) -> str | None:
+        for key, value in state.items():
+            prefix, _, what = key.rpartition("/")
+            needs_weights = what == "clock" and int(value[0]) == COMPRESSING
+            if needs_weights and f"{prefix}/autoencoder" not in state:
+                return f"{prefix}/autoencoder"
+        return None
+
     # --- selection ---
 
     def counts(self, sizes: Iterable[int]) -> list[int]:

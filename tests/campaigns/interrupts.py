@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[Sequence[str], str]] = {
     "trace repair": (["trace", "repair", "trace"], ""),
     "analyze": (["analyze", "trace", "--out", "out", "--workers", "2"], "out"),
     "fit uniform": (["fit", "uniform", "trace", "--codec", "topk", "--out", "out"], "out"),
-    "fit gradiveq": (["fit", "gradiveq", "trace", "--out", "out"], "out"),
+    "fit gradiveq": (["fit", "gradiveq", "trace", "--samples", "20", "--out", "out"], "out"),
     "fit lgreco": (["fit", "lgreco", "trace", "--codec", "topk", "--out", "out"], "out"),
     "evaluate": (["evaluate", "trace", "plan.safetensors", "--out", "out"], "out"),
     "inspect": (["inspect", "plan.safetensors"], ""),
@@ -87,7 +87,7 @@ def trial(words: Sequence[str], out: str, source: Path, delay: float) -> tuple[s
             return "ended", ""
         if code is None:
             return "stuck", f"it goes on 30 s after an interrupt at {delay:.3f} s"
-        said = [line for line in err.splitlines() if not line.startswith("gradlab: warning")]
+        said = [line for line in err.splitlines() if not line.startswith("gradlab: warning") and not _is_a_stage(line)]
         # Python that is about to leave is ended by the signal itself, without a word: a shell says 130 then, too.
         late = code == -signal.SIGINT and said in ([], ["gradlab: interrupted"])
         if not late and (code != 130 or said != ["gradlab: interrupted"]):
@@ -97,6 +97,11 @@ def trial(words: Sequence[str], out: str, source: Path, delay: float) -> tuple[s
         if out and (folder / out).exists() and (problem := not_whole(folder / out)):
             return "wrong", f"at {delay:.3f} s: {out}: {problem}"
         return "interrupted", ""
+
+
+def _is_a_stage(line: str) -> bool:
+    """Whether a line is what `demo` says before each of its parts."""
+    return line[1:4] in ("/4 ", "/3 ")
 
 
 def not_whole(path: Path) -> str:

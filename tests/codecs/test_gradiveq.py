@@ -427,3 +427,16 @@ def test_learned_bases_that_are_none_are_refused(
     codec = GradiVeQ(GradiVeQ.Settings(slice_size=8, whitening=False, **settings), learned)
     with pytest.raises(GradlabError, match=said):
         codec.check([layer])
+
+
+def test_what_a_state_lacks_is_named() -> None:
+    """Of two samples of four: the sum, both samples and the clock are needed, whichever is taken away."""
+    codec, state = GradiVeQ(GradiVeQ.Settings(slice_size=50, sample_steps=4)), dict[str, torch.Tensor]()
+    for step in range(2):
+        grads = {"w": torch.randn(20, 30, generator=torch.Generator().manual_seed(step))}
+        (result,) = run_lockstep([exchange_group(codec, grads, state, Context(0, 1, step, "g"))])
+        state = dict(result.value.state)
+    assert set(state) == {"w/clock", "w/sum", "w/sample 0", "w/sample 1"}
+    assert codec.missing(state) is None
+    for key in state:
+        assert codec.missing({other: value for other, value in state.items() if other != key}) == key

@@ -180,11 +180,10 @@ def lockstep(
             ]
             results[group.name] = run_lockstep(coroutines)
             states[group.name] = [result.value.state for result in results[group.name]]
+            codec = plan.build(group)
             for rank, state in enumerate(states[group.name]):
-                assert (
-                    state_problem(plan.build(group).kept(plan.members(group), rank, world_size, group.name), state)
-                    is None
-                )
+                kept = codec.kept(plan.members(group), rank, world_size, group.name)
+                assert (state_problem(kept, state), codec.missing(state)) == (None, None)
         history.append(results)
     return history
 
