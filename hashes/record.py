@@ -39,6 +39,7 @@ def chosen() -> list[tuple[str, str, str]]:
 
 
 def main() -> None:
+    """See the module's text."""
     if sys.argv[1:] == ["--tag"]:
         print(TAG)
         return

@@ -80,11 +80,11 @@ class RankFiles:
         Raises:
             GradlabError: on all ranks, if one could not write.
         """
-        file = io.BytesIO()
-        torch.save({**self._state.state_dict(), "marks": dict(marks or {})}, file)
         with ExitStack() as stack:
 
             def write() -> Written:
+                file = io.BytesIO()
+                torch.save({**self._state.state_dict(), "marks": dict(marks or {})}, file)
                 folder.mkdir(parents=True, exist_ok=True)
                 return stack.enter_context(written_beside(_path(folder, stem, self.rank), file.getbuffer()))
 
@@ -96,7 +96,7 @@ class RankFiles:
         done, problem = [], None
         try:
             done.append(attempt())
-        except OSError as error:
+        except (OSError, GradlabError) as error:  # on this rank alone, perhaps: the others must not wait for it
             problem = f"{folder}: the compression state cannot be written: {error}"
         self._ranks.raise_together(problem)
         return done[0]

@@ -546,7 +546,7 @@ def _virtual(file: h5py.File, name: str, old: h5py.Dataset) -> None:
 
 
 def _external(file: h5py.File, name: str, old: h5py.Dataset) -> None:
-    file.create_dataset(name, shape=old.shape, dtype=old.dtype, external=[("/etc/passwd", 0, old.nbytes)])
+    file.create_dataset(name, shape=old.shape, dtype=old.dtype, external=[("elsewhere.bin", 0, old.nbytes)])
 
 
 def _unknown_filter(file: h5py.File, name: str, old: h5py.Dataset) -> None:
