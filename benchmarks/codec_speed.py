@@ -2,7 +2,7 @@
 
     python benchmarks/codec_speed.py [--layers "one tensor" ResNet-18 "GPT-2 small"] [--repeats 9] [--codecs sign topk]
         [--markdown] [--rows ROWS.jsonl]             keeps what is measured
-    python benchmarks/codec_speed.py --device cuda --group-bytes 26214400 --layers "GPT-2 small"
+    python benchmarks/codec_speed.py --device cuda --group-bytes 26214400 --layers "GPT-2 small" [--graphs]
     python benchmarks/codec_speed.py --rows ROWS.jsonl --table [--milliseconds]
 
 The gradients are those of one large tensor, or of the layers of a real model as `Plan.uniform` groups them. Memory is
@@ -31,6 +31,7 @@ from rows import Row, keep, read
 from gradlab.codec import Deferred, Exchanged
 from gradlab.collectives import Mean, answer_for, as_requests
 from gradlab.executor import PlanRun, RunSettings, Step
+from gradlab.executor.device_graphs import CudaGraphs
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.workspace import RecyclingWorkspace
@@ -101,6 +102,7 @@ class Timed:
         layers: that `Plan.uniform` groups and compresses; those that it leaves dense are left out.
         device: of the gradients.
         group_bytes: of the plan's groups; None: as they are by default.
+        graphs: whether exchanges are recorded as a GPU's graphs.
     """
 
     def __init__(
@@ -110,11 +112,13 @@ class Timed:
         layers: Sequence[Layer],
         device: torch.device,
         group_bytes: float | None = None,
+        graphs: bool = False,
     ) -> None:
         grouping = {} if group_bytes is None else {"group_bytes": group_bytes}
         plan = Plan.uniform(layers, codec, wrappers=(), **{**BEFORE.get(codec, {}), **settings, **grouping})
         self._memory, self._watch = RecyclingWorkspace(), Stopwatch(device)
-        self._run = PlanRun(plan, 0, 1, RunSettings(device=device), workspace=self._memory)
+        chosen = RunSettings(device=device, graphs=CudaGraphs(device) if graphs else None)
+        self._run, self._graphs = PlanRun(plan, 0, 1, chosen, workspace=self._memory), graphs
         names = {name for group in self._run.groups.values() for name in group.layers}
         generator = torch.Generator().manual_seed(0)
         self._gradients = {
@@ -129,7 +133,8 @@ class Timed:
         """Take a step; seconds of encoding, of decoding, and of what error feedback asks for."""
         took = {"encode": 0.0, "decode": 0.0, "own": 0.0}
         step = self._run.begin()
-        step.add(self._gradients)
+        # Recorded exchanges may write in the gradients' memory.
+        step.add({name: one.clone() for name, one in self._gradients.items()} if self._graphs else self._gradients)
         for group in self._run.groups:
             self._exchange(step, group, took)
         self._run.end(step)
@@ -143,7 +148,7 @@ class Timed:
         return self._watch.seconds(began, self._watch.now())
 
     def _exchange(self, step: Step, group: str, took: dict[str, float]) -> None:
-        coroutine, answer, watch = step.exchange(group), None, self._watch
+        coroutine, answer, watch = step.exchange(group, reuse=self._graphs), None, self._watch
         while True:
             began = watch.now()
             try:
@@ -183,11 +188,12 @@ def compare(
     repeats: int,
     device: torch.device = CPU,
     group_bytes: float | None = None,
+    graphs: bool = False,
 ) -> dict[str, Any]:
     """Medians with quartiles, in copies of the compressed gradients on their device."""
-    timed = Timed(name, settings, layers, device, group_bytes)
+    timed = Timed(name, settings, layers, device, group_bytes, graphs)
     times: dict[str, list[float]] = {"copy": [], "encode": [], "decode": [], "own": []}
-    for turn in range(repeats + (first := 2 + ITERATIONS_BEFORE.get(name, 1))):
+    for turn in range(repeats + (first := 2 + 3 * graphs + ITERATIONS_BEFORE.get(name, 1))):
         took = {"copy": timed.copy(), **timed.step()}
         for key, value in took.items():
             if turn >= first:  # the first turns learn and warm up
@@ -210,7 +216,8 @@ def measured(options: argparse.Namespace) -> Iterator[Row]:
             for title in options.layers or ["one tensor"]:
                 row = {"codec": name, "layers": title}
                 device = torch.device(options.device)
-                row |= compare(name, settings, LISTS[title](), options.repeats, device, options.group_bytes)
+                grouping = options.group_bytes, options.graphs
+                row |= compare(name, settings, LISTS[title](), options.repeats, device, *grouping)
                 if device.type == "cuda":
                     row["device"] = torch.cuda.get_device_name(device)
                 yield keep(options.rows, row)
@@ -225,7 +232,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--group-bytes", type=float, help="of the plan's groups (default: the codec's own)")
     parser.add_argument("--rows", type=Path)
-    for flag in ("--markdown", "--table", "--milliseconds"):
+    for flag in ("--markdown", "--table", "--milliseconds", "--graphs"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -76,6 +76,9 @@ class FarTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.near.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.near.untyped_storage()
+
 
 def near(tensor: torch.Tensor) -> torch.Tensor:
     """Bring a tensor to the CPU, if it is not there."""
@@ -161,6 +164,8 @@ class _Made(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function is torch.as_tensor and isinstance(args[0], FarTensor):
+            return args[0]
         far = function in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or CPU) == FAR
         if far or (function is torch.Tensor.new_tensor and isinstance(args[0], FarTensor)):
             kwargs["device"] = CPU

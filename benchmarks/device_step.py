@@ -41,11 +41,12 @@ WARMUP = 8
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 
 
-def ours(codec: str, measure_every: int = 0, **settings: Any) -> Attach:
+def ours(codec: str, measure_every: int = 0, cuda_graphs: bool = False, **settings: Any) -> Attach:
     """Attach a codec's uniform plan. measure_every: steps from one that is measured; 0: none is."""
 
     def attach(model: DistributedDataParallel) -> CompressionState:
-        state = CompressionState(Plan.uniform(model, codec, **settings), model, measure_every=measure_every)
+        plan = Plan.uniform(model, codec, **settings)
+        state = CompressionState(plan, model, measure_every=measure_every, cuda_graphs=cuda_graphs)
         model.register_comm_hook(state, compression_hook)
         return state
 
@@ -64,6 +65,15 @@ WAYS: dict[str, Attach] = {
     "PyTorch PowerSGD 4": torch_powersgd,
     "identity": ours("identity"),
     "cast bfloat16": ours("cast", dtype="bfloat16"),
+    "cast bfloat16, graphs": ours("cast", cuda_graphs=True, dtype="bfloat16"),
+    "powersgd 4, graphs": ours("powersgd", cuda_graphs=True, rank=4),
+    "topk 1 %, graphs": ours("topk", cuda_graphs=True, density=0.01),
+    "topk 1 %, across layers, graphs": ours("topk", cuda_graphs=True, density=0.01, **GROUPED),
+    "sign, graphs": ours("sign", cuda_graphs=True),
+    "one_bit, graphs": ours("one_bit", cuda_graphs=True),
+    "block_scaled int8, graphs": ours("block_scaled", cuda_graphs=True, dtype="int8"),
+    "block_scaled int4, graphs": ours("block_scaled", cuda_graphs=True, dtype="int4"),
+    "dct_topk 64:32, graphs": ours("dct_topk", cuda_graphs=True, chunk=64, count=32),
     "powersgd 4": ours("powersgd", rank=4),
     "powersgd 4, layer by layer": ours("powersgd", rank=4, group_bytes=0),
     "topk 1 %": ours("topk", density=0.01),
@@ -77,6 +87,7 @@ WAYS: dict[str, Attach] = {
     "sign": ours("sign"),
     "one_bit": ours("one_bit"),
     "block_scaled int8": ours("block_scaled", dtype="int8"),
+    "block_scaled int4": ours("block_scaled", dtype="int4"),
     "qsgd 4 bits": ours("qsgd", bits=4),
     "natural": ours("natural"),
     "terngrad": ours("terngrad"),
@@ -122,6 +133,12 @@ class Training:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
+    def graphs(self) -> Row:
+        """Count the groups whose exchanges are recorded as graphs, and say why others are not."""
+        made = self._state.run.graphs.values() if isinstance(self._state, CompressionState) else ()
+        whys = sorted({one.why for one in made if one.why})
+        return {"recorded": sum(one.recorded for one in made), "not recorded": whys} if made else {}
+
     def close(self) -> None:
         """End the way's threads."""
         if isinstance(self._state, CompressionState):
@@ -146,6 +163,7 @@ def measured(way: str, device: torch.device, options: argparse.Namespace) -> Row
             "device": torch.cuda.get_device_name(),
             **looked_at(training),
         }
+    row |= training.graphs()
     training.close()
     return row
 

@@ -30,6 +30,7 @@ from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
+from gradlab.executor.device_graphs import Graph, GroupGraphs
 from gradlab.plan import Group, Plan
 from gradlab.plan.replanning import Replanner, adopted_state
 from gradlab.workspace import Workspace
@@ -44,12 +45,14 @@ class RunSettings:
         hold_unused: whether a layer without a gradient on any rank is held.
         replan_beside: whether a refresh measures in a thread while training goes on, or when its choice is due.
         device: of the codecs' tensors.
+        graphs: makes a graph; None: exchanges are not recorded.
     """
 
     plain_sgd: bool = False
     hold_unused: bool = False
     replan_beside: bool = False
     device: torch.device | str = "cpu"
+    graphs: Callable[[], Graph] | None = None
 
 
 class PlanRun:
@@ -62,6 +65,7 @@ class PlanRun:
         states: by group name, the codec's state after the last committed step.
         iteration: of the next step, from 0.
         learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
+        graphs: by group name, where exchanges are recorded.
 
     Args:
         plan: to be run.
@@ -94,6 +98,8 @@ class PlanRun:
         self.group_of = {layer: group.name for group in chosen for layer in group.layers}
         self.codecs: dict[str, Codec] = {g.name: self._built(g) for g in chosen} if codecs is None else dict(codecs)
         self.states: dict[str, Tensors] = {}
+        make = self.settings.graphs
+        self.graphs = {} if make is None else {name: GroupGraphs(make) for name in self.groups}
         self.iteration = 0
         self.learning_rates: dict[str, float] = {}
 
@@ -292,15 +298,15 @@ class Step:
         Returns:
             The codec's result.
         """
-        done = yield from exchange_group(
-            self._run.codecs[group],
-            self.layers_of(group),
-            self._run.states.get(group, {}),
-            replace(self.context, group=group, alike=alike),
-            scaled_by=self._scaled_by,
-            dense=not self.compressing,
-            reuse=reuse,
-        )
+        given = self._run.codecs[group], self.layers_of(group), self._run.states.get(group, {})
+        context = replace(self.context, group=group, alike=alike)
+        if reuse and self.compressing and group in self._run.graphs:
+            graphs = self._run.graphs[group]
+            done = yield from graphs.exchange(*given, context, scaled_by=self._scaled_by)
+        else:
+            done = yield from exchange_group(
+                *given, context, scaled_by=self._scaled_by, dense=not self.compressing, reuse=reuse
+            )
         self.staged[group] = done.state
         return done
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun, RunSettings
+from gradlab.executor.device_graphs import CudaGraphs
 from gradlab.executor.ownership import share_out
 from gradlab.plan import Plan
 from gradlab.runtime.engine.device import HostDevice
@@ -117,4 +118,5 @@ def _memory_and_communicator(
 
 
 def _settings(options: RunOptions, device: HostDevice) -> RunSettings:
-    return RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device)
+    graphs = CudaGraphs(device.device) if options.cuda_graphs and device.device.type == "cuda" else None
+    return RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device, graphs=graphs)

@@ -29,6 +29,7 @@ class RunOptions:
     history: int = 1000
     hold_unused: bool = False
     rules: Mapping[str, str] | str | None = None
+    cuda_graphs: bool = False
 
     @property
     def plain_sgd(self) -> bool:
@@ -47,7 +48,7 @@ class RunOptions:
             GradlabError: naming the option, what came and what was expected.
         """
         check_optimizer_and_scaler(self.optimizer, self.scaler)
-        for name in ("deterministic", "check_requests", "hold_unused"):
+        for name in ("deterministic", "check_requests", "hold_unused", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise GradlabError(f"{name} = {getattr(self, name)!r}, expected True or False")
         if not isinstance(self.trace_steps, Collection):

@@ -24,6 +24,8 @@ from gradlab.plan import Plan
 from gradlab.runtime import Communicator, CompressionState, Exchange, compression_hook, drive
 
 STEPS = 6
+GRAPH_STEPS = 15
+GRAPHS = ("block_scaled", "cast", "dct_topk", "gradiveq", "one_bit", "powersgd", "qsgd", "sign", "topk")
 BUCKET_MIB = 0.01  # several buckets
 SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
 # The same arithmetic on the same device, in deterministic mode. A library may still choose another kernel.
@@ -75,6 +77,17 @@ class LateTopK(codecs.get("topk")):  # type: ignore[misc]
         return replace(done, mean={name: tensor.clone() for name, tensor in done.mean.items()})
 
 
+class CopyingTopK(codecs.get("topk")):  # type: ignore[misc]
+    """Top-k that copies a number to the device, which no graph can hold, and which is seen only while one records."""
+
+    name = "copying_topk"
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        done = yield from super().exchange(grads, state, context)
+        one = torch.tensor([1.0], device=next(iter(grads.values())).device)
+        return replace(done, mean={name: mean * one for name, mean in done.mean.items()})
+
+
 def wrapped(place: Place, model: torch.nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     """A prescribed model on the device, in DDP."""
     ids = [place.device] if place.device.type == "cuda" else None
@@ -85,10 +98,18 @@ def wrapped(place: Place, model: torch.nn.Module | None = None, **options: Any) 
 class Run:
     """A prescribed model that trains compressed. A context manager."""
 
-    def __init__(self, place: Place, plan: Plan, model: torch.nn.Module | None = None, scaler: Any = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        plan: Plan,
+        model: torch.nn.Module | None = None,
+        scaler: Any = None,
+        momentum: float = 0.0,
+        cuda_graphs: bool = False,
+    ) -> None:
         self.place, self.scaler = place, scaler
         self.model = wrapped(place, model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125, momentum=momentum)
         self.state = CompressionState(
             plan,
             self.model,
@@ -96,6 +117,7 @@ class Run:
             scaler=scaler,
             deterministic=True,
             process_group=place.spare,
+            cuda_graphs=cuda_graphs,
         )
         self.model.register_comm_hook(self.state, compression_hook)
 
@@ -359,6 +381,45 @@ def recorded(place: Place) -> Outcome:
     return difference.outcome(0.0)
 
 
+def graphs_change_nothing(place: Place, case: str) -> Outcome:
+    """Exchanges recorded as graphs, with a measured step, and one that overflows, between those that are replayed."""
+
+    def spoil(grads: Tensors) -> None:
+        grads["conv"].view(-1)[0] = torch.inf
+
+    runs = []
+    for cuda_graphs in (False, True):
+        # With momentum, as residuals do not follow learning rates then.
+        with Run(place, plan_of(case), momentum=0.5, cuda_graphs=cuda_graphs) as run:
+            averaged = [run.step(step, spoil if step == 9 else None) for step in range(GRAPH_STEPS)]
+            runs.append((averaged, run.states(), dict(run.state.run.graphs)))
+    (expected, states, _), (got, recorded_states, graphs) = runs
+    difference = Difference()
+    for step in (step for step in range(GRAPH_STEPS) if step != 9):
+        difference.add_all(f"step {step}", got[step], expected[step])
+    difference.add_all("state", recorded_states, states)
+    whys = {one.why for one in graphs.values() if one.why}
+    count = sum(one.recorded for one in graphs.values())
+    outcome = difference.outcome(0.0)
+    return replace(outcome, found=f"{outcome.found}; {count} of {len(graphs)} recorded {' / '.join(sorted(whys))}")
+
+
+def failed_recording(place: Place) -> Outcome:
+    """A codec whose recording fails goes on without, beside ones whose recording does not."""
+    codecs.register(CopyingTopK)
+    difference, layers = Difference(), layers_of(Prescribed(SHAPES))
+    averaged = []
+    for codec in ("topk", "copying_topk"):
+        plan = Plan.uniform(layers, codec, density=0.07)
+        with Run(place, plan, momentum=0.5, cuda_graphs=codec == "copying_topk") as run:
+            averaged.append([run.step(step) for step in range(GRAPH_STEPS)])
+            graphs = run.state.run.graphs.values()
+    for step, (expected, got) in enumerate(zip(*averaged, strict=True)):
+        difference.add_all(f"step {step}", got, expected)
+    outcome = difference.outcome(0.0)
+    return replace(outcome, found=f"{outcome.found}; {' / '.join(sorted({one.why for one in graphs}))}")
+
+
 CHECKS: dict[str, Check] = {
     "identity is plain DDP": identity_is_plain_ddp,
     "ranks agree, with all-reduce": ranks_agree,
@@ -375,5 +436,7 @@ CHECKS: dict[str, Check] = {
     "artifact, loaded": loaded_artifact,
     "recording of late gradients": recorded,
     **{f"engine is lockstep: {case}": functools.partial(engine_is_lockstep, case=case) for case in cases()},
+    "graphs: a failed recording": failed_recording,
+    **{f"graphs: {case}": functools.partial(graphs_change_nothing, case=case) for case in GRAPHS},
     **{f"resume: {name}": functools.partial(resumed_is_unbroken, case=name) for name in codecs.names()},
 }

@@ -1,0 +1,396 @@
+"""Exchanges recorded as graphs of a GPU's kernels, which are then launched by one call each.
+
+On a GPU most of a codec's time goes into launching its many small kernels from Python. What a codec does between two
+requests is the same in every step, unless it reads something that changes from step to step (random numbers, the
+iteration, learning rates) or waits for the device's values. So a group's exchange runs as it is at first, then once
+under watch, and if nothing of that kind was seen, it is recorded: each stretch of its code between two requests becomes
+a graph. From then on gradients, states and answers are copied to where the graphs read them, and graphs are replayed.
+The same kernels run on the same numbers, so results stay the same, bit for bit.
+
+An exchange that cannot be recorded runs as it always did, and `GroupGraphs.why` says what was seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from gradlab.codec import Codec, Context, Exchanged, Tensors, alone, exchange_group
+from gradlab.collectives import Coroutine, Ring, as_requests
+from gradlab.errors import GradlabError
+
+# Operations whose result's value or size the host needs before it goes on.
+HOST_WAITS = frozenset(
+    ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount", "is_nonzero")
+)
+# Exchanges of one kind that run as they are before one is watched, and the next recorded: libraries set themselves up.
+_BEFORE = 2
+_KINDS = 2  # whose graphs are kept, for codecs that alternate, and loss scales
+
+
+class Graph(Protocol):
+    """Kernels that are recorded once and then launched together."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Record what is asked of the device, which does not run, while the context lasts."""
+
+    def replay(self) -> None:
+        """Run what was recorded."""
+
+
+class CudaGraph:
+    """A graph of a GPU. Other threads may go on using the device while it is recorded.
+
+    Args:
+        pool: of `torch.cuda.graph_pool_handle()`.
+        stream: to record on. Graphs that use memory of one pool after each other have to share it.
+    """
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool, self._stream = pool, stream
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # which says again that the recording failed
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaGraphs:
+    """Makes the graphs of one run, which share memory: what a graph needs only while it runs, others overwrite.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self) -> CudaGraph:
+        if self._stream is None:  # nothing can be recorded on the default stream, which the caller may be on
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        return CudaGraph(self._pool, self._stream)
+
+
+class _NoGraph:
+    """In place of a graph: what is recorded runs at once."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def replay(self) -> None:
+        pass
+
+
+class NotRecordable(GradlabError):
+    """An exchange does what a graph cannot repeat."""
+
+
+class GroupGraphs:
+    """The graphs of one group's exchange, and when they are made and used.
+
+    Attributes:
+        why: why the group's exchanges run without graphs for good; empty while they need not.
+
+    Args:
+        make: makes one graph of this group.
+    """
+
+    def __init__(self, make: Callable[[], Graph]) -> None:
+        self.why = ""
+        self._make = make
+        self._codec: Codec | None = None
+        self._kinds: dict[Any, _Kind] = {}  # those seen last
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there are graphs that a next exchange of the same kind uses."""
+        return any(kind.recorded is not None for kind in self._kinds.values())
+
+    def exchange(
+        self, codec: Codec, grads: Tensors, state: Tensors, context: Context, *, scaled_by: float = 1.0
+    ) -> Coroutine[Exchanged]:
+        """Run a compressed exchange whose gradients nobody reads afterwards, by graphs if there are any.
+
+        Args:
+            codec: the group's.
+            grads: by layer name.
+            state: the group's.
+            context: of this step.
+            scaled_by: the loss scale that is on the gradients.
+
+        Returns:
+            The codec's result. Its tensors but the state are overwritten by the group's next exchange.
+        """
+
+        def plainly(context: Context, grads: Tensors, state: Tensors) -> Coroutine[Exchanged]:
+            return exchange_group(codec, grads, state, context, scaled_by=scaled_by, reuse=True)
+
+        kind = self._kind(codec, _key(grads, state, context, scaled_by))
+        if self.why or kind.seen <= _BEFORE:
+            return (yield from plainly(context, grads, state))
+        if kind.recorded is not None:
+            return (yield from kind.recorded.run(grads, state))
+        watched = kind.seen == _BEFORE + 1
+        recorded = _Recorded(_NoGraph if watched else self._make)
+        try:
+            done = yield from recorded.record(plainly, context, grads, state)
+        except _Failed as failed:
+            self.why = failed.reason
+            self._kinds.clear()
+            return (yield from _resumed(plainly(context, grads, state), failed.answers))
+        if not watched:
+            kind.recorded = recorded
+        return done
+
+    def _kind(self, codec: Codec, key: Any) -> _Kind:
+        """Count an exchange, and drop what is known of kinds that did not come for long."""
+        if codec is not self._codec:
+            self._codec, self._kinds = codec, {}
+        kind = self._kinds.pop(key, _Kind())
+        kind.seen += 1
+        self._kinds[key] = kind
+        if len(self._kinds) > _KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return kind
+
+
+@dataclass
+class _Kind:
+    """Exchanges of the same kernels. seen: how many; recorded: their graphs, if there are any."""
+
+    seen: int = 0
+    recorded: _Recorded | None = None
+
+
+def _key(grads: Tensors, state: Tensors, context: Context, scaled_by: float) -> tuple[Any, ...]:
+    """What an exchange's kernels depend on, but for what `_fixed` hides: they are the same while this is."""
+    tensors = [*grads.items(), *state.items()]
+    shapes = tuple((name, one.shape, one.stride(), one.dtype, one.device) for name, one in tensors)
+    return shapes, len(grads), scaled_by, context.loss_scale
+
+
+class _Changing:
+    """Stands for a value that another step would have another of. It can be passed on, and not be used.
+
+    what: such as "the iteration".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotRecordable(f"it reads {self._what}")
+
+    def __getattr__(self, name: str) -> Any:
+        self._refuse()
+
+
+_USES = "str format bool int float index hash len iter getitem contains eq ne lt le gt ge add radd sub rsub mul rmul"
+for _use in (*_USES.split(), "mod", "rmod", "floordiv", "rfloordiv", "truediv", "rtruediv", "pow", "neg", "call"):
+    setattr(_Changing, f"__{_use}__", _Changing._refuse)
+
+
+class _FixedContext(Context):
+    """A context without what changes from step to step."""
+
+    def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
+        return _random_numbers() if every_iteration else super().shared_generator(*key, every_iteration=False)
+
+    def rank_generator(self, *key: object) -> torch.Generator:
+        return _random_numbers()
+
+
+def _random_numbers() -> Any:
+    return _Changing("random numbers that are drawn anew")
+
+
+def _fixed(context: Context) -> Context:
+    """Hide what changes from step to step."""
+    if context.alike is not alone:
+        raise NotRecordable("what ranks compute alike is shared between them")
+    values = {one.name: getattr(context, one.name) for one in fields(Context)}
+    hidden: dict[str, Any] = {
+        "iteration": _Changing("the iteration"),
+        "learning_rate": _Changing("learning rates"),
+        "previous_learning_rate": _Changing("learning rates"),
+        "parameters": _Changing("parameters"),
+    }
+    return _FixedContext(**{**values, **hidden})
+
+
+class _Failed(Exception):
+    """An exchange could not be recorded. answers: those to the requests that it has asked already."""
+
+    def __init__(self, reason: str, answers: list[Any]) -> None:
+        self.reason, self.answers = reason, answers
+        super().__init__(reason)
+
+
+@dataclass
+class _Recorded:
+    """One exchange's stretches.
+
+    make: makes a graph.
+    inputs: by stretch, the tensors that its graph reads: gradients and states, then answers.
+    requests: by stretch but the last.
+    kept: tensors that have to stay where they are, see `_Watch.needed`.
+    """
+
+    make: Callable[[], Graph]
+    graphs: list[Graph] = field(default_factory=list)
+    inputs: list[list[torch.Tensor]] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
+    done: Exchanged | None = None
+
+    def run(self, grads: Tensors, state: Tensors) -> Coroutine[Exchanged]:
+        """Exchange by replaying the graphs."""
+        values = [*grads.values(), *state.values()]
+        for number, graph in enumerate(self.graphs):
+            torch._foreach_copy_(self.inputs[number], values)
+            graph.replay()
+            if number < len(self.requests):
+                values = _tensors_in((yield self.requests[number]))
+        return self._result()
+
+    def record(
+        self, exchange: Callable[[Context, Tensors, Tensors], Coroutine[Exchanged]], context: Context, *given: Tensors
+    ) -> Coroutine[Exchanged]:
+        """Exchange, and record it on the way. given: gradients and states. Raises _Failed if it cannot be recorded."""
+        answers: list[Any] = []
+        try:
+            grads, state = ({name: one.detach().clone() for name, one in tensors.items()} for tensors in given)
+            self._read([*grads.values(), *state.values()])
+            coroutine, answer = exchange(_fixed(context), grads, state), None
+            while (request := self._stretch(coroutine, answer)) is not None:
+                answers.append((yield request))
+                self.requests.append(request)
+                answer = _copied(answers[-1])
+                self._read(_tensors_in(answer))
+            return self._result()
+        except Exception as error:  # of any kind: the exchange runs without graphs then, and raises what it raises
+            raise _Failed(_reason(error), answers) from error
+
+    def _stretch(self, coroutine: Coroutine[Exchanged], answer: Any) -> Any:
+        """Record up to the next request, and run what was recorded. Returns the request; None: the exchange is done."""
+        graph, watch, request = self.make(), _Watch(), None
+        with graph.recording(), watch:
+            try:
+                request = coroutine.send(answer)
+            except StopIteration as stop:
+                self.done = stop.value
+        if request is not None and any(isinstance(one, Ring) for one in as_requests(request)):
+            raise NotRecordable("it works while a ring's messages travel")
+        self.graphs.append(graph)
+        self.kept += watch.needed()
+        graph.replay()
+        return request
+
+    def _read(self, tensors: list[torch.Tensor]) -> None:
+        if len({one.device.type for one in tensors}) > 1:
+            raise NotRecordable("a part of its state is in the host's memory")
+        self.inputs.append(tensors)
+
+    def _result(self) -> Exchanged:
+        """What the exchange returned. States get memory of their own, as steps that are not committed keep old ones."""
+        assert self.done is not None
+        fresh = {name: torch.empty_like(one) for name, one in self.done.state.items()}
+        if fresh:
+            torch._foreach_copy_(list(fresh.values()), list(self.done.state.values()))
+        return replace(self.done, state=fresh)
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line why an exchange could not be recorded."""
+    if isinstance(error, TypeError) and _Changing.__name__ in str(error):  # PyTorch's own words
+        return "it draws random numbers"
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses operations that a graph cannot hold, and notes what they read and make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: dict[int, torch.Tensor] = {}  # by address, what was not made here
+        self._made: set[int] = set()
+        self._results: list[weakref.ref[torch.Tensor]] = []
+
+    def needed(self) -> list[torch.Tensor]:
+        """List what has to stay where it is while the graph may run: what it reads, and what others read of it.
+
+        A result that is still there when a stretch ends is for the next stretch, or for the caller. In the memory of
+        all others, other graphs may work.
+        """
+        alive = (result() for result in self._results)
+        return [*self._read.values(), *(one for one in alive if one is not None)]
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = operation.overloadpacket.__name__
+        taken = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        by_mask = name.startswith("index") and any(one.dtype in (torch.bool, torch.uint8) for one in _indices(args))
+        unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in HOST_WAITS or by_mask or unsized:
+            raise NotRecordable(f"it waits for the device's values ({name})")
+        result = operation(*args, **kwargs)
+        made = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
+        if len({one.device.type for one in (*taken, *made) if one.ndim}) > 1:
+            raise NotRecordable(f"it copies between the host and the device ({name})")
+        for one in taken:
+            if (address := one.untyped_storage().data_ptr()) not in self._made:
+                self._read.setdefault(address, one)
+        self._made |= {one.untyped_storage().data_ptr() for one in made} - self._read.keys()
+        self._results += map(weakref.ref, made)
+        return result
+
+
+def _indices(args: Sequence[Any]) -> list[torch.Tensor]:
+    given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    return [one for one in given if isinstance(one, torch.Tensor)]
+
+
+def _tensors_in(answer: Any) -> list[torch.Tensor]:
+    """List the tensors of an answer, or of several, in order."""
+    if isinstance(answer, torch.Tensor):
+        return [answer]
+    return [tensor for one in answer for tensor in _tensors_in(one)]
+
+
+def _copied(answer: Any) -> Any:
+    """Copy an answer, or several, into memory of its own."""
+    if isinstance(answer, torch.Tensor):
+        return answer.clone()
+    return tuple(map(_copied, answer)) if isinstance(answer, tuple) else [_copied(one) for one in answer]
+
+
+def _resumed(coroutine: Coroutine[Exchanged], answers: Sequence[Any]) -> Coroutine[Exchanged]:
+    """Run an exchange whose first requests are answered already."""
+    answer, left = None, list(answers)
+    while True:
+        try:
+            request = coroutine.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = left.pop(0) if left else (yield request)
