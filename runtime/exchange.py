@@ -369,6 +369,12 @@ class Exchange:
         """Return the last step's numbers by name, each for TensorBoard's `writer.add_scalar(name, value, step)`."""
         return reporting.scalars(self.statistics)
 
+    @property
+    def graphs(self) -> dict[str, str]:
+        """Say, with `cuda_graphs` on a GPU, what became of every group: "recorded", "not yet", or why it cannot be."""
+        graphs = self.run.graphs.items()
+        return {name: one.why or ("recorded" if one.recorded else "not yet") for name, one in graphs}
+
     def chrome_trace(self) -> list[dict[str, Any]]:
         """Return the events of the iterations in `trace_steps`, which chrome://tracing and Perfetto show once saved.
 

@@ -311,12 +311,14 @@ def late_memory(place: Place) -> Outcome:
     return difference.outcome(SAME_DEVICE)
 
 
-def exchange_in_line(place: Place) -> Outcome:
+def exchange_in_line(place: Place, cuda_graphs: bool = False) -> Outcome:
     """Without DDP and without a thread, on gradients that are written late in the caller's own stream."""
-    expected, difference = lockstep(plan_of("powersgd"), place.world_size, STEPS, place.device), Difference()
+    steps = GRAPH_STEPS if cuda_graphs else STEPS
+    expected, difference = lockstep(plan_of("powersgd"), place.world_size, steps, place.device), Difference()
     parameters = Prescribed(SHAPES).to(place.device).named_parameters()
-    with Exchange(plan_of("powersgd"), parameters, place.spare, deterministic=True) as exchange:
-        for step in range(STEPS):
+    options = {"deterministic": True, "cuda_graphs": cuda_graphs}
+    with Exchange(plan_of("powersgd"), parameters, place.spare, **options) as exchange:
+        for step in range(steps):
             grads = gradients(place.rank, step, place.device)
             sleep(place.device)
             grads = {name: gradient.clone() for name, gradient in grads.items()}
@@ -431,6 +433,7 @@ CHECKS: dict[str, Check] = {
     "streams: late codec": late_codec,
     "streams: late gradients in bucket views": late_memory,
     "Exchange, in line": exchange_in_line,
+    "graphs: Exchange, in line": functools.partial(exchange_in_line, cuda_graphs=True),
     "drive: topk": functools.partial(driven, case="topk"),
     "drive: qsgd, ring": functools.partial(driven, case="qsgd, ring"),
     "artifact, loaded": loaded_artifact,
