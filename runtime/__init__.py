@@ -7,6 +7,8 @@ Under DDP:
 In two steps, `CompressionState.load("plan.safetensors", ddp_model, optimizer=optimizer)` and then
 `ddp_model.register_comm_hook(state, compression_hook)`.
 
+Between workers that take steps of their own: `OuterStep(plan, model, every=30).step()` after every optimizer step.
+
 On gradients that you hand over yourself: `Exchange(plan, model.named_parameters(), group).step(gradients)`. One codec's
 coroutine on a process group: `drive(coroutine, Communicator(group))`.
 """
@@ -17,6 +19,7 @@ from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.fsdp.state import FSDPCompression, compress_fsdp
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.outer import OuterStep
 from gradlab.runtime.state import CompressionState
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "CompressionState",
     "Exchange",
     "FSDPCompression",
+    "OuterStep",
     "compress",
     "compress_fsdp",
     "compression_hook",

@@ -1,0 +1,469 @@
+"""An outer step every few optimizer steps: DiLoCo, its streaming form, and both with any codec.
+
+A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105; "Streaming
+DiLoCo with overlapping communication", arXiv:2501.18512. Each worker takes H steps with its own optimizer (AdamW there)
+from common parameters. How far it came, the common parameters minus its own, is its pseudo-gradient. The mean of all
+workers' is the gradient of an outer optimizer, SGD with Nesterov momentum, which moves the common parameters; from
+there each worker goes on. In the streaming form fragments of the model do so in turn, and what was exchanged is applied
+tau steps after it was sent, so that training goes on meanwhile: a worker's parameters become alpha times its own plus
+(1 - alpha) times the common ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.codec import Tensors
+from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.wrapping import without_compile
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.plan.fragments import fragments_of
+from gradlab.runtime import checkpoint
+from gradlab.runtime.checks import check_timeout, given_plan
+from gradlab.runtime.engine.device import device_of
+from gradlab.runtime.exchange import Exchange
+from gradlab.runtime.outer.workers import CALLER, Workers, held_layers, is_sharded, plan_of_rank
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+# As in DiLoCo, section 3.1: what was best there.
+NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+_FORMAT = 1
+
+
+@dataclass
+class Arrival:
+    """The mean of the workers' pseudo-gradients. means: by layer name; finite: whether all of them were."""
+
+    means: Tensors
+    finite: bool
+
+
+@dataclass
+class Fragment:
+    """Layers that take their outer steps together.
+
+    plan: of these layers.
+    parameters: the common ones, by layer name.
+    optimizer: that moves them.
+    exchange: with other workers; None where another rank of this worker does that.
+    flight: what is on its way, or has arrived and is not yet applied; None between.
+    lands: the local step after which it is applied.
+    """
+
+    plan: Plan
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    exchange: Exchange | None
+    flight: Future[Arrival] | None = None
+    lands: int = 0
+    steps: int = field(default=0)
+
+
+class OuterStep:
+    """Local steps between workers that exchange how far they came, through a plan.
+
+        outer = OuterStep(plan, model, every=30)
+        for batch in batches:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            outer.step()
+
+    All ranks construct it together, and call `step` after every optimizer step. Workers then begin with the first
+    one's parameters. Buffers, such as a batch norm's, stay each worker's own.
+
+    A worker may be several ranks that train one model: in DDP, whose first rank then exchanges and hands the result on,
+    or sharded by FSDP2, where every rank exchanges its shards with those of its place in other workers.
+
+    A step whose pseudo-gradients are not finite on some worker is not taken: all workers go back to the common
+    parameters.
+
+    Attributes:
+        plan: as it was given.
+        every: local steps between two outer steps of a fragment, H.
+        delay: local steps between sending and applying, tau.
+        local_steps: taken so far.
+        fragments: the parts of the model.
+        workers: the ranks.
+
+    Args:
+        plan: for the model's layers, or the path of an artifact. Its schedule counts outer steps.
+        model: plain, in DDP, or sharded by FSDP2.
+        outer_optimizer: makes the outer optimizer of some parameters. None: SGD(lr=0.7, momentum=0.9, nesterov=True),
+            DiLoCo's. `functools.partial(torch.optim.SGD, lr=1.0)` averages parameters.
+        every: H, at least the number of fragments.
+        fragments: that the model is cut into. They take their outer steps in turn, H / fragments local steps apart.
+        delay: tau, below H. 0: a worker waits for the others in its outer step. Else a thread exchanges while
+            training goes on.
+        mixing: alpha, the share of its own parameters that a worker keeps when it applies what it sent `delay` steps
+            before. Without effect without delay.
+        group: of all ranks; None: the default one. Groups of gradlab's own are made from it.
+        within: what tells the ranks of one worker: a process group, one dimension of a DeviceMesh, "node" for the
+            machine as torchrun tells it, or None. "model": DDP's own group, if that has fewer ranks than `group`.
+        timeout: of the exchange; None: that of `group`.
+        options: those of `Exchange` except optimizer, scaler and hold_unused.
+
+    Raises:
+        GradlabError: for anything that does not fit, or differs between ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str,
+        model: object,
+        outer_optimizer: MakeOptimizer | None = None,
+        *,
+        every: int = 30,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float = 0.5,
+        group: dist.ProcessGroup | None = None,
+        within: object = "model",
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        self.every, self.delay, self._mixing = every, delay, mixing
+        self._check_numbers(fragments)
+        check_timeout(timeout)
+        held = held_layers(model)
+        self._device = device_of(held[0].values.device)
+        inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
+        self.workers = Workers(group, inside, self._device.device, timeout, is_sharded(held))
+        self.local_steps = 0
+        self._values = {one.layer.name: one.values for one in held}
+        self.workers.spread(list(self._values.values()))
+        self._ranks = Ranks(self.workers.everyone, self._device.device)
+        parts: list[Plan] = []
+
+        def attempt() -> None:
+            self.plan = given_plan(plan, CALLER)
+            if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
+                raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
+            self.plan.check_model([one.layer for one in held])
+            # Cut before it is of shards, whose groups may differ between ranks of a worker.
+            parts.extend(plan_of_rank(one, held, self.workers.sharded) for one in fragments_of(self.plan, fragments))
+
+        self._together(attempt)
+        numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
+        self._ranks.require_same({"the plan (sha256)": self.plan.digest, **numbers})
+        make = NESTEROV if outer_optimizer is None else outer_optimizer
+        self.fragments = [self._fragment(one, make, options) for one in parts]
+        self._thread = ThreadPoolExecutor(1, "gradlab-outer") if delay else None
+        self._finalizer = weakref.finalize(self, _end, self._thread, self.fragments, self.workers)
+
+    def _check_numbers(self, fragments: int) -> None:
+        for name, value, least in (("every", self.every, 1), ("fragments", fragments, 1), ("delay", self.delay, 0)):
+            if type(value) is not int or value < least:
+                raise GradlabError(f"{CALLER}: {name} = {value!r}, expected a whole number from {least}")
+        if fragments > self.every:
+            raise GradlabError(
+                f"{CALLER}: {fragments} fragments in every = {self.every} steps, expected at most one each"
+            )
+        if self.delay >= self.every:
+            raise GradlabError(f"{CALLER}: delay = {self.delay}, expected less than every = {self.every}")
+        if not isinstance(self._mixing, int | float) or not 0 <= self._mixing < 1:
+            raise GradlabError(f"{CALLER}: mixing = {self._mixing!r}, expected a share from 0 to below 1")
+
+    def _together(self, attempt: Callable[[], None]) -> None:
+        """Do what may fail on one rank alone, and fail on all then."""
+        problem: GradlabError | None = None
+        try:
+            attempt()
+        except GradlabError as error:
+            problem = error
+        self._ranks.raise_together(None if problem is None else str(problem))
+
+    def _fragment(self, plan: Plan, make: MakeOptimizer, options: Mapping[str, Any]) -> Fragment:
+        parameters = {
+            layer.name: nn.Parameter(self._values[layer.name].clone(memory_format=torch.contiguous_format))
+            for layer in plan.layers
+        }
+        optimizer = make(list(parameters.values())) if callable(make) else make
+        own = [one for group in getattr(optimizer, "param_groups", []) for one in group["params"]]
+        if list(map(id, own)) != list(map(id, parameters.values())):
+            came = type(optimizer).__name__
+            raise GradlabError(
+                f"{CALLER}: outer_optimizer gave a {came} of other parameters, expected what makes an optimizer of "
+                "those it is given, such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+            )
+        exchange = None
+        if self.workers.between is not None:
+            exchange = Exchange(plan, parameters.items(), self.workers.between, optimizer=optimizer, **options)
+        return Fragment(plan, parameters, optimizer, exchange)
+
+    # --- steps ---
+
+    def step(self) -> bool:
+        """Count an optimizer step; send the fragment that is due, and apply one that was sent `delay` steps ago.
+
+        Returns:
+            Whether parameters were changed.
+
+        Raises:
+            CommunicationError: if another worker failed or was lost.
+            GradlabError: after too many outer steps in a row that were not finite, and after `close`.
+        """
+        if not self._finalizer.alive:
+            raise GradlabError(f"this {CALLER} is closed; make a new one")
+        self.local_steps += 1
+        changed = False
+        for number, fragment in enumerate(self.fragments):
+            if fragment.flight is not None and fragment.lands == self.local_steps:
+                self._land(fragment)
+                changed = True
+            if self._is_due(number):
+                self._send(fragment)
+                if not self.delay:
+                    self._land(fragment)
+                    changed = True
+        return changed
+
+    def _is_due(self, number: int) -> bool:
+        """Whether a fragment is sent after this local step. The last one is at every multiple of H."""
+        return (self.local_steps - (number + 1) * self.every // len(self.fragments)) % self.every == 0
+
+    @torch.no_grad()
+    def _send(self, fragment: Fragment) -> None:
+        """Start exchanging a fragment's pseudo-gradients."""
+        pseudo = {name: common.detach() - self._values[name] for name, common in fragment.parameters.items()}
+        fragment.lands = self.local_steps + self.delay
+        if self._thread is None:
+            fragment.flight = _arrived(self._exchange(fragment, pseudo))
+        else:
+            fragment.flight = self._thread.submit(self._beside, fragment, pseudo, self._device.ready())
+
+    def _beside(self, fragment: Fragment, pseudo: Tensors, ready: Any) -> Arrival:
+        """Exchange in the thread, on a GPU in a stream of its own."""
+        with self._device.working():
+            self._device.wait(ready) if ready is not None else None
+            arrival = self._exchange(fragment, pseudo)
+            self._device.synchronize()
+        return arrival
+
+    @torch.no_grad()
+    def _exchange(self, fragment: Fragment, pseudo: Tensors) -> Arrival:
+        """Replace pseudo-gradients by the workers' means."""
+        finite = True if fragment.exchange is None else fragment.exchange.step(pseudo).finite
+        finite = self.workers.all_of(finite)
+        self.workers.hand_on(list(pseudo.values()))
+        return Arrival(pseudo, finite)
+
+    @torch.no_grad()
+    def _land(self, fragment: Fragment) -> None:
+        """Take the outer step, and put the common parameters, or a mixture, into the model."""
+        assert fragment.flight is not None
+        arrival, fragment.flight = fragment.flight.result(), None
+        if arrival.finite:
+            for name, common in fragment.parameters.items():
+                common.grad = arrival.means[name]
+            fragment.optimizer.step()
+            fragment.optimizer.zero_grad(set_to_none=True)
+            fragment.steps += 1
+        else:
+            self._warn_of(fragment)
+        own = self._mixing if self.delay and arrival.finite else 0.0
+        for name, common in fragment.parameters.items():
+            values = self._values[name]
+            values.copy_(common if not own else torch.lerp(common.detach(), values, own))
+
+    def _warn_of(self, fragment: Fragment) -> None:
+        warnings.warn(
+            f"{CALLER}: at local step {self.local_steps} what came of {next(iter(fragment.parameters))} and what "
+            "goes with it was not finite: all workers go back to the common parameters",
+            stacklevel=4,
+        )
+
+    # --- what it holds ---
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps that were taken, of all fragments together."""
+        return sum(fragment.steps for fragment in self.fragments)
+
+    def wait(self) -> None:
+        """Wait until what was sent has arrived. It is applied when it is due."""
+        for fragment in self.fragments:
+            if fragment.flight is not None:
+                fragment.flight.result()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect this rank's state, with what is on its way: plain values and tensors. Waits for the exchange.
+
+        Save it on every rank beside the model's and the inner optimizer's, which differ between workers too.
+
+        Returns:
+            The state, for `torch.save` and `torch.load` with weights_only.
+        """
+        self.wait()
+        saved = {str(number): self._saved(fragment) for number, fragment in enumerate(self.fragments)}
+        return checkpoint.sealed({**self._identity(), "local_steps": self.local_steps, "fragments": saved})
+
+    def _saved(self, fragment: Fragment) -> dict[str, Any]:
+        flight = None if fragment.flight is None else fragment.flight.result()
+        return {
+            "steps": fragment.steps,
+            "parameters": {name: one.detach().clone() for name, one in fragment.parameters.items()},
+            "optimizer": _copied(fragment.optimizer.state_dict()),
+            "exchange": None if fragment.exchange is None else fragment.exchange.state_dict(),
+            "lands": fragment.lands,
+            "flight": None if flight is None else {"finite": flight.finite, "means": _copied(flight.means)},
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "outer format": _FORMAT,
+            "plan": self.plan.digest,
+            "every": self.every,
+            "delay": self.delay,
+            "parts": len(self.fragments),
+            "rank": dist.get_rank(self.workers.everyone),
+            "world_size": self.workers.everyone.size(),
+            "workers": self.workers.count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of the same plan, rank and world size. Every rank loads its own.
+
+        Args:
+            state: what `state_dict` gave. The model's own parameters are the caller's to load.
+
+        Raises:
+            GradlabError: naming what differs.
+        """
+        self._check(state, self._identity())
+        for number, fragment in enumerate(self.fragments):
+            saved = state["fragments"][str(number)]
+            if (saved["exchange"] is None) != (fragment.exchange is None):
+                raise GradlabError("checkpoint: of a rank that exchanged, and this one does not, or the reverse")
+            if fragment.exchange is not None:
+                fragment.exchange.load_state_dict(saved["exchange"])
+            self._restore(fragment, saved)
+        self.local_steps = state["local_steps"]
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
+        """Continue the run of N ranks on this run's M, of workers of one rank. Every rank loads those of all N.
+
+        Args:
+            states: the N ranks' state dicts, in rank order. They have the common parameters in common.
+            residuals: what becomes of residuals, see `Exchange.load_state_dicts`.
+
+        Raises:
+            GradlabError: for another plan, workers of several ranks, or checkpoints that are not those of one run.
+        """
+        mine = self._identity()
+        for rank, state in enumerate(states):
+            self._check(state, {**mine, "rank": rank, "world_size": len(states), "workers": len(states)})
+        if self.workers.inside is not None:
+            raise GradlabError("checkpoint: workers of several ranks cannot be made more or fewer")
+        if len({state["local_steps"] for state in states}) > 1:
+            raise GradlabError("checkpoints of different local steps, expected those of one moment")
+        for number, fragment in enumerate(self.fragments):
+            saved = [state["fragments"][str(number)] for state in states]
+            assert fragment.exchange is not None
+            fragment.exchange.load_state_dicts([one["exchange"] for one in saved], residuals)
+            self._restore(fragment, saved[0])
+        self.local_steps = states[0]["local_steps"]
+
+    def _check(self, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise GradlabError(f"checkpoint: a {type(state).__name__}, expected what state_dict gives")
+        for key, expected in identity.items():
+            if type(state.get(key)) is not type(expected) or state[key] != expected:
+                raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected!r}")
+        checkpoint.verify(state)
+
+    @torch.no_grad()
+    def _restore(self, fragment: Fragment, saved: Mapping[str, Any]) -> None:
+        for name, common in fragment.parameters.items():
+            kept = saved["parameters"].get(name)
+            if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
+                raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
+            common.copy_(kept)
+        fragment.optimizer.load_state_dict(_copied(saved["optimizer"]))
+        fragment.steps, fragment.lands, flight = saved["steps"], saved["lands"], saved["flight"]
+        device = self._device.device
+        fragment.flight = None
+        if flight is not None:
+            means = {name: flight["means"][name].to(device) for name in fragment.parameters}
+            fragment.flight = _arrived(Arrival(means, flight["finite"]))
+
+    def report(self) -> dict[str, Any]:
+        """Summarise the run as plain JSON: numbers of steps, and the exchange's report of every fragment."""
+        reports = [one.exchange.report() for one in self.fragments if one.exchange is not None]
+        return {
+            "every": self.every,
+            "delay": self.delay,
+            "workers": self.workers.count,
+            "local_steps": self.local_steps,
+            "outer_steps": self.outer_steps,
+            "fragments": reports,
+        }
+
+    def close(self) -> None:
+        """End the run, once what is on its way has arrived. Closing twice does no harm."""
+        if self._finalizer.alive:
+            with suppress(Exception):  # who asks for its result is told; here it is not wanted any more
+                self.wait()
+        self._finalizer()
+
+    def __enter__(self) -> OuterStep:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # other workers are told, and none is waited for
+            self._finalizer()
+
+
+def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """DDP's own group, if it has fewer ranks than the group of all."""
+    inner = without_compile(model)
+    if not isinstance(inner, DistributedDataParallel) or not dist.is_initialized():
+        return None
+    everyone = dist.group.WORLD if group is None else group
+    assert everyone is not None
+    own = inner.process_group
+    if own.size() == everyone.size() and own.size() > 1:
+        raise GradlabError(
+            f"{CALLER}: DDP averages the gradients of all {own.size()} ranks in every step, so that there are no "
+            "workers; put the model into DDP with the process group of one worker, or into none"
+        )
+    return own
+
+
+def _arrived(arrival: Arrival) -> Future[Arrival]:
+    future: Future[Arrival] = Future()
+    future.set_result(arrival)
+    return future
+
+
+def _copied(value: Any) -> Any:
+    """Copy plain values and tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _end(thread: ThreadPoolExecutor | None, fragments: Iterable[Fragment], workers: Workers) -> None:
+    for fragment in fragments:
+        if fragment.exchange is not None:
+            fragment.exchange.close()
+    workers.close()
+    if thread is not None:
+        thread.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,179 @@
+"""The parameters that a worker trains, and the ranks that it exchanges them with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import group_like, part_of
+from gradlab.ddp.topology import find_topology
+from gradlab.ddp.wrapping import without_compile
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, named_layers
+from gradlab.plan import Plan
+from gradlab.plan.shards import shard_plan
+
+CALLER = "OuterStep"  # named at the front of errors
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of one layer.
+
+    layer: the whole one.
+    values: this rank's part, which training changes in place: (rows, ...) of the layer, or all of it.
+    """
+
+    layer: Layer
+    values: torch.Tensor
+
+
+def held_layers(model: object) -> list[Held]:
+    """List what this rank holds of a model's trainable layers.
+
+    Args:
+        model: plain, in DDP, or sharded by FSDP2.
+
+    Returns:
+        In registration order.
+
+    Raises:
+        GradlabError: for anything else, or parameters that are sharded along more than one dimension of a mesh.
+    """
+    inner = without_compile(model)
+    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    if not isinstance(inner, nn.Module):
+        raise GradlabError(f"{CALLER}: the model is a {type(model).__name__}, expected a torch.nn.Module")
+    held = [Held(layer, _local(layer, parameter)) for layer, parameter in named_layers(inner)]
+    if not held:
+        raise GradlabError(f"{CALLER}: the model has no trainable parameters")
+    return held
+
+
+def _local(layer: Layer, parameter: nn.Parameter) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    if parameter.device_mesh.ndim != 1:
+        raise GradlabError(
+            f"{CALLER}: {layer.name} lies on a mesh of {parameter.device_mesh.ndim} dimensions, expected one, that of "
+            "the worker's own ranks"
+        )
+    local = parameter.to_local()
+    assert isinstance(local, torch.Tensor)
+    return local.detach()
+
+
+def is_sharded(held: Sequence[Held]) -> bool:
+    """Whether a worker's ranks each hold a part of its parameters."""
+    return any(tuple(one.values.shape) != one.layer.shape for one in held)
+
+
+def plan_of_rank(plan: Plan, held: Sequence[Held], sharded: bool) -> Plan:
+    """Return the plan for what this rank holds.
+
+    Args:
+        plan: of some whole layers.
+        held: what this rank holds.
+        sharded: whether these are shards.
+
+    Returns:
+        The plan; of shards if they are.
+
+    Raises:
+        GradlabError: for a codec that needs whole layers.
+    """
+    if not sharded:
+        return plan
+    known = {one.layer.name: tuple(one.values.shape) for one in held}
+    shapes = {layer.name: known[layer.name] for layer in plan.layers}
+    return shard_plan(plan, shapes, dict.fromkeys(shapes, ""))
+
+
+class Workers:
+    """The ranks of a run by worker: those of one worker train one model together, step by step.
+
+    Attributes:
+        everyone: the group of all ranks, as it was given.
+        between: the group in which this rank exchanges with those of its place in other workers; None where another
+            rank of its worker does that for it.
+        inside: the group of this rank's worker; None if that has one rank.
+        sharded: whether each of a worker's ranks holds, and exchanges, a part of its parameters.
+        count: number of workers.
+        number: this rank's worker, from 0.
+
+    Args:
+        group: of all ranks; None: the default one.
+        within: what tells the ranks of a worker, see `find_topology`.
+        device: of the parameters.
+        timeout: of the groups that are made; None: that of `group`.
+        sharded: as above.
+
+    Raises:
+        GradlabError: without a process group, and for shards of no known worker.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        within: object,
+        device: torch.device,
+        timeout: timedelta | None,
+        sharded: bool,
+    ) -> None:
+        if not dist.is_initialized():
+            raise GradlabError(f"{CALLER}: there is no process group; call torch.distributed.init_process_group first")
+        everyone = dist.group.WORLD if group is None else group
+        assert everyone is not None
+        self.everyone, self.sharded, self._device = everyone, sharded, device
+        topology = find_topology(within, everyone, device)
+        if topology is None and sharded:
+            raise GradlabError(f"{CALLER}: the model is sharded; say by within= which ranks hold one model")
+        self.between: dist.ProcessGroup | None
+        self.inside: dist.ProcessGroup | None
+        if topology is None:
+            self.count, self.number = everyone.size(), dist.get_rank(everyone)
+            self.between, self.inside = group_like(everyone, timeout, device), None
+        else:
+            self.count, self.number = len(topology.nodes), topology.node
+            between = part_of((everyone,), topology.between, timeout, device)
+            self.inside = part_of((everyone,), topology.inside, timeout, device)
+            # Made by all ranks, as that is a collective; used by those that exchange.
+            self.between = between if sharded or topology.local_rank == 0 else None
+            self._unused = None if self.between else between
+
+    def spread(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all workers the first one's tensors, in place. A collective of all ranks."""
+        if self.between is not None:
+            for tensor in tensors:
+                dist.broadcast(tensor, dist.get_global_rank(self.between, 0), group=self.between)
+        self.hand_on(tensors)
+
+    def hand_on(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give a worker's other ranks what its exchanging rank has, in place. A collective of the worker's ranks."""
+        if self.inside is not None and not self.sharded:
+            for tensor in tensors:
+                dist.broadcast(tensor, dist.get_global_rank(self.inside, 0), group=self.inside)
+
+    def all_of(self, flag: bool) -> bool:
+        """Whether a flag is set on all of a worker's ranks that exchange. A collective of these."""
+        if self.inside is None:
+            return flag
+        votes = Ranks(self.inside, self._device).gather(flag)
+        return all(votes) if self.sharded else bool(votes[0])
+
+    def close(self) -> None:
+        """Destroy the groups that were made. Others that wait in one of them get an error."""
+        groups, self.between, self.inside = (self.between, self.inside), None, None
+        for group in groups:
+            if group is not None and dist.is_initialized():
+                with suppress(ValueError):  # it went before, with destroy_process_group()
+                    dist.destroy_process_group(group)

@@ -1,0 +1,401 @@
+"""Tasks for real ranks: outer steps against oracles that simulate all workers in one process, and resumed runs."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.codec import Tensors
+from gradlab.ddp.groups import part_of
+from gradlab.errors import GradlabError
+from gradlab.executor import LockstepPlan
+from gradlab.layout import layers_of
+from gradlab.plan import Plan
+from gradlab.plan.fragments import fragments_of
+from gradlab.runtime import OuterStep
+
+LR, MOMENTUM = 0.7, 0.9
+
+
+def network() -> nn.Module:
+    """A network of four matrices; the same values wherever it is built."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = (20, 30, 24, 18, 5)
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+        return nn.Sequential(*[one for layer in layers for one in (layer, nn.Tanh())][:-1])
+
+
+def batch(worker: int, step: int, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * worker + part)
+    inputs = torch.randn(8, 20, generator=generator)
+    return inputs, inputs[:, :5].sin() + 0.1 * torch.randn(8, 5, generator=generator)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+
+def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int, part: int = 0) -> None:
+    inputs, wanted = batch(worker, step, part)
+    optimizer.zero_grad()
+    (model(inputs) - wanted).square().mean().backward()
+    optimizer.step()
+
+
+def parameters_of(model: nn.Module) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def plan_of(codec: str, settings: dict[str, Any]) -> Plan:
+    layers = layers_of(network())
+    if codec == "identity":
+        return Plan(layers, ())
+    return Plan.uniform(layers, codec, minimum_numel=100, **settings)
+
+
+class Oracle:
+    """All workers in one process: DiLoCo's Algorithm 1, and Streaming DiLoCo's Algorithm 2, in plain formulas.
+
+    codec: None: plain means of pseudo-gradients; else by lockstep of the plan of each fragment.
+    """
+
+    def __init__(self, plan: Plan, workers: int, every: int, fragments: int, delay: int, mixing: float) -> None:
+        self.models = [network() for _ in range(workers)]
+        self.optimizers = [adamw(model) for model in self.models]
+        self.every, self.delay, self.mixing = every, delay, mixing
+        self.parts = fragments_of(plan, fragments)
+        self.lockstep = [LockstepPlan(part, workers) for part in self.parts]
+        self.common = parameters_of(self.models[0])
+        self.velocity: Tensors = {}
+        self.sent: dict[int, list[tuple[int, Tensors]]] = {}
+        self.rounds = [0] * fragments
+
+    def step(self, number: int) -> None:
+        """Local step `number`, from 1, of all workers, and what follows it."""
+        for worker, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            inner_step(model, optimizer, worker, number)
+        for fragment in range(len(self.parts)):
+            for landing, mean in self.sent.pop(number, []):
+                if landing == fragment:
+                    self._apply(mean)
+                else:
+                    self.sent.setdefault(number, []).append((landing, mean))
+            offset = (fragment + 1) * self.every // len(self.parts)
+            if number >= offset and (number - offset) % self.every == 0:
+                mean = self._mean(fragment)
+                if self.delay:
+                    self.sent.setdefault(number + self.delay, []).append((fragment, mean))
+                else:
+                    self._apply(mean)
+
+    def _mean(self, fragment: int) -> Tensors:
+        """The mean of how far the workers are from the common parameters."""
+        names = [layer.name for layer in self.parts[fragment].layers]
+        workers = [dict(model.named_parameters()) for model in self.models]
+        pseudo = [{name: self.common[name] - own[name].detach() for name in names} for own in workers]
+        result = self.lockstep[fragment].step(
+            self.rounds[fragment], [{n: t.clone() for n, t in p.items()} for p in pseudo]
+        )
+        self.rounds[fragment] += 1
+        means = {name: tensor for ranks in result.exchanged.values() for name, tensor in ranks[0].mean.items()}
+        for name in names:
+            if name not in means:  # a dense layer: the sum in rank order, as lockstep has it
+                total = torch.zeros_like(pseudo[0][name])
+                for one in pseudo:
+                    total += one[name] * (1.0 / len(pseudo))
+                means[name] = total
+        return means
+
+    def _apply(self, mean: Tensors) -> None:
+        """Nesterov: v = mu v + g, x -= lr (g + mu v)."""
+        for name, gradient in mean.items():
+            before = self.velocity.get(name)
+            self.velocity[name] = gradient.clone() if before is None else MOMENTUM * before + gradient
+            self.common[name] = self.common[name] - LR * (gradient + MOMENTUM * self.velocity[name])
+            for model in self.models:
+                value = dict(model.named_parameters())[name]
+                share = self.mixing if self.delay else 0.0
+                value.data = share * value.data + (1 - share) * self.common[name]
+
+
+def against_oracle(
+    group: dist.ProcessGroup,
+    codec: str,
+    settings: dict[str, Any],
+    every: int,
+    fragments: int,
+    delay: int,
+    outer_steps: int,
+) -> dict[str, Any]:
+    """The largest relative distance of this worker's and of the common parameters from the oracle's, over the run."""
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    plan, model = plan_of(codec, settings), network()
+    oracle, optimizer = Oracle(plan, workers, every, fragments, delay, 0.5), adamw(model)
+    farthest, changes = 0.0, 0
+    numbers = {"every": every, "fragments": fragments, "delay": delay, "group": group}
+    with OuterStep(plan, model, deterministic=True, **numbers) as outer:
+        for step in range(1, every * outer_steps + 1):
+            inner_step(model, optimizer, rank, step)
+            changes += outer.step()
+            oracle.step(step)
+            theirs = dict(oracle.models[rank].named_parameters())
+            for name, parameter in model.named_parameters():
+                farthest = max(farthest, _distance(parameter, theirs[name]))
+        for fragment in outer.fragments:
+            for name, common in fragment.parameters.items():
+                farthest = max(farthest, _distance(common, oracle.common[name]))
+        return {"farthest": farthest, "changes": changes, "outer": outer.outer_steps, "report": outer.report()}
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach() - other.detach()).norm() / other.detach().norm().clamp_min(1e-12))
+
+
+def synchronous(group: dist.ProcessGroup, steps: int = 50) -> float:
+    """H = 1 with plain outer SGD of rate 1, beside synchronous SGD on the mean of the gradients: the distance."""
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    model, whole = network(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = partial(torch.optim.SGD, lr=1.0)
+    with OuterStep(plan_of("identity", {}), model, rule, every=1, group=group) as outer:
+        for step in range(steps):
+            inner_step(model, optimizer, rank, step)
+            outer.step()
+            gradients = []
+            for worker in range(workers):
+                copied = copy.deepcopy(whole)
+                inputs, wanted = batch(worker, step)
+                (copied(inputs) - wanted).square().mean().backward()
+                gradients.append([parameter.grad for parameter in copied.parameters()])
+            for parameter, of_workers in zip(whole.parameters(), zip(*gradients, strict=True), strict=True):
+                parameter.data -= 0.1 * torch.stack(of_workers).mean(0)
+    return max(_distance(one, other) for one, other in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def _run(outer: OuterStep, model: nn.Module, optimizer: Any, rank: int, steps: Iterator[int]) -> None:
+    for step in steps:
+        inner_step(model, optimizer, rank, step)
+        outer.step()
+
+
+def resumed(
+    group: dist.ProcessGroup, codec: str, settings: dict[str, Any], fragments: int, delay: int, stop: int, steps: int
+) -> dict[str, Any]:
+    """A run that stops after a step and goes on from bytes, beside one that never stopped: equal bit for bit?"""
+    rank = dist.get_rank(group)
+    make = partial(
+        OuterStep, plan_of(codec, settings), every=6, fragments=fragments, delay=delay, group=group, deterministic=True
+    )
+    whole = network()
+    optimizer = adamw(whole)
+    with make(whole) as outer:
+        _run(outer, whole, optimizer, rank, iter(range(steps)))
+        states = outer.state_dict()
+    first = network()
+    optimizer, file = adamw(first), io.BytesIO()
+    with make(first) as outer:
+        _run(outer, first, optimizer, rank, iter(range(stop)))
+        in_flight = sum(one.flight is not None for one in outer.fragments)
+        parts = {"model": first.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()}
+        torch.save(parts, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = network()
+    optimizer = adamw(second)
+    with make(second) as outer:
+        second.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        outer.load_state_dict(saved["outer"])
+        _run(outer, second, optimizer, rank, iter(range(stop, steps)))
+        again = outer.state_dict()
+    same = all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+    return {"same": same, "same_state": states["sha256"] == again["sha256"], "in_flight": in_flight}
+
+
+def worker_of_two(group: dist.ProcessGroup, codec: str, settings: dict[str, Any], delay: int) -> dict[str, Any]:
+    """Workers of two ranks in DDP each, beside workers of one rank with the mean of both ranks' gradients."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    worker, part = divmod(rank, 2)
+    inside = part_of((group,), [2 * worker, 2 * worker + 1], None, torch.device("cpu"))
+    model = DistributedDataParallel(network(), process_group=inside)
+    optimizer, numbers = adamw(model), {"every": 4, "delay": delay, "fragments": 2, "deterministic": True}
+    with OuterStep(plan_of(codec, settings), model, group=group, **numbers) as outer:
+        for step in range(24):
+            inner_step(model, optimizer, worker, step, part)
+            outer.step()
+        exchanges = [fragment.exchange is not None for fragment in outer.fragments]
+        count = outer.workers.count
+    mine = parameters_of(model.module)
+    firsts = [2 * one for one in range(ranks // 2)]
+    alone = part_of((group,), firsts if part == 0 else [rank], None, torch.device("cpu"))
+    distance = 0.0
+    if part == 0:  # the same by workers of one rank, in the first rank of each
+        single = network()
+        optimizer = adamw(single)
+        with OuterStep(plan_of(codec, settings), single, group=alone, **numbers) as outer:
+            for step in range(24):
+                both = [batch(worker, step, one) for one in (0, 1)]
+                optimizer.zero_grad()
+                (sum((single(x) - y).square().mean() for x, y in both) / 2).backward()
+                optimizer.step()
+                outer.step()
+        distance = max(_distance(mine[name], value) for name, value in parameters_of(single).items())
+    together = [torch.zeros(1) for _ in range(2)]
+    checksum = torch.stack([value.double().sum() for value in mine.values()]).sum().float().reshape(1)
+    dist.all_gather(together, checksum, group=inside)
+    return {
+        "distance": distance,
+        "exchanges": exchanges,
+        "workers": count,
+        "same_inside": bool(torch.equal(together[0], together[1])),
+    }
+
+
+def sharded_worker(group: dist.ProcessGroup, codec: str, settings: dict[str, Any], delay: int) -> dict[str, Any]:
+    """Workers of two ranks under FSDP2, beside the same workers under DDP: the distance of the whole parameters."""
+    worker, part = divmod(dist.get_rank(group), 2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    numbers = {"every": 4, "delay": delay, "fragments": 2, "deterministic": True}
+    sharded = network()
+    for module in sharded:
+        if isinstance(module, nn.Linear):
+            fully_shard(module, mesh=mesh["within"])
+    fully_shard(sharded, mesh=mesh["within"])
+    whole = DistributedDataParallel(network(), process_group=mesh["within"].get_group())
+    plan = plan_of(codec, settings)
+    whole_parameters = []
+    for model, within in ((sharded, mesh["within"]), (whole, "model")):
+        optimizer = adamw(model)
+        with OuterStep(plan, model, group=group, within=within, **numbers) as outer:
+            for step in range(24):
+                inner_step(model, optimizer, worker, step, part)
+                changed = outer.step()
+            state = outer.state_dict()
+            outer.load_state_dict(state)
+        parameters = list(model.parameters())
+        whole_parameters.append([p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters])
+    distance = max(_distance(one, other) for one, other in zip(*whole_parameters, strict=True))
+    return {"distance": distance, "changed": changed, "workers": outer.workers.count}
+
+
+def not_finite(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
+    """The last worker's parameters become infinite before the second outer step: all go back, and go on."""
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    model = network()
+    optimizer, seen = adamw(model), []
+    with (
+        OuterStep(plan_of("topk", {"density": 0.1}), model, every=3, delay=delay, group=group) as outer,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for step in range(1, 13):
+            inner_step(model, optimizer, rank, step)
+            if step == 6 and rank == workers - 1:
+                next(model.parameters()).data.view(-1)[0] = torch.inf
+            outer.step()
+            seen.append(all(bool(p.isfinite().all()) for p in model.parameters()))
+        said = [str(one.message) for one in caught if "go back" in str(one.message)]
+        common = {n: p.detach().clone() for f in outer.fragments for n, p in f.parameters.items()}
+        sums = [torch.zeros(1, dtype=torch.float64) for _ in range(workers)]
+        dist.all_gather(sums, torch.stack([t.double().sum() for t in common.values()]).sum().reshape(1), group=group)
+    return {"seen": seen, "said": said, "outer": outer.outer_steps, "agree": len({float(one) for one in sums}) == 1}
+
+
+def more_workers(group: dist.ProcessGroup, residuals: str) -> dict[str, Any]:
+    """Two workers stop; four go on from their states."""
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    two = part_of((group,), [0, 1] if rank < 2 else [2, 3], None, torch.device("cpu"))
+    plan, states = plan_of("topk", {"density": 0.1}), [b"", b""]
+    model = network()
+    optimizer = adamw(model)
+    with OuterStep(plan, model, every=4, group=two) as outer:
+        _run(outer, model, optimizer, rank % 2, iter(range(8)))
+        file = io.BytesIO()
+        torch.save({"outer": outer.state_dict(), "model": model.state_dict()}, file)
+        common = {n: p.detach().clone() for f in outer.fragments for n, p in f.parameters.items()}
+    dist.all_gather_object(states, file.getvalue(), group=two)
+    saved = [torch.load(io.BytesIO(one), weights_only=True) for one in states]
+    with OuterStep(plan, model, every=4, group=group) as outer:
+        model.load_state_dict(saved[rank % 2]["model"])
+        outer.load_state_dicts([one["outer"] for one in saved], residuals)
+        kept = all(torch.equal(common[n], p) for f in outer.fragments for n, p in f.parameters.items())
+        mean = _mean_residual(outer, group)
+        two_mean = {
+            key: sum(one["outer"]["fragments"]["0"]["exchange"]["states"][key] for one in saved) / 2
+            for key in saved[0]["outer"]["fragments"]["0"]["exchange"]["states"]
+            if key.endswith("residual")
+        }
+        same = all(torch.allclose(mean[key], value, atol=1e-6) for key, value in two_mean.items())
+        _run(outer, model, optimizer, rank, iter(range(8, 16)))
+        return {"kept": kept, "same_mean": same, "outer": outer.outer_steps, "workers": workers}
+
+
+def _mean_residual(outer: OuterStep, group: dist.ProcessGroup) -> Tensors:
+    exchange = outer.fragments[0].exchange
+    assert exchange is not None
+    found = {}
+    for name, state in exchange.states.items():
+        for key, tensor in state.items():
+            if key.endswith("residual"):
+                total = tensor.clone()
+                dist.all_reduce(total, group=group)
+                found[f"{name}::{key}"] = total / dist.get_world_size(group)
+    return found
+
+
+def refused(group: dist.ProcessGroup) -> dict[str, str]:
+    """What `OuterStep` says of wrong use."""
+    rank, said = dist.get_rank(group), {}
+    plan = plan_of("topk", {"density": 0.1})
+    cases: dict[str, Any] = {
+        "every": lambda: OuterStep(plan, network(), every=0, group=group),
+        "delay": lambda: OuterStep(plan, network(), every=4, delay=4, group=group),
+        "mixing": lambda: OuterStep(plan, network(), mixing=1.0, group=group),
+        "too many fragments": lambda: OuterStep(plan, network(), every=2, fragments=3, group=group),
+        "uncut": lambda: OuterStep(plan, network(), every=30, fragments=20, group=group),
+        "other plan": lambda: OuterStep(plan, nn.Linear(3, 2), group=group),
+        "no model": lambda: OuterStep(plan, [1], group=group),
+        "an optimizer": lambda: OuterStep(
+            plan, network(), torch.optim.SGD(network().parameters(), lr=1.0), group=group
+        ),
+        "other numbers": lambda: OuterStep(plan, network(), every=4 + rank, group=group),
+        "in ddp": lambda: OuterStep(plan, DistributedDataParallel(network(), process_group=group), group=group),
+        "scaler": lambda: OuterStep(plan, network(), group=group, scaler=None),
+        "file": lambda: OuterStep("nothing.safetensors" if rank else plan, network(), group=group),
+    }
+    for name, make in cases.items():
+        try:
+            make()
+            said[name] = "nothing"
+        except GradlabError as error:
+            said[name] = str(error)
+    with OuterStep(plan, network(), every=4, group=group) as outer:
+        state = outer.state_dict()
+        for name, change in {
+            "another H": {"every": 5},
+            "damaged": {"local_steps": 3},
+            "no state": None,
+        }.items():
+            try:
+                outer.load_state_dict([] if change is None else {**state, **change})  # type: ignore[arg-type]
+                said[name] = "nothing"
+            except GradlabError as error:
+                said[name] = str(error)
+    try:
+        outer.step()
+    except GradlabError as error:
+        said["closed"] = str(error)
+    return said

@@ -1,0 +1,107 @@
+"""Outer steps in real ranks: against DiLoCo and its streaming form in plain formulas, resumed, and used wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.process_pool import ProcessPool
+
+ROUNDING = 2e-5  # of formulas that are written otherwise, over hundreds of AdamW steps
+CODECS: dict[str, dict[str, Any]] = {
+    "identity": {},
+    "topk": {"density": 0.1},
+    "block_scaled": {"dtype": "int4"},
+    "powersgd": {"rank": 2},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_step_and_plain_averaging_is_synchronous_sgd(pool: ProcessPool, ranks: int) -> None:
+    assert max(pool.run("jobs.outer_tasks:synchronous", ranks)) < ROUNDING
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_it_is_the_published_diloco(pool: ProcessPool, ranks: int) -> None:
+    """50 outer steps of the whole model, uncompressed."""
+    arguments = {"codec": "identity", "settings": {}, "every": 5, "fragments": 1, "delay": 0, "outer_steps": 50}
+    for result in pool.run("jobs.outer_tasks:against_oracle", ranks, **arguments):
+        assert result["farthest"] < ROUNDING
+        assert result["changes"] == result["outer"] == 50
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 0), (2, 2), (3, 4)])
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_fragments_in_turn_delayed_and_compressed(pool: ProcessPool, codec: str, fragments: int, delay: int) -> None:
+    arguments = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 6}
+    for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec=codec, settings=CODECS[codec], **arguments):
+        assert result["farthest"] < (5e-3 if codec in ("topk", "block_scaled") else ROUNDING)
+        # What the last steps sent is on its way still.
+        assert result["outer"] == fragments * 6 - sum((f + 1) * 6 // fragments + delay > 6 for f in range(fragments))
+
+
+@pytest.mark.parametrize("stop", [7, 12, 14])
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 0), (3, 4)])
+def test_resumed_is_never_stopped(pool: ProcessPool, fragments: int, delay: int, stop: int) -> None:
+    """Bit for bit, with fragments on their way too."""
+    arguments = {"fragments": fragments, "delay": delay, "stop": stop, "steps": 25}
+    for codec in ("topk", "powersgd"):
+        for result in pool.run("jobs.outer_tasks:resumed", 2, codec=codec, settings=CODECS[codec], **arguments):
+            assert (result["same"], result["same_state"]) == (True, True)
+            assert bool(result["in_flight"]) == bool(delay)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("codec", ["identity", "topk"])
+def test_a_worker_of_two_ranks_in_ddp(pool: ProcessPool, codec: str, delay: int) -> None:
+    results = pool.run("jobs.outer_tasks:worker_of_two", 4, codec=codec, settings=CODECS[codec], delay=delay)
+    assert [result["exchanges"] for result in results] == [[True, True], [False, False]] * 2
+    for result in results:
+        assert result["distance"] < (5e-3 if codec == "topk" else ROUNDING)
+        assert (result["workers"], result["same_inside"]) == (2, True)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("codec", ["identity", "block_scaled"])
+def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay: int) -> None:
+    """A shard of two rows or more is quantized for itself, so that compressed runs are alike, and no more."""
+    for result in pool.run("jobs.outer_tasks:sharded_worker", 4, codec=codec, settings=CODECS[codec], delay=delay):
+        assert result["distance"] < (0.3 if codec == "block_scaled" else ROUNDING)
+        assert (result["workers"], result["changed"]) == (2, True)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_what_is_not_finite_takes_all_back(pool: ProcessPool, delay: int) -> None:
+    for result in pool.run("jobs.outer_tasks:not_finite", 2, delay=delay):
+        assert result["agree"]
+        assert result["seen"][-1]
+        assert len(result["said"]) == 1
+        assert result["said"][0].startswith(f"OuterStep: at local step {6 + delay} what came of 0.weight")
+        assert result["outer"] == (3 if delay == 0 else 2)
+
+
+@pytest.mark.parametrize("residuals", ["split", "sum"])
+def test_two_workers_become_four(pool: ProcessPool, residuals: str) -> None:
+    for result in pool.run("jobs.outer_tasks:more_workers", 4, residuals=residuals):
+        assert result == {"kept": True, "same_mean": True, "outer": 4, "workers": 4}
+
+
+def test_wrong_use_is_refused(pool: ProcessPool) -> None:
+    for said in pool.run("jobs.outer_tasks:refused", 2):
+        assert said["every"] == "OuterStep: every = 0, expected a whole number from 1"
+        assert said["delay"] == "OuterStep: delay = 4, expected less than every = 4"
+        assert said["mixing"] == "OuterStep: mixing = 1.0, expected a share from 0 to below 1"
+        assert said["too many fragments"] == "OuterStep: 3 fragments in every = 2 steps, expected at most one each"
+        assert "the plan has 8 groups and dense layers, which are not cut" in said["uncut"]
+        assert "weight" in said["other plan"]
+        assert said["no model"] == "OuterStep: the model is a list, expected a torch.nn.Module"
+        assert "outer_optimizer gave a SGD of other parameters" in said["an optimizer"]
+        assert said["other numbers"].startswith("ranks disagree about every: rank 1 has 5, rank 0 has 4")
+        assert "DDP averages the gradients of all 2 ranks in every step" in said["in ddp"]
+        assert "the option scaler is of steps that exchange gradients" in said["scaler"]
+        assert said["file"].startswith("rank 1: ")
+        assert said["another H"] == "checkpoint: every is 5, this run has 4"
+        assert "is damaged" in said["damaged"]
+        assert said["no state"] == "checkpoint: a list, expected what state_dict gives"
+        assert said["closed"] == "this OuterStep is closed; make a new one"
