@@ -422,11 +422,14 @@ class OuterStep:
     def __enter__(self) -> OuterStep:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
         if kind is None:
             self.close()
-        else:  # other workers are told, and none is waited for
-            self._finalizer()
+            return
+        for fragment in self.fragments:  # other workers are told why, and none is waited for
+            if fragment.exchange is not None:
+                fragment.exchange.__exit__(kind, error, *traceback)
+        self._finalizer()
 
 
 def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from campaigns.resume import launch, problems, results
 from gradlab import wrappers
 from support.stacks import WRAPPINGS, all_stacks
@@ -24,10 +26,11 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     assert [(result["stack"], problem) for row in rows for result in row for problem in problems(result)] == []
 
 
-def test_restart_by_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["ddp", "outer"])
+def test_restart_by_torchrun(tmp_path: Path, what: str) -> None:
     """One rank is killed; started again, the ranks continue from their own files, and end where an undisturbed run
     does, bit for bit."""
-    launch("restart_job.py", str(tmp_path), torchrun=("--max-restarts=1",))
+    launch("restart_job.py", str(tmp_path), what, torchrun=("--max-restarts=1",))
     for result in json.loads((tmp_path / "results.json").read_text()):
         assert result["equal"]
         assert result["restarts"] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -354,6 +355,23 @@ def _mean_residual(outer: OuterStep, group: dist.ProcessGroup) -> Tensors:
                 dist.all_reduce(total, group=group)
                 found[f"{name}::{key}"] = total / dist.get_world_size(group)
     return found
+
+
+def lost(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
+    """The last worker's training ends with an error of its own: what the others' says, and how long that takes."""
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    model = network()
+    optimizer, began, said, step = adamw(model), time.monotonic(), "", 0
+    try:
+        with OuterStep(plan_of("topk", {"density": 0.1}), model, every=3, delay=delay, group=group) as outer:
+            for step in range(1, 12):
+                inner_step(model, optimizer, rank, step)
+                if step == 5 and rank == workers - 1:
+                    raise ValueError("no more data")
+                outer.step()
+    except (ValueError, GradlabError) as error:
+        said = str(error)
+    return {"said": said, "step": step, "seconds": time.monotonic() - began}
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:

@@ -87,6 +87,17 @@ def test_two_workers_become_four(pool: ProcessPool, residuals: str) -> None:
         assert result == {"kept": True, "same_mean": True, "outer": 4, "workers": 4}
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_worker_that_leaves_is_named(pool: ProcessPool, delay: int) -> None:
+    *others, last = pool.run("jobs.outer_tasks:lost", 3, delay=delay)
+    assert (last["said"], last["step"]) == ("no more data", 5)
+    for one in others:
+        assert "another rank failed (rank 2: step" in one["said"]
+        assert "ValueError: no more data" in one["said"]
+        assert 5 <= one["step"] <= 6 + delay
+        assert one["seconds"] < 20
+
+
 def test_wrong_use_is_refused(pool: ProcessPool) -> None:
     for said in pool.run("jobs.outer_tasks:refused", 2):
         assert said["every"] == "OuterStep: every = 0, expected a whole number from 1"
