@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import torch
@@ -130,6 +131,11 @@ def _interrupts_held() -> Iterator[None]:
     A terminal interrupts all processes of a command. A worker would tell of it in its own words, in the middle of an
     import; it is ended by the process that has started it.
     """
+    # Both are started before: each lets interrupts through again when it starts its process.
+    from joblib.externals.loky.backend import resource_tracker as loky_tracker
+
+    resource_tracker.ensure_running()
+    loky_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

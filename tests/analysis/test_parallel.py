@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gradlab.plan import Plan
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import random_gradients, record
+from support.warm_python import torch_python
 
 LAYERS = (
     Layer("stem.weight", (8, 4, 3, 3), "convolution"),
@@ -159,3 +161,23 @@ def test_processes_and_a_cluster_exclude_each_other(gradlab: Command, folder: Pa
     words = ["--workers", 2, "--dask", "tcp://127.0.0.1:9"]
     code, _, error = gradlab("analyze", folder / "trace", "--out", tmp_path / "r", *words)
     assert (code, "--workers and --dask: a cluster has workers of its own" in error) == (2, True)
+
+
+WORKERS_MASKS = """
+import signal
+from gradlab.analysis.parallel import share_out
+
+def blocked():
+    return [signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+if __name__ == "__main__":
+    print(sum(share_out(blocked, [()] * 6, workers=2), []), blocked())
+"""
+
+
+def test_workers_take_no_interrupt_from_their_start_on(tmp_path: Path) -> None:
+    """In a new process, whose first workers come with the trackers that let interrupts through."""
+    script = tmp_path / "masks.py"
+    script.write_text(WORKERS_MASKS)
+    done = subprocess.run([torch_python(), str(script)], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"{[True] * 6} [False]\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,8 @@ Examples:
 
   gradlab train text_bytes --data book.txt --capture trace --budget 2GB
 
+  gradlab train digits --emulate 8 --local-steps 30 --capture pseudo
+
   gradlab train text_bytes --data book.txt --steps 500
 
   gradlab train text_chars --data tinyshakespeare.txt --emulate 4 --batch-size 3 --capture trace
@@ -42,8 +45,20 @@ def train(
     ranks: Annotated[int | None, typer.Option(help="Processes on this machine, under torchrun; 2 by default.")] = None,
     emulate: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture."),
+        typer.Option(
+            metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture or --local-steps."
+        ),
     ] = None,
+    local_steps: Annotated[
+        int,
+        typer.Option(
+            metavar="H", help="With --emulate: every node takes H optimizer steps, and exchanges how far it came."
+        ),
+    ] = 1,
+    outer_learning_rate: Annotated[
+        float, typer.Option(help="With --local-steps: of SGD on what nodes have in common.")
+    ] = 0.7,
+    outer_momentum: Annotated[float, typer.Option(help="Of it, Nesterov's; 0 for none.")] = 0.9,
     capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
     compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
@@ -101,6 +116,9 @@ def train(
         name=compress.stem if compress else ("recorded" if capture else "plain"),
         train_limit=train_limit,
         emulate=emulate is not None,
+        local_steps=local_steps,
+        outer_learning_rate=outer_learning_rate,
+        outer_momentum=outer_momentum,
         trace_steps=tuple(trace_steps or (10, 11)) if chrome_trace else (),
     )
     settings.check()
@@ -165,7 +183,9 @@ def _require_trainable(settings: TrainSettings, plan: Plan, artifact: Path) -> N
     from gradlab.plan.optimizer_rules import conflict_of
 
     recipe = without_what_the_plan_does(settings.applied_to(get(settings.workload).recipe), str(artifact))
-    optimizer = describe_optimizer(build_optimizer(recipe, [torch.nn.Parameter(torch.zeros(1))]))
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    applied = settings.outer_optimizer if settings.local_steps > 1 else partial(build_optimizer, recipe)
+    optimizer = describe_optimizer(applied(parameters))
     if optimizer and (conflict := conflict_of(plan, optimizer)):
         raise GradlabError(f"{artifact}: {conflict}")
 
@@ -174,6 +194,10 @@ train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
 
 
 def _run(settings: TrainSettings, progress: Progress) -> TrainReport:
+    if settings.local_steps > 1:
+        from gradlab.cli.train.local_steps import emulate_local_steps
+
+        return emulate_local_steps(settings, progress)
     if settings.emulate:
         from gradlab.cli.train.emulate import emulate
 
@@ -189,26 +213,29 @@ def _print(report: TrainReport) -> None:
 
     header, measured = report.header, report.measured
     score = measured.final_score
+    outer = header.local_steps > 1
+    step = "outer step" if outer else "step"
     rows = [
-        ("steps", str(header.steps)),
+        ("steps", f"{header.steps}, an outer step after every {header.local_steps}" if outer else str(header.steps)),
         (f"final {measured.metric.name}", measured.metric.text(score if is_finite(score) else None)),
         ("final loss (last 10 steps)", f"{measured.final_loss:.4f}"),
         (
-            "step time (median)" + (", all nodes in turn" if header.emulated else ""),
+            f"{step} time (median)" + (", all nodes in turn" if header.emulated else ""),
             format_seconds(measured.step_seconds),
         ),
     ]
     if (done := measured.compression) is not None:
         rows += [
-            ("payload per step", format_bytes(done.payload_bytes_per_step.mean)),
-            ("wire per step", format_bytes(done.wire_bytes_per_step.mean)),
+            (f"payload per {step}", format_bytes(done.payload_bytes_per_step.mean)),
+            (f"wire per {step}", format_bytes(done.wire_bytes_per_step.mean)),
             ("compression ratio", str(done.saving)),
-            *((f"{part} per step", format_seconds(value)) for part, value in asdict(done.time).items()),
         ]
+        if not header.emulated:  # whose nodes wait for no network
+            rows += [(f"{part} per step", format_seconds(value)) for part, value in asdict(done.time).items()]
     rows += [
         (
             "recorded of all nodes" if header.emulated else f"recorded by rank {rank}",
-            f"{row.steps_written} steps, {format_bytes(row.bytes_written)}",
+            f"{row.steps_written} {step}s, {format_bytes(row.bytes_written)}",
         )
         for rank, row in enumerate(measured.recorded)
     ]

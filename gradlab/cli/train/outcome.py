@@ -19,6 +19,8 @@ from gradlab.plan import Plan
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.saving import Saving
 
+_USUAL: dict[str, Any] = {"emulated": False, "local_steps": 1}  # what a header leaves out
+
 
 @dataclass
 class RankOutcome:
@@ -66,6 +68,7 @@ class RunHeader:
         dense_payload_bytes: of all gradients, uncompressed.
         plan: its digest; None for a run without compression.
         forecast_payload_bytes: of a compressed step, by the plan.
+        local_steps: of each rank between two exchanges. With more than one, times, bytes and errors are of outer steps.
     """
 
     name: str
@@ -78,10 +81,11 @@ class RunHeader:
     dense_payload_bytes: int
     plan: str | None
     forecast_payload_bytes: float
+    local_steps: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """Write every field; `emulated` only where it holds."""
-        return {name: value for name, value in asdict(self).items() if name != "emulated" or value}
+        """Write every field; `emulated` only where it holds, and `local_steps` where there are several."""
+        return {name: value for name, value in asdict(self).items() if name not in _USUAL or value != _USUAL[name]}
 
 
 @dataclass(frozen=True)
@@ -248,8 +252,8 @@ class TrainReport:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TrainReport:
         """Read the report that rank 0 sent."""
-        known = {item.name: value[item.name] for item in fields(RunHeader) if item.name != "emulated"}
-        header = RunHeader(**known, emulated=value.get("emulated", False))
+        known = {item.name: value[item.name] for item in fields(RunHeader) if item.name not in _USUAL}
+        header = RunHeader(**known, **{name: value.get(name, usual) for name, usual in _USUAL.items()})
         rules = tuple(map(Finding.from_json, value.get("rules", ())))
         return cls(header, RunMeasures.from_json(value), value.get("residuals"), rules, value.get("chrome_trace"))
 
@@ -277,6 +281,7 @@ def run_header(settings: TrainSettings, recipe: Recipe, dense_payload_bytes: int
         dense_payload_bytes=dense_payload_bytes,
         plan=plan.digest if plan else None,
         forecast_payload_bytes=plan.payload_bytes(settings.ranks) if plan else dense_payload_bytes,
+        local_steps=settings.local_steps,
     )
 
 

@@ -11,6 +11,11 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import nn
+
     from gradlab.datasets import Recipe
 
 EVALUATIONS = 8  # times at which a run's model is tested
@@ -38,6 +43,9 @@ class TrainSettings:
     name: str = "run"  # how reports call the run
     train_limit: int | None = None  # first so many training samples
     emulate: bool = False  # one process plays all ranks
+    local_steps: int = 1  # optimizer steps of each rank between two exchanges; 1: gradients are exchanged
+    outer_learning_rate: float = 0.7  # with local steps: of SGD on the common parameters
+    outer_momentum: float = 0.9  # of it, Nesterov's
     trace_steps: tuple[int, ...] = ()  # iterations whose spans a compressed run keeps
 
     def check(self) -> None:
@@ -46,7 +54,7 @@ class TrainSettings:
         Raises:
             GradlabError: naming the setting.
         """
-        for setting in ("ranks", "steps", "batch_size", "threads", "every", "train_limit"):
+        for setting in ("ranks", "steps", "batch_size", "threads", "every", "train_limit", "local_steps"):
             value = getattr(self, setting)
             if value is not None and value < 1:
                 raise GradlabError(f"{setting} = {value}, expected at least 1")
@@ -62,8 +70,7 @@ class TrainSettings:
             parse_bytes(self.budget, "--budget")
             if not self.capture:
                 raise GradlabError("a budget is a recording's: --budget needs --capture")
-        if self.emulate and (self.artifact or not self.capture):
-            raise GradlabError("emulated nodes are there to be recorded: --emulate needs --capture, and no --compress")
+        self._check_local_steps()
         if self.ranks == 1 and (self.capture or self.artifact):
             option = "--emulate" if self.emulate else "--ranks"
             raise GradlabError(f"one rank exchanges no gradients: recording and compressing need {option} 2 or more")
@@ -71,6 +78,26 @@ class TrainSettings:
             raise GradlabError("a chrome trace shows the engine at work: --chrome-trace needs --compress")
         if self.capture and self.artifact:
             raise GradlabError("a run either records (--capture) or compresses (--compress), not both")
+
+    def _check_local_steps(self) -> None:
+        if self.local_steps == 1:
+            if self.emulate and (self.artifact or not self.capture):
+                message = "emulated nodes are there to be recorded: --emulate needs --capture, and no --compress"
+                raise GradlabError(message + ", but for --local-steps")
+            return
+        if not self.emulate:
+            raise GradlabError("local steps are emulated: --local-steps needs --emulate N; in training use OuterStep")
+        if not 0 < self.outer_learning_rate < 1e6:
+            raise GradlabError(f"outer learning rate = {self.outer_learning_rate}, expected a positive number")
+        if not 0 <= self.outer_momentum < 1:
+            raise GradlabError(f"outer momentum = {self.outer_momentum}, expected a number in [0, 1)")
+
+    def outer_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the optimizer that moves the common parameters between local steps."""
+        import torch
+
+        momentum = self.outer_momentum
+        return torch.optim.SGD(parameters, lr=self.outer_learning_rate, momentum=momentum, nesterov=momentum > 0)
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """Return the workload's recipe with this run's own values; a warm-up never exceeds the steps."""
