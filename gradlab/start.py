@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 INTERRUPTED = 130  # as a shell tells of a process that SIGINT has ended
+_AGAIN = 0.05  # seconds after which an interrupt that came in an import is looked at again
 
 
 def main() -> None:
@@ -15,10 +16,14 @@ def main() -> None:
 
     def interrupt(number: int, frame: Any) -> None:
         interrupts.append(number)
-        raise KeyboardInterrupt
+        if _is_importing(frame):  # extensions that are interrupted there may abort the process
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+        else:
+            raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGALRM, interrupt)
     try:
         from gradlab.cli.main import main as run
 
@@ -31,3 +36,12 @@ def main() -> None:
             raise
         print("gradlab: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _is_importing(frame: Any) -> bool:
+    """Whether a frame, or one that has called it, is Python's own import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

@@ -147,6 +147,8 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
     plan, held = work.plan, work.held
     remarks = list(dict.fromkeys(line for part in parts for line in part.remarks))
     done = [_step(together) for together in zip(*(part.steps for part in parts), strict=True)]
+    if trace.local_steps:
+        remarks.append(f"Judged on {trace.local_steps}.")
     if held is not plan:
         done = [for_whole_layers(step, plan, held, trace.world_size) for step in done]
         remarks.append(sample_remark(trace))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,11 +10,12 @@ import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.figures import require_figure, write_figure
-from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of
+from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of, whole_numbers
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast import Forecast
+    from gradlab.analysis.forecast.local_steps import LocalSteps
     from gradlab.plan import Plan
 
 
@@ -54,6 +56,13 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Draw step time over link speed (.svg, .pdf).")
     ] = None,
+    local_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="H,H",
+            help="Numbers of local steps between two exchanges, as 8,30,100: their times too (OuterStep).",
+        ),
+    ] = None,
     convergence: Annotated[
         Path | None,
         typer.Option(
@@ -83,6 +92,10 @@ def predict(
     nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits. With
     --every-rank all ranks of all nodes compress for themselves, and share their nodes' links.
 
+    With --local-steps ranks exchange what H steps add up to, all layers at once while nothing is computed, or
+    streaming, in fragments while they go on. From the break-even on such a step is no longer than one that exchanges
+    gradients.
+
     With --convergence the losses of a recording are laid over predicted time: those of the same iterations, dense and
     compressed. What a lossy plan adds to the loss is not in them. Iterations in which a layer is dense or sampled count
     as dense ones.
@@ -97,11 +110,14 @@ def predict(
 
       gradlab predict powersgd.safetensors --nodes 8 --local-ranks 8 --fsdp --bandwidth 25gbit --run run.json
 
+      gradlab predict int4.safetensors --nodes 4 --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30,100
+
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.forecast.local_steps import forecast_local_steps
     from gradlab.analysis.forecast.profile import profile_of
     from gradlab.artifact import Artifact
 
@@ -116,22 +132,28 @@ def predict(
         require_figure(convergence, overwrite)
         if trace is None or len(counts) * len(links) != 1:
             raise GradlabError("--convergence takes a --trace, one number of --nodes and one --bandwidth")
+    numbers = None if local_steps is None else whole_numbers(local_steps, "local steps", "8,30,100")
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
     node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
     network = Network(links, counts, profile, cores, bucket_cap_mb, node)
     with progress_bars() as progress:
         result = forecast(loaded.plan, network, calibration=calibration, progress=progress)
+        local = None if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
     if out is not None:
         from gradlab.analysis.figures.forecast import plot_step_time
 
         write_figure(lambda: plot_step_time(result), out)
     if convergence is not None and trace is not None:
         _draw_convergence(trace, loaded.plan, result, convergence)
-    if as_json:
+    if as_json and local is not None:
+        print_json({**result.to_json(), "local_steps": [one.to_json(numbers or ()) for one in local]})
+    elif as_json:
         print_json(result)
     else:
         _print(result, out)
+        if local is not None:
+            _print_local_steps(local, numbers or ())
 
 
 def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> None:
@@ -153,6 +175,32 @@ def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> N
         result.method: loss_over_time(losses, compressed, dense, pair.compressed.seconds),
     }
     write_figure(lambda: plot_loss_over_time(curves), out)
+
+
+def _print_local_steps(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> None:
+    from gradlab.analysis.forecast.link import format_rate
+    from gradlab.formatting import format_seconds
+
+    columns = ["nodes", "link", "H", "step", "streaming", "uncompressed"]
+    rows = [
+        [
+            str(one.nodes),
+            format_rate(one.bits_per_second),
+            str(every),
+            format_seconds(one.seconds(every)),
+            format_seconds(one.seconds(every, streaming=True)),
+            format_seconds(one.seconds(every, dense=True)),
+        ]
+        for one in forecasts
+        for every in numbers
+    ]
+    print_table("a step with an exchange after every H local steps", columns, rows, left=0)
+    for one in forecasts:
+        OUT.print(
+            f"nodes {one.nodes}, {format_rate(one.bits_per_second)}: an exchange takes {format_seconds(one.exchange)}, "
+            f"local steps break even at H = {one.break_even} and are within 5 % of computing from H = {one.close} on",
+            markup=False,
+        )
 
 
 def _print(result: Forecast, out: Path | None) -> None:

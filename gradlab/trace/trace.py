@@ -154,7 +154,17 @@ class Trace:
         sampled = (f"a sample: {self.extent}",) if self.samples else ()
         nodes = f"{self.world_size} nodes, each the mean of {self.average_ranks} of {len(self._ranks)} recorded ranks"
         averaged = (nodes,) if self.average_ranks > 1 else ()
-        return (*remarks(self.rank_steps, len(self.steps)), *sampled, *averaged)
+        local = (self.local_steps,) if self.local_steps else ()
+        return (*remarks(self.rank_steps, len(self.steps)), *local, *sampled, *averaged)
+
+    @property
+    def local_steps(self) -> str:
+        """Say, in one phrase, that these are pseudo-gradients, and of how many local steps; empty if they are not."""
+        told = self.metadata.get("local_steps")
+        if not isinstance(told, dict) or type(told.get("steps")) is not int:
+            return ""
+        inner = f" of {told['optimizer']}" if isinstance(told.get("optimizer"), str) else ""
+        return f"pseudo-gradients: what {told['steps']} local steps{inner} add up to on each rank"
 
     @property
     def source(self) -> TraceSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from gradlab.plan import Plan
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import random_gradients, record
-from support.warm_python import torch_python
 
 LAYERS = (
     Layer("stem.weight", (8, 4, 3, 3), "convolution"),
@@ -179,5 +179,5 @@ def test_workers_take_no_interrupt_from_their_start_on(tmp_path: Path) -> None:
     """In a new process, whose first workers come with the trackers that let interrupts through."""
     script = tmp_path / "masks.py"
     script.write_text(WORKERS_MASKS)
-    done = subprocess.run([torch_python(), str(script)], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == f"{[True] * 6} [False]\n"

@@ -427,6 +427,30 @@ def test_an_interrupted_import_is_one_line() -> None:
     assert "KeyError" in done.stderr  # what nobody interrupted is told as it is
 
 
+INTERRUPTED_MODULE = """
+import sys, types
+
+def main():
+    import a_module_that_is_interrupted
+    time.sleep(10)
+    print("not reached")
+
+import gradlab.start, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules["gradlab.cli.main"] = types.SimpleNamespace(main=main)
+gradlab.start.main()
+"""
+
+
+def test_an_import_ends_before_an_interrupt_counts(tmp_path: Path) -> None:
+    """Extensions of PyTorch abort the process where it is raised in the middle of them."""
+    module = tmp_path / "a_module_that_is_interrupted.py"
+    module.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.2)\nprint('whole')\n")
+    command = [sys.executable, "-c", INTERRUPTED_MODULE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "whole\n", "gradlab: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("command", "option", "codec", "name"),
     [("gradiveq", "--loss-threshold", "gradiveq", "loss_threshold"), ("lgc", "--normalise", "lgc_ring", "normalise")],
