@@ -36,6 +36,10 @@ def main() -> None:
             raise
         print("gradlab: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    finally:
+        # An alarm that comes while Python ends would end it.
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
 
 def _is_importing(frame: Any) -> bool:

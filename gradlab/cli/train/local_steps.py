@@ -92,10 +92,11 @@ def emulate_local_steps(settings: TrainSettings, progress: Progress | None = Non
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
     workload = get(settings.workload)
+    asked = settings.steps or workload.recipe.steps
+    if asked < settings.local_steps:
+        raise GradlabError(f"{asked} steps are no outer step of {settings.local_steps}: give --steps more")
+    settings = replace(settings, steps=asked // settings.local_steps * settings.local_steps)
     recipe = settings.applied_to(workload.recipe)
-    if recipe.steps < settings.local_steps:
-        raise GradlabError(f"{recipe.steps} steps are no outer step of {settings.local_steps}: give --steps more")
-    recipe = replace(recipe, steps=recipe.steps // settings.local_steps * settings.local_steps)
     data = workload.load(settings.data, train_limit=settings.train_limit)
     workers = [_worker(settings, workload, recipe, data, rank) for rank in range(settings.ranks)]
     model = workload.model(settings.seed)  # of the common parameters
