@@ -57,6 +57,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "random_k": [{"density": 0.01}],
     "clt_k": [{"density": 0.01}, {"density": 0.01, "selection": "chunks"}],
     "dct_topk": [{"chunk": 64, "count": 32}],
+    "chunk_topk": [{}, {"bits": None}],
     "ecsq": [{"bits": 0.1}, {"bits": 0.25}, {"bits": 1.2}],
     "powersgd": [{"rank": 4}, {"rank": 4, "alternating": True}],
     "lgc_ring": [_LEARNED],

@@ -1,0 +1,194 @@
+"""Time of a local step on limited links, beside steps that exchange gradients, and beside the forecast.
+
+    python benchmarks/local_step_time.py --netbench FOLDER --rows ROWS.jsonl [--rates 20mbit 100mbit] [--ways alone]
+    python benchmarks/local_step_time.py --rows ROWS.jsonl --table
+
+FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters), 4 ranks on this machine's cores. Every
+way has a run of its own, and is timed over two whole rounds of H = 30 steps, outer steps included, by rank 0 between
+the ends of optimizer steps: workers wait for each other in every round. "alone" takes the same steps without any
+exchange, twice: first and last. The forecast is `forecast_local_steps`'s, of the step without exchange, and, for ways
+that exchange gradients, `forecast`'s. It needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import Row, add, read
+
+EVERY, RANKS = 30, 4
+FIRST, LAST = 2 * EVERY, 4 * EVERY  # optimizer steps between whose ends is timed
+STREAMING = {"fragments": 3, "delay": 5}
+INT4: Mapping[str, Any] = {"codec": "block_scaled", "dtype": "int4"}
+WAYS: dict[str, Mapping[str, Any] | None] = {
+    "alone": None,
+    "diloco": {"codec": "identity"},
+    "diloco_int4": INT4,
+    "streaming": {"codec": "identity", **STREAMING},
+    "streaming_int4": {**INT4, **STREAMING},
+    "alone_again": None,
+}
+HOOKS = {"plain DDP": "none", "PyTorch PowerSGD 1": "powersgd_r1@1000"}
+TITLES = {
+    "diloco": "DiLoCo, H = 30",
+    "diloco_int4": "DiLoCo, H = 30, int4",
+    "streaming": "streaming, H = 30, 3 fragments, 5 steps late",
+    "streaming_int4": "streaming, H = 30, 3 fragments, 5 steps late, int4",
+    "alone": "computing alone",
+    "alone_again": "computing alone, again",
+}
+
+
+def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Make the function that attaches a way to a model, as link_table's do."""
+
+    def attach(model: torch.nn.Module, group: Any) -> tuple[Any, Any]:
+        settings, outer = WAYS[name], None
+        if settings is not None:
+            outer = _outer_step(model, group, **settings)
+        ends: list[float] = []
+        first = next(model.parameters())
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if not any(first is one for one in optimizer.param_groups[0]["params"]):
+                return  # the outer optimizer's own step
+            if outer is not None:
+                outer.step()
+            ends.append(time.perf_counter())
+            if len(ends) == LAST + 1 and torch.distributed.get_rank() == 0:
+                row = {"way": name, "seconds": (ends[LAST] - ends[FIRST]) / (LAST - FIRST)}
+                Path(os.environ["LOCAL_STEP_ROW"]).write_text(json.dumps(row))
+
+        torch.optim.optimizer.register_optimizer_step_post_hook(stepped)
+        return None, _no_exchange
+
+    return attach
+
+
+def _outer_step(model: torch.nn.Module, group: Any, codec: str, **settings: Any) -> Any:
+    from gradlab.plan import Plan
+    from gradlab.runtime import OuterStep
+
+    numbers = {name: settings.pop(name) for name in STREAMING if name in settings}
+    return OuterStep(Plan.uniform(model, codec, **settings), model, every=EVERY, group=group, **numbers)
+
+
+def _no_exchange(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+globals().update({name: _way(name) for name in WAYS})
+
+
+def run(folder: Path, rate: str, hooks: list[str], steps: int, environment: Mapping[str, str]) -> list[Row]:
+    """Run some ways over a link of this rate."""
+    command = ["bash", str(folder / "run.sh"), "--ranks", str(RANKS), "--rate", rate, "--model", "transformer"]
+    command += ["--steps", str(steps), "--rounds", "1", "--timeout", "900"]
+    for hook in hooks:
+        command += ["--hook" if ":" not in hook else "--hook-from", hook]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def measured(options: argparse.Namespace) -> None:
+    """Measure every way at every rate, and keep the rows."""
+    for rate in options.rates:
+        [dense, power] = run(options.netbench, rate, [",".join(HOOKS.values())], 3, {})
+        for title, row in zip(HOOKS, (dense, power), strict=True):
+            add(options.rows, {"rate": rate, "way": title, "seconds": row["step_s"], "sent": row["tx_bytes"]})
+        for way in options.ways:
+            kept = options.rows.with_suffix(".part")
+            hook = f"{Path(__file__).stem}:{way}"
+            # The plain hook comes first: it takes the steps that are timed without an exchange.
+            rows = run(options.netbench, rate, ["noop", hook], LAST, {"LOCAL_STEP_ROW": str(kept.resolve())})
+            [told] = [one for one in rows if one["hook"] == hook]
+            row = json.loads(kept.read_text()) | {"rate": rate, "sent": told["tx_bytes"]}
+            kept.unlink()
+            add(options.rows, row)
+
+
+def forecasts(rate: str, alone: float) -> dict[str, float]:
+    """The forecast time of every way's step, in seconds."""
+    from gradlab.analysis.forecast import Network, forecast
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth
+    from gradlab.analysis.forecast.local_steps import forecast_local_steps
+    from gradlab.analysis.forecast.profile import Profile
+    from gradlab.layout import layers_of
+    from gradlab.plan import Plan
+
+    layers = layers_of(_transformer())
+    network = Network([Link(parse_bandwidth(rate), 1e-4, 0.06)], (RANKS,), Profile(alone, "measured"), cores=0.5)
+    expected: dict[str, float] = {}
+    for suffix, plan in (("", Plan.uniform(layers, "identity")), ("_int4", Plan.uniform(layers, **INT4))):
+        synchronous = forecast(plan, network)
+        [local] = forecast_local_steps(plan, network, synchronous)
+        expected["plain DDP"] = local.dense
+        expected[f"diloco{suffix}"] = local.seconds(EVERY)
+        expected[f"streaming{suffix}"] = local.seconds(EVERY, streaming=True)
+    [power] = forecast(Plan.uniform(layers, "powersgd", rank=1), network).comparisons
+    return {**expected, "PyTorch PowerSGD 1": power[1].compressed.seconds}
+
+
+def _transformer() -> torch.nn.Module:
+    """The layers of `run.sh`'s transformer."""
+    width, words, length = 256, 4096, 64
+    block = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    model = torch.nn.Module()
+    model.embed, model.pos = torch.nn.Embedding(words, width), torch.nn.Parameter(torch.zeros(length, width))
+    model.body, model.head = torch.nn.TransformerEncoder(block, 4), torch.nn.Linear(width, words)
+    return model
+
+
+def table(rows: list[Row]) -> None:
+    """Print a table for each rate: times over computing alone, and the forecast over what was measured."""
+    for rate in dict.fromkeys(row["rate"] for row in rows):
+        here = {row["way"]: row for row in rows if row["rate"] == rate}
+        alone = (here["alone"]["seconds"] + here["alone_again"]["seconds"]) / 2
+        expected = forecasts(rate, alone)
+        titles = (rate, "a step, s", "over computing alone", "forecast, s", "forecast over measured", "MB a step")
+        print(f"\n| {' | '.join(titles)} |")
+        print("|---" * len(titles) + "|")
+        for way, row in here.items():
+            told = expected.get(way)
+            cells = [f"{row['seconds']:.3f}", f"{row['seconds'] / alone:.2f}"]
+            cells += ["", ""] if told is None else [f"{told:.3f}", f"{told / row['seconds']:.2f}"]
+            print(f"| {TITLES.get(way, way)} | " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f}"]) + " |")
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--netbench", type=Path)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if not options.table:
+        if options.netbench is None or not (options.netbench / "run.sh").exists():
+            raise SystemExit(f"--netbench {options.netbench}: expected a folder with run.sh")
+        options.netbench = options.netbench.resolve()
+        measured(options)
+    table(read(options.rows))
+
+
+if __name__ == "__main__":
+    main()
