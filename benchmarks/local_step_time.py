@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from rows import Row, add, read
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 EVERY, RANKS = 30, 4
 FIRST, LAST = 2 * EVERY, 4 * EVERY  # optimizer steps between whose ends is timed
@@ -68,7 +69,7 @@ def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
                 row = {"way": name, "seconds": (ends[LAST] - ends[FIRST]) / (LAST - FIRST)}
                 Path(os.environ["LOCAL_STEP_ROW"]).write_text(json.dumps(row))
 
-        torch.optim.optimizer.register_optimizer_step_post_hook(stepped)
+        register_optimizer_step_post_hook(stepped)
         return None, _no_exchange
 
     return attach
@@ -120,6 +121,8 @@ def measured(options: argparse.Namespace) -> None:
             # The plain hook comes first: it takes the steps that are timed without an exchange.
             rows = run(options.netbench, rate, ["noop", hook], LAST, {"LOCAL_STEP_ROW": str(kept.resolve())})
             [told] = [one for one in rows if one["hook"] == hook]
+            if "error" in told:
+                raise SystemExit(f"{way}: {told['error']}")
             row = json.loads(kept.read_text()) | {"rate": rate, "sent": told["tx_bytes"]}
             kept.unlink()
             add(options.rows, row)

@@ -61,6 +61,8 @@ SIGN_METHODS: dict[str, Method] = {
 }
 LOCO = Wrap("error_feedback", {"decay": 0.95, "buffer": "int8", "reset_steps": 512, "step_size_ratio": False})
 DEMO = Wrap("error_feedback", {"carried": 0.999, "step_size_ratio": True})  # their momentum holds the learning rate
+# Of pseudo-gradients, which hold the inner learning rate; the outer optimizer has no momentum.
+SPARSE_LOCO = Wrap("error_feedback", {"carried": 0.95, "step_size_ratio": False})
 METHODS: dict[str, Method] = {
     **SIGN_METHODS,
     "1-bit SGD": Method("one_bit", {}, (FEEDBACK, Wrap("two_way", {"step_size_ratio": False})), every_tensor=True),
@@ -77,6 +79,10 @@ METHODS: dict[str, Method] = {
     "ScaleCom": Method("clt_k", {}, (Wrap("error_feedback", {"decay": 0.9, "step_size_ratio": False}),)),
     "DeMo": Method("dct_topk", {"average": "senders", "sign": True}, (DEMO,), every_tensor=True),
     "PowerSGD": Method("powersgd", {}, (FEEDBACK,)),
+    "NUQSGD": Method("nuqsgd"),
+    "EF21": Method("topk", {}, (Wrap("ef21"),)),
+    "EF21-SGDM": Method("topk", {}, (Wrap("ef21"),), SIGNUM),
+    "SparseLoCo": Method("chunk_topk", {}, (SPARSE_LOCO,)),
 }
 
 

@@ -33,6 +33,7 @@ NOT_RECORDED = {
     "lgc_server": ON_HOST,
     "lgc_server, shared": ON_HOST,
     "natural": RANDOM,
+    "nuqsgd": RANDOM,
     "qsgd": RANDOM,
     "qsgd, ring": "it works while a ring's messages travel",
     "random_k": RANDOM,

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.07},
     "powersgd": {"rank": 2},
     "qsgd": {"bits": 3, "bucket_size": 100},
+    "nuqsgd": {"bits": 3, "bucket_size": 100},
     "sign": {"block_size": 100},
     "threshold": {"density": 0.07},
     "sampled_threshold": {"density": 0.07},

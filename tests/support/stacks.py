@@ -55,6 +55,8 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("weight_decay", {"rate": 0.01, "form": "apart", "momentum": 0.9, "nesterov": True}),
         Wrap("momentum_correction", {"nesterov": True}),
     ),
+    "ef21": (Wrap("ef21"),),
+    "ef21 under momentum": (Wrap("local_momentum", {"nesterov": False, "dampening": True}), Wrap("ef21")),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),
     "rotation under feedback": (Wrap("error_feedback"), Wrap("hadamard", {"block": 64})),

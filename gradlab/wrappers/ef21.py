@@ -1,0 +1,73 @@
+"""EF21: compress how far the gradient is from an estimate of it that every rank's messages add up to.
+
+P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: A new, simpler, theoretically better, and practically faster error
+feedback", NeurIPS 2021, Algorithm 2. Its momentum form, EF21-SGDM (I. Fatkhullin, A. Tyurin, P. Richtarik, "Momentum
+provably improves error feedback!", NeurIPS 2023, Algorithm 1), is `local_momentum` with dampening around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec.contraction import contraction_setting
+from gradlab.codec.wrapper import Wrapper, deal, state_names
+from gradlab.collectives import Coroutine
+from gradlab.wrappers.error_feedback import exchange_contracting
+
+
+class EF21(Wrapper):
+    """Rank i sends c_i = C(g_i - e_i), and e_i + c_i is its next estimate e_i; applied is the mean of all e_i.
+
+    g_i is the gradient. The mean of the estimates is kept too, so that ranks need the mean of the c_i alone. What a
+    rank contributes (`own`) is e_i, and where gradients settle it becomes the gradient, without any residual that is
+    applied later. So the method needs gradients that change slowly: full batches, large ones, or the momentum form.
+    The paper proves it for gradient descent and contractive C, with the optimizer's own step; a codec that does not
+    contract is scaled until it does (`contraction`).
+
+    Law: own + compression error == gradient, and the mean is the mean of all ranks' `own`, to rounding.
+    """
+
+    name = "ef21"
+    keys = ("estimate", "aggregate", "zeta")
+    keeps_residual = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        contraction: str = contraction_setting()
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        estimates = {name: state[key] for name in grads if (key := f"{name}/estimate") in state}
+        inputs = {name: grad - estimates[name] if name in estimates else grad for name, grad in grads.items()}
+        context = replace(context, reuse=False, spare={})  # gradients are still read
+        done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
+        mean = {
+            name: value + state[key] if (key := f"{name}/aggregate") in state else value
+            for name, value in done.mean.items()
+        }
+        own = {name: grad - errors[name] for name, grad in grads.items()}
+        kept = {**done.state, **_kept(own, mean), **measured}
+        return replace(done, mean=mean, own=own, state=kept, compressor_input=grads, compression_error=errors)
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        done = yield from self.codec.dense_exchange(grads, self.inner_state(state), context)
+        own = {name: grad.clone() for name, grad in grads.items()}
+        return replace(done, state={**done.state, **_kept(own, done.mean)}, compressor_input=grads)
+
+    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        state: Tensors = {}
+        for name, what in state_names(self.carried_state(own[0])):
+            if what == "aggregate":  # the mean of the estimates, which all ranks have
+                state |= {} if residuals == "drop" else {f"{name}/{what}": own[0][f"{name}/{what}"]}
+            else:
+                dealt = deal([one[f"{name}/{what}"] for one in own], rank, world_size, residuals)
+                state |= {} if dealt is None else {f"{name}/{what}": dealt}
+        return state
+
+
+def _kept(estimates: Tensors, means: Mapping[str, torch.Tensor]) -> Tensors:
+    kept = {f"{name}/estimate": value for name, value in estimates.items()}
+    return kept | {f"{name}/aggregate": value.clone() for name, value in means.items()}
