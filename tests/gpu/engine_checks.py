@@ -21,7 +21,9 @@ from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import Coroutine
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.runtime import Communicator, CompressionState, Exchange, compression_hook, drive
+from gradlab.runtime import Communicator, CompressionState, Exchange, OuterStep, compression_hook, drive
+from jobs.outer_tasks import Oracle, adamw, batch, network
+from jobs.outer_tasks import plan_of as plan_of_network
 
 STEPS = 6
 GRAPH_STEPS = 15
@@ -422,6 +424,26 @@ def failed_recording(place: Place) -> Outcome:
     return replace(outcome, found=f"{outcome.found}; {' / '.join(sorted({one.why for one in graphs}))}")
 
 
+def outer_steps(place: Place, codec: str, delay: int) -> Outcome:
+    """Local steps on the device, with outer steps of two fragments, beside all workers in one process on the CPU."""
+    plan = Plan(layers_of(network()), ()) if codec == "identity" else plan_of_network(codec, {"dtype": "int8"})
+    oracle, difference = Oracle(plan, place.world_size, 4, 2, delay, 0.5), Difference()
+    model = network().to(place.device)
+    optimizer = adamw(model)
+    numbers = {"every": 4, "fragments": 2, "delay": delay, "group": place.group, "deterministic": True}
+    with OuterStep(plan, model, **numbers) as outer:
+        for step in range(1, 17):
+            inputs, wanted = (one.to(place.device) for one in batch(place.rank, step))
+            optimizer.zero_grad()
+            (model(inputs) - wanted).square().mean().backward()
+            optimizer.step()
+            outer.step()
+            oracle.step(step)
+        theirs = dict(oracle.models[place.rank].named_parameters())
+        difference.add_all("end", {name: p.detach() for name, p in model.named_parameters()}, theirs)
+    return difference.outcome(1e-2)  # of a quantizer whose codes another device's last bits may turn
+
+
 CHECKS: dict[str, Check] = {
     "identity is plain DDP": identity_is_plain_ddp,
     "ranks agree, with all-reduce": ranks_agree,
@@ -439,6 +461,11 @@ CHECKS: dict[str, Check] = {
     "artifact, loaded": loaded_artifact,
     "recording of late gradients": recorded,
     **{f"engine is lockstep: {case}": functools.partial(engine_is_lockstep, case=case) for case in cases()},
+    **{
+        f"outer steps: {codec}, {delay} late": functools.partial(outer_steps, codec=codec, delay=delay)
+        for codec in ("identity", "block_scaled")
+        for delay in (0, 2)
+    },
     "graphs: a failed recording": failed_recording,
     **{f"graphs: {case}": functools.partial(graphs_change_nothing, case=case) for case in GRAPHS},
     **{f"resume: {name}": functools.partial(resumed_is_unbroken, case=name) for name in codecs.names()},

@@ -70,16 +70,20 @@ def plan_of(codec: str, settings: dict[str, Any]) -> Plan:
 class Oracle:
     """All workers in one process: DiLoCo's Algorithm 1, and Streaming DiLoCo's Algorithm 2, in plain formulas.
 
-    codec: None: plain means of pseudo-gradients; else by lockstep of the plan of each fragment.
+    Means of pseudo-gradients are those of lockstep. exact: the outer step is torch's, operation by operation.
     """
 
-    def __init__(self, plan: Plan, workers: int, every: int, fragments: int, delay: int, mixing: float) -> None:
+    def __init__(
+        self, plan: Plan, workers: int, every: int, fragments: int, delay: int, mixing: float, exact: bool = False
+    ) -> None:
+        self.exact = exact
         self.models = [network() for _ in range(workers)]
         self.optimizers = [adamw(model) for model in self.models]
         self.every, self.delay, self.mixing = every, delay, mixing
         self.parts = fragments_of(plan, fragments)
         self.lockstep = [LockstepPlan(part, workers) for part in self.parts]
         self.common = parameters_of(self.models[0])
+        self.outer = torch.optim.SGD(self.common.values(), lr=LR, momentum=MOMENTUM, nesterov=True)
         self.velocity: Tensors = {}
         self.sent: dict[int, list[tuple[int, Tensors]]] = {}
         self.rounds = [0] * fragments
@@ -122,6 +126,9 @@ class Oracle:
 
     def _apply(self, mean: Tensors) -> None:
         """Nesterov: v = mu v + g, x -= lr (g + mu v)."""
+        if self.exact:
+            self._apply_exactly(mean)
+            return
         for name, gradient in mean.items():
             before = self.velocity.get(name)
             self.velocity[name] = gradient.clone() if before is None else MOMENTUM * before + gradient
@@ -130,6 +137,17 @@ class Oracle:
                 value = dict(model.named_parameters())[name]
                 share = self.mixing if self.delay else 0.0
                 value.data = share * value.data + (1 - share) * self.common[name]
+
+    def _apply_exactly(self, mean: Tensors) -> None:
+        for name, gradient in mean.items():
+            self.common[name].grad = gradient
+        self.outer.step()
+        self.outer.zero_grad(set_to_none=True)
+        for model in self.models:
+            for name, value in model.named_parameters():
+                if name in mean:
+                    common = self.common[name]
+                    value.data = torch.lerp(common, value.data, self.mixing) if self.delay else common.clone()
 
 
 def against_oracle(
@@ -140,11 +158,12 @@ def against_oracle(
     fragments: int,
     delay: int,
     outer_steps: int,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """The largest relative distance of this worker's and of the common parameters from the oracle's, over the run."""
     rank, workers = dist.get_rank(group), dist.get_world_size(group)
     plan, model = plan_of(codec, settings), network()
-    oracle, optimizer = Oracle(plan, workers, every, fragments, delay, 0.5), adamw(model)
+    oracle, optimizer = Oracle(plan, workers, every, fragments, delay, 0.5, exact), adamw(model)
     farthest, changes = 0.0, 0
     numbers = {"every": every, "fragments": fragments, "delay": delay, "group": group}
     with OuterStep(plan, model, deterministic=True, **numbers) as outer:

@@ -41,6 +41,19 @@ def test_fragments_in_turn_delayed_and_compressed(pool: ProcessPool, codec: str,
         assert result["outer"] == fragments * 6 - sum((f + 1) * 6 // fragments + delay > 6 for f in range(fragments))
 
 
+@pytest.mark.parametrize("codec", ["topk", "powersgd", "chunk_topk", "ecsq"])
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 4)])
+def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, codec: str, fragments: int, delay: int) -> None:
+    """In deterministic mode, with torch's own outer step."""
+    settings: dict[str, Any] = {"chunk_topk": {"chunk": 64, "count": 6}, "ecsq": {"bits": 1.0}}.get(codec, {})
+    settings = settings or CODECS[codec]
+    if codec == "ecsq" and fragments > 1:
+        settings = {**settings, "group_bytes": 0}
+    numbers = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 6}
+    for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec=codec, settings=settings, exact=True, **numbers):
+        assert result["farthest"] == 0.0
+
+
 @pytest.mark.parametrize("stop", [7, 12, 14])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 0), (3, 4)])
 def test_resumed_is_never_stopped(pool: ProcessPool, fragments: int, delay: int, stop: int) -> None:
