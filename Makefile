@@ -17,7 +17,7 @@ PYTEST := $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdi
 test: install
 	mkdir -p $(WORK) && cd $(WORK) && $(PYTEST) $(CURDIR)/tests $(PYTEST_ARGS)
 
-# The tests with other random examples each time, and twice as many.
+# The tests with other random examples each time, and three times as many.
 explore: install
 	mkdir -p $(WORK) && cd $(WORK) && $(PYTEST) --hypothesis-profile explore $(CURDIR)/tests $(PYTEST_ARGS)
 

@@ -117,7 +117,10 @@ def measured(options: argparse.Namespace) -> None:
         if not has(read(options.rows), {"rate": rate, "way": next(iter(HOOKS))}):
             for title, row in zip(HOOKS, run(options.netbench, rate, [",".join(HOOKS.values())], 3, {}), strict=True):
                 told = {"seconds": row["step_s"], "alone": row["compute_s"], "sent": row["tx_bytes"]}
-                add(options.rows, {"rate": rate, "way": title, **told})
+                add(
+                    options.rows,
+                    {"rate": rate, "way": title, **told, "forecast": predicted(rate, told["alone"])[title]},
+                )
         for way in options.ways:
             kept = options.rows.with_suffix(".part")
             hook = f"{Path(__file__).stem}:{way}"
@@ -126,11 +129,12 @@ def measured(options: argparse.Namespace) -> None:
             [told] = [one for one in rows if one["hook"] == hook]
             if "error" in told:
                 raise SystemExit(f"{way}: {told['error']}")
-            add(options.rows, {"rate": rate, "way": way, **json.loads(kept.read_text()), "sent": told["tx_bytes"]})
+            row = {"rate": rate, "way": way, **json.loads(kept.read_text()), "sent": told["tx_bytes"]}
+            add(options.rows, row | {"forecast": predicted(rate, row["alone"])[way]})
             kept.unlink()
 
 
-def forecasts(rate: str, alone: float) -> dict[str, float]:
+def predicted(rate: str, alone: float) -> dict[str, float]:
     """The forecast time of every way's step, in seconds."""
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
@@ -141,13 +145,12 @@ def forecasts(rate: str, alone: float) -> dict[str, float]:
 
     layers = layers_of(_transformer())
     network = Network([Link(parse_bandwidth(rate), 1e-4, 0.06)], (RANKS,), Profile(alone, "measured"), cores=0.5)
-    expected: dict[str, float] = {}
-    for suffix, plan in (("", Plan.uniform(layers, "identity")), ("_int4", Plan.uniform(layers, **INT4))):
-        synchronous = forecast(plan, network)
-        [local] = forecast_local_steps(plan, network, synchronous)
-        expected["plain DDP"] = local.dense
-        expected[f"diloco{suffix}"] = local.seconds(EVERY)
-        expected[f"streaming{suffix}"] = local.seconds(EVERY, streaming=True)
+    plan = Plan.uniform(layers, **INT4)
+    [local] = forecast_local_steps(plan, network, forecast(plan, network))
+    expected = {"plain DDP": local.dense}
+    for suffix, dense in (("", True), ("_int4", False)):
+        expected[f"diloco{suffix}"] = local.seconds(EVERY, dense=dense)
+        expected[f"streaming{suffix}"] = local.seconds(EVERY, streaming=True, dense=dense)
     [power] = forecast(Plan.uniform(layers, "powersgd", rank=1), network).comparisons
     return {**expected, "PyTorch PowerSGD 1": power[1].compressed.seconds}
 
@@ -170,9 +173,8 @@ def table(rows: list[Row]) -> None:
         print(f"\n| {' | '.join(titles)} |")
         print("|---" * len(titles) + "|")
         for way, row in here.items():
-            told = forecasts(rate, row["alone"])[way]
             cells = [f"{row['seconds']:.3f}", f"{row['seconds'] / row['alone']:.2f}"]
-            cells += [f"{told:.3f}", f"{told / row['seconds']:.2f}"]
+            cells += [f"{row['forecast']:.3f}", f"{row['forecast'] / row['seconds']:.2f}"]
             print(f"| {TITLES.get(way, way)} | " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f}"]) + " |")
 
 

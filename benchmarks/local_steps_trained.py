@@ -1,8 +1,8 @@
 """Training with local steps, dense and compressed, beside synchronous training: losses, bytes, and predicted times.
 
     python benchmarks/local_steps_trained.py --data tinyshakespeare.txt --rows ROWS.jsonl [--ways sync int4]
-        [--seeds 0 1] [--local-steps 8 30 100] [--steps 800]
-    python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table [--step-seconds 0.02]
+        [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
+    python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table
 
 nanoGPT's CPU configuration (`text_chars`: 804,096 parameters, AdamW), 4 workers of 3 sequences, emulated in one process
 by the code of `gradlab train --emulate 4 --local-steps H`. "sync" averages gradients in every step. The others take H
@@ -56,8 +56,7 @@ def layers() -> tuple[Layer, ...]:
 
 def plan_of(way: str) -> Plan:
     """What is exchanged goes through it."""
-    make = WAYS.get(way)
-    return Plan(layers(), ()) if make is None else make(layers())
+    return WAYS[way](layers())
 
 
 def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
@@ -76,10 +75,16 @@ def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row
             report = emulate_local_steps(replace(settings, artifact=f"{folder}/plan.safetensors", **outer))
     done = report.measured.compression
     payload = report.header.dense_payload_bytes if done is None else done.payload_bytes_per_step.mean
-    return {"score": report.measured.final_score, "loss": report.measured.final_loss, "payload": payload}
+    times = predicted(way, every, options.step_seconds)
+    return {
+        "score": report.measured.final_score,
+        "loss": report.measured.final_loss,
+        "payload": payload,
+        "times": times,
+    }
 
 
-def table(rows: list[Row], step_seconds: float) -> None:
+def table(rows: list[Row]) -> None:
     """Print validation losses by way and H, bytes, and times."""
     print(f"| way | H | validation loss | bytes per step | {' | '.join(f'{rate}, ms a step' for rate in RATES)} |")
     print("|---" * (4 + len(RATES)) + "|")
@@ -88,7 +93,7 @@ def table(rows: list[Row], step_seconds: float) -> None:
         here = sorted((row for row in rows if (row["way"], row["every"]) == (way, every)), key=lambda row: row["seed"])
         losses = ", ".join(f"{row['score']:.3f}" for row in here)
         payload = statistics.fmean(row["payload"] for row in here) / every
-        times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in predicted(way, every, step_seconds))
+        times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in here[0]["times"])
         print(f"| {way} | {every} | {losses} | {payload:,.0f} | {times} |")
 
 
@@ -96,11 +101,12 @@ def predicted(way: str, every: int, step_seconds: float) -> list[float]:
     """A step's forecast seconds on every link."""
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
     network = Network(links, (WORKERS,), Profile(step_seconds, "given"))
-    plan = plan_of(way)
+    dense = way in ("sync", "DiLoCo")
+    plan = plan_of("int8" if dense else way)  # whose uncompressed exchange is asked for
     synchronous = forecast(plan, network)
     if way == "sync":
         return [pair.dense.seconds for _, pair in synchronous.comparisons]
-    return [one.seconds(every) for one in forecast_local_steps(plan, network, synchronous)]
+    return [one.seconds(every, dense=dense) for one in forecast_local_steps(plan, network, synchronous)]
 
 
 def main() -> None:
@@ -122,7 +128,7 @@ def main() -> None:
                     key: Row = {"way": way, "every": every, "seed": seed, "steps": options.steps}
                     if not has(read(options.rows), key):
                         add(options.rows, key | trained(way, every, seed, options))
-    table(read(options.rows), options.step_seconds)
+    table(read(options.rows))
 
 
 if __name__ == "__main__":

@@ -49,16 +49,17 @@ def node_counts(text: str) -> list[int]:
     Raises:
         GradlabError: for anything but whole numbers with commas between them.
     """
-    return whole_numbers(text, "nodes", "4,64,1024")
+    return whole_numbers(text, "nodes", "4,64,1024", least=0)  # 0 is refused with all else of a network
 
 
-def whole_numbers(text: str, what: str, example: str) -> list[int]:
-    """Read whole numbers from 1 to 10^9 from a text.
+def whole_numbers(text: str, what: str, example: str, least: int = 1) -> list[int]:
+    """Read whole numbers up to 10^9 from a text.
 
     Args:
         text: numbers with commas between them.
         what: they are, for errors.
         example: of such a text.
+        least: of the numbers.
 
     Returns:
         The numbers.
@@ -68,6 +69,6 @@ def whole_numbers(text: str, what: str, example: str) -> list[int]:
     """
     words = text.split(",")
     for word in words:
-        if not word.strip().isdecimal() or not 1 <= int(word[:20]) <= 10**9:
+        if not word.strip().isdecimal() or not least <= int(word[:20]) <= 10**9:
             raise GradlabError(f"{what} {word[:80]!r}: expected whole numbers from 1, such as {example}")
     return [int(word) for word in words]

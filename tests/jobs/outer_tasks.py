@@ -253,7 +253,7 @@ def worker_of_two(group: dist.ProcessGroup, codec: str, settings: dict[str, Any]
     model = DistributedDataParallel(network(), process_group=inside)
     optimizer, numbers = adamw(model), {"every": 4, "delay": delay, "fragments": 2, "deterministic": True}
     with OuterStep(plan_of(codec, settings), model, group=group, **numbers) as outer:
-        for step in range(24):
+        for step in range(12):
             inner_step(model, optimizer, worker, step, part)
             outer.step()
         exchanges = [fragment.exchange is not None for fragment in outer.fragments]
@@ -266,7 +266,7 @@ def worker_of_two(group: dist.ProcessGroup, codec: str, settings: dict[str, Any]
         single = network()
         optimizer = adamw(single)
         with OuterStep(plan_of(codec, settings), single, group=alone, **numbers) as outer:
-            for step in range(24):
+            for step in range(12):
                 both = [batch(worker, step, one) for one in (0, 1)]
                 optimizer.zero_grad()
                 (sum((single(x) - y).square().mean() for x, y in both) / 2).backward()
@@ -300,7 +300,7 @@ def sharded_worker(group: dist.ProcessGroup, codec: str, settings: dict[str, Any
     for model, within in ((sharded, mesh["within"]), (whole, "model")):
         optimizer = adamw(model)
         with OuterStep(plan, model, group=group, within=within, **numbers) as outer:
-            for step in range(24):
+            for step in range(12):
                 inner_step(model, optimizer, worker, step, part)
                 changed = outer.step()
             state = outer.state_dict()

@@ -17,7 +17,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_every_step_and_plain_averaging_is_synchronous_sgd(pool: ProcessPool, ranks: int) -> None:
     assert max(pool.run("jobs.outer_tasks:synchronous", ranks)) < ROUNDING
 
@@ -25,7 +25,7 @@ def test_every_step_and_plain_averaging_is_synchronous_sgd(pool: ProcessPool, ra
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_it_is_the_published_diloco(pool: ProcessPool, ranks: int) -> None:
     """50 outer steps of the whole model, uncompressed."""
-    arguments = {"codec": "identity", "settings": {}, "every": 5, "fragments": 1, "delay": 0, "outer_steps": 50}
+    arguments = {"codec": "identity", "settings": {}, "every": 2, "fragments": 1, "delay": 0, "outer_steps": 50}
     for result in pool.run("jobs.outer_tasks:against_oracle", ranks, **arguments):
         assert result["farthest"] < ROUNDING
         assert result["changes"] == result["outer"] == 50
@@ -59,14 +59,13 @@ def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, codec: str, fragments: in
 def test_resumed_is_never_stopped(pool: ProcessPool, fragments: int, delay: int, stop: int) -> None:
     """Bit for bit, with fragments on their way too."""
     arguments = {"fragments": fragments, "delay": delay, "stop": stop, "steps": 25}
-    for codec in ("topk", "powersgd"):
+    for codec in ("topk", "powersgd") if stop == 14 else ("topk",):
         for result in pool.run("jobs.outer_tasks:resumed", 2, codec=codec, settings=CODECS[codec], **arguments):
             assert (result["same"], result["same_state"]) == (True, True)
             assert bool(result["in_flight"]) == bool(delay)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("codec", ["identity", "topk"])
+@pytest.mark.parametrize(("codec", "delay"), [("identity", 2), ("topk", 0)])
 def test_a_worker_of_two_ranks_in_ddp(pool: ProcessPool, codec: str, delay: int) -> None:
     results = pool.run("jobs.outer_tasks:worker_of_two", 4, codec=codec, settings=CODECS[codec], delay=delay)
     assert [result["exchanges"] for result in results] == [[True, True], [False, False]] * 2
@@ -75,8 +74,7 @@ def test_a_worker_of_two_ranks_in_ddp(pool: ProcessPool, codec: str, delay: int)
         assert (result["workers"], result["same_inside"]) == (2, True)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("codec", ["identity", "block_scaled"])
+@pytest.mark.parametrize(("codec", "delay"), [("identity", 0), ("block_scaled", 2)])
 def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay: int) -> None:
     """A shard of two rows or more is quantized for itself, so that compressed runs are alike, and no more."""
     for result in pool.run("jobs.outer_tasks:sharded_worker", 4, codec=codec, settings=CODECS[codec], delay=delay):

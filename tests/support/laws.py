@@ -1,7 +1,7 @@
 """`law`: hypothesis' `given` without a deadline, because timing never decides a test.
 
-The suite draws the same examples every time, so that it fails where something was changed, and half as many as named.
-Others, and all of them, are `make explore`'s.
+The suite draws the same examples every time, so that it fails where something was changed, and a third of those that
+are named. Others, and all of them, are `make explore`'s.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ from hypothesis.strategies import SearchStrategy
 def law(*strategies: SearchStrategy[Any], examples: int = 100) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on values drawn from the strategies, `examples` times."""
     fixed = settings.default is not None and settings.default.derandomize
-    count = -(-examples // 2) if fixed else examples
+    count = -(-examples // 3) if fixed else examples
     return lambda test: settings(max_examples=count, deadline=None)(given(*strategies)(test))
