@@ -85,6 +85,8 @@ class OuterStep:
     All ranks construct it together, and call `step` after every optimizer step. Workers then begin with the first
     one's parameters. Buffers, such as a batch norm's, stay each worker's own.
 
+    Common parameters are kept in 32 bits where the model has 16.
+
     A worker may be several ranks that train one model: in DDP, whose first rank then exchanges and hands the result on,
     or sharded by FSDP2, where every rank exchanges its shards with those of its place in other workers.
 
@@ -187,10 +189,7 @@ class OuterStep:
         self._ranks.raise_together(None if problem is None else str(problem))
 
     def _fragment(self, plan: Plan, make: MakeOptimizer, options: Mapping[str, Any]) -> Fragment:
-        parameters = {
-            layer.name: nn.Parameter(self._values[layer.name].clone(memory_format=torch.contiguous_format))
-            for layer in plan.layers
-        }
+        parameters = {layer.name: nn.Parameter(_common(self._values[layer.name])) for layer in plan.layers}
         optimizer = make(list(parameters.values())) if callable(make) else make
         own = [one for group in getattr(optimizer, "param_groups", []) for one in group["params"]]
         if list(map(id, own)) != list(map(id, parameters.values())):
@@ -277,7 +276,7 @@ class OuterStep:
         own = self._mixing if self.delay and arrival.finite else 0.0
         for name, common in fragment.parameters.items():
             values = self._values[name]
-            values.copy_(common if not own else torch.lerp(common.detach(), values, own))
+            values.copy_(common if not own else torch.lerp(common.detach(), values.to(common.dtype), own))
 
     def _warn_of(self, fragment: Fragment) -> None:
         warnings.warn(
@@ -446,6 +445,12 @@ def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.Proc
             "workers; put the model into DDP with the process group of one worker, or into none"
         )
     return own
+
+
+def _common(values: torch.Tensor) -> torch.Tensor:
+    """Copy a layer's values, from 16 bits to 32, as outer steps may be smaller than these resolve."""
+    wide = torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
+    return values.to(wide, copy=True, memory_format=torch.contiguous_format)
 
 
 def _arrived(arrival: Arrival) -> Future[Arrival]:

@@ -376,6 +376,21 @@ def _mean_residual(outer: OuterStep, group: dist.ProcessGroup) -> Tensors:
     return found
 
 
+def sixteen_bits(group: dist.ProcessGroup) -> dict[str, Any]:
+    """A bfloat16 model whose workers come by 2 every step: outer steps of rate 1e-3 from 1 are lost in 16 bits."""
+    rank, model = dist.get_rank(group), nn.Linear(4, 4, bias=False).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    rule = partial(torch.optim.SGD, lr=1e-3)
+    with OuterStep(Plan(layers_of(model), ()), model, rule, every=1, group=group) as outer:
+        for _ in range(20):
+            with torch.no_grad():
+                model.weight += 2.0 if rank == 0 else 1.0
+            outer.step()
+        [common] = outer.fragments[0].parameters.values()
+        return {"dtype": str(common.dtype), "common": float(common.mean()), "model": float(model.weight.float().mean())}
+
+
 def lost(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
     """The last worker's training ends with an error of its own: what the others' says, and how long that takes."""
     rank, workers = dist.get_rank(group), dist.get_world_size(group)

@@ -43,7 +43,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clt_k": {"density": 0.07},
     "dct_topk": {"chunk": 12, "count": 5},
     "chunk_topk": {"chunk": 64, "count": 5},
-    "chunk_topk, 32 bits": {"chunk": 100, "count": 7, "bits": None},
     "block_scaled": {"block_size": 100},
     "cast, float32 sum": {"dtype": "bfloat16", "accumulate": "float32"},
     "powersgd, alternating": {"rank": 2, "alternating": True},
