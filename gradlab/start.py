@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 INTERRUPTED = 130  # as a shell tells of a process that SIGINT has ended
-_AGAIN = 0.05  # seconds after which an interrupt that came in an import is looked at again
+_AGAIN = 0.005  # seconds after which an interrupt that came in an import is looked at again
 
 
 def main() -> None:
