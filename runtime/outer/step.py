@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec import Tensors
+from gradlab.codec.measures import all_finite
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
@@ -255,7 +256,9 @@ class OuterStep:
     @torch.no_grad()
     def _exchange(self, fragment: Fragment, pseudo: Tensors) -> Arrival:
         """Replace pseudo-gradients by the workers' means."""
-        finite = True if fragment.exchange is None else fragment.exchange.step(pseudo).finite
+        finite = True
+        if fragment.exchange is not None:  # which looks at gradients only where a codec runs
+            finite = fragment.exchange.step(pseudo).finite and all_finite(pseudo.values())
         finite = self.workers.all_of(finite)
         self.workers.hand_on(list(pseudo.values()))
         return Arrival(pseudo, finite)

@@ -139,16 +139,18 @@ class Workers:
             raise GradlabError(f"{CALLER}: the model is sharded; say by within= which ranks hold one model")
         self.between: dist.ProcessGroup | None
         self.inside: dist.ProcessGroup | None
+        self._made: tuple[dist.ProcessGroup, ...]
         if topology is None:
             self.count, self.number = everyone.size(), dist.get_rank(everyone)
             self.between, self.inside = group_like(everyone, timeout, device), None
+            self._made = (self.between,)
         else:
             self.count, self.number = len(topology.nodes), topology.node
             between = part_of((everyone,), topology.between, timeout, device)
             self.inside = part_of((everyone,), topology.inside, timeout, device)
             # Made by all ranks, as that is a collective; used by those that exchange.
             self.between = between if sharded or topology.local_rank == 0 else None
-            self._unused = None if self.between else between
+            self._made = (between, self.inside)
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all workers the first one's tensors, in place. A collective of all ranks."""
@@ -172,8 +174,8 @@ class Workers:
 
     def close(self) -> None:
         """Destroy the groups that were made. Others that wait in one of them get an error."""
-        groups, self.between, self.inside = (self.between, self.inside), None, None
+        groups, self._made, self.between, self.inside = self._made, (), None, None
         for group in groups:
-            if group is not None and dist.is_initialized():
+            if dist.is_initialized():
                 with suppress(ValueError):  # it went before, with destroy_process_group()
                     dist.destroy_process_group(group)

@@ -311,13 +311,13 @@ def sharded_worker(group: dist.ProcessGroup, codec: str, settings: dict[str, Any
     return {"distance": distance, "changed": changed, "workers": outer.workers.count}
 
 
-def not_finite(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
+def not_finite(group: dist.ProcessGroup, codec: str, settings: dict[str, Any], delay: int) -> dict[str, Any]:
     """The last worker's parameters become infinite before the second outer step: all go back, and go on."""
     rank, workers = dist.get_rank(group), dist.get_world_size(group)
     model = network()
     optimizer, seen = adamw(model), []
     with (
-        OuterStep(plan_of("topk", {"density": 0.1}), model, every=3, delay=delay, group=group) as outer,
+        OuterStep(plan_of(codec, settings), model, every=3, delay=delay, group=group) as outer,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -90,9 +90,10 @@ def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay:
         assert (result["workers"], result["changed"]) == (2, True)
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_what_is_not_finite_takes_all_back(pool: ProcessPool, delay: int) -> None:
-    for result in pool.run("jobs.outer_tasks:not_finite", 2, delay=delay):
+@pytest.mark.parametrize(("codec", "delay"), [("topk", 0), ("topk", 2), ("identity", 0), ("identity", 2)])
+def test_what_is_not_finite_takes_all_back(pool: ProcessPool, codec: str, delay: int) -> None:
+    """Where no codec runs, too."""
+    for result in pool.run("jobs.outer_tasks:not_finite", 2, codec=codec, settings=CODECS[codec], delay=delay):
         assert result["agree"]
         assert result["seen"][-1]
         assert len(result["said"]) == 1
