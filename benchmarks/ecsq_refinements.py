@@ -11,7 +11,9 @@ fills the tables. No feedback.
 
     base            one step, dead zone 0.65, centroids, tables by layer
     first half's tables   frequencies of the recording's first half, as an artifact could hold them, and no later ones
-    tables sent     what ecsq does: the bytes of its messages, which hold their own tables
+    tables sent     what ecsq does by default: the bytes of its messages, which hold their own tables
+    tables running  ecsq's messages under the codes' frequencies in earlier iterations, of all ranks, by layer
+    tables fitted   ecsq's messages under their frequencies in the recording's first half, by layer
     dead zone z     another dead zone: what choosing zero where a value costs more than it gives comes to
     neighbours      tables by how many steps the two values before it in its row have
     last mean       tables by the size of the last iteration's mean there, and signs relative to the mean's
@@ -39,7 +41,8 @@ from rows import Row, add, has, read
 from trellis import Trellis
 
 from gradlab.analysis.gradients import step_gradients
-from gradlab.coding.levels import encode_levels
+from gradlab.coding.level_tables import advanced, nothing_known
+from gradlab.coding.levels import decode_levels, encode_levels
 from gradlab.plan import Plan
 from gradlab.trace import Trace
 
@@ -50,7 +53,7 @@ MOST = 64  # levels beyond it count as it and an Elias gamma code
 VARIANTS = (
     "base",
     "first half's tables",
-    "tables sent",
+    *("tables sent", "tables running", "tables fitted"),
     *(f"dead zone {zone}" for zone in (0.5, 0.55, 0.6, 0.7, 0.8)),
     "neighbours",
     "last mean",
@@ -100,6 +103,7 @@ class Run:
         self.learning = learning  # iterations left in the recording's first half
         self.random = np.random.default_rng(0)
         self.dead_zone = float(variant.rpartition(" ")[2]) if variant.startswith("dead zone") else DEAD_ZONE
+        self.known: list[np.ndarray] = []  # frequencies of codes by layer
         self.last: dict[str, np.ndarray] = {}
         self.squares: dict[str, np.ndarray] = {}
 
@@ -122,12 +126,25 @@ class Run:
             self.squares[name] = MEMORY * before + (1 - MEMORY) * np.square(mean)
         if self.variant == "tables sent":
             bits = sum(map(bits_sent, levels))
+        if self.variant in ("tables running", "tables fitted"):
+            bits = self._bits_under_known(levels)
         if self.variant != "first half's tables":
             self.tables.advance(FORGET)
         elif self.learning > 0:
             self.tables.advance(1.0)
         self.learning -= 1
         return bits, missed, energy
+
+    def _bits_under_known(self, levels: Sequence[Sequence[np.ndarray]]) -> float:
+        """Count the bits of all ranks' messages under the frequencies that are known, and note theirs."""
+        known = self.known or nothing_known(len(levels[0]))
+        seen = nothing_known(len(known))
+        bits = sum(bits_sent(of_rank, known, seen) for of_rank in levels)
+        if self.variant == "tables running":
+            self.known = advanced(known, seen)
+        elif self.learning > 0:
+            self.known = [old + new for old, new in zip(known, seen, strict=True)]
+        return bits
 
     def _layer(self, name: str, matrix: np.ndarray, noted: list[np.ndarray]) -> tuple[float, np.ndarray]:
         first, bits = np.zeros_like(matrix), 0.0
@@ -175,11 +192,18 @@ class Run:
         return (root / math.exp(float(np.log(root).mean()))).reshape(shape)
 
 
-def bits_sent(levels: Sequence[np.ndarray]) -> float:
-    """Count the bits of one rank's message, with its step and centroids. levels: by layer."""
-    flat = np.concatenate(levels)
+def bits_sent(
+    levels: Sequence[np.ndarray],
+    known: Sequence[np.ndarray] | None = None,
+    seen: Sequence[np.ndarray] | None = None,
+) -> float:
+    """Count the bits of one rank's message, with its step and centroids. levels: by layer. known, seen: as decoded."""
+    flat, sizes = np.concatenate(levels), list(map(len, levels))
     positions = np.flatnonzero(flat)
-    return 8.0 * (11 + len(encode_levels(positions, flat[positions], list(map(len, levels)))))
+    message = encode_levels(positions, flat[positions], sizes, known)
+    if seen is not None:
+        decode_levels(message, sizes, known, seen)
+    return 8.0 * (11 + len(message))
 
 
 MULTIPLIERS = (0.1, 0.2, 0.4, 0.8)  # of bits in the trellis, in squared steps
@@ -199,11 +223,12 @@ def points(trace: Trace, variant: str, multiplier: float | None = None) -> Itera
         yield bits / (numel * len(everyone[0]) * len(done)), math.sqrt(missed / energy)
 
 
-def measure(title: str, trace: Trace, out: Path) -> None:
+def measure(title: str, trace: Trace, out: Path, variants: Sequence[str] = VARIANTS) -> None:
     """Append the rows of one recording that the file does not have yet, one per refinement."""
     rows = read(out)
     consecutive = bool((np.diff(trace.steps) == 1).all())
-    for variant in VARIANTS if consecutive else [name for name in VARIANTS if name not in FROM_EARLIER]:
+    possible = variants if consecutive else [name for name in variants if name not in FROM_EARLIER]
+    for variant in possible:
         key = {"recording": title, "variant": variant}
         if has(rows, key):
             continue
@@ -224,7 +249,7 @@ def table(rows: Sequence[Row]) -> str:
     recordings = list(dict.fromkeys(row["recording"] for row in rows))
     heads = [f"{recording}, {rate:g} bits" for recording in recordings for rate in RATES]
     lines = [f"| refinement | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
-    for variant in VARIANTS:
+    for variant in (one for one in VARIANTS if any(row["variant"] == one for row in rows)):
         cells = []
         for recording in recordings:
             mine = [row for row in rows if (row["recording"], row["variant"]) == (recording, variant)]
@@ -238,10 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", nargs="+", default=[], metavar="TITLE=TRACE")
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS, metavar="REFINEMENT")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     for title, _, path in (one.partition("=") for one in options.recordings):
-        measure(title, Trace(path), options.rows)
+        measure(title, Trace(path), options.rows, options.variants)
     if options.table:
         print(table(read(options.rows)))
 

@@ -1,8 +1,9 @@
 """A plan of entropy-coded scalar quantization, beside every other codec at as many bytes and beside the least bits.
 
-`ecsq` learns nothing beforehand: its tables travel in its messages, and its step follows from earlier ones. So a
-recording says what it will do, and every iteration is held out. What is compared are the contributions of single ranks
-without feedback, as each iteration is then judged for itself.
+By default `ecsq` learns nothing beforehand: its tables travel in its messages, and its step follows from earlier ones.
+So a recording says what it will do, and every iteration is held out. Tables can be fitted, too: on the earlier half of
+the recording. What is compared are the contributions of single ranks without feedback on the later half, as each
+iteration is then judged for itself.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from gradlab import codecs
+from gradlab.analysis.gradients import step_gradients
 from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import replay_plans
 from gradlab.analysis.replay.result import Replay
+from gradlab.codec import Tensors
+from gradlab.codec.settings import build_settings
+from gradlab.codecs.ecsq import ECSQ
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -65,6 +71,37 @@ class AtEqualBytes(Jsonable):
     iterations: tuple[int, int]
 
 
+def with_fitted_tables(trace: Trace, plan: Plan) -> Plan:
+    """Fit the tables of a plan's groups of ecsq on the earlier half of a trace.
+
+    Of every iteration there, one rank's contribution is quantized, ranks in turns, without feedback.
+
+    Raises:
+        GradlabError: for a trace of one iteration, or one without the layers.
+    """
+    groups, learned = list(plan.groups), dict(plan.learned)
+    for at, group in enumerate(plan.groups):
+        if group.codec != "ecsq":
+            continue
+        groups[at] = replace(group, settings={**group.settings, "tables": "fitted"})
+        codec = ECSQ(build_settings(ECSQ, groups[at].settings))
+        learned[group.name] = codec.fitted(plan.members(group), _contributions(trace, group.layers)).learned
+    return replace(plan, groups=tuple(groups), learned=learned)
+
+
+def _contributions(trace: Trace, names: Sequence[str]) -> Iterator[Tensors]:
+    """Yield one rank's gradients of every iteration of a trace's earlier half."""
+    for number, step in enumerate(trace.iterate(0, _half(trace), names)):
+        yield {name: torch.from_numpy(one) for name, one in step_gradients(step)[number % trace.world_size].items()}
+
+
+def _half(trace: Trace) -> int:
+    """Return where the later half of a trace begins."""
+    if len(trace.steps) < 2:
+        raise GradlabError("a trace of 1 iteration, expected 2 or more: the step settles on the earlier half")
+    return len(trace.steps) // 2
+
+
 def compare_at_equal_bytes(
     trace: Trace, plan: Plan, *, workers: Workers = 1, progress: Progress | None = None
 ) -> AtEqualBytes:
@@ -79,10 +116,8 @@ def compare_at_equal_bytes(
     Raises:
         GradlabError: for a trace of one iteration, or in which nothing is compressed.
     """
-    steps, names = len(trace.steps), [name for group in plan.compressed_groups for name in group.layers]
-    if steps < 2:
-        raise GradlabError("a trace of 1 iteration, expected 2 or more: the step settles on the earlier half")
-    from_here = steps // 2
+    from_here, steps = _half(trace), len(trace.steps)
+    names = [name for group in plan.compressed_groups for name in group.layers]
     groups = tuple(replace(group, wrappers=()) for group in plan.groups)
     bare = replace(plan, schedule=replace(plan.schedule, warmup_steps=0), groups=groups)
     replays = replay_plans(trace, {"": bare}, workers=workers, progress=progress)

@@ -14,7 +14,7 @@ import copy
 import functools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -38,16 +38,18 @@ from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
-from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
+from gradlab.coding.level_tables import CLASSES, UNIT, LevelTables, advanced, nothing_known, running
+from gradlab.coding.levels import FREQUENCIES, LARGEST, decode_levels, encode_levels
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
-_HEADER = struct.Struct("<f3bf")  # the step, where values lie above three classes of levels, the squared error's share
+# The step, where values lie above three classes of levels (or which tables are known), the squared error's share.
+_HEADER = struct.Struct("<f3bf")
 _SEED = struct.Struct("<q")  # of the dither, behind the header
-_CENTROIDS = 3
-_UNIT = 1 / 128  # of a step: resolution of centroids
+_CENTROIDS = struct.Struct("<3b")  # in the header
+_KEPT_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
 _SAMPLE = 2**18  # values from which a first step is found
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
 _OCTAVES, _HALVINGS = 30, 14  # of the interval in which the first step is looked for: it is found to 0.002 octaves
@@ -57,8 +59,12 @@ class ECSQ(Compressor):
     """C(x)_i = sign(x_i) (k_i + c(k_i)) step, with k_i = floor(|x_i| / step - dead_zone) + 1, or 0 below the dead zone.
 
     k is entropy-coded layer by layer (`gradlab.coding.levels`). c says how far from k steps the values of level 1, 2
-    and of all higher ones lie on average: each message carries its own, with its step. So whatever has to be known to
-    decode travels, and all ranks decode alike.
+    and of all higher ones lie on average. By default each message carries its tables and its c, with its step, so that
+    whatever has to be known to decode travels. With `tables="running"` both follow, layer by layer, from what all ranks
+    decoded before: code lengths from frequencies that lose an eighth with every iteration, and c from the share of
+    level 1, as that of exponentially distributed magnitudes. With `tables="fitted"` both are those of a recording, in
+    the artifact (`gradlab fit ecsq --tables fitted`). A layer whose tables do not fit sends its own. All ranks decode
+    alike in each form, bit for bit.
 
     The step follows from one of three settings. With `bits` it is controlled from iteration to iteration so that
     messages take so many bits per value, with `error` so that C(x) misses so much of x. All ranks know the last
@@ -114,6 +120,12 @@ class ECSQ(Compressor):
             False, help="round to one of the two nearest levels by chance, without a dead zone and centroids"
         )
         dither: bool = setting(False, help="subtract the chance again where levels are decoded, with `unbiased`")
+        tables: str = setting(
+            "message",
+            choices=("message", "running", "fitted"),
+            help='that codes and centroids follow from: each message\'s own, what was decoded before ("running"), or a '
+            'recording ("fitted"); the last two are by layer, and not for shards',
+        )
 
         def __post_init__(self) -> None:
             both = self.error is not None and self.step is not None
@@ -124,6 +136,8 @@ class ECSQ(Compressor):
         super().__init__(settings, learned)
         self.defaults = replace(type(self).defaults, error_feedback=not self.settings.unbiased)
         self._sizes: tuple[int, ...] = ()
+        self._known: LevelTables | None = None
+        self._fitted: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # frequencies and centroids of layers
         self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
 
@@ -132,6 +146,10 @@ class ECSQ(Compressor):
             return super().guarantees(layers)
         numel = sum(layer.numel for layer in layers)
         return Guarantees(unbiased=True, omega=numel / 12 if self.settings.dither else max(0.0, numel**0.5 - 1))
+
+    @property
+    def gathered(self) -> bool:
+        return self.settings.tables == "message"  # a shard's tables would be those of whoever sent it
 
     def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
         sizes = tuple(map(math.prod, shapes))
@@ -156,17 +174,18 @@ class ECSQ(Compressor):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
+        codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None
         message, quantized = codec.quantized(vector, before, context.rank_generator())
         (answers,) = yield (Gather(message, varying=True),)
         after = codec.next_step(answers, vector.numel() * len(answers))
 
-        def mean() -> Tensors:
-            total = context.memory_for_mean(vector, grads).zero_()
+        def mean() -> tuple[Tensors, Tensors]:
+            total, seen = context.memory_for_mean(vector, grads).zero_(), nothing_known(len(grads))
             for message in answers:
-                codec.add_decompressed(total, (message,), 1.0 / context.world_size)
-            return separate(total, grads)
+                codec._decoded((message,), total, codec._sizes, seen).added_to(total, 1.0 / context.world_size)
+            return separate(total, grads), codec._tables_after(list(grads), seen)
 
         def own() -> Tensors:
             return separate(quantized.added_to(context.workspace.zeros_like(vector), 1.0), grads)
@@ -177,7 +196,114 @@ class ECSQ(Compressor):
 
         after = before if after is None else after
         kept = {} if after is None else {key: torch.tensor(after, dtype=torch.float64)}
-        return Exchanged(context.alike(mean), Deferred(grads, own, error), kept)
+        average, tables = context.alike(mean)
+        return Exchanged(average, Deferred(grads, own, error), kept | tables)
+
+    # --- tables that are known before a message ---
+
+    def _knowing(self, known: LevelTables | None) -> ECSQ:
+        told = copy.copy(self)
+        told._known = known
+        return told
+
+    def _tables_of(self, names: Sequence[str], state: Tensors) -> LevelTables | None:
+        """Return what is known of layers; None if messages carry it."""
+        if self.settings.tables == "fitted":
+            frequencies, centroids = zip(*map(self._fitted_of, names), strict=True)
+            return LevelTables(frequencies, np.stack(centroids))
+        if self.settings.tables == "running":
+            frequencies = [
+                state[key].cpu().numpy() if (key := f"{name}/tables") in state else nothing
+                for name, nothing in zip(names, nothing_known(len(names)), strict=True)
+            ]
+            return self._bare(running(frequencies, self.settings.dead_zone))
+        return None
+
+    def _bare(self, tables: LevelTables) -> LevelTables:
+        """Leave out the centroids where values are rounded by chance."""
+        return replace(tables, centroids=np.zeros_like(tables.centroids)) if self.settings.unbiased else tables
+
+    def _fitted_of(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return a layer's fitted frequencies and centroids, on the host: they are read in every iteration."""
+        if name not in self._fitted:
+            frequencies, centroids = (self.learned[f"{name}/{what}"].cpu() for what in ("tables", "centroids"))
+            self._fitted[name] = frequencies.numpy(), centroids.numpy().astype(np.int64)
+        return self._fitted[name]
+
+    def _tables_after(self, names: Sequence[str], seen: Sequence[np.ndarray]) -> Tensors:
+        """Return the tables after an iteration, for the state. seen: frequencies of all ranks' messages."""
+        if self._known is None or self.settings.tables != "running":
+            return {}
+        after = advanced(self._known.frequencies, seen)
+        return {f"{name}/tables": torch.from_numpy(one) for name, one in zip(names, after, strict=True)}
+
+    def check(self, layers: Sequence[Layer]) -> None:
+        if self.settings.tables != "fitted":
+            return super().check(layers)
+        wanted = {f"{layer.name}/{what}" for layer in layers for what in ("tables", "centroids")}
+        for key in sorted(wanted ^ self.learned.keys()):
+            found = "is not there" if key in wanted else "belongs to no layer"
+            raise GradlabError(
+                f'ecsq: tables = "fitted", but {key} {found}: `gradlab fit ecsq TRACE --tables fitted` makes an '
+                "artifact with the tables of all layers"
+            )
+        kept = {"tables": _KEPT_TABLES, "centroids": Kept((CLASSES,), (torch.int8,))}
+        for key in sorted(wanted):
+            if problem := kept[key.rpartition("/")[2]].problem(self.learned[key]):
+                raise GradlabError(f"ecsq: {key} {problem}")
+
+    def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> ECSQ:
+        names = [layer.name for layer in layers]
+        count = len(samples[names[0]])
+        return self.fitted(layers, ({name: samples[name][number] for name in names} for number in range(count)))
+
+    def fitted(self, layers: Sequence[Layer], contributions: Iterable[Tensors]) -> ECSQ:
+        """Return this codec with the tables and the centroids of contributions, if its tables are fitted.
+
+        contributions: of single ranks, in the order of their iterations, as the step follows from one to the next.
+        """
+        if self.settings.tables != "fitted":
+            return self
+        names, seen = [layer.name for layer in layers], nothing_known(len(layers))
+        bare = LevelTables(nothing_known(len(layers)), np.zeros((len(layers), CLASSES), np.int64))
+        codec = self.for_layers(self.shapes_of(layers))._knowing(bare)
+        offsets, counts, step = np.zeros_like(bare.centroids, float), np.zeros_like(bare.centroids), None
+        for number, grads in enumerate(contributions):
+            vector = concatenate({name: grads[name].to(torch.float32) for name in names})
+            message, _ = codec.quantized(vector, step, torch.Generator().manual_seed(number))
+            found, *_ = _header(bytes(message.tolist()))
+            if not math.isnan(found):
+                codec._count_offsets(
+                    codec._decoded((message,), vector, codec._sizes, seen), vector, found, offsets, counts
+                )
+                step = codec.next_step([message], vector.numel()) or step
+        centroids = self._bare(LevelTables(seen, _in_units(offsets / np.maximum(counts, 1)))).centroids
+        learned: Tensors = {}
+        for name, frequencies, of_layer in zip(names, seen, centroids, strict=True):
+            learned[f"{name}/tables"] = torch.from_numpy(frequencies)
+            learned[f"{name}/centroids"] = torch.from_numpy(of_layer.astype(np.int8))
+        return type(self)(self.settings, learned)
+
+    def _count_offsets(
+        self, sent: Contribution, vector: torch.Tensor, step: float, offsets: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Add to how far values lie from their level, in steps, and to how many they are, by layer and class.
+
+        sent: decoded without centroids.
+        """
+        if sent.values is None or sent.positions is None or not step:
+            return
+        levels = (sent.values.abs() / step).round_()
+        beyond = vector.index_select(0, sent.positions).abs() / step - levels
+        where = self._layers_at(sent.positions) * CLASSES + (levels.clamp(1, CLASSES) - 1).to(torch.int64)
+        for total, weights in ((offsets, beyond.double().numpy()), (counts, None)):
+            found = np.bincount(where.numpy(), weights, minlength=total.size)
+            total += found.reshape(total.shape).astype(total.dtype)
+
+    def _layers_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the layer at each position, (count,), int64."""
+        ends = torch.tensor(self._sizes, device=positions.device).cumsum(0)
+        return torch.bucketize(positions, ends, right=True)
 
     # --- one rank's message ---
 
@@ -214,7 +340,8 @@ class ECSQ(Compressor):
         if quantized is None:
             return _not_finite(vector), Contribution(None, None)
         positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
-        data = encode_levels(positions, levels, self._sizes or (vector.numel(),))
+        known = None if self._known is None else self._known.frequencies
+        data = encode_levels(positions, levels, self._sizes or (vector.numel(),), known)
         return _message(vector, quantized.headers[0] + data), quantized.contribution
 
     def _quantized(
@@ -229,11 +356,26 @@ class ECSQ(Compressor):
             return None
         scaled = values.abs() / step
         levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
-        centroids = _centroids(scaled - levels, levels)
-        levels = levels.copysign_(values).to(torch.int32)
-        decoded = _values(levels, step, centroids, vector.dtype)
-        header = _HEADER.pack(step, *centroids, self._missed(vector, values, decoded))
-        return _Quantized([header] * _shards(pieces), positions, levels, Contribution(positions, decoded))
+        told = self._told(lambda: _centroids(scaled - levels, levels))
+        signed = levels.copysign(values).to(torch.int32)
+        decoded = self._values(positions, signed, step, told, vector.dtype)
+        header = _HEADER.pack(step, *told, self._missed(vector, values, decoded))
+        return _Quantized([header] * _shards(pieces), positions, signed, Contribution(positions, decoded))
+
+    def _told(self, centroids: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Return three bytes for the header: the message's centroids, or which tables it was written under."""
+        return centroids() if self._known is None else _CENTROIDS.unpack(self._known.digest)
+
+    def _values(
+        self, positions: torch.Tensor, levels: torch.Tensor, step: float, told: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Decode levels (count,), int32: the same arithmetic in whoever sends and whoever receives.
+
+        told: by the header.
+        """
+        if self._known is None:
+            return _values(levels, step, np.array([told]), dtype)
+        return _values(levels, step, self._known.centroids, dtype, self._layers_at(positions))
 
     def _drawn(
         self, vector: torch.Tensor, step: float, generator: torch.Generator, pieces: Pieces | None
@@ -254,8 +396,8 @@ class ECSQ(Compressor):
             told, values, decoded = None, vector, _undithered(places, positions, levels, step)
         else:
             told, values = positions, vector.index_select(0, positions)
-            decoded = _values(levels, step, [0] * _CENTROIDS, vector.dtype)
-        header = _HEADER.pack(step, *[0] * _CENTROIDS, self._missed(vector, values, decoded))
+            decoded = _values(levels, step, np.zeros((1, CLASSES), np.int64), vector.dtype)
+        header = _HEADER.pack(step, *self._told(lambda: [0] * CLASSES), self._missed(vector, values, decoded))
         return _Quantized([header + seed for seed in seeds], positions, levels, Contribution(told, decoded))
 
     def _places(
@@ -313,34 +455,39 @@ class ECSQ(Compressor):
 
     def add_pieces(self, total: torch.Tensor, payload: Payload, rank: int, pieces: Pieces) -> None:
         in_vector = functools.partial(pieces.in_vector, rank)
-        self._decoded(payload, total, pieces.sizes[rank].tolist(), in_vector).added_to(total, 1.0)
+        self._decoded(payload, total, pieces.sizes[rank].tolist(), None, in_vector).added_to(total, 1.0)
 
     def _decoded(
         self,
         payload: Sequence[torch.Tensor],
         like: torch.Tensor,
         sizes: Sequence[int],
+        seen: Sequence[np.ndarray] | None = None,
         moved: Callable[[np.ndarray], np.ndarray] = lambda positions: positions,
     ) -> Contribution:
         """Decode a message of layers of these sizes.
 
         like: of the values' device and dtype.
+        seen: frequencies by layer, to which those of the message are added, where tables are known.
         moved: where positions lie in the vector that they are added to.
         """
         data = payload[0].cpu().numpy().tobytes()
-        step, *centroids, _ = _header(data)
+        step, *told, _ = _header(data)
         if math.isnan(step):
             return Contribution(None, None)
+        known = None if self._known is None else self._known.frequencies
+        if self._known is not None and _CENTROIDS.pack(*told) != self._known.digest:
+            raise GradlabError("ecsq: a message under other tables: the ranks' states or artifacts are not the same")
         begins = _HEADER.size + (_SEED.size if self.settings.dither else 0)
         _check_length(data, begins)
-        positions, levels = decode_levels(data[begins:], sizes)
+        positions, levels = decode_levels(data[begins:], sizes, known, seen)
         there = torch.from_numpy(levels).to(like.device)
         if self.settings.dither:
             places = _dither(data[_HEADER.size : begins], like.new_empty(sum(sizes)))
             values = _undithered(places, torch.from_numpy(positions).to(like.device), there, step)
             positions = np.arange(len(values))
         else:
-            values = _values(there, step, centroids, like.dtype)
+            values = self._values(torch.from_numpy(positions).to(like.device), there, step, told, like.dtype)
         return Contribution(torch.from_numpy(moved(positions)).to(like.device), values)
 
     # --- the step ---
@@ -394,15 +541,19 @@ class ECSQ(Compressor):
         return bits > self.settings.bits
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return for_any(layers, "step", self.kept_by_messages)
+        step = for_any(layers, "step", self.kept_by_messages)
+        if self.settings.tables != "running":
+            return step
+        return step | {f"{layer.name}/tables": _KEPT_TABLES for layer in layers}
 
     @property
     def kept_by_messages(self) -> Kept:
         return Kept((), (torch.float64,), least=0.0)
 
     def adopted_state(self, state: Tensors) -> Tensors:
-        """Continue from the step of other settings."""
-        return dict(state)
+        """Continue from the step of other settings, and from tables if these run, too."""
+        continued = ("step", "tables") if self.settings.tables == "running" else ("step",)
+        return {key: value for key, value in state.items() if key.rpartition("/")[2] in continued}
 
     # --- forecasts ---
 
@@ -511,20 +662,34 @@ def _float32(number: float) -> float:
 
 def _centroids(offsets: torch.Tensor, levels: torch.Tensor) -> list[int]:
     """Average the offsets of levels 1, 2 and of all higher ones, in 128ths of a step."""
-    of_class = [(levels == level).to(offsets.dtype) for level in range(1, _CENTROIDS)]
+    of_class = [(levels == level).to(offsets.dtype) for level in range(1, CLASSES)]
     counts = [int(which.sum(dtype=torch.float64)) for which in of_class]
     sums = [float(torch.dot(offsets, which)) for which in of_class]
     counts.append(len(levels) - sum(counts))
     sums.append(float(offsets.sum()) - sum(sums))
     means = (total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
-    return [max(-128, min(127, round(mean / _UNIT))) for mean in means]
+    return _in_units(np.array(list(means))).tolist()
 
 
-def _values(levels: torch.Tensor, step: float, centroids: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Decode levels (count,), int32: the same arithmetic in whoever sends and whoever receives."""
-    upwards = [one * _UNIT for one in centroids]
-    offsets = torch.tensor([*(-one for one in reversed(upwards)), 0.0, *upwards], dtype=dtype, device=levels.device)
-    classes = levels.clamp(-_CENTROIDS, _CENTROIDS).add_(_CENTROIDS)
+def _in_units(offsets: np.ndarray) -> np.ndarray:
+    """Round offsets, in steps, to `UNIT`."""
+    return np.clip(np.rint(offsets / UNIT), -128, 127).astype(np.int64)
+
+
+def _values(
+    levels: torch.Tensor, step: float, centroids: np.ndarray, dtype: torch.dtype, layers: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Decode levels (count,), int32.
+
+    centroids: of layers, in `UNIT`, (L, 3), or of all alike, (1, 3).
+    layers: that levels belong to, (count,), int64; None: L is 1.
+    """
+    upwards = centroids * UNIT
+    table = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1).reshape(-1)
+    classes = levels.clamp(-CLASSES, CLASSES).add_(CLASSES)
+    if layers is not None:
+        classes = layers * (2 * CLASSES + 1) + classes
+    offsets = torch.from_numpy(table).to(levels.device, dtype)
     return levels.to(dtype).add_(offsets.index_select(0, classes)).mul_(step)
 
 

@@ -8,7 +8,8 @@ sent number by number: a byte of one number or two gets a Huffman code. What is 
 
 Large layers are cut into parts, and parts and layers in a row make blocks that fit the cache and decode by themselves.
 Tables come with the bytes, as DEFLATE writes them anew for every 32 thousand codes or so. Nothing has to be known but
-the layers' sizes.
+the layers' sizes. Where both sides know how often bytes occurred in each layer before, tables follow from that, and
+what they do not fit is sent with its own (`gradlab.coding.huffman`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from gradlab.coding.deflate import CODES_ALONE, MATCHES, deflated, inflated
+from gradlab.coding.huffman import SYMBOLS, coded, uncoded
 from gradlab.coding.threads import each
 from gradlab.errors import GradlabError
 
@@ -34,6 +37,8 @@ _CLASS = (np.searchsorted(_LEAST, np.arange(_LEAST[-1] + 1), "right") - 1).astyp
 _MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in four bytes
 _PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for a number in four bytes
 _FEW = 200  # so many numbers up to 7 for each larger one, and two share a byte
+_OF_GAPS, _OF_PAIRS, _OF_NUMBERS = range(3)  # what bytes are codes of
+FREQUENCIES = (3, SYMBOLS)  # of the bytes of a layer, by what they are codes of
 _COUNT, _HEADER = struct.Struct("<I"), struct.Struct("<II")
 _PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that a block holds
 
@@ -66,24 +71,80 @@ def _layers(edges: np.ndarray, counts: np.ndarray) -> _Layers:
     return _Layers(edges, counts, 5 * counts > 2 * numels, low_bits)
 
 
-def encode_levels(positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int]) -> bytes:
+def ones_and_all(frequencies: np.ndarray) -> tuple[int, int]:
+    """Count the numbers of magnitude 1, and all that are not zero, in frequencies of the shape `FREQUENCIES`."""
+    gaps = frequencies[_OF_GAPS].reshape(16, 16)
+    by_half = frequencies[_OF_PAIRS].reshape(16, 16).sum(0) + frequencies[_OF_PAIRS].reshape(16, 16).sum(1)
+    numbers = frequencies[_OF_NUMBERS]
+    of_one = by_half[[_PAIRED - 1, _PAIRED + 1]].sum() + numbers[[_MIDDLE - 1, _MIDDLE + 1]].sum()
+    of_all = by_half.sum() - by_half[_PAIRED] + numbers.sum() - numbers[_MIDDLE]
+    return int(gaps[:, 0].sum() + of_one), int(gaps.sum() + of_all)
+
+
+class _Codes:
+    """How a block's bytes are coded, and how often each occurred, as it turns out.
+
+    Args:
+        owners: the layer of each of the block's parts of layers, (P,).
+        known: frequencies that both sides know, by layer, each (3, 256); None: tables come with the bytes.
+    """
+
+    def __init__(self, owners: np.ndarray, known: Sequence[np.ndarray] | None) -> None:
+        self._owners, self._known = owners, known
+        self.seen: list[
+            tuple[int, int, np.ndarray]
+        ] = []  # layers, kinds and frequencies (256,), where tables are known
+
+    def written(self, codes: np.ndarray, ends: np.ndarray, kind: int) -> bytes:
+        """Write codes, uint8. ends: where each part's are over, (P,)."""
+        if self._known is None:
+            return deflated(codes, CODES_ALONE)
+        return b"".join(
+            coded(codes[first:last], self._known[layer][kind]) for layer, first, last in self._of_layers(ends)
+        )
+
+    def read(self, data: bytes, ends: np.ndarray, kind: int, what: str) -> tuple[np.ndarray, bytes]:
+        """Read what `written` wrote, and return what follows."""
+        if self._known is None:
+            found, rest = inflated(data, int(ends[-1]), what)
+            return np.frombuffer(found, np.uint8), rest
+        codes, rest = np.empty(int(ends[-1]), np.uint8), data
+        for layer, first, last in self._of_layers(ends):
+            found, rest = uncoded(rest, last - first, self._known[layer][kind], what)
+            codes[first:last] = np.frombuffer(found, np.uint8)
+            self.seen.append((layer, kind, np.bincount(codes[first:last], minlength=SYMBOLS)))
+        return codes, rest
+
+    def _of_layers(self, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """Yield layers that have codes, and where these begin and end."""
+        lasts = np.flatnonzero(np.diff(self._owners, append=-1))
+        for layer, (first, last) in zip(self._owners[lasts], pairwise([0, *ends[lasts].tolist()]), strict=True):
+            if last > first:
+                yield int(layer), first, last
+
+
+def encode_levels(
+    positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int], known: Sequence[np.ndarray] | None = None
+) -> bytes:
     """Encode numbers other than zero and where they are.
 
     Args:
         positions: ascending, (count,), int64.
         levels: there, (count,), int32, not 0, of magnitudes up to `LARGEST`.
         sizes: of the layers that positions count through, in elements.
+        known: frequencies that whoever decodes knows, too, by layer, each of the shape `FREQUENCIES`, whole numbers
+            from 0; None: tables come with the bytes.
 
     Returns:
         The bytes: blocks, each of some layers or parts of layers in a row, after how many these are and its bytes.
     """
-    edges = _edges(sizes)
+    edges, owners = _edges(sizes)
     ends = np.searchsorted(positions, edges)
 
     def written(block: tuple[int, int]) -> bytes:
         first, last = block
         part, of_part = slice(ends[first], ends[last]), edges[first : last + 1] - edges[first]
-        data = _block(positions[part] - edges[first], levels[part], of_part)
+        data = _block(positions[part] - edges[first], levels[part], of_part, _Codes(owners[first:last], known))
         return _HEADER.pack(last - first, len(data)) + data
 
     return b"".join(each(written, list(_blocks(ends))))
@@ -101,12 +162,19 @@ def _blocks(ends: np.ndarray) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def decode_levels(
+    data: bytes,
+    sizes: Sequence[int],
+    known: Sequence[np.ndarray] | None = None,
+    seen: Sequence[np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Decode what `encode_levels` returned.
 
     Args:
         data: the bytes.
         sizes: of the layers, in elements.
+        known: as whoever encoded had it.
+        seen: by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
 
     Returns:
         Positions (count,), int64, ascending, and levels (count,), int32.
@@ -114,16 +182,20 @@ def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.nda
     Raises:
         GradlabError: for bytes that do not stand for such numbers of such layers.
     """
-    edges = _edges(sizes)
+    edges, owners = _edges(sizes)
 
-    def read(block: tuple[bytes, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    def read(block: tuple[bytes, int, int]) -> tuple[np.ndarray, np.ndarray, _Codes]:
         message, first, last = block
-        found, there = _from_block(message, edges[first : last + 1] - edges[first])
-        return found + edges[first], there
+        codes = _Codes(owners[first:last], known)
+        found, there = _from_block(message, edges[first : last + 1] - edges[first], codes)
+        return found + edges[first], there, codes
 
     found = each(read, list(_cut(data, len(edges) - 1)))
-    positions, levels = zip((np.zeros(0, np.int64), np.zeros(0, np.int32)), *found, strict=True)
-    return np.concatenate(positions), np.concatenate(levels)
+    if seen is not None:
+        for layer, kind, frequencies in (one for *_, codes in found for one in codes.seen):
+            seen[layer][kind] += frequencies
+    positions = np.concatenate([np.zeros(0, np.int64), *(there for there, _, _ in found)])
+    return positions, np.concatenate([np.zeros(0, np.int32), *(levels for _, levels, _ in found)])
 
 
 def _cut(data: bytes, layers: int) -> Iterator[tuple[bytes, int, int]]:
@@ -140,24 +212,29 @@ def _cut(data: bytes, layers: int) -> Iterator[tuple[bytes, int, int]]:
         raise GradlabError(f"levels: {len(data) - at} bytes more than there should be")
 
 
-def _edges(sizes: Sequence[int]) -> np.ndarray:
-    """Cut layers into parts, so that what is worked on together fits the cache: where parts begin, and the end."""
+def _edges(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Cut layers into P parts, so that what is worked on together fits the cache.
+
+    Returns:
+        Where parts begin, and the end, (P + 1,), and the layer of each, (P,).
+    """
     lengths = [min(_PART, size - start) for size in sizes for start in range(0, max(1, size), _PART)]
-    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))])
+    owners = np.repeat(np.arange(len(sizes)), [max(1, -(-size // _PART)) for size in sizes])
+    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]), owners
 
 
-def _block(positions: np.ndarray, levels: np.ndarray, edges: np.ndarray) -> bytes:
+def _block(positions: np.ndarray, levels: np.ndarray, edges: np.ndarray, codes: _Codes) -> bytes:
     """Encode one block. edges: of its layers."""
     layers = _layers(edges, np.diff(np.searchsorted(positions, edges)))
     counts = deflated(np.ascontiguousarray(layers.counts.astype("<u4").view(np.uint8).reshape(-1, 4).T), MATCHES)
     in_dense = layers.in_dense
     if not in_dense.any():
-        return b"".join([counts, *_gaps(positions, levels, layers)])
-    sparse, of_dense = ~in_dense, _numbers(positions[in_dense], levels[in_dense], layers)
-    return b"".join([counts, *_gaps(positions[sparse], levels[sparse], layers), *of_dense])
+        return b"".join([counts, *_gaps(positions, levels, layers, codes)])
+    sparse, of_dense = ~in_dense, _numbers(positions[in_dense], levels[in_dense], layers, codes)
+    return b"".join([counts, *_gaps(positions[sparse], levels[sparse], layers, codes), *of_dense])
 
 
-def _from_block(data: bytes, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _from_block(data: bytes, edges: np.ndarray, codes: _Codes) -> tuple[np.ndarray, np.ndarray]:
     """Decode one block."""
     sizes = np.diff(edges)
     planes, rest = inflated(data, 4 * len(sizes), "levels: counts")
@@ -166,9 +243,9 @@ def _from_block(data: bytes, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         worst = int(np.argmax(counts - sizes))
         raise GradlabError(f"levels: {counts[worst]} numbers in layer {worst}, expected at most {sizes[worst]}")
     layers = _layers(edges, counts)
-    positions, levels, rest = _from_gaps(rest, layers)
+    positions, levels, rest = _from_gaps(rest, layers, codes)
     if layers.dense.any():
-        of_dense, levels_there, rest = _from_numbers(rest, layers)
+        of_dense, levels_there, rest = _from_numbers(rest, layers, codes)
         positions, levels = (
             _merged(layers.in_dense, *pair) for pair in ((positions, of_dense), (levels, levels_there))
         )
@@ -187,22 +264,21 @@ def _merged(in_dense: np.ndarray, sparse: np.ndarray, dense: np.ndarray) -> np.n
 # --- layers that are mostly zero -----------------------------------------------------------------------------------
 
 
-def _gaps(positions: np.ndarray, levels: np.ndarray, layers: _Layers) -> list[bytes]:
+def _gaps(positions: np.ndarray, levels: np.ndarray, layers: _Layers, codes: _Codes) -> list[bytes]:
     gaps, shifts = _gaps_before(positions, layers), _low_bits(layers)
     more = np.abs(levels) - 1
     of_gaps, of_more = _classes(gaps >> shifts), _classes(more)  # numbers and shifts of 32 and 8 bits: half the time
     return [
-        deflated(of_gaps * np.uint8(16) + of_more, CODES_ALONE),
+        codes.written(of_gaps * np.uint8(16) + of_more, np.cumsum(_of_gaps(layers)), _OF_GAPS),
         np.packbits(levels < 0).tobytes(),
         *_in_classes(gaps, of_gaps, shifts),
         *_in_classes(more, of_more, np.zeros_like(shifts)),
     ]
 
 
-def _from_gaps(data: bytes, layers: _Layers) -> tuple[np.ndarray, np.ndarray, bytes]:
+def _from_gaps(data: bytes, layers: _Layers, codes: _Codes) -> tuple[np.ndarray, np.ndarray, bytes]:
     shifts = _low_bits(layers)
-    found, rest = inflated(data, len(shifts), "levels: codes")
-    joined = np.frombuffer(found, np.uint8)
+    joined, rest = codes.read(data, np.cumsum(_of_gaps(layers)), _OF_GAPS, "levels: codes")
     negative, rest = _bits(rest, len(shifts))
     gaps, rest = _of_classes(rest, joined >> 4, shifts)
     more, rest = _of_classes(rest, joined & 15, np.zeros_like(shifts))
@@ -331,7 +407,13 @@ def _moved(layers: _Layers) -> tuple[np.ndarray, np.ndarray, int]:
     return firsts, starts - firsts, int(lengths.sum())
 
 
-def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers) -> list[bytes]:
+def _ends(layers: _Layers, paired: bool) -> np.ndarray:
+    """Return where each layer's bytes are over. A byte of two layers is the first one's."""
+    ends = np.cumsum(np.where(layers.dense, np.diff(layers.edges), 0))
+    return -(-ends // 2) if paired else ends
+
+
+def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers, coding: _Codes) -> list[bytes]:
     """Write dense layers: two numbers to a byte where next to all fit that, else one."""
     _, moved, total = _moved(layers)
     within = positions - np.repeat(moved, layers.counts[layers.dense])
@@ -341,13 +423,14 @@ def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers) -> list
     large = np.abs(levels) > middle
     codes[within] = np.where(large, kind, levels + middle).astype(np.uint8)
     written = codes[0::2] << 4 | codes[1::2] if paired else codes
-    return [bytes([paired]), deflated(written, CODES_ALONE), *_escaped(levels[large])]
+    coded_here = coding.written(written, _ends(layers, paired), _OF_PAIRS if paired else _OF_NUMBERS)
+    return [bytes([paired]), coded_here, *_escaped(levels[large])]
 
 
-def _from_numbers(data: bytes, layers: _Layers) -> tuple[np.ndarray, np.ndarray, bytes]:
+def _from_numbers(data: bytes, layers: _Layers, coding: _Codes) -> tuple[np.ndarray, np.ndarray, bytes]:
     (firsts, moved, total), paired = _moved(layers), data[:1] == b"\1"
-    found, rest = inflated(data[1:], -(-total // 2) if paired else total, "levels: dense codes")
-    codes = np.frombuffer(found, np.uint8)
+    kind = _OF_PAIRS if paired else _OF_NUMBERS
+    codes, rest = coding.read(data[1:], _ends(layers, paired), kind, "levels: dense codes")
     if paired:
         codes = np.stack([codes >> 4, codes & 15], 1).reshape(-1)[:total]
     middle, large = (_PAIRED, 15) if paired else (_MIDDLE, 255)

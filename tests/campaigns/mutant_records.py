@@ -327,6 +327,20 @@ MUTANTS = (
         what="A value that is not a number is sent as a number.",
     ),
     Mutant(
+        file="gradlab/coding/level_tables.py",
+        old="old - (old >> _FORGOTTEN) + new",
+        new="old - (old >> _FORGOTTEN)",
+        tests=("tests/codecs/test_ecsq.py",),
+        what="Nothing is learned from what was decoded.",
+    ),
+    Mutant(
+        file="gradlab/coding/huffman.py",
+        old="lasts = np.append(firsts[1:], len(words)) - 1",
+        new="lasts = firsts",
+        tests=("tests/coding/test_huffman.py",),
+        what="Bits that reach into the next word are lost.",
+    ),
+    Mutant(
         file="gradlab/codec/pieces.py",
         old="return positions + np.repeat(self._starts[rank] - self._within[rank], counts)",
         new="return positions + np.repeat(self._starts[0] - self._within[0], counts)",

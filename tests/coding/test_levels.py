@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
-from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
+from gradlab.coding.level_tables import nothing_known
+from gradlab.coding.levels import LARGEST, decode_levels, encode_levels, ones_and_all
 from gradlab.errors import GradlabError
 from support.laws import law
 
@@ -22,6 +23,19 @@ def drawn(seed: int, sizes: list[int], shares: list[float], spread: float) -> tu
     return positions, np.where(draw.random(len(positions)) < 0.5, -magnitudes, magnitudes).astype(np.int32)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.45, 0.9])
+def test_known_tables_save_the_bytes_of_tables(share: float) -> None:
+    """Of layers whose shares differ; and what those of other layers do not fit brings its own."""
+    sizes, shares = [30_000] * 8, [share * (0.3 + number / 10) for number in range(8)]
+    positions, levels = drawn(1, sizes, shares, 0.7)
+    own = len(encode_levels(positions, levels, sizes))
+    before = [noted(*drawn(seed, sizes, shares, 0.7), sizes) for seed in range(2, 6)]
+    fitting = [sum(of_layer) for of_layer in zip(*before, strict=True)]
+    wrong = noted(*drawn(2, sizes, [0.99] * 8, 0.7), sizes)
+    assert len(encode_levels(positions, levels, sizes, fitting)) < own
+    assert len(encode_levels(positions, levels, sizes, wrong)) < 1.05 * own + 30 * len(sizes)
+
+
 layers = st.lists(
     st.tuples(st.integers(0, 3000), st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.49, 0.51, 0.9, 1.0])),
     min_size=1,
@@ -29,13 +43,31 @@ layers = st.lists(
 )
 
 
-@law(layers, st.sampled_from([0.3, 1.0, 20.0, 3e4]), st.integers(0, 999))
-def test_what_is_decoded_is_what_was_encoded(described: list[tuple[int, float]], spread: float, seed: int) -> None:
+def noted(positions: np.ndarray, levels: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """The frequencies of these numbers' codes, by layer, as whoever decodes them notes them."""
+    nothing, seen = nothing_known(len(sizes)), nothing_known(len(sizes))
+    decode_levels(encode_levels(positions, levels, sizes, nothing), sizes, nothing, seen)
+    return seen
+
+
+@law(layers, st.sampled_from([0.3, 1.0, 20.0, 3e4]), st.integers(0, 999), st.booleans())
+def test_what_is_decoded_is_what_was_encoded(
+    described: list[tuple[int, float]], spread: float, seed: int, known: bool
+) -> None:
+    """With tables in the message, and with those of other numbers, which fit or do not."""
     sizes, shares = [size for size, _ in described], [share for _, share in described]
     positions, levels = drawn(seed, sizes, shares, spread)
-    found, there = decode_levels(encode_levels(positions, levels, sizes), sizes)
+    before = noted(*drawn(seed + 1, sizes, shares[::-1], spread), sizes) if known else None
+    seen = nothing_known(len(sizes))
+    found, there = decode_levels(encode_levels(positions, levels, sizes, before), sizes, before, seen)
     np.testing.assert_array_equal(found, positions)
     np.testing.assert_array_equal(there, levels)
+    ends = np.searchsorted(positions, np.cumsum([0, *sizes]))
+    for frequencies, first, last in zip(seen if known else [], ends, ends[1:], strict=False):
+        # A byte of two numbers that lie in two layers is the first one's.
+        assert sum(ones_and_all(frequencies)) == pytest.approx(
+            np.count_nonzero(np.abs(levels[first:last]) == 1) + last - first, abs=4
+        )
 
 
 def entropy(positions: np.ndarray, levels: np.ndarray, sizes: list[int]) -> float:
@@ -62,18 +94,19 @@ def test_bytes_are_within_a_twentieth_of_the_entropy(share: float, spread: float
     np.testing.assert_array_equal(there, levels)
 
 
-@law(layers, st.integers(0, 999), st.integers(0, 10**6), st.integers(0, 255))
+@law(layers, st.integers(0, 999), st.integers(0, 10**6), st.integers(0, 255), st.booleans())
 def test_a_damaged_message_is_refused_or_stays_in_its_layers(
-    described: list[tuple[int, float]], seed: int, place: int, value: int
+    described: list[tuple[int, float]], seed: int, place: int, value: int, told: bool
 ) -> None:
     """A byte is another one, or the end is missing: an error that says so, or numbers where numbers can be."""
     sizes, shares = [size for size, _ in described], [share for _, share in described]
-    data = bytearray(encode_levels(*drawn(seed, sizes, shares, 2.0), sizes))
+    known = noted(*drawn(seed + 1, sizes, shares, 2.0), sizes) if told else None
+    data = bytearray(encode_levels(*drawn(seed, sizes, shares, 2.0), sizes, known))
     damaged = bytearray(data)
     damaged[place % len(data)] = value
     for given in (bytes(damaged), bytes(data[: place % len(data)]), bytes(data) + b"\0"):
         try:
-            positions, levels = decode_levels(given, sizes)
+            positions, levels = decode_levels(given, sizes, known)
         except GradlabError:
             continue
         assert given != bytes(data) + b"\0"

@@ -113,12 +113,13 @@ def long_run(
     wrappers: Sequence[str] | None = None,
     adaptive: bool = False,
 ) -> dict[str, Any]:
-    """Whether all ranks hold the same parameters after many steps, and the same state of what is the group's."""
+    """Whether all ranks hold the same parameters after many steps, and the same state of what follows from messages."""
     around = {} if wrappers is None else {"wrappers": [Wrap(name) for name in wrappers]}
     done = train(group, steps, lambda model: Plan.uniform(model, codec, **around, **settings), adaptive=adaptive)
     flat, states = done["parameters"], done["state"].run.states
     kept = [(key, value) for one in states.values() for key, value in sorted(one.items())]
-    shared = [value.float().reshape(-1) for key, value in kept if key.rpartition("/")[2] in get(codec).group_state]
+    alike = {*get(codec).group_state, "tables"}
+    shared = [value.float().reshape(-1) for key, value in kept if key.rpartition("/")[2] in alike]
     return {
         "shared": [len(shared), agree(torch.cat([flat.new_zeros(0), *shared]), group)],
         "agree": agree(flat, group),

@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cast, float32 sum": {"dtype": "bfloat16", "accumulate": "float32"},
     "powersgd, alternating": {"rank": 2, "alternating": True},
     "terngrad, shared scale": {"shared_scale": True},
+    "ecsq, running": {"bits": 1.0, "tables": "running"},
+    "ecsq, fitted": {"bits": 1.0, "tables": "fitted"},
     "topk, smallest coding": {"density": 0.07, "index_coding": "smallest"},
     "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},
     "block_scaled, fp8": {"dtype": "float8_e4m3fn", "stochastic": True},

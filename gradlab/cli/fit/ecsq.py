@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Bits = Annotated[float, typer.Option(help=setting_help("ecsq", "bits"))]
 Error = Annotated[float | None, typer.Option(help=setting_help("ecsq", "error"))]
+Tables = Annotated[Literal["message", "running", "fitted"], typer.Option(help=setting_help("ecsq", "tables"))]
 BothWays = Annotated[
     bool,
     typer.Option(
@@ -46,6 +47,7 @@ def ecsq(
     out: Target,
     bits: Bits = 0.25,
     error: Error = None,
+    tables: Tables = "message",
     both_ways: BothWays = False,
     setting: Setting = None,
     role: Roles = None,
@@ -60,6 +62,8 @@ def ecsq(
 ) -> None:
     """One quantization step for the whole model and an entropy coder, replayed on the trace.
 
+    With --tables fitted, code tables and centroids by layer are taken from the trace's earlier half into the artifact.
+
     Prints what a rank's contribution misses without feedback on the trace's later half, beside the least that any code
     of independent values could miss in as many bits, and beside every other codec at no more bytes.
 
@@ -69,9 +73,11 @@ def ecsq(
 
       gradlab fit ecsq trace --error 0.3 --out ecsq.safetensors
 
+      gradlab fit ecsq trace --bits 0.25 --tables fitted --out ecsq.safetensors
+
       gradlab fit ecsq trace --bits 0.5 --both-ways --warmup-steps 100 --out ecsq.safetensors
     """
-    from gradlab.analysis.fit.ecsq import compare_at_equal_bytes
+    from gradlab.analysis.fit.ecsq import compare_at_equal_bytes, with_fitted_tables
     from gradlab.analysis.fit.uniform import uniform_artifact
     from gradlab.analysis.outputs import require_free
     from gradlab.analysis.replay import replay
@@ -81,7 +87,12 @@ def ecsq(
 
     require_free(out, overwrite)
     sharing = workers_of(workers, dask)
-    settings = {"bits": bits, **({} if error is None else {"error": error}), **parse_settings(setting or [])}
+    asked = {
+        "bits": bits,
+        "tables": "message" if tables == "fitted" else tables,
+        **({} if error is None else {"error": error}),
+    }
+    settings = {**asked, **parse_settings(setting or [])}
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         plan = Plan.uniform(
             opened.model_layers,
@@ -92,6 +103,8 @@ def ecsq(
             seed=seed,
             **settings,
         )
+        if tables == "fitted":
+            plan = with_fitted_tables(opened, plan)
         trained_with = optimizer_of_training(opened, optimizer)
         note = require_trainable(trained_with, plan.applies_momentum, plan.applies_weight_decay, "")
         compared = compare_at_equal_bytes(opened, plan, workers=sharing, progress=progress)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradlab.analysis.fit.ecsq import compare_at_equal_bytes
+from gradlab.analysis.fit.ecsq import compare_at_equal_bytes, with_fitted_tables
 from gradlab.analysis.measure.rate_distortion import distortion_at
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
@@ -50,6 +50,21 @@ def test_at_equal_bytes_it_is_nearest_to_the_floor(trace: Trace, bits: float) ->
     assert all(other.bits <= 1.02 * compared.ecsq.bits for other in compared.others if "threshold" not in other.codec)
 
 
+def test_fitted_tables_are_measured_on_iterations_that_they_were_not_fitted_on(trace: Trace, tmp_path: Path) -> None:
+    """Those of the earlier half alone fit nothing else, and at equal bits they miss no more."""
+    plain = Plan.uniform(trace.model_layers, "ecsq", bits=0.4)
+    fitted = with_fitted_tables(trace, plain)
+    shorter = random_gradients(0, STEPS // 2, 2, LAYERS)
+    for step in shorter:
+        for rank in step:
+            rank["small"] *= np.float32(0.1)
+    alone = random_gradients(0, STEPS, 2, LAYERS)[STEPS // 2 :]
+    again = with_fitted_tables(record(tmp_path / "trace", [*shorter, *alone], LAYERS), plain)
+    assert again.digest == fitted.digest
+    errors = [compare_at_equal_bytes(trace, plan).ecsq.error for plan in (plain, fitted)]
+    assert errors[1] <= errors[0]
+
+
 def test_what_is_measured_is_the_replay_without_feedback(trace: Trace) -> None:
     """Of matrices alone: what is sent dense counts neither in bits nor in errors."""
     compared = compare_at_equal_bytes(trace, Plan.uniform(trace.model_layers, "ecsq", step=0.5))
@@ -77,6 +92,11 @@ def test_the_command_writes_the_plan_and_what_speaks_for_it(trace: Trace, gradla
     assert [wrap.name for wrap in group.wrappers] == ["error_feedback"]
     alone = saved.provenance["alone"]
     assert alone["floor"] < alone["ecsq"]["error"] < alone["others"][0]["error"]
+    code, printed, err = gradlab("fit", "ecsq", trace.path, "--tables", "fitted", "--json", "--overwrite", "--out", out)
+    assert code == 0, err
+    fitted = Artifact.load(out).plan
+    assert fitted.compressed_groups[0].settings["tables"] == "fitted"
+    assert fitted.tensors().keys() >= {f"{fitted.compressed_groups[0].name}::large/tables"}
     words = ["--error", 0.5, "--both-ways", "--warmup-steps", 3, "--overwrite", "--json"]
     code, printed, err = gradlab("fit", "ecsq", trace.path, *words, "--out", out)
     assert code == 0, err
