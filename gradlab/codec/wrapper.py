@@ -45,6 +45,7 @@ class Wrapper(Codec):
     applies_momentum: ClassVar[bool] = False
     before_compression: ClassVar[bool] = False  # of momentum: whether it changes the compressor's input
     applies_weight_decay: ClassVar[bool] = False
+    replaces_optimizer: ClassVar[bool] = False  # whether it makes gradients another optimizer's updates, for bare SGD
     changes_mean = False  # whether it adds to what the codec averaged, by its settings
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:

@@ -44,6 +44,11 @@ def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
     Returns:
         The first conflict, momentum before weight decay; None: they go together.
     """
+    if plan.replaces_optimizer and optimizer.name != "SGD":
+        message = (
+            f"the plan makes gradients the updates of an optimizer ({plan.replaces_optimizer}), for {optimizer.name}"
+        )
+        return Conflict(message, "train with torch.optim.SGD without momentum, at the same learning rate", False)
     return conflict_between(plan.applies_momentum, plan.applies_weight_decay, optimizer)
 
 

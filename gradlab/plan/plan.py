@@ -349,6 +349,11 @@ class Plan:
         return next((name for name in self._wrappers() if wrapper_registry.get(name).applies_momentum), None)
 
     @property
+    def replaces_optimizer(self) -> str | None:
+        """The name of the wrapper that turns gradients into an optimizer's updates, or None."""
+        return next((name for name in self._wrappers() if wrapper_registry.get(name).replaces_optimizer), None)
+
+    @property
     def applies_weight_decay(self) -> bool:
         """Whether a wrapper applies weight decay, which the optimizer must then not do."""
         return any(wrapper_registry.get(name).applies_weight_decay for name in self._wrappers())
@@ -588,7 +593,9 @@ def _without_compression(around: Sequence[Wrap]) -> Iterator[Wrap]:
         wrapper = wrapper_registry.get(wrap.name)
         if wrapper.applies_weight_decay:
             yield wrap
-        if wrapper.applies_momentum:
+        if wrapper.replaces_optimizer:
+            yield wrap
+        elif wrapper.applies_momentum:
             values = asdict(build_settings(wrapper, wrap.settings))  # defaults too: Nesterov's form is not one's only
             yield Wrap("momentum", {key: values[key] for key in ("momentum", "nesterov", "dampening") if key in values})
 

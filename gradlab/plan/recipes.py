@@ -63,9 +63,12 @@ LOCO = Wrap("error_feedback", {"decay": 0.95, "buffer": "int8", "reset_steps": 5
 DEMO = Wrap("error_feedback", {"carried": 0.999, "step_size_ratio": True})  # their momentum holds the learning rate
 # Of pseudo-gradients, which hold the inner learning rate; the outer optimizer has no momentum.
 SPARSE_LOCO = Wrap("error_feedback", {"carried": 0.95, "step_size_ratio": False})
+# Their compressed momentum holds no learning rate.
+KEPT_BOTH_WAYS = (FEEDBACK, Wrap("two_way", {"step_size_ratio": False}))
+ZERO_ONE = Wrap("onebit_adam", {"variance": "zero_one"})
 METHODS: dict[str, Method] = {
     **SIGN_METHODS,
-    "1-bit SGD": Method("one_bit", {}, (FEEDBACK, Wrap("two_way", {"step_size_ratio": False})), every_tensor=True),
+    "1-bit SGD": Method("one_bit", {}, KEPT_BOTH_WAYS, every_tensor=True),
     "TernGrad": Method("terngrad", {"shared_scale": True}, every_tensor=True),
     "QSGD": Method("qsgd", {"norm": "l2"}),
     "QSGD, max norm": Method("qsgd", {"norm": "max"}),
@@ -79,6 +82,8 @@ METHODS: dict[str, Method] = {
     "ScaleCom": Method("clt_k", {}, (Wrap("error_feedback", {"decay": 0.9, "step_size_ratio": False}),)),
     "DeMo": Method("dct_topk", {"average": "senders", "sign": True}, (DEMO,), every_tensor=True),
     "PowerSGD": Method("powersgd", {}, (FEEDBACK,)),
+    "1-bit Adam": Method("sign", {}, (Wrap("onebit_adam"), *KEPT_BOTH_WAYS), every_tensor=True),
+    "0/1 Adam": Method("sign", {}, (ZERO_ONE, *KEPT_BOTH_WAYS), every_tensor=True),
     "NUQSGD": Method("nuqsgd"),
     "EF21": Method("topk", {}, (Wrap("ef21"),)),
     "EF21-SGDM": Method("topk", {}, (Wrap("ef21"),), SIGNUM),
@@ -121,10 +126,12 @@ def method_plan(
 ) -> Plan:
     """Build the plan of a published method, one of `METHODS`.
 
-    Signs, 1-bit SGD, TernGrad, natural compression and DeMo compress every tensor. The others compress the layers that
-    their codec takes by default. A method with momentum needs SGD without momentum as the optimizer. So does DeMo,
-    whose residual is its momentum. Under AdamW train a method without momentum, with `step_size_ratio=None`. LoCo has
-    a scale per 256 values; with scale=s it has the paper's single s, which has to suit the gradients.
+    Signs, 1-bit SGD, TernGrad, natural compression, DeMo and 1-bit Adam compress every tensor. The others compress the
+    layers that their codec takes by default. A method with momentum needs SGD without momentum as the optimizer. So do
+    DeMo, whose residual is its momentum, and 1-bit and 0/1 Adam, which are the optimizer: they want `warmup_steps` of
+    15 % of a run or more, and SGD at Adam's learning rate, with AdamW's weight decay. Under AdamW train a method
+    without momentum, with `step_size_ratio=None`. LoCo has a scale per 256 values; with scale=s it has the paper's
+    single s, which has to suit the gradients.
 
     Args:
         model: the model, or its layers.

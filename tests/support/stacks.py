@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradlab import codecs
+from gradlab import codecs, wrappers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Schedule, Wrap
@@ -57,6 +57,9 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     ),
     "ef21": (Wrap("ef21"),),
     "ef21 under momentum": (Wrap("local_momentum", {"nesterov": False, "dampening": True}), Wrap("ef21")),
+    "1-bit Adam": (Wrap("onebit_adam"), Wrap("error_feedback")),
+    "zero-one Adam": (Wrap("onebit_adam", {"variance": "zero_one", "kappa": 2}), Wrap("error_feedback"), Wrap("two_way")),
+    "feedback over 1-bit Adam": (Wrap("error_feedback"), Wrap("onebit_adam")),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),
     "rotation under feedback": (Wrap("error_feedback"), Wrap("hadamard", {"block": 64})),
@@ -89,7 +92,7 @@ class Stack:
 
     @property
     def applies_momentum(self) -> bool:
-        return any("momentum" in wrap.name for wrap in self.wrappers)
+        return any(wrappers.get(wrap.name).applies_momentum for wrap in self.wrappers)
 
     def plan(self, layers: Sequence[Layer], warmup_steps: int = 0, seed: int = 3) -> Plan:
         """The stack on every matrix of `MINIMUM_NUMEL` elements; the rest dense, or with momentum after the average.

@@ -112,7 +112,7 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
 
 
 def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
-    """SGD's recipe without momentum and weight decay that a plan applies itself.
+    """The recipe without what a plan does itself: SGD's momentum and weight decay, or all of Adam.
 
     A plan that cannot be read is refused later, by all ranks alike.
     """
@@ -120,6 +120,8 @@ def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
         plan = Artifact.load(artifact).plan
     except GradlabError:
         return recipe
+    if plan.replaces_optimizer:
+        return replace(recipe, optimizer="sgd", momentum=0.0, nesterov=False)
     if recipe.optimizer != "sgd":  # its momentum is no setting that a plan's replaces: refused if both apply it
         return recipe
     if plan.applies_momentum:
