@@ -49,6 +49,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "block_scaled": [{"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "float8_e4m3fn"}],
     "qsgd": [{"bits": 4}, {"bits": 8}],
     "nuqsgd": [{"bits": 4}],
+    "intsgd": [{}],
     "terngrad": [{}, {"values_per_byte": 5}, {"shared_scale": True}],
     "sign": [{}, {"block_size": 4096}, {"block_size": 256}, {"scale": "one"}],
     "one_bit": [{}, {"block": "tensor"}],

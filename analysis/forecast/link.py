@@ -23,6 +23,7 @@ from gradlab.collectives import (
     Mean,
     Request,
     Ring,
+    Sum,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
     broadcast_wire_bytes,
@@ -300,7 +301,7 @@ def transfers(
         requests: one rank's.
         rank: that rank.
         world_size: number of ranks N.
-        algorithm: of the all-reduces that serve a `Mean`, see `Link`.
+        algorithm: of the all-reduces that serve a `Mean` or a `Sum`, see `Link`.
         ranks_per_link: successive ranks that share a link. What goes round a ring, rank by rank, passes it once; of an
             all-to-all each of its ranks sends over it what other links' ranks get. Trees are not cut by links here.
 
@@ -325,7 +326,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, 
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
-    if isinstance(first, Mean):
+    if isinstance(first, Mean | Sum):
         return all_reduce(nbytes, world_size, algorithm)
     if isinstance(first, Broadcast):
         return broadcast(nbytes, rank, first.root, world_size)
@@ -372,8 +373,8 @@ def weightless(request: Request) -> Request:
     """
     if isinstance(request, AllToAll):
         return AllToAll(tuple(_empty(tensor) for tensor in request.tensors), request.varying)
-    if isinstance(request, Mean):
-        return Mean(_empty(request.tensor))
+    if isinstance(request, Mean | Sum):
+        return type(request)(_empty(request.tensor))
     if isinstance(request, Gather):
         return Gather(_empty(request.tensor), request.varying, request.lengths)
     if isinstance(request, Ring):

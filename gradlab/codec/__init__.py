@@ -25,7 +25,7 @@ from gradlab.codec.sparsifier import count_of, largest
 from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.coding.positions import decode, encode, index_bytes
-from gradlab.collectives.requests import Coroutine, Mean
+from gradlab.collectives.requests import Coroutine, Mean, Sum
 from gradlab.layout import Layer
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "Own",
     "PlanDefaults",
     "Sparsifier",
+    "Sum",
     "Tensors",
     "alone",
     "concatenate",

@@ -326,6 +326,7 @@ class Codec(ABC):
     selects: ClassVar[bool] = False  # whether it sends some of the elements and nothing of the others
     # Whether `exchange` reads gradients only before its first request, or has put what it reads later elsewhere.
     frees_gradients: ClassVar[bool] = False
+    rotatable: ClassVar[bool] = False  # whether it quantizes every value, so that a rotation may stand around it
     keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
     group_state: ClassVar[frozenset[str]] = frozenset()  # names of state entries that are the group's, not a layer's
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner

@@ -18,6 +18,7 @@ from gradlab.collectives.requests import (
     Request,
     Ring,
     Step,
+    Sum,
     answer_for,
     as_requests,
     check_request,
@@ -150,7 +151,13 @@ def _scattered(sent: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[torc
 
 
 def _same_for_all(first: Request, requests: Sequence[Request]) -> Any:
-    """Return the answer of a gather or a broadcast."""
+    """Return the answer of a sum, a gather or a broadcast."""
+    if isinstance(first, Sum):
+        total = first.tensor.clone()
+        for request in requests[1:]:
+            assert isinstance(request, Sum)
+            total += request.tensor
+        return total
     if isinstance(first, Gather):
         return [r.tensor.detach() for r in requests if isinstance(r, Gather)]
     assert isinstance(first, Broadcast)

@@ -33,6 +33,16 @@ class Mean:
 
 
 @dataclass(frozen=True)
+class Sum:
+    """The exact sum over ranks of a tensor of integers, same shape on every rank. Answer: a tensor of that shape.
+
+    tensor: int8, uint8, int32 or int64, as process groups sum these. That sums fit is whoever asks' business.
+    """
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Gather:
     """Every rank's tensor. Answer: a list of N tensors in rank order.
 
@@ -122,8 +132,9 @@ class Ring:
         return [self.code.nbytes(segment) for segment in range(self.code.segments)]
 
 
-Request = Mean | Gather | Broadcast | AllToAll | Ring
-_KINDS = "Mean, Gather, Broadcast, AllToAll and Ring"
+SUMMED = (torch.int8, torch.uint8, torch.int32, torch.int64)
+Request = Mean | Sum | Gather | Broadcast | AllToAll | Ring
+_KINDS = "Mean, Sum, Gather, Broadcast, AllToAll and Ring"
 Step = Request | tuple[Request, ...]
 Coroutine = Generator[Step, Any, Result]
 
@@ -195,8 +206,8 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
     Returns:
         A tuple to compare.
     """
-    if isinstance(request, Mean):
-        return (Mean, request.tensor.dtype)
+    if isinstance(request, Mean | Sum):
+        return (type(request), request.tensor.dtype)
     if isinstance(request, Gather):
         return ("varying",) if request.varying else (Gather,) if request.lengths is None else (AllToAll,)
     if isinstance(request, AllToAll) and request.varying:
@@ -310,7 +321,7 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
     Returns:
         Bytes.
     """
-    if isinstance(request, Mean):
+    if isinstance(request, Mean | Sum):
         return all_reduce_wire_bytes(request.tensor.nbytes, world_size)
     if isinstance(request, Broadcast):
         return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
@@ -331,12 +342,14 @@ def check_request(request: Request, world_size: int) -> None:
     """Refuse a request that no process group could serve.
 
     Raises:
-        GradlabError: a Mean of integers, a root or a number of tensors that does not fit the world size, parts whose
-            lengths are not the vector's, a varying request of anything but vectors, or a gather of a length that is not
-            among `lengths`.
+        GradlabError: a Mean of integers, a Sum of anything else, a root or a number of tensors that does not fit the
+            world size, parts whose lengths are not the vector's, a varying request of anything but vectors, or a gather
+            of a length that is not among `lengths`.
     """
     if isinstance(request, Mean) and not request.tensor.is_floating_point():
         raise GradlabError(f"Mean needs a floating-point tensor, not {request.tensor.dtype}")
+    if isinstance(request, Sum) and request.tensor.dtype not in SUMMED:
+        raise GradlabError(f"Sum needs a tensor of integers (int8, uint8, int32, int64), not {request.tensor.dtype}")
     if isinstance(request, Broadcast) and not 0 <= request.root < world_size:
         raise GradlabError(f"Broadcast from rank {request.root}, but ranks are 0..{world_size - 1}")
     if isinstance(request, AllToAll):

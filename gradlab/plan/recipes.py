@@ -85,6 +85,8 @@ METHODS: dict[str, Method] = {
     "1-bit Adam": Method("sign", {}, (Wrap("onebit_adam"), *KEPT_BOTH_WAYS), every_tensor=True),
     "0/1 Adam": Method("sign", {}, (ZERO_ONE, *KEPT_BOTH_WAYS), every_tensor=True),
     "NUQSGD": Method("nuqsgd"),
+    "IntSGD": Method("intsgd", {"bits": 32, "scale": "running"}, every_tensor=True),
+    "THC, uniform": Method("intsgd", {}, (Wrap("hadamard"),)),
     "EF21": Method("topk", {}, (Wrap("ef21"),)),
     "EF21-SGDM": Method("topk", {}, (Wrap("ef21"),), SIGNUM),
     "SparseLoCo": Method("chunk_topk", {}, (SPARSE_LOCO,)),

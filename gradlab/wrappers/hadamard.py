@@ -50,7 +50,8 @@ class Hadamard(Wrapper):
             raise GradlabError(
                 f"wrapper {codec.name} inside hadamard: a rotation stands next to the codec, name it last"
             )
-        if not isinstance(codec, Compressor) or codec.about.family != "quantization":
+        alone = isinstance(codec, Compressor) and codec.about.family == "quantization"
+        if not alone and not codec.rotatable:
             raise GradlabError(
                 f"wrapper hadamard around {codec.name}: a rotation is for codecs that quantize every value of a rank's "
                 "own gradient, such as block_scaled, qsgd and sign"

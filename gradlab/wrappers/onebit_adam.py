@@ -39,6 +39,7 @@ class OneBitAdam(Wrapper):
     0/1 Adam's skipped exchanges are `gradlab.runtime.OuterStep`'s matter, as parameters differ between ranks meanwhile.
 
     It belongs under torch.optim.SGD without momentum, whose weight decay is then AdamW's, and is refused under others.
+    What backward leaves are updates, of Adam's size: do not clip their norm.
     """
 
     name = "onebit_adam"

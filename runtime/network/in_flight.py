@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec.vectors import cut_like
-from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, fusion_key, sum_in_rank_order
+from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, Sum, fusion_key, sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.messages import LEAST_BYTES, Messages
 
@@ -102,6 +102,19 @@ class _FusedMean(InPlaceMean):
     def answers(self) -> list[Any]:
         (buffer,) = super().answers()
         return [_aligned(piece, self._communicator) for piece in cut_like(buffer, self._like)]
+
+
+class _FusedSum(Fused):
+    """Several Sums of one dtype as one. Sums of integers are the same in any order."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Sum]) -> None:
+        self._communicator, self._like = communicator, [request.tensor for request in requests]
+        self._buffer = _joined([tensor.reshape(-1) for tensor in self._like], communicator)
+        self._work = communicator.all_reduce(self._buffer) if self._buffer.numel() else None
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        return [_aligned(piece, self._communicator) for piece in cut_like(self._buffer, self._like)]
 
 
 class _FusedGather(Fused):
@@ -338,6 +351,7 @@ def _aligned(piece: torch.Tensor, communicator: Communicator, element_size: int 
 
 _FUSED: dict[Any, Any] = {
     Mean: _FusedMean,
+    Sum: _FusedSum,
     Gather: _FusedGather,
     "varying": _VaryingGather,
     Broadcast: _FusedBroadcast,

@@ -21,6 +21,7 @@ from gradlab.collectives import (
     Received,
     Request,
     Step,
+    Sum,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
     all_to_all_wire_bytes,
@@ -343,6 +344,7 @@ A, B = torch.zeros(4), torch.zeros(2, 2)
         (AllToAll(Parts(A, (1, 3))), AllToAll(Parts(A.double(), (1, 3)))),
         (AllToAll(Parts(A, (1, 3))), AllToAll((A[:1], A[1:]))),
         ((Mean(A), Mean(B)), (Mean(B), Mean(A))),
+        (Sum(A.to(torch.int8)), Sum(A.to(torch.int32))),
         ((Mean(A),), (Mean(A), Mean(A))),
         ((), (Mean(A),)),
     ],
@@ -359,7 +361,7 @@ def test_a_rank_that_finishes_early_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [A, None, 3, [Mean(A)], (Mean(A), A), {"a": Mean(A)}])
 def test_a_yield_of_anything_else_is_refused(step: Any) -> None:
-    with pytest.raises(GradlabError, match="must yield one of Mean, Gather, Broadcast, AllToAll and Ring"):
+    with pytest.raises(GradlabError, match="must yield one of Mean, Sum, Gather, Broadcast, AllToAll and Ring"):
         run_lockstep([asking(step)])
     with pytest.raises(GradlabError, match="must yield"):
         as_requests(step)

@@ -31,6 +31,8 @@ NOT_RECORDED = {
     "ecsq, fitted": ON_HOST,
     "ecsq, running": ON_HOST,
     "identity, ring": "it works while a ring's messages travel",
+    "intsgd": RANDOM,
+    "intsgd, running": ON_HOST,
     "lgc_ring": ON_HOST,
     "lgc_ring, by value": ON_HOST,
     "lgc_server": ON_HOST,

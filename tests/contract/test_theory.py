@@ -248,7 +248,7 @@ def value_of(text: str, names: dict[str, Any]) -> Any:
 def in_words(codec: Codec) -> bool:
     """Whether the formula is words, as a sum over layers or as the gradient decides, or is that of another form."""
     words = {"powersgd", "gradiveq", "threshold", "sampled_threshold", "dct_topk", "chunk_topk"}
-    words |= {"lgc_ring", "lgc_server"}
+    words |= {"intsgd", "lgc_ring", "lgc_server"}
     chosen = vars(codec.settings)
     other_form = {"ring": True, "shared_scale": True, "values": "int8", "scale": 3.0, "accumulate": "float32"}
     return codec.name in words or any(chosen.get(name) == value for name, value in other_form.items())

@@ -18,7 +18,7 @@ from gradlab.plan import Plan
 
 RANKS, STEPS, DRAWS = 2, 4, 64
 CPU = torch.device("cpu")
-DRAW_ON_THE_DEVICE = ("qsgd", "nuqsgd", "terngrad", "natural")
+DRAW_ON_THE_DEVICE = ("qsgd", "nuqsgd", "terngrad", "natural", "intsgd")
 CASES_THAT_DRAW = ("block_scaled, fp8",)
 # Another device's last bits (2e-7) grow to 4e-5 in cast, whose roundings they turn.
 TOLERANCE = 1e-3

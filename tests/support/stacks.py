@@ -58,7 +58,11 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     "ef21": (Wrap("ef21"),),
     "ef21 under momentum": (Wrap("local_momentum", {"nesterov": False, "dampening": True}), Wrap("ef21")),
     "1-bit Adam": (Wrap("onebit_adam"), Wrap("error_feedback")),
-    "zero-one Adam": (Wrap("onebit_adam", {"variance": "zero_one", "kappa": 2}), Wrap("error_feedback"), Wrap("two_way")),
+    "zero-one Adam": (
+        Wrap("onebit_adam", {"variance": "zero_one", "kappa": 2}),
+        Wrap("error_feedback"),
+        Wrap("two_way"),
+    ),
     "feedback over 1-bit Adam": (Wrap("error_feedback"), Wrap("onebit_adam")),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),

@@ -120,8 +120,8 @@ def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
         plan = Artifact.load(artifact).plan
     except GradlabError:
         return recipe
-    if plan.replaces_optimizer:
-        return replace(recipe, optimizer="sgd", momentum=0.0, nesterov=False)
+    if plan.replaces_optimizer:  # what would be clipped are updates
+        return replace(recipe, optimizer="sgd", momentum=0.0, nesterov=False, clip_norm=None)
     if recipe.optimizer != "sgd":  # its momentum is no setting that a plan's replaces: refused if both apply it
         return recipe
     if plan.applies_momentum:

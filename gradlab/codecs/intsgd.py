@@ -1,0 +1,192 @@
+"""Integers that an all-reduce sums: one scale for all ranks, sums of codes, and no decoding in between.
+
+K. Mishchenko, B. Wang, D. Kovalev, P. Richtarik, "IntSGD: Adaptive floatless compression of stochastic gradients", ICLR
+2022, Algorithm 1 and, layer by layer, Algorithm 2 of its appendix: the scale follows from how far the parameters moved
+before, which all ranks know. M. Li et al., "THC: Accelerating distributed deep learning using tensor homomorphic
+compression", NSDI 2024, uniform THC: the scale follows from the largest magnitude of all ranks, after a rotation
+(`hadamard` around this codec). THC's table of levels is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec.contract import mean_only
+from gradlab.codec.kept import Kept
+from gradlab.codec.settings import setting
+from gradlab.coding.random_bits import RandomBits
+from gradlab.collectives import Coroutine, Gather, Sum
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+
+_DTYPES = {8: torch.int8, 32: torch.int32}
+
+
+class IntSGD(Codec):
+    """mean = sum_i Int(alpha g_i) / (N alpha), with Int(x) = floor(x + u), u uniform in (0, 1); an alpha by layer.
+
+    Sums of N integers fit the width that travels, as each rank's are cut at (2^(bits-1) - 1) / N. With
+    `scale="running"` (the paper's), alpha = sqrt(d) / sqrt(2 N r + eps^2) for a layer of d elements: r is a running
+    average of the squared norm of the mean gradient. That is r_k / eta_k^2 of the paper for SGD without momentum, whose
+    parameters move by eta times the mean; nothing is sent for it, and the first iteration is exact. With
+    `scale="largest"`, alpha is the most that cuts nothing, by the largest magnitude of all ranks, which travels first
+    in 4 bytes a layer: uniform THC. (With the running scale these travel beside the integers, which cannot say NaN.)
+
+    The paper claims the convergence of SGD without compression, under SGD, for 8 and for 32 bits, and has no error
+    feedback. Rounding is unbiased unless values are cut, as with 8 bits and the running scale they may be: by default 8
+    bits take the largest. At 8 bits there are no more than 127 ranks.
+
+    >>> done = codecs.make("intsgd").apply([torch.tensor([127.0, -3.0]), torch.tensor([1.0, 5.0])])
+    >>> done.payload_bytes, done.decoded.shape
+    (6.0, torch.Size([2]))
+    """
+
+    name = "intsgd"
+    about = About("quantization", "n * bits / 8, and 4 a layer", "Mishchenko et al., ICLR 2022; Li et al., NSDI 2024")
+    defaults = PlanDefaults(error_feedback=False)
+    frees_gradients = True
+    rotatable = True
+    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"bits": 8}, {"bits": 32, "scale": "running"})
+
+    @dataclass(frozen=True)
+    class Settings:
+        bits: int = setting(8, choices=(8, 32), unit="bits per value", help="of the sums that travel")
+        scale: str = setting(
+            "largest",
+            choices=("largest", "running"),
+            help='"largest": by the largest magnitude of all ranks; "running": by the norms of earlier means',
+        )
+        random: bool = setting(True, help="round to one of the two nearest integers by chance; False: to the nearest")
+        beta: float = setting(0.9, least=0, below=1, help="running: weight of the last r in the next")
+        eps: float = setting(1e-8, above=0, help="running: keeps alpha finite where gradients vanish")
+
+    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
+        exact = self.settings.scale == "largest"
+        return Guarantees(unbiased=self.settings.random and exact, homogeneous=exact)
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        keys = {name: f"{name}/energy" for name in grads}
+        most, largest = self._most(context.world_size), None
+        if not self._runs:
+            largest = yield Gather(_largest(grads))
+            alphas = self._by_largest(torch.stack(largest).amax(0), most)
+        elif all(key in state for key in keys.values()):
+            alphas = self._by_energy(grads, [float(state[key]) for key in keys.values()], context.world_size)
+        else:
+            done = yield from mean_only(grads)
+            energies = [float(mean.double().square().sum()) for mean in done.mean.values()]
+            return Exchanged(done.mean, done.own, _kept(keys.values(), energies))
+        bits = RandomBits(context.rank_generator(), next(iter(grads.values())).device) if grads else None
+        dtype = _DTYPES[self.settings.bits]
+        codes = {
+            name: self._codes(grad, alpha, most, bits, dtype)
+            for (name, grad), alpha in zip(grads.items(), alphas.unbind(), strict=True)
+        }
+        requests = tuple(Sum(code) for code in codes.values())
+        if largest is None:
+            *sums, largest = yield (*requests, Gather(_largest(grads)))
+        else:
+            sums = yield requests
+        sound = torch.stack(largest).isfinite().all(0)
+
+        def decoded(integers: Sequence[torch.Tensor], ranks: int) -> Tensors:
+            factors = (alphas * ranks).reciprocal().masked_fill_(alphas.isinf(), 0.0).masked_fill_(~sound, torch.nan)
+            return {
+                name: integer.to(grad.dtype).mul_(factor.to(grad.dtype))
+                for (name, grad), integer, factor in zip(grads.items(), integers, factors.unbind(), strict=True)
+            }
+
+        def averaged() -> tuple[Tensors, Tensors]:
+            kept = self._energies_after(keys, state, sums, alphas, context.world_size)
+            return decoded(sums, context.world_size), kept
+
+        mean, kept = context.alike(averaged)
+        return Exchanged(mean, Deferred(grads, lambda: decoded(list(codes.values()), 1)), kept)
+
+    @property
+    def _runs(self) -> bool:
+        return self.settings.scale == "running"
+
+    def _most(self, world_size: int) -> int:
+        """Return the largest integer of a rank: sums of so many fit."""
+        most = (2 ** (self.settings.bits - 1) - 1) // world_size
+        if not most:
+            raise GradlabError(
+                f"intsgd: sums of {world_size} ranks do not fit 8 bits, expected at most 127 ranks: bits = 32"
+            )
+        return min(most, 2**24)  # what float32 tells apart
+
+    def _by_largest(self, largest: torch.Tensor, most: int) -> torch.Tensor:
+        """Compute alpha of each layer, (L,), float64: infinite where all is zero."""
+        return most / largest.double()
+
+    def _by_energy(self, grads: Tensors, energies: Sequence[float], ranks: int) -> torch.Tensor:
+        numels = (grad.numel() for grad in grads.values())
+        alphas = [
+            (max(1, numel) / (2 * ranks * energy + self.settings.eps**2)) ** 0.5
+            for numel, energy in zip(numels, energies, strict=True)
+        ]
+        return torch.tensor(alphas, dtype=torch.float64, device=next(iter(grads.values())).device)
+
+    def _codes(
+        self, grad: torch.Tensor, alpha: torch.Tensor, most: int, bits: RandomBits | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Round alpha g to integers of at most `most`, in the gradient's shape; 0 where nothing is known of alpha."""
+        scaled = grad * alpha.to(grad.dtype)
+        if self.settings.random and bits is not None and grad.numel():
+            scaled.add_(bits.sixteen(scaled).to(scaled.dtype), alpha=2.0**-16).add_(0.5 + 2.0**-17).floor_()
+        else:
+            scaled.round_()
+        return scaled.nan_to_num_(0.0).clamp_(-most, most).to(dtype)
+
+    def _energies_after(
+        self, keys: Mapping[str, str], state: Tensors, sums: Sequence[torch.Tensor], alphas: torch.Tensor, ranks: int
+    ) -> Tensors:
+        """Return the running squared norms of the mean, from whole numbers: the same bits on every rank."""
+        if not self._runs:
+            return {}
+        energies = []
+        for key, total, alpha in zip(keys.values(), sums, alphas.tolist(), strict=True):
+            squares = int(total.to(torch.int64).square().sum())
+            energies.append(
+                self.settings.beta * float(state[key]) + (1 - self.settings.beta) * (squares / (ranks * alpha) ** 2)
+            )
+        return _kept(keys.values(), energies)
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+        if not self._runs:
+            return {}
+        return {f"{layer.name}/energy": Kept((), (torch.float64,), least=0.0) for layer in layers}
+
+    def adopted_state(self, state: Tensors) -> Tensors:
+        """Continue from the norms of other settings."""
+        return dict(state) if self._runs else {}
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return sum(layer.numel * self.settings.bits // 8 + 4 for layer in layers)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        known = all(f"{layer.name}/energy" in state for layer in layers)
+        if known or not self._runs:
+            return self.payload_bytes(layers, world_size)
+        return 4 * sum(layer.numel for layer in layers)
+
+    def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
+        return _kept([f"{layer.name}/energy" for layer in layers], [1.0] * len(layers)) if self._runs else {}
+
+
+def _largest(grads: Tensors) -> torch.Tensor:
+    """Return the largest magnitude of each layer, (L,), float32, at least that of float64 values."""
+    found = [grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads.values()]
+    wide = torch.stack(found)
+    narrow = wide.float()
+    return torch.where(narrow.double() < wide.double(), torch.nextafter(narrow, narrow + torch.inf), narrow)
+
+
+def _kept(keys: Any, energies: Sequence[float]) -> Tensors:
+    return {key: torch.tensor(energy, dtype=torch.float64) for key, energy in zip(keys, energies, strict=True)}
