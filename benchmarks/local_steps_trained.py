@@ -1,25 +1,31 @@
 """Training with local steps, dense and compressed, beside synchronous training: losses, bytes, and predicted times.
 
-    python benchmarks/local_steps_trained.py --data tinyshakespeare.txt --rows ROWS.jsonl [--ways sync int4]
-        [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
-    python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table
+    python benchmarks/local_steps_trained.py --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
+        [--ways sync int4 "streaming int4"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
+    python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table [--task text_chars]
 
-nanoGPT's CPU configuration (`text_chars`: 804,096 parameters, AdamW), 4 workers of 3 sequences, emulated in one process
-by the code of `gradlab train --emulate 4 --local-steps H`. "sync" averages gradients in every step. The others take H
-local steps and DiLoCo's outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo", whose outer optimizer is
-SGD of rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a local step, with
-its share of the exchange, from `forecast_local_steps` for machines on which computing takes so many seconds a step.
+text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is a
+ResNet-20 (272,474 parameters, SGD with momentum) with 4 workers of 16 images. They are emulated in one process by the
+code of `gradlab train --emulate 4 --local-steps H`; "streaming" is `gradlab.runtime.OuterStep` in 4 processes, with 3
+fragments that are applied 5 local steps late, half and half. "sync" averages gradients in every step, through the named
+codec or uncompressed. The others take H local steps and DiLoCo's outer step (SGD of rate 0.7, Nesterov momentum 0.9),
+but "SparseLoCo", whose outer optimizer is SGD of rate 1 without momentum. Bytes are what a worker sends per local step
+(payload). Times are of a local step, with its share of the exchange, from `forecast_local_steps` for machines on which
+computing takes so many seconds a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rows import Row, add, has, read
 
 from gradlab.analysis.forecast import Network, forecast
@@ -28,13 +34,15 @@ from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.artifact import Artifact
 from gradlab.cli.train.emulate import emulate
-from gradlab.cli.train.local_steps import emulate_local_steps
+from gradlab.cli.train.local_steps import Worker, emulate_local_steps, make_worker
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.datasets import get
-from gradlab.layout import Layer, layers_of
+from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, method_plan
+from gradlab.runtime import Exchange, OuterStep
 
-WORKERS, SEQUENCES = 4, 3
+WORKERS, BATCH = 4, {"text_chars": 3, "cifar10": 16}
+FRAGMENTS, DELAY = 3, 5  # of streaming
 RATES = ("50mbit", "1gbit", "25gbit")
 WAYS: dict[str, Any] = {
     "DiLoCo": None,
@@ -49,39 +57,87 @@ WAYS: dict[str, Any] = {
 PLAIN_OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
-def layers() -> tuple[Layer, ...]:
-    """The model's."""
-    return layers_of(get("text_chars").model(0))
-
-
-def plan_of(way: str) -> Plan:
+def plan_of(way: str, task: str) -> Plan:
     """What is exchanged goes through it."""
-    return WAYS[way](layers())
+    return WAYS[way.removeprefix("sync, ").removeprefix("streaming ")](layers_of(get(task).model(0)))
 
 
 def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
     """Train one cell."""
+    task = options.task
     settings = TrainSettings(
-        "text_chars", str(options.data), WORKERS, options.steps, SEQUENCES, seed=seed, emulate=True, local_steps=every
+        task, str(options.data), WORKERS, options.steps, BATCH[task], seed=seed, emulate=True, local_steps=every
     )
+    times = predicted(way, every, options)
+    if way.startswith(("streaming", "sync, ")):
+        score, payload = in_processes(way, settings)
+        return {"score": score, "payload": payload, "times": times}
     with tempfile.TemporaryDirectory() as folder:
         if way == "sync":  # recorded once, as emulated nodes are there to be recorded
             report = emulate(replace(settings, capture=f"{folder}/trace", every=10**6))
         elif WAYS[way] is None:
             report = emulate_local_steps(settings)
         else:
-            Artifact(plan_of(way)).save(f"{folder}/plan.safetensors")
+            Artifact(plan_of(way, task)).save(f"{folder}/plan.safetensors")
             outer = PLAIN_OUTER if way == "SparseLoCo" else {}
             report = emulate_local_steps(replace(settings, artifact=f"{folder}/plan.safetensors", **outer))
     done = report.measured.compression
     payload = report.header.dense_payload_bytes if done is None else done.payload_bytes_per_step.mean
-    times = predicted(way, every, options.step_seconds)
-    return {
-        "score": report.measured.final_score,
-        "loss": report.measured.final_loss,
-        "payload": payload,
-        "times": times,
-    }
+    score, loss = report.measured.final_score, report.measured.final_loss
+    return {"score": score, "loss": loss, "payload": payload, "times": times}
+
+
+def in_processes(way: str, settings: TrainSettings) -> tuple[float, float]:
+    """Train in a process per worker, with `OuterStep`, or with gradients through a plan. Returns score and payload."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_worker, (way, settings, folder), nprocs=WORKERS)
+        done = json.loads(Path(folder, "0.json").read_text())
+    return done["score"], done["payload"]
+
+
+def _worker(rank: int, way: str, settings: TrainSettings, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
+    workload = get(settings.workload)
+    recipe, data = settings.applied_to(workload.recipe), workload.load(settings.data)
+    torch.manual_seed(settings.seed)
+    worker = make_worker(settings, workload, recipe, data, rank)
+    kind = way.rpartition(" ")[2]
+    plan = Plan(layers_of(worker.model)) if kind == "streaming" else plan_of(way, settings.workload)
+    if way.startswith("sync, "):
+        payload = _gradients_exchanged(worker, plan, workload, recipe, data)
+    else:
+        outer = OuterStep(plan, worker.model, every=settings.local_steps, fragments=FRAGMENTS, delay=DELAY)
+        for step in range(recipe.steps // settings.local_steps * settings.local_steps):
+            worker.train(workload, recipe, data, range(step, step + 1))
+            outer.step()
+        dense = 4 * sum(parameter.numel() for parameter in worker.model.parameters())
+        exchanges = [one.exchange for one in outer.fragments if one.exchange is not None]
+        sent = sum(one.statistics.steps[-1].payload_bytes for one in exchanges)
+        payload = sent if kind != "streaming" else dense
+        common = {name: one for part in outer.fragments for name, one in part.parameters.items()}
+        outer.wait()
+        worker.begin(common)
+        outer.close()
+    if rank == 0:
+        score = workload.score(worker.model, data.test_x, data.test_y)
+        Path(folder, "0.json").write_text(json.dumps({"score": score, "payload": payload}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _gradients_exchanged(worker: Worker, plan: Plan, workload: Any, recipe: Any, data: Any) -> float:
+    """Train with gradients through a plan in every step; the bytes of a step."""
+    parameters = {layer.name: parameter for layer, parameter in named_layers(worker.model)}
+    exchange = Exchange(plan, parameters.items(), optimizer=worker.optimizer)
+
+    def all_ranks() -> None:
+        exchange.step({name: one.grad for name, one in parameters.items() if one.grad is not None})
+
+    worker.train(workload, recipe, data, range(recipe.steps), all_ranks)
+    payload = exchange.statistics.steps[-1].payload_bytes
+    exchange.close()
+    return payload
 
 
 def table(rows: list[Row]) -> None:
@@ -97,15 +153,18 @@ def table(rows: list[Row]) -> None:
         print(f"| {way} | {every} | {losses} | {payload:,.0f} | {times} |")
 
 
-def predicted(way: str, every: int, step_seconds: float) -> list[float]:
+def predicted(way: str, every: int, options: argparse.Namespace) -> list[float]:
     """A step's forecast seconds on every link."""
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
-    network = Network(links, (WORKERS,), Profile(step_seconds, "given"))
-    dense = way in ("sync", "DiLoCo")
-    plan = plan_of("int8" if dense else way)  # whose uncompressed exchange is asked for
+    network = Network(links, (WORKERS,), Profile(options.step_seconds, "given"))
+    dense = way in ("sync", "DiLoCo", "streaming")
+    plan = plan_of("int8" if dense else way, options.task)  # whose uncompressed exchange is asked for
     synchronous = forecast(plan, network)
-    if way == "sync":
-        return [pair.dense.seconds for _, pair in synchronous.comparisons]
+    if way.startswith("sync"):
+        return [(pair.dense if dense else pair.compressed).seconds for _, pair in synchronous.comparisons]
+    if way.startswith("streaming"):  # what is exchanged hides behind computing, where it takes no longer
+        found = forecast_local_steps(plan, network, synchronous)
+        return [max(options.step_seconds, one.seconds(every, dense=dense) - options.step_seconds) for one in found]
     return [one.seconds(every, dense=dense) for one in forecast_local_steps(plan, network, synchronous)]
 
 
@@ -114,7 +173,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--ways", nargs="+", default=["sync", *WAYS], choices=["sync", *WAYS])
+    parser.add_argument("--task", default="text_chars", choices=list(BATCH))
+    parser.add_argument(
+        "--ways", nargs="+", default=["sync", *WAYS], help='also "sync, WAY", "streaming" and "streaming WAY"'
+    )
     parser.add_argument("--local-steps", nargs="+", type=int, default=[8, 30, 100])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=800)
@@ -124,11 +186,12 @@ def main() -> None:
     if not options.table:
         for seed in options.seeds:
             for way in options.ways:
-                for every in [1] if way == "sync" else options.local_steps:
+                for every in [1] if way.startswith("sync") else options.local_steps:
                     key: Row = {"way": way, "every": every, "seed": seed, "steps": options.steps}
+                    key |= {} if options.task == "text_chars" else {"task": options.task}
                     if not has(read(options.rows), key):
                         add(options.rows, key | trained(way, every, seed, options))
-    table(read(options.rows))
+    table([row for row in read(options.rows) if row.get("task", "text_chars") == options.task])
 
 
 if __name__ == "__main__":

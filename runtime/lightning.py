@@ -22,6 +22,7 @@ from gradlab.ddp.frameworks import ddp_of_lightning, only_optimizer
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress
+from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.rank_files import check_policy
 from gradlab.runtime.saved import load_saved
 from gradlab.runtime.state import CompressionState
@@ -37,6 +38,7 @@ except ModuleNotFoundError as error:
 
 # Where a checkpoint keeps the state dicts of all ranks, in rank order.
 _CHECKPOINT_KEY = "gradlab"
+_LOCAL_STEPS_KEY = "gradlab local steps"
 
 
 class CompressionCallback(Callback):
@@ -143,6 +145,83 @@ class CompressionCallback(Callback):
         """Stop the engine."""
         if self.state is not None:
             self.state.close()
+
+
+class LocalStepsCallback(Callback):
+    """Take local steps in `trainer.fit`, and exchange through a plan how far every worker came (`OuterStep`).
+
+        Trainer(strategy="ddp", callbacks=[LocalStepsCallback("plan.safetensors", every=30)])
+
+    DDP then no longer averages gradients between workers. One checkpoint holds all ranks' models, optimizers and outer
+    steps beside rank 0's own, and `trainer.fit(ckpt_path=...)` continues with them, on as many ranks.
+
+    Args:
+        plan: for the LightningModule's trainable parameters, or the path of an artifact.
+        within: what tells the ranks of one worker: "node" for the machine, a process group, or None, each rank.
+        options: those of `OuterStep`: outer_optimizer, every, fragments, delay, mixing and others.
+
+    Attributes:
+        steps: of the current or the last fit; None before the first.
+
+    Raises:
+        GradlabError: when fit starts, as CompressionCallback does. See also OuterStep.
+    """
+
+    def __init__(self, plan: Plan | str, *, within: object = None, **options: Any) -> None:
+        self.steps: LocalSteps | None = None
+        self._plan, self._options = plan, {"within": within, **options}
+        self._restored: list[dict[str, Any]] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the last fit."""
+        if stage == "fit":
+            self.steps = self._restored = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register the hook on the model that the strategy has just wrapped."""
+        model = ddp_of_lightning(trainer, "LocalStepsCallback")
+        optimizer = only_optimizer(trainer, "LocalStepsCallback")
+        self.steps = LocalSteps(model, optimizer, self._plan, **self._options)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take back what a checkpoint holds of this rank: Lightning has restored rank 0's on all of them."""
+        if self.steps is None or self._restored is None:
+            return
+        if len(self._restored) != trainer.world_size:
+            came = f"checkpoint: world_size is {len(self._restored)}, this run has {trainer.world_size}"
+            raise GradlabError(f"{came}; local steps continue on as many ranks")
+        self.steps.load_state_dict(self._restored[trainer.global_rank])
+        self.steps.begins_after(trainer.global_step)
+        self._restored = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch's optimizer step, if it took one."""
+        if self.steps is not None:
+            self.steps.after(trainer.global_step)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put what all ranks hold into rank 0's checkpoint. Lightning calls it on all ranks."""
+        if self.steps is not None and not trainer.interrupted:
+            checkpoint[_LOCAL_STEPS_KEY] = _gather(self.steps.state_dict(), trainer.strategy.root_device)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take it out of a checkpoint that fit continues from."""
+        if trainer.state.fn != "fit":
+            return
+        self._restored = checkpoint.get(_LOCAL_STEPS_KEY)
+        if self._restored is None:
+            rank_zero_warn("gradlab: the checkpoint holds no local steps: every worker begins with rank 0's model")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop exchanging."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop exchanging."""
+        if self.steps is not None:
+            self.steps.close()
 
 
 def _gather(state: dict[str, Any], device: torch.device) -> list[dict[str, Any]] | None:

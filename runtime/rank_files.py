@@ -19,6 +19,7 @@ from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
 from gradlab.files import Written, written_beside
+from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.saved import load_saved
 from gradlab.runtime.state import CompressionState
 
@@ -48,7 +49,9 @@ class RankFiles:
             `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses them.
     """
 
-    def __init__(self, state: CompressionState, model: DistributedDataParallel, residuals: str | None) -> None:
+    def __init__(
+        self, state: CompressionState | LocalSteps, model: DistributedDataParallel, residuals: str | None
+    ) -> None:
         self._state, self._residuals = state, residuals
         self._ranks = Ranks(model.process_group, next(model.parameters()).device)
 

@@ -21,6 +21,7 @@ from gradlab.ddp.frameworks import bare_optimizer, ddp_of_trainer, wrap_again
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress
+from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.rank_files import RankFiles, check_policy
 from gradlab.runtime.state import CompressionState
 
@@ -36,6 +37,7 @@ except ModuleNotFoundError as error:
 # Where the Trainer's state keeps which run saved it. Not a callback's name: the Trainer then leaves it alone.
 _ENTRY = "gradlab"
 _STEM = "gradlab"
+_LOCAL_STEPS_STEM = "gradlab_local_steps"
 _MISSING = (
     "if the checkpoint lies elsewhere, give CompressionCallback(resume_from_checkpoint=) its folder; if the run ended "
     "while it saved, resume from an earlier one (resume_from_checkpoint=False starts the compression states anew)"
@@ -160,6 +162,79 @@ class CompressionCallback(TrainerCallback):
         named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
         places = [*([Path(named)] if isinstance(named, (str, os.PathLike)) else []), _folder(args, state)]
         return next((place for place in places if any(place.glob(f"{_STEM}_rank_*"))), places[-1])
+
+
+class LocalStepsCallback(TrainerCallback):
+    """Take local steps in `trainer.train`, and exchange through a plan how far every worker came (`OuterStep`).
+
+        trainer.add_callback(LocalStepsCallback("plan.safetensors", trainer=trainer, every=30))
+
+    DDP then no longer averages gradients between workers. Each checkpoint-N holds a file per rank with its model, its
+    optimizer and its outer steps, and `trainer.train(resume_from_checkpoint=...)` continues with them, on as many
+    ranks. What the Trainer saves itself is rank 0's.
+
+    Args:
+        plan: for the model's trainable parameters, or the path of an artifact.
+        trainer: the Trainer that the callback is added to.
+        within: what tells the ranks of one worker: "node" for the machine, a process group, or None, each rank.
+        options: those of `OuterStep`: outer_optimizer, every, fragments, delay, mixing and others.
+
+    Attributes:
+        steps: of the current or the last training; None before the first.
+
+    Raises:
+        GradlabError: when training begins, as CompressionCallback does. See also OuterStep.
+    """
+
+    def __init__(self, plan: Plan | str, *, trainer: Trainer, within: object = None, **options: Any) -> None:
+        self.steps: LocalSteps | None = None
+        self._plan, self._trainer, self._options = plan, trainer, {"within": within, **options}
+        self._files: RankFiles | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Register the hook on the model that the Trainer has just wrapped, and take back what a checkpoint holds."""
+        self._close()
+        model = ddp_of_trainer(self._trainer, "LocalStepsCallback")
+        self.steps = LocalSteps(model, bare_optimizer(kwargs.get("optimizer")), self._plan, **self._options)
+        self._files = RankFiles(self.steps, model, None)
+        if state.global_step > 0:
+            missing = "local steps continue from a file of every rank in the checkpoint's folder"
+            self._files.load(_resumed_folder(args, state), _LOCAL_STEPS_STEM, missing, _step_mark(state))
+            self.steps.begins_after(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the optimizer's step."""
+        if self.steps is not None:
+            self.steps.after(state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write this rank's file into the checkpoint that the Trainer has just written."""
+        if self._files is not None and not args.save_only_model:
+            self._files.save(_folder(args, state), _LOCAL_STEPS_STEM, _step_mark(state))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop exchanging."""
+        self._close()
+        wrap_again(self._trainer)
+
+    def _close(self) -> None:
+        if self.steps is not None:
+            self.steps.close()
+        self._files = None
+
+
+def _step_mark(state: TrainerState) -> dict[str, Any]:
+    return {"global_step": state.global_step}
+
+
+def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder of the checkpoint that training resumes from: the one that is named, or the run's own."""
+    named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
+    return Path(named) if isinstance(named, str | os.PathLike) else _folder(args, state)
 
 
 def _entries(state: TrainerState) -> dict[str, Any]:

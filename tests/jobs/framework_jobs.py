@@ -96,6 +96,7 @@ JOBS: dict[str, dict[str, Job]] = {
         "lightning": example(
             "lightning", "--folder", "{}/lightning/resumed", "--resume", "{}/lightning/whole/epoch=1.ckpt"
         ),
+        "lightning_local_steps": scenarios("lightning", "local_steps"),
         "accelerate": example(
             "accelerate", "--folder", "{}/accelerate/resumed", "--resume", "{}/accelerate/whole/epoch=1"
         ),

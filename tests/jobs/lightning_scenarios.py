@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.checkpoint import sealed
-from gradlab.runtime.lightning import CompressionCallback
+from gradlab.runtime.lightning import CompressionCallback, LocalStepsCallback
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
@@ -57,7 +57,7 @@ def trainer(folder: Path, *callbacks: Any, strategy: Any = "ddp", **options: Any
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
     options = {"logger": False, "enable_checkpointing": False, "max_epochs": 1, **quiet, **options}
     place = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder}
-    return Trainer(strategy=strategy, callbacks=list(callbacks), **place, **options)
+    return Trainer(strategy=strategy, callbacks=list(callbacks), **{**place, **options})
 
 
 def refusal(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
@@ -231,6 +231,31 @@ def residual_by_loss_scale(folder: Path) -> list[float]:
         states = callback.state.state_dict()["states"].values()
         largest.append(max(float(t.abs().max()) for t in states if t.is_floating_point()))
     return largest
+
+
+def local_steps(folder: Path) -> list[Any]:
+    """On two ranks: outer steps after every third of 12 batches' optimizer steps; whether ranks end with the same
+    parameters; and whether a run that is resumed within a round ends as one that never stopped, bit for bit."""
+
+    def run(name: str, epochs: int, resume: Path | None = None) -> tuple[LocalStepsCallback, Model]:
+        torch.manual_seed(0)
+        model, callback = Model(), LocalStepsCallback(PLAN, every=3, deterministic=True)
+        kept = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
+        options = {"devices": 2, "enable_checkpointing": True, "max_epochs": epochs}
+        trainer(folder, callback, kept, **options).fit(model, loader(), ckpt_path=resume)
+        return callback, model
+
+    callback, whole = run("whole", 6)  # 2 batches of each rank in an epoch
+    _, resumed = run("resumed", 6, folder / "whole" / "epoch=1.ckpt")
+    flat = torch.cat([one.detach().reshape(-1) for one in whole.parameters()])
+    of_ranks = [torch.empty_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(of_ranks, flat)
+    pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
+    return [
+        callback.steps.outer.outer_steps,
+        torch.equal(of_ranks[0], of_ranks[1]),
+        all(torch.equal(one, other) for one, other in pairs),
+    ]
 
 
 def alone(folder: Path) -> dict[str, Any]:

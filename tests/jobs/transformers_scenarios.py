@@ -24,9 +24,9 @@ from transformers import (
 from gradlab.capture.transformers import RecordingCallback
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime import CompressionState, OuterStep, compression_hook
 from gradlab.runtime.checkpoint import sealed
-from gradlab.runtime.transformers import CompressionCallback
+from gradlab.runtime.transformers import CompressionCallback, LocalStepsCallback
 from gradlab.trace import Trace
 
 TOKENS, LENGTH, BATCH = 32, 8, 2
@@ -310,6 +310,59 @@ def alone(folder: Path) -> dict[str, Any]:
     }
 
 
+def local_steps(folder: Path) -> list[Any]:
+    """Outer steps after 2, 4 and 6 optimizer steps: their number; whether the run ends as a plain loop over the same
+    batches does; and whether one that is resumed within a round ends as one that never stopped; bit for bit."""
+    batches: list[dict[str, torch.Tensor]] = []
+
+    def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = default_data_collator(examples)
+        batches.append({name: value.clone() for name, value in batch.items()})
+        return batch
+
+    def run(name: str, resume: Path | None = None) -> tuple[LocalStepsCallback, torch.nn.Module]:
+        model = gpt2()
+        saves = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+        trainer = Trainer(
+            *(model, arguments(folder / name, **saves)),
+            data_collator=collate,
+            train_dataset=rows(),
+            optimizers=optimizer_of(model),
+        )
+        callback = LocalStepsCallback(plan(model), trainer=trainer, every=2, deterministic=True)
+        trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return callback, model
+
+    callback, model = run("whole")
+    by_loop = local_steps_by_hand(batches[:6])
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "whole" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
+    dist.barrier()
+    _, resumed = run("resumed", folder / "resumed" / "checkpoint-3")
+    return [callback.steps.outer.outer_steps, equal_parameters(model, by_loop), equal_parameters(model, resumed)]
+
+
+def equal_parameters(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def local_steps_by_hand(batches: list[dict[str, torch.Tensor]]) -> torch.nn.Module:
+    model = gpt2()
+    optimizer, schedule = optimizer_of(model)
+    outer = OuterStep(plan(model), model, every=2, deterministic=True)
+    for batch in batches:
+        items = torch.tensor(dist.get_world_size() * BATCH * (LENGTH - 1))
+        (model(**batch, num_items_in_batch=items).loss * dist.get_world_size()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        outer.step()
+    outer.close()
+    return model
+
+
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     return {
         "plain_loop": plain_loop_gives_the_same(folder / "plain"),
@@ -322,4 +375,5 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         "best_and_last_kept": best_and_last_kept(folder),
         "logged": logged(folder),
         "recorded": recorded(folder),
+        "local_steps": local_steps(folder / "local"),
     }

@@ -312,6 +312,18 @@ def test_the_trainer_compresses_as_a_plain_loop_does(trainer_scenarios: list[dic
     assert [result["plain_loop"] for result in trainer_scenarios] == [True, True]
 
 
+@needs_lightning
+def test_lightning_takes_local_steps(resumed: list[dict[str, Any]]) -> None:
+    """Ranks end alike, and a run that is resumed within a round ends as one that never stopped; bit for bit."""
+    assert [ranks["lightning_local_steps"] for ranks in resumed] == [[4, True, True]] * 2
+
+
+@needs_transformers
+def test_the_trainer_takes_local_steps(trainer_scenarios: list[dict[str, Any]]) -> None:
+    """As a plain loop does, and resumed within a round as never stopped; bit for bit."""
+    assert [result["local_steps"] for result in trainer_scenarios] == [[3, True, True]] * 2
+
+
 @needs_transformers
 def test_one_trainer_trains_twice(trainer_scenarios: list[dict[str, Any]]) -> None:
     """From its own checkpoint to the same end, in two steps that end at the fourth."""

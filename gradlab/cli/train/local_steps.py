@@ -54,8 +54,15 @@ class Worker:
         for name, parameter in _parameters(self.model).items():
             parameter.copy_(common[name])
 
-    def train(self, workload: Workload, recipe: Recipe, data: Data, steps: range) -> float:
-        """Take local steps. Returns the mean loss."""
+    def train(
+        self,
+        workload: Workload,
+        recipe: Recipe,
+        data: Data,
+        steps: range,
+        exchange: Callable[[], object] = lambda: None,
+    ) -> float:
+        """Take local steps. exchange: called after each backward. Returns the mean loss."""
         for step in steps:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate_at(recipe, step)
@@ -64,6 +71,7 @@ class Worker:
             inputs = workload.augment(data.train_x[indices], self.generator)
             loss = workload.loss(self.model(inputs), data.train_y[indices])
             loss.backward()
+            exchange()
             clip_gradients(recipe, self.model.parameters())
             self.optimizer.step()
             self.outcome.losses.append(float(loss.detach()))
@@ -98,7 +106,7 @@ def emulate_local_steps(settings: TrainSettings, progress: Progress | None = Non
     settings = replace(settings, steps=asked // settings.local_steps * settings.local_steps)
     recipe = settings.applied_to(workload.recipe)
     data = workload.load(settings.data, train_limit=settings.train_limit)
-    workers = [_worker(settings, workload, recipe, data, rank) for rank in range(settings.ranks)]
+    workers = [make_worker(settings, workload, recipe, data, rank) for rank in range(settings.ranks)]
     model = workload.model(settings.seed)  # of the common parameters
     outer = settings.outer_optimizer(model.parameters())
     plan = Artifact.load(settings.artifact).plan if settings.artifact else None
@@ -117,7 +125,8 @@ def emulate_local_steps(settings: TrainSettings, progress: Progress | None = Non
     return TrainReport(header, run_report([worker.outcome for worker in workers], dense, workload.metric))
 
 
-def _worker(settings: TrainSettings, workload: Workload, recipe: Recipe, data: Data, rank: int) -> Worker:
+def make_worker(settings: TrainSettings, workload: Workload, recipe: Recipe, data: Data, rank: int) -> Worker:
+    """Make the worker that plays one rank of a run, or is it."""
     model = workload.model(settings.seed)
     order = batches(len(data.train_x), recipe.batch_size, rank, settings.ranks, settings.seed, recipe.steps)
     generator = seeded_generator("augmentation", settings.seed, rank)

@@ -1,0 +1,133 @@
+"""Local steps of a model that a framework has put in DDP over all ranks: DDP then averages within a worker alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.runtime import checkpoint
+from gradlab.runtime.outer.step import OuterStep
+
+
+class LocalSteps:
+    """An `OuterStep` beside a framework's training loop, and what a checkpoint of every rank has to hold.
+
+    A communication hook takes the place of DDP's average over all ranks: gradients stay each worker's. So do buffers.
+    Frameworks save the first rank's model and optimizer, but between outer steps every worker has its own.
+
+    Attributes:
+        outer: the outer step.
+
+    Args:
+        model: over all ranks, without a communication hook.
+        optimizer: that steps its parameters.
+        plan: for the model's layers, or the path of an artifact.
+        within: what tells the ranks of one worker, see `OuterStep`; None: each rank is a worker.
+        options: those of `OuterStep`.
+
+    Raises:
+        GradlabError: for anything that does not fit, or a model that has a communication hook.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan | str,
+        *,
+        within: object = None,
+        **options: Any,
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.outer = OuterStep(plan, model.module, group=model.process_group, within=within, **options)
+        try:
+            model.register_comm_hook(self.outer.workers.inside, _average_within)
+        except RuntimeError as error:  # DDP takes one hook only
+            self.outer.close()
+            raise GradlabError(f"local steps: the model takes no communication hook: {error}") from error
+        model.broadcast_buffers = False
+        self._counted = 0
+
+    def after(self, optimizer_steps: int) -> None:
+        """Count what the framework has done. optimizer_steps: so far, of the whole run."""
+        if optimizer_steps > self._counted:
+            self.outer.step()
+        self._counted = optimizer_steps
+
+    # --- checkpoints: what `RankFiles` asks of a state ---
+
+    @property
+    def iteration(self) -> int:
+        """Local steps taken."""
+        return self.outer.local_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect what this rank needs to go on: the outer step, its model and its optimizer."""
+        own = {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return checkpoint.sealed({**self._place, **_copied(own), "outer": self.outer.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict` of this rank and as many ranks.
+
+        Raises:
+            GradlabError: for another rank's, another plan's, or a damaged one.
+        """
+        for key, expected in self._place.items():
+            if state.get(key) != expected:
+                raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected}")
+        checkpoint.verify(state)
+        self._model.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.outer.load_state_dict(state["outer"])
+
+    def begins_after(self, optimizer_steps: int) -> None:
+        """Take steps that a framework has restored for counted."""
+        self._counted = optimizer_steps
+
+    def has_ranks_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is of as many ranks."""
+        return bool(state.get("world_size") == self._place["world_size"])
+
+    def load_state_dicts(self, states: object, residuals: str) -> None:
+        """Refused: between outer steps models of more or fewer workers cannot be told.
+
+        Raises:
+            GradlabError: always.
+        """
+        raise GradlabError("checkpoint: of local steps on another number of ranks, expected the same number")
+
+    @property
+    def _place(self) -> dict[str, int]:
+        group = self._model.process_group
+        return {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)}
+
+    def close(self) -> None:
+        """End the run; what is on its way arrives first."""
+        self.outer.close()
+
+
+def _copied(value: Any) -> Any:
+    """Copy tensors, so that what is kept has memory of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _average_within(inside, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the classes
+    """Average a bucket over the ranks of a worker; leave it as it is where that is one rank."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    if inside is None:
+        future.set_result(bucket.buffer())
+        return future
+    bucket.buffer().div_(dist.get_world_size(inside))
+    work = dist.all_reduce(bucket.buffer(), group=inside, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
