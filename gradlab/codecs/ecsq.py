@@ -49,7 +49,8 @@ from gradlab.layout import Layer
 _HEADER = struct.Struct("<f3bf")
 _SEED = struct.Struct("<q")  # of the dither, behind the header
 _CENTROIDS = struct.Struct("<3b")  # in the header
-_KEPT_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
+_FITTED_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
+_RUNNING_TABLES = Kept(FREQUENCIES, (torch.float64,), least=0, most=2.0**53)  # whole numbers; states are floating point
 _SAMPLE = 2**18  # values from which a first step is found
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
 _OCTAVES, _HALVINGS = 30, 14  # of the interval in which the first step is looked for: it is found to 0.002 octaves
@@ -213,7 +214,7 @@ class ECSQ(Compressor):
             return LevelTables(frequencies, np.stack(centroids))
         if self.settings.tables == "running":
             frequencies = [
-                state[key].cpu().numpy() if (key := f"{name}/tables") in state else nothing
+                state[key].cpu().numpy().astype(np.int64) if (key := f"{name}/tables") in state else nothing
                 for name, nothing in zip(names, nothing_known(len(names)), strict=True)
             ]
             return self._bare(running(frequencies, self.settings.dead_zone))
@@ -235,7 +236,7 @@ class ECSQ(Compressor):
         if self._known is None or self.settings.tables != "running":
             return {}
         after = advanced(self._known.frequencies, seen)
-        return {f"{name}/tables": torch.from_numpy(one) for name, one in zip(names, after, strict=True)}
+        return {f"{name}/tables": torch.from_numpy(one).double() for name, one in zip(names, after, strict=True)}
 
     def check(self, layers: Sequence[Layer]) -> None:
         if self.settings.tables != "fitted":
@@ -247,7 +248,7 @@ class ECSQ(Compressor):
                 f'ecsq: tables = "fitted", but {key} {found}: `gradlab fit ecsq TRACE --tables fitted` makes an '
                 "artifact with the tables of all layers"
             )
-        kept = {"tables": _KEPT_TABLES, "centroids": Kept((CLASSES,), (torch.int8,))}
+        kept = {"tables": _FITTED_TABLES, "centroids": Kept((CLASSES,), (torch.int8,))}
         for key in sorted(wanted):
             if problem := kept[key.rpartition("/")[2]].problem(self.learned[key]):
                 raise GradlabError(f"ecsq: {key} {problem}")
@@ -544,7 +545,7 @@ class ECSQ(Compressor):
         step = for_any(layers, "step", self.kept_by_messages)
         if self.settings.tables != "running":
             return step
-        return step | {f"{layer.name}/tables": _KEPT_TABLES for layer in layers}
+        return step | {f"{layer.name}/tables": _RUNNING_TABLES for layer in layers}
 
     @property
     def kept_by_messages(self) -> Kept:

@@ -28,7 +28,7 @@ from gradlab.ddp.agreement import Ranks
 from gradlab.layout import layers_of
 from gradlab.runtime import CompressionState, compression_hook
 from support.image_network import image_network
-from support.stacks import WRAPPINGS, Stack, valid_stacks
+from support.stacks import STATEFUL, WRAPPINGS, Stack, valid_stacks
 
 SAVED, END = 4, 8
 PLAIN = Stack("plain DDP", "none")
@@ -187,18 +187,21 @@ def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: 
 
 
 # Codecs with a state or shared draws, which are part of the selection with feedback.
-SELECTED = {"topk", "powersgd", "gradiveq", "lgc_ring", "clt_k", "qsgd", "random_k", "sign", "threshold"}
+SELECTED = {*STATEFUL, "topk", "powersgd", "gradiveq", "lgc_ring", "clt_k", "qsgd", "random_k", "sign", "threshold"}
 
 
 def selection(world_size: int) -> list[Stack]:
-    """Those codecs, and wrappings around one codec: of several wrappers, and at 2 ranks too those that are rescaled."""
+    """Those codecs, and wrappings around one codec: of several wrappers, and at 2 ranks too those that are rescaled.
+    And Dion, which goes around no other codec."""
     if world_size == 2:
         return [s for s in valid_stacks() if s.codec == "topk" and s.wrapping in RESCALED]
     around = {name for name, wraps in WRAPPINGS.items() if len(wraps) > 1} | set(RESCALED)
     return [
         s
         for s in valid_stacks()
-        if (s.wrapping == "feedback" and s.codec in SELECTED) or (s.codec == "topk" and s.wrapping in around)
+        if (s.wrapping == "feedback" and s.codec in SELECTED)
+        or (s.codec == "topk" and s.wrapping in around)
+        or s.wrapping == "Dion"
     ]
 
 

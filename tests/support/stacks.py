@@ -10,7 +10,7 @@ from gradlab import codecs, wrappers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Schedule, Wrap
-from support.contract import SETTINGS, learned
+from support.contract import SETTINGS, codec_of, learned
 
 # Outermost first. A new codec joins by itself; a new wrapper needs a line here (a test asks for it).
 WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
@@ -63,6 +63,7 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
         Wrap("error_feedback"),
         Wrap("two_way"),
     ),
+    "Dion": (Wrap("dion", {"rank_fraction": 0.1}),),
     "feedback over 1-bit Adam": (Wrap("error_feedback"), Wrap("onebit_adam")),
     "feedback over weight decay": (Wrap("error_feedback"), Wrap("weight_decay")),
     "feedback over local momentum": (Wrap("error_feedback"), Wrap("local_momentum")),
@@ -74,12 +75,13 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     "two-way over feedback": (Wrap("two_way"), Wrap("error_feedback")),
 }
 MINIMUM_NUMEL = 256
+STATEFUL = ("ecsq, running", "intsgd, running")  # settings by which a codec keeps what it does not by default
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A codec with its wrappers. refusal: what `Plan` says of it; empty if it is valid. gathered: whether the codec
-    gathers where its default would average in shards."""
+    """A codec, or one of the contract's cases, with its wrappers. refusal: what `Plan` says of it; empty if valid.
+    gathered: whether the codec gathers where its default would average in shards."""
 
     codec: str
     wrapping: str
@@ -110,21 +112,24 @@ class Stack:
             settings = {**settings, "training_steps": 5}  # saved while it learns; in other wrappings after that
         if self.gathered:
             settings = {**settings, "aggregation": "gather"}
-        groups = [Group(layer.name, (layer.name,), self.codec, settings, self.wrappers) for layer in chosen]
+        groups = [Group(layer.name, (layer.name,), codec_of(self.codec), settings, self.wrappers) for layer in chosen]
         for wrap in self.wrappers:
             if wrap.name == "momentum_correction":
                 momentum = Wrap("momentum", {k: v for k, v in wrap.settings.items() if k in ("momentum", "nesterov")})
                 rest = [layer for layer in layers if layer not in chosen]
                 groups += [Group(layer.name, (layer.name,), "identity", {}, (momentum,)) for layer in rest]
         kept: dict[str, Any] = {}
-        if codecs.get(self.codec).learns:
+        if codecs.get(codec_of(self.codec)).learns:
             kept = {layer.name: learned(self.codec, (layer,)) for layer in chosen}
         return Plan(tuple(layers), tuple(groups), Schedule(warmup_steps), seed, kept)
 
 
 def all_stacks() -> list[Stack]:
     """Every codec in every wrapping, with the refusal where there is one."""
-    return [_judged(Stack(codec, wrapping)) for codec in codecs.names() for wrapping in WRAPPINGS]
+    stateful = [Stack(case, "feedback") for case in STATEFUL]
+    return [
+        _judged(stack) for stack in [*(Stack(c, wrapping) for c in codecs.names() for wrapping in WRAPPINGS), *stateful]
+    ]
 
 
 def valid_stacks() -> list[Stack]:
