@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja')
 
-.PHONY: demo test explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz first-hour hashes install clean
+.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz first-hour hashes install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -16,6 +16,10 @@ PYTEST := $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdi
 
 test: install
 	mkdir -p $(WORK) && cd $(WORK) && $(PYTEST) $(CURDIR)/tests $(PYTEST_ARGS)
+
+# What `make test` leaves out, as another target holds it too, or it takes long for what it adds.
+thorough: install
+	mkdir -p $(WORK) && cd $(WORK) && $(PYTEST) -m thorough $(CURDIR)/tests $(PYTEST_ARGS)
 
 # The tests with other random examples each time, and three times as many.
 explore: install

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 # Tables of which no rows were kept. It may only fall.
 WITHOUT_ROWS = 0
@@ -18,6 +20,7 @@ def check(*pages: Path) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.thorough
 def test_every_figure_of_the_docs_is_in_the_rows_and_one_that_is_not_is_told(tmp_path: Path) -> None:
     """In one run, as most of its time goes into imports."""
     page = tmp_path / "page.md"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
+from gradlab.analysis.forecast.link import json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.plans import Forecast, forecast
 from gradlab.analysis.forecast.profile import NOT_MEASURED
@@ -61,6 +62,26 @@ class LocalSteps:
         """The least H whose step is at most 1.05 times computing alone."""
         return self._least(CLOSE * self.compute)
 
+    def least(self, waiting: float) -> int:
+        """The least H at which a worker waits at most this share of a step. waiting: from 0, below 1."""
+        return self._least(self.compute / (1 - waiting))
+
+    def waits(self, every: int) -> float:
+        """The share of a step in which a worker waits.
+
+        Args:
+            every: local steps between two outer steps, H; 0: gradients are exchanged in every step.
+
+        Returns:
+            From 0 to 1. Codec time counts as waiting.
+        """
+        return 1 - self.compute / (self.seconds(every) if every else self.compressed)
+
+    @property
+    def uncompressed(self) -> LocalSteps:
+        """The same where nothing is compressed."""
+        return replace(self, compressed=self.dense, exchange=self.dense_exchange)
+
     def _least(self, seconds: float) -> int:
         spare = seconds - self.compute
         return 1 if self.exchange <= spare else math.ceil(self.exchange / max(spare, 1e-12) * (1 - 1e-9))
@@ -71,7 +92,8 @@ class LocalSteps:
             {"local_steps": every, "seconds": self.seconds(every), "streaming": self.seconds(every, streaming=True)}
             for every in numbers
         ]
-        return {**asdict(self), "break_even": self.break_even, "close_to_computing_alone": self.close, "steps": steps}
+        times = {**asdict(self), "bits_per_second": json_rate(self.bits_per_second)}
+        return {**times, "break_even": self.break_even, "close_to_computing_alone": self.close, "steps": steps}
 
 
 def forecast_local_steps(
@@ -84,7 +106,7 @@ def forecast_local_steps(
     """Forecast steps between which only every H-th is followed by an exchange.
 
     Args:
-        plan: that the exchange goes through.
+        plan: that the exchange goes through. One that compresses nothing is plain averaging.
         network: of the forecast.
         synchronous: the forecast of steps that exchange their gradients, on the same network.
         calibration: of its links.
@@ -95,7 +117,7 @@ def forecast_local_steps(
     """
     codec = network.profile.codec
     alone = replace(network, profile=replace(NOT_MEASURED, codec=codec))
-    exchanges = forecast(plan, alone, calibration=calibration, progress=progress)
+    exchanges = forecast(plan, alone, calibration=calibration, progress=progress, uncompressed=True)
     return [
         LocalSteps(
             nodes,

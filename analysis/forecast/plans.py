@@ -171,23 +171,30 @@ def _no_faster_than_16_bits(pays: Sequence[tuple[int, Comparison]]) -> str:
 
 
 def forecast(
-    plan: Plan, network: Network, *, calibration: Calibration | None = None, progress: Progress | None = None
+    plan: Plan,
+    network: Network,
+    *,
+    calibration: Calibration | None = None,
+    progress: Progress | None = None,
+    uncompressed: bool = False,
 ) -> Forecast:
     """Forecast step times of a plan and of plain DDP.
 
     Args:
-        plan: at least one of its groups compresses.
+        plan: at least one of its groups compresses, unless `uncompressed`.
         network: the links and numbers of nodes to forecast for, and the measured times of a step.
         calibration: measured costs that take the place of the links' own.
         progress: called after each number of nodes.
+        uncompressed: whether a plan that compresses nothing is forecast too: as plain DDP, or in nodes of several
+            ranks as averages that take the plan's way.
 
     Returns:
         One forecast per number of nodes, on every link.
 
     Raises:
-        GradlabError: for a plan that compresses nothing.
+        GradlabError: for a plan that compresses nothing, if not `uncompressed`.
     """
-    if not plan.compressed_groups:
+    if not plan.compressed_groups and not uncompressed:
         raise GradlabError("this plan compresses nothing: its steps are those of plain DDP")
     if calibration is not None:
         network = replace(network, links=[calibration.applied(link) for link in network.links])
@@ -201,7 +208,7 @@ def forecast(
             nodes.append(_at(job.scaled(codec, engine), network))
             if progress:
                 progress("nodes", done + 1, len(network.nodes))
-    method = ", ".join(methods_of(plan.compressed_groups))
+    method = ", ".join(methods_of(plan.compressed_groups)) or "uncompressed"
     remarks = [*_remarks(plan, network), *_link_remarks(network, calibration)]
     return Forecast(method, network, tuple(nodes), tuple(remarks), calibration)
 
@@ -227,7 +234,7 @@ def _rank_buckets(
 
 def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tuple[float, float]:
     """Compute the factors from the times that codecs and engine take here to those that were measured."""
-    if profile.codec is None:
+    if profile.codec is None or not runs(profile.codec.world_size).plan.compressed_groups:
         return 1.0, 1.0
     timed = runs(profile.codec.world_size)
     here = make_job(timed.plan, timed, profile.compute_seconds, scan_seconds=scan)

@@ -73,7 +73,8 @@ def profile_of(
         The times, with their sources in words.
 
     Raises:
-        GradlabError: if no computing time is known, or the report is not one of a compressed run.
+        GradlabError: if no computing time is known, or the report is not one of a compressed run, or is one of
+            emulated workers.
     """
     report = _read(Path(run)) if run is not None else None
     codec = _codec_of_replay(artifact.provenance)
@@ -83,7 +84,7 @@ def profile_of(
         return Profile(compute_seconds, "as given", codec)
     if report is None:
         raise GradlabError(f"no computing time is known for this artifact: {_HOW}")
-    return Profile(_seconds(report, run, "compute"), f"the run {run}", codec)
+    return Profile(_computing(report, run), f"the run {run}", codec)
 
 
 def compute_seconds_of(run: str | os.PathLike[str]) -> float:
@@ -96,9 +97,9 @@ def compute_seconds_of(run: str | os.PathLike[str]) -> float:
         Seconds of a step without gradient exchange.
 
     Raises:
-        GradlabError: for a file that is not the report of a compressed run.
+        GradlabError: for a file that is not the report of a compressed run, or one of emulated workers.
     """
-    return _seconds(_read(Path(run)), run, "compute")
+    return _computing(_read(Path(run)), run)
 
 
 def _codec_of_replay(provenance: Mapping[str, Any]) -> CodecTime | None:
@@ -115,6 +116,14 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(report, dict):
         raise GradlabError(f"{path}: expected a run's report, a JSON object")
     return report
+
+
+def _computing(report: Mapping[str, Any], path: object) -> float:
+    if report.get("emulated"):
+        raise GradlabError(
+            f"{path}: its computing time is that of all emulated workers in turn; give --compute-seconds"
+        )
+    return _seconds(report, path, "compute")
 
 
 def _seconds(report: Mapping[str, Any], path: object, part: str) -> float:

@@ -8,7 +8,8 @@ noise of dense, and plain reduction in 16 bits, which loses next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -146,11 +147,24 @@ class Judged(Jsonable):
         return self.ended is not None and self.ended.within_noise
 
     @property
+    def standing(self) -> tuple[float, float]:
+        """What sorts plans, best first: the middle of what their like ended at, then the cosine; unknown ones last."""
+        if self.ended is None or self.cosine is None:
+            return math.inf, math.inf
+        return self.ended.middle, -self.cosine
+
+    @property
     def text(self) -> str:
         """In prose, after the plan's name."""
         if self.cosine is None or self.length is None:
             return "what its update keeps is not known"
         return judgement_text(self.cosine, self.length, self.memory)
+
+
+def caution_lines(judged: Iterable[Judged]) -> list[str]:
+    """Say once each what limits the replays: one sentence per limit."""
+    cautions = dict.fromkeys(one.caution for one in judged if one.caution)
+    return [f"Mind the recording: {line}." for line in cautions]
 
 
 @dataclass(frozen=True)
@@ -202,8 +216,7 @@ class SpeedForecast:
                 f"{_where(losing)} do not compress: no plan saves more than {format_percent(SPEED_NOISE, 0)} of a step"
             )
         text = "; ".join(parts) + "."
-        cautions = dict.fromkeys(one.caution for one in self.judged.values() if one.caution)
-        return " ".join([text[:1].upper() + text[1:], *(f"Mind the recording: {line}." for line in cautions)])
+        return " ".join([text[:1].upper() + text[1:], *caution_lines(self.judged.values())])
 
     def _paying(self, item: Configuration) -> str:
         """Name the fastest plan, the fastest whose like ended within noise of dense, and 16 bits."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.local_speed import forecast_local_speed
 from gradlab.analysis.forecast.speed import forecast_speed, usual_plans
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
@@ -206,6 +207,10 @@ def _of_plans(
     if replayed:
         measure = partial(forecast_speed, replayed, examination.replays, network, progress=progress)
         examination.speed = _attempt(examination, "No forecast", measure)
+    if examination.speed is not None:
+        examination.local_steps = forecast_local_speed(
+            replayed, examination.speed, trace.local_step_count, progress=progress
+        )
 
 
 def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]:

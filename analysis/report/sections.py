@@ -22,6 +22,7 @@ from gradlab.analysis.report.drawings import (
     slice_structure_drawings,
     spectrum_drawings,
 )
+from gradlab.analysis.report.local_steps import local_steps_section
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Drawing, Section, Table
 from gradlab.analysis.report.tables import (
@@ -38,6 +39,7 @@ from gradlab.analysis.report.verdict import (
     fit_verdict,
     ranking_line,
     replay_verdict,
+    speed_verdict,
 )
 from gradlab.formatting import (
     format_bytes,
@@ -100,10 +102,10 @@ def comparison_sections(
 def trace_sections(data: Json, look: Look = THOROUGH) -> list[Section]:
     """Make the pages of a recording.
 
-    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`. look: how many
-    figures there are.
+    data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`, "local_steps"
+    as a `LocalSpeed`. look: how many figures there are.
     """
-    makers = (_speed, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
+    makers = (_speed, local_steps_section, _replays, _between_nodes, _noise_scale, _limits, _within_node, _signs)
     sections = [section for make in makers if (section := make(data)) is not None]
     sections = [replace(section, drawings=section.drawings[: look.figures]) for section in sections]
     return [*sections, _all_layers(data), *_layers(data, look.layer_figures)]
@@ -145,7 +147,7 @@ def _speed(data: Json) -> Section | None:
         f"Where a plan's line is below that of {speed.network.dense} it saves time; grey: the links asked for.",
         partial(forecast_plot.plot_speed, speed),
     )
-    return Section("payoff", "Will compression pay?", speed.verdict, tables, [drawing])
+    return Section("payoff", "Will compression pay?", speed_verdict(data), tables, [drawing])
 
 
 def _judged_cells(judged: Judged | None) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.fit.gradiveq import GradiveqFit
+from gradlab.analysis.forecast.local_speed import LocalSpeed
 from gradlab.analysis.forecast.speed import SpeedForecast
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
@@ -63,6 +64,7 @@ class Examination:
     fit: a GradiVeQ fit on the trace.
     replays: plans replayed on the trace, by name.
     speed: forecasts of those plans on a network.
+    local_steps: the same where an exchange comes after several steps. None: not known, or not worth a word.
     measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
         sign_blocks. A part that is missing or None has no page.
     remarks: warnings, one line each.
@@ -73,6 +75,7 @@ class Examination:
     fit: GradiveqFit | None = None
     replays: dict[str, Replay] = field(default_factory=dict)
     speed: SpeedForecast | None = None
+    local_steps: LocalSpeed | None = None
     measured: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     look: Look = THOROUGH
@@ -121,6 +124,7 @@ def write_trace_report(
         "replays": replays,
         "ranking": plain(ranking_stability(judged)),
         "payoff": known.speed,
+        "local_steps": known.local_steps,
         **{name: dict(plain(part)) if part else None for name, part in known.measured.items()},
     }
     page = Page(

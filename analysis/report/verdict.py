@@ -120,7 +120,8 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
     fit, replays, speed = data["fit"], data["replays"], data.get("payoff")
     lines = []
     if speed is not None:
-        lines.append(speed.verdict)
+        local = data.get("local_steps")
+        lines.append(local.verdict if local is not None and local.recorded is not None else speed_verdict(data))
     elif fit is None and not replays:
         lines.append("A recording alone does not say that compression pays: fit a codec, or replay plans.")
     if fit is not None:
@@ -129,6 +130,23 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
         lines.append(replay_verdict(replays))
     lines.append(agreement_line(data["spectrum"]))
     return " ".join(line for line in lines if line)
+
+
+def speed_verdict(data: Mapping[str, Any]) -> str:
+    """Say which plan is fastest where, and where local steps are the next thing to try.
+
+    Args:
+        data: a trace report's, "payoff" as a `SpeedForecast`, "local_steps" as a `LocalSpeed`, or None.
+
+    Returns:
+        Sentences. Of recorded pseudo-gradients they say that an exchange in every step is meant.
+    """
+    text, local = data["payoff"].verdict, data.get("local_steps")
+    if local is None:
+        return str(text)
+    if local.recorded is None:
+        return f"{text} {local.verdict}"
+    return f"With an exchange in every step: {text[:1].lower()}{text[1:]}"
 
 
 def fit_verdict(measured: GradiveqMeasurement) -> str:

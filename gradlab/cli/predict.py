@@ -94,7 +94,7 @@ def predict(
 
     With --local-steps ranks exchange what H steps add up to, all layers at once while nothing is computed, or
     streaming, in fragments while they go on. From the break-even on such a step is no longer than one that exchanges
-    gradients.
+    gradients. With them a plan that compresses nothing is forecast too.
 
     With --convergence the losses of a recording are laid over predicted time: those of the same iterations, dense and
     compressed. What a lossy plan adds to the loss is not in them. Iterations in which a layer is dense or sampled count
@@ -138,7 +138,9 @@ def predict(
     node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
     network = Network(links, counts, profile, cores, bucket_cap_mb, node)
     with progress_bars() as progress:
-        result = forecast(loaded.plan, network, calibration=calibration, progress=progress)
+        result = forecast(
+            loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None
+        )
         local = None if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
     if out is not None:
         from gradlab.analysis.figures.forecast import plot_step_time

@@ -110,6 +110,10 @@ class Wrapper(Codec):
                     found |= kept_buffer(layer.name, what, layer.shape, kind)
         return found
 
+    @property
+    def needs_whole_layers(self) -> str:
+        return self.codec.needs_whole_layers
+
     def acts_when_dense(self, state: Tensors) -> bool:
         return bool(self.own_state(state)) or self.codec.acts_when_dense(self.inner_state(state))
 

@@ -48,7 +48,9 @@ def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
         message = (
             f"the plan makes gradients the updates of an optimizer ({plan.replaces_optimizer}), for {optimizer.name}"
         )
-        return Conflict(message, "train with torch.optim.SGD without momentum, at the same learning rate", False)
+        return Conflict(
+            message, "train with torch.optim.SGD without momentum, at that optimizer's learning rate", False
+        )
     return conflict_between(plan.applies_momentum, plan.applies_weight_decay, optimizer)
 
 

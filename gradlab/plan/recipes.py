@@ -84,6 +84,7 @@ METHODS: dict[str, Method] = {
     "PowerSGD": Method("powersgd", {}, (FEEDBACK,)),
     "1-bit Adam": Method("sign", {}, (Wrap("onebit_adam"), *KEPT_BOTH_WAYS), every_tensor=True),
     "0/1 Adam": Method("sign", {}, (ZERO_ONE, *KEPT_BOTH_WAYS), every_tensor=True),
+    "Dion": Method("identity", {}, (Wrap("dion"),), every_tensor=True),
     "NUQSGD": Method("nuqsgd"),
     "IntSGD": Method("intsgd", {"bits": 32, "scale": "running"}, every_tensor=True),
     "THC, uniform": Method("intsgd", {}, (Wrap("hadamard"),)),
@@ -131,9 +132,9 @@ def method_plan(
     Signs, 1-bit SGD, TernGrad, natural compression, DeMo and 1-bit Adam compress every tensor. The others compress the
     layers that their codec takes by default. A method with momentum needs SGD without momentum as the optimizer. So do
     DeMo, whose residual is its momentum, and 1-bit and 0/1 Adam, which are the optimizer: they want `warmup_steps` of
-    15 % of a run or more, and SGD at Adam's learning rate, with AdamW's weight decay. Under AdamW train a method
-    without momentum, with `step_size_ratio=None`. LoCo has a scale per 256 values; with scale=s it has the paper's
-    single s, which has to suit the gradients.
+    15 % of a run or more, and SGD at Adam's learning rate, with AdamW's weight decay. Dion is the optimizer too, at
+    learning rates of its own, such as 0.01. Under AdamW train a method without momentum, with `step_size_ratio=None`.
+    LoCo has a scale per 256 values; with scale=s it has the paper's single s, which has to suit the gradients.
 
     Args:
         model: the model, or its layers.

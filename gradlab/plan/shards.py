@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan.plan import Group, Plan
@@ -28,11 +27,10 @@ def shard_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]], units: Mapping
         The plan.
 
     Raises:
-        GradlabError: for a codec that needs whole layers, naming what it needs.
+        GradlabError: for a codec or a wrapper that needs whole layers, naming what it needs.
     """
     for group in plan.compressed_groups:
-        codec = innermost(plan.build(group))
-        if reason := codec.needs_whole_layers:
+        if reason := plan.build(group).needs_whole_layers:
             layer = next(one for one in plan.layers if one.name == group.layers[0])
             raise GradlabError(
                 f"group {group.name}: codec {group.codec} cannot work on shards, as {reason}; {layer.name} has the "

@@ -161,10 +161,17 @@ class Trace:
     def local_steps(self) -> str:
         """Say, in one phrase, that these are pseudo-gradients, and of how many local steps; empty if they are not."""
         told = self.metadata.get("local_steps")
-        if not isinstance(told, dict) or type(told.get("steps")) is not int:
+        if self.local_step_count is None or not isinstance(told, dict):
             return ""
         inner = f" of {told['optimizer']}" if isinstance(told.get("optimizer"), str) else ""
-        return f"pseudo-gradients: what {told['steps']} local steps{inner} add up to on each rank"
+        return f"pseudo-gradients: what {self.local_step_count} local steps{inner} add up to on each rank"
+
+    @property
+    def local_step_count(self) -> int | None:
+        """How many local steps a recorded pseudo-gradient adds up, H; None: gradients of single steps were recorded."""
+        told = self.metadata.get("local_steps")
+        steps = told.get("steps") if isinstance(told, dict) else None
+        return steps if type(steps) is int and 1 <= steps <= 10**9 else None
 
     @property
     def source(self) -> TraceSource:

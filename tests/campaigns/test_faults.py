@@ -6,9 +6,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from support.warm_python import python
 
 
+@pytest.mark.thorough
 def test_survivors_end_with_a_reason() -> None:
     """A rank is killed, stopped or has a defect in a codec, or is killed under FSDP2: faults.py says what is asked."""
     counts = {"--kills": 3, "--stops": 1, "--fsdp-kills": 1, "--fsdp-stops": 0}

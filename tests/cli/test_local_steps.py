@@ -58,7 +58,9 @@ def test_what_was_recorded_is_judged_and_trained_with(
     path, _ = recorded
     fit = ["fit", "uniform", path, "--codec", "topk", "--set", "density=0.1", "--out", tmp_path / "plan.safetensors"]
     assert gradlab(*fit)[0] == 0
-    code, text, err = gradlab(*SMALL, "--compress", tmp_path / "plan.safetensors", "--json")
+    code, text, err = gradlab(
+        *SMALL, "--compress", tmp_path / "plan.safetensors", "--out", tmp_path / "run.json", "--json"
+    )
     assert code == 0, err
     run = json.loads(text)
     code, text, err = gradlab("evaluate", path, tmp_path / "plan.safetensors", "--json")
@@ -68,6 +70,8 @@ def test_what_was_recorded_is_judged_and_trained_with(
     assert 0 < run["errors"]["relative"][0] < 1
     assert len(run["errors"]["steps"]) == 3
     assert "pseudo-gradients" in gradlab("trace", "info", path)[1]
+    code, _, err = gradlab("predict", tmp_path / "plan.safetensors", "--run", tmp_path / "run.json")
+    assert (code, "that of all emulated workers in turn; give --compute-seconds" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

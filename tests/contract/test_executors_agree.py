@@ -45,6 +45,7 @@ def test_nodes_do_what_lockstep_does_with_their_means(pool: ProcessPool, row: st
         ("powersgd", "feedback, step-size ratio"),
         ("sign", "two-way under feedback"),
         ("ecsq", "two-way under feedback"),
+        ("identity", "Dion"),
     ],
 )
 def test_the_inline_driver_does_what_lockstep_does(

@@ -21,7 +21,7 @@ from gradlab.coding.positions import index_bytes
 from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
 from support.contract import SETTINGS, STEADY, cases, codec_of, learned
-from support.laws import law
+from support.laws import draws_all, law
 
 SHAPES = {"a": (20, 24), "b": (70,)}
 LAYERS = [Layer(name, shape) for name, shape in SHAPES.items()]
@@ -133,7 +133,7 @@ def largest_t(codec: Codec, vector: torch.Tensor, draws: int = 300) -> float:
 @of_those(lambda codec: codec.guarantees(LAYERS).unbiased)
 def test_what_is_said_to_be_unbiased_is(name: str, settings: dict[str, Any]) -> None:
     codec = build(name, settings)
-    for kind in ("normal", "heavy"):
+    for kind in ("normal", "heavy") if draws_all() else ("heavy",):
         assert largest_t(codec, vector_of(kind, 3)) < LIMIT
 
 

@@ -13,9 +13,10 @@ EXACT = [(codec, wrapping) for codec, wrapping in STACKS if codec != "cast"]
 
 
 def spread(stacks: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """A codec of each kind of exchange with feedback, and every wrapping around one codec."""
+    """A codec of each kind of exchange with feedback, every wrapping around one codec, and Dion."""
     kinds = {"cast", "clt_k", "gradiveq", "identity", "powersgd", "qsgd", "sign", "threshold", "topk"}
-    return [(c, wrapping) for c, wrapping in stacks if c == "topk" or (wrapping == "feedback" and c in kinds)]
+    chosen = [(c, wrapping) for c, wrapping in stacks if c == "topk" or (wrapping == "feedback" and c in kinds)]
+    return [*chosen, ("identity", "Dion")]
 
 
 @pytest.mark.parametrize(("codec", "wrapping"), spread(STACKS))

@@ -13,8 +13,12 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
 
+def draws_all() -> bool:
+    """Whether everything is drawn, as `make explore` does, or a part."""
+    return settings.default is None or not settings.default.derandomize
+
+
 def law(*strategies: SearchStrategy[Any], examples: int = 100) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on values drawn from the strategies, `examples` times."""
-    fixed = settings.default is not None and settings.default.derandomize
-    count = -(-examples // 3) if fixed else examples
+    count = examples if draws_all() else -(-examples // 3)
     return lambda test: settings(max_examples=count, deadline=None)(given(*strategies)(test))

@@ -59,6 +59,7 @@ def _train(workload: datasets.Workload, data: datasets.Data, recipe: datasets.Re
     return model
 
 
+@pytest.mark.thorough
 def test_digits_train_to_95_percent_on_two_ranks() -> None:
     workload = datasets.get("digits")
     data = workload.load()

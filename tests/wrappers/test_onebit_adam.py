@@ -141,7 +141,7 @@ def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
     """Signs both ways with feedback, as in the papers, after a tenth of the run; without the mask they run away."""
     both_ways = (Wrap("error_feedback", {"step_size_ratio": False}), Wrap("two_way", {"step_size_ratio": False}))
     lost = {}
-    for mask in (True, False):
+    for mask in (True, False) if variance == "frozen" else (True,):
         plan = plan_of("sign", both_ways, warmup_steps=30, variance=variance, mask=mask)
         net, _ = train(plan, 4, 200 if mask else 60)
         lost[mask] = accuracy(net)

@@ -1,0 +1,216 @@
+"""Forecast local steps of several plans on one's own network: how many to take, and which plan to send them by.
+
+The plans are those of `gradlab.analysis.forecast.speed`, and so is the rule that chooses among them: any whose like all
+ended within noise of dense will do; without one, that whose like trained best. Uncompressed training always does. The
+fewest local steps are taken at which one of these waits for at most a tenth of a step, none if synchronous training
+does, and of those that then do, the plan is taken whose like trained best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradlab.analysis.forecast.link import json_rate, spell_rate
+from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
+from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
+from gradlab.formatting import format_percent, format_seconds
+from gradlab.plan import Plan
+from gradlab.progress import Progress
+
+NUMBERS = (1, 8, 30, 100)
+MOST_WAITING = 0.1  # of a step
+UNCOMPRESSED = "uncompressed"
+# Of docs/local-steps.md, "How training ends": H, and nats of validation loss above synchronous training, uncompressed.
+ENDED_ABOVE = {8: 0.02, 30: 0.11, 100: 0.17}
+
+
+@dataclass(frozen=True)
+class LocalConfiguration:
+    """All plans at one number of nodes on one link.
+
+    nodes: number of nodes.
+    bits_per_second: the link's speed.
+    plans: times by the plan's name, those of `UNCOMPRESSED` first.
+    plan: the name of the plan to take.
+    local_steps: how many to take between two exchanges, H; 0: none, as synchronous training waits little.
+    judged: what a replay says of the plan; None of `UNCOMPRESSED`.
+    """
+
+    nodes: int
+    bits_per_second: float
+    plans: Mapping[str, LocalSteps]
+    plan: str
+    local_steps: int
+    judged: Judged | None
+
+    @property
+    def where(self) -> str:
+        """Link speed and nodes in prose: "at 1 Gbit/s between 8 nodes"."""
+        return f"at {spell_rate(self.bits_per_second)} between {self.nodes} nodes"
+
+    @property
+    def advice(self) -> str:
+        """In prose, whether to take local steps here, how many, and with which plan."""
+        times, plan = self.plans[self.plan], UNCOMPRESSED if self.judged is None else f"with {self.plan}"
+        every_step, keeps = format_percent(times.waits(0), 0), "" if self.judged is None else f"; {self.judged.text}"
+        if not self.local_steps:
+            return (
+                f"{self.where} take no local steps: synchronous training, {plan}, waits {every_step} of a step{keeps}"
+            )
+        return (
+            f"{self.where} take H = {self.local_steps} local steps, {plan}: an exchange takes "
+            f"{format_seconds(times.exchange)}, and waiting is {format_percent(times.waits(self.local_steps), 0)} of a "
+            f"step, in place of {every_step} with an exchange in every step{keeps}"
+        )
+
+    def to_json(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Write the times of every plan, in seconds, and what to take, as plain JSON. numbers: of local steps, H."""
+        return {
+            "nodes": self.nodes,
+            "bits_per_second": json_rate(self.bits_per_second),
+            "plan": self.plan,
+            "local_steps": self.local_steps,
+            "plans": {
+                name: {**times.to_json(numbers), "least": times.least(MOST_WAITING)}
+                for name, times in self.plans.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class LocalSpeed:
+    """Local steps of several plans on one network.
+
+    recorded: local steps that a recorded pseudo-gradient adds up, H; None: gradients of single steps were recorded.
+    configurations: numbers of nodes with links. Of recorded gradients those alone on which every plan waits too long.
+    cautions: what limits the replays, a sentence each.
+    """
+
+    recorded: int | None
+    configurations: tuple[LocalConfiguration, ...]
+    cautions: tuple[str, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of local steps to show, ascending: `NUMBERS` and the recorded one."""
+        return tuple(sorted({*NUMBERS, *([self.recorded] if self.recorded else [])}))
+
+    @property
+    def verdict(self) -> str:
+        """How many local steps to take on each link, and with which plan."""
+        if self.recorded is None:
+            return self._next_thing
+        text = "; ".join(item.advice for item in self.configurations)
+        ended = ", ".join(f"{nats:.2f} with H = {every}" for every, nats in ENDED_ABOVE.items())
+        costs = (
+            f"Errors of plans are known at the recorded H = {self.recorded} alone, and every local step costs accuracy "
+            f"of its own: our trainings ended {ended} nats above synchronous ones (docs/local-steps.md)"
+        )
+        most = max(ENDED_ABOVE)
+        beyond = f"; more than {most} were not tried" if self._most > most else ""
+        return " ".join([f"{text[:1].upper()}{text[1:]}. {costs}{beyond}.", *self.cautions])
+
+    @property
+    def _most(self) -> int:
+        return max(item.local_steps for item in self.configurations)
+
+    @property
+    def _next_thing(self) -> str:
+        each = ", ".join(f"{item.where} from H = {item.local_steps} on ({item.plan})" for item in self.configurations)
+        return (
+            f"Where no plan brings waiting to {format_percent(MOST_WAITING, 0)} of a step, local steps are the next "
+            f"thing to try: by forecast they bring it there {each}. `gradlab train WORKLOAD --emulate N --local-steps "
+            "H --capture DIR` records their pseudo-gradients, on which plans lose another share than on these "
+            "gradients, and `OuterStep` trains so."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Write everything as plain JSON: times in seconds.
+
+        Returns:
+            Plain JSON.
+        """
+        return {
+            "recorded": self.recorded,
+            "numbers": list(self.numbers),
+            "most_waiting": MOST_WAITING,
+            "places": [item.to_json(self.numbers) for item in self.configurations],
+        }
+
+
+def forecast_local_speed(
+    plans: Mapping[str, Plan], speed: SpeedForecast, recorded: int | None, *, progress: Progress | None = None
+) -> LocalSpeed | None:
+    """Forecast local steps where they are worth a word.
+
+    Args:
+        plans: those of `speed`, by name.
+        speed: their synchronous steps.
+        recorded: local steps that a recorded pseudo-gradient adds up, H: all plans are forecast on all links. None:
+            gradients were recorded. The plans to choose from are forecast where no plan waits little.
+        progress: called after each plan.
+
+    Returns:
+        The forecasts. None: computing time is not known, or of gradients, some plan waits little on every link.
+    """
+    shown = [item for item in speed.configurations if recorded is not None or _all_wait(item, speed.compute_seconds)]
+    if speed.compute_seconds is None or not shown:
+        return None
+    chosen = acceptable(speed.judged)
+    names = list(speed.forecasts) if recorded is not None else chosen or list(speed.forecasts)[:1]
+    by_plan = {}
+    for done, name in enumerate(names):
+        synchronous = speed.forecasts[name]
+        by_plan[name] = forecast_local_steps(plans[name], synchronous.network, synchronous)
+        if progress:
+            progress("local steps", done + 1, len(names))
+    return LocalSpeed(
+        recorded,
+        tuple(
+            _configuration({name: times[index] for name, times in by_plan.items()}, chosen, speed.judged)
+            for index, item in enumerate(speed.configurations)
+            if item in shown
+        ),
+        tuple(caution_lines(speed.judged.values())),
+    )
+
+
+def _all_wait(item: Configuration, compute: float | None) -> bool:
+    """Whether on this link every synchronous step, in 32 or 16 bits or through a plan, waits too long."""
+    fastest = min(item.dense_seconds, item.half_seconds, *item.seconds.values())
+    return compute is not None and compute < (1 - MOST_WAITING) * fastest
+
+
+def acceptable(judged: Mapping[str, Judged]) -> list[str]:
+    """List the plans to choose from: those whose like all ended within noise of dense, else the best one known.
+
+    Args:
+        judged: what replays say of plans, by name.
+
+    Returns:
+        Names; none if no replay says anything.
+    """
+    close = [name for name, one in judged.items() if one.close]
+    known = [name for name, one in judged.items() if one.ended is not None]
+    return close or sorted(known, key=lambda name: judged[name].standing)[:1]
+
+
+def _configuration(
+    times: Mapping[str, LocalSteps], names: Iterable[str], judged: Mapping[str, Judged]
+) -> LocalConfiguration:
+    """Choose among `names` and uncompressed training: the fewest local steps, then the plan that stands best."""
+    first = next(iter(times.values()))
+    plans = {UNCOMPRESSED: first.uncompressed, **times}
+    fewest = {name: _fewest(plans[name]) for name in (UNCOMPRESSED, *names)}
+    least = min(fewest.values())
+    standing = {name: judged[name].standing if name in judged else (-math.inf, 0.0) for name in fewest}
+    plan = min((name for name in fewest if fewest[name] == least), key=lambda name: standing[name])
+    return LocalConfiguration(first.nodes, first.bits_per_second, plans, plan, least, judged.get(plan))
+
+
+def _fewest(times: LocalSteps) -> int:
+    """The fewest local steps at which waiting is short; 0: it is so in synchronous training."""
+    return 0 if times.waits(0) <= MOST_WAITING else times.least(MOST_WAITING)

@@ -1,0 +1,275 @@
+"""Dion: momentum whose orthonormalized low-rank part is the update, and of which only two thin factors travel.
+
+K. Ahn, B. Xu, N. Abreu, Y. Fan, G. Magakyan, P. Sharma, Z. Zhan, J. Langford, "Dion: Distributed orthonormalized
+updates", arXiv:2504.05295, 2025, Algorithm 1, with the decoupled momenta of its data-parallel form. Layers that are no
+weight matrices have Lion's update, as there: X. Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS
+2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec.kept import Kept
+from gradlab.codec.settings import setting
+from gradlab.codec.wrapper import Wrapper, deal, state_names
+from gradlab.codecs.identity import Identity
+from gradlab.codecs.powersgd import multiplied, orthogonalized
+from gradlab.collectives import Coroutine, Mean
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, matrices
+from gradlab.roles import STACKS, TRANSPOSED
+
+_ROUNDING = 64  # machine epsilons: rows of R^T below so many of the largest row's values are rounding errors
+
+
+class Dion(Wrapper):
+    """sqrt(m / n) P Q^T of weight matrices with m outputs and n inputs, which SGD without momentum applies.
+
+    Rank i keeps a momentum M_i of its own. With gradient G_i and B_i = M_i + G_i (Algorithm 1, between ranks):
+
+        P = mean(B_i Q), its columns orthonormalized        (m, r), Q of the last iteration, at first Gaussian
+        R = mean(B_i^T P)                                   (n, r)
+        M_i = B_i - (1 - mu) P R^T                          error feedback and momentum in one
+        Q = R, its columns scaled to length 1               (n, r)
+
+    The mean of the M_i is the momentum of the algorithm on one rank, and P, R and Q are that one's, to rounding. A rank
+    sends r (m + n) values in place of m n. Where these are not fewer, and in iterations that the schedule leaves dense,
+    B_i travels whole, and all ranks go on with the same M. A convolution is a matrix with a row per filter. Each expert
+    of a stack is a matrix of its own. Columns of R that are rounding errors beside the others add nothing to the
+    update, and their columns of Q stay.
+
+    Other layers (biases, norms, embeddings) have Lion's update: the sign of beta1 m + (1 - beta1) g, with g the mean
+    gradient, which travels uncompressed, and beta2 m + (1 - beta2) g as the next m. The paper trains a language model's
+    output layer like that too, at the learning rate divided by sqrt(n). Nothing tells that layer from other matrices:
+    here it is one.
+
+    The paper claims the benefits of orthonormalized updates for language models of 160 million to 3 billion parameters,
+    with shares of r that may be the smaller the larger the model is: 1/4 is close to full rank at 3 billion, by the
+    published code's notes. It belongs under torch.optim.SGD without momentum, whose weight decay is then the paper's,
+    and is refused under others. Learning rates are its own, such as 0.01, one for all shapes. What backward leaves are
+    updates: do not clip their norm.
+
+    Raises:
+        GradlabError: around any codec but identity, or around identity's ring.
+    """
+
+    name = "dion"
+    keys = ("velocity", "q", "moment")
+    keeps_residual = True
+    applies_momentum = True
+    before_compression = True
+    replaces_optimizer = True
+    changes_mean = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        rank_fraction: float = setting(
+            0.25, above=0, most=1, unit="share of min(m, n)", symbol="r / min(m, n)", help="of columns of P and Q"
+        )
+        momentum: float = setting(0.95, least=0, below=1, symbol="mu", help="share of P R^T that stays in M")
+        lion_beta1: float = setting(0.95, least=0, below=1, help="Lion: weight of m in what the sign is taken of")
+        lion_beta2: float = setting(0.98, least=0, below=1, help="Lion: weight of the last m in the next")
+
+    def __init__(self, codec: Codec, settings: Any = None) -> None:
+        super().__init__(codec, settings)
+        if not isinstance(codec, Identity) or codec.settings.ring:
+            raise GradlabError(
+                f"wrapper dion around {codec.name}: it sends factors of its own, so that there is nothing left for a "
+                "codec; put it around identity, without a ring"
+            )
+
+    @property
+    def needs_whole_layers(self) -> str:
+        """Say that an orthonormalized shard is no shard of the orthonormalized matrix."""
+        return "its wrapper dion orthonormalizes whole matrices"
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return (yield from self._step(grads, state, context, compressing=True))
+
+    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return (yield from self._step(grads, state, context, compressing=False))
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return True
+
+    # Factors are kept as rows, P^T (r, m) and Q^T (r, n), those of an expert stack as (B, r, m) and (B, r, n). Of a
+    # layer whose inputs come before its outputs P is the inputs' factor.
+
+    def _step(self, grads: Tensors, state: Tensors, context: Context, compressing: bool) -> Coroutine[Exchanged]:
+        seen = self._matrices(self.codec.layers_of(grads))
+        inputs = {name: _with_momentum(grad, state.get(f"{name}/velocity")) for name, grad in grads.items()}
+        given = {name: value.view(seen[name].shape) if name in seen else value for name, value in inputs.items()}
+        thin = {name: given[name] for name, one in seen.items() if compressing and one.compresses}
+        whole = {name: value for name, value in given.items() if name not in thin}
+        start = {name: self._start(name, one, given[name], state, context) for name, one in seen.items()}
+        left, right, means = yield from _power_iteration(start, thin, whole, context)
+
+        def updated() -> tuple[Tensors, Tensors]:
+            """Compute what all ranks know: the updates, and the state that they share."""
+            updates: Tensors = {}
+            shared: Tensors = {}
+            for name, one in seen.items():
+                units = unit_rows(right[name])
+                updates[name] = (left[name].mT @ units).mul_(one.scale).view(grads[name].shape)
+                shared[f"{name}/q"] = torch.where(units.any(-1, keepdim=True), units, start[name])
+            for name in (name for name in grads if name not in seen):
+                updates[name], shared[f"{name}/moment"] = self._lion(means[name], state.get(f"{name}/moment"))
+            return {name: updates[name] for name in grads}, shared
+
+        def own() -> Tensors:
+            projected = {name: left[name].mT @ (left[name] @ matrix) for name, matrix in thin.items()}
+            return {name: projected.get(name, inputs[name]).view(grad.shape) for name, grad in grads.items()}
+
+        updates, shared = context.alike(updated)
+        for name in seen:
+            before = thin[name] if name in thin else means[name]
+            momentum = self._momentum_after(before, left[name], right[name], context)
+            shared = {**shared, f"{name}/velocity": momentum.view(grads[name].shape)}
+        return Exchanged(updates, Deferred(grads, own), shared, compressor_input=inputs)
+
+    def _momentum_after(
+        self, before: torch.Tensor, left: torch.Tensor, right: torch.Tensor, context: Context
+    ) -> torch.Tensor:
+        """Compute M = B - (1 - mu) P R^T."""
+        less_product = torch.addmm if before.ndim == 2 else torch.baddbmm
+        alpha, out = self.settings.momentum - 1, context.workspace.empty_like(before)
+        return less_product(before, left.mT, right, alpha=alpha, out=out)
+
+    def _lion(self, mean: torch.Tensor, moment: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute Lion's update, and the next m."""
+        moment = torch.zeros_like(mean) if moment is None else moment
+        leaning = moment.lerp(mean, 1 - self.settings.lion_beta1)
+        # The product is zero, but NaN where there is no finite number, whose sign would hide that.
+        return leaning.sign() + leaning * 0, moment.lerp(mean, 1 - self.settings.lion_beta2)
+
+    def _start(self, name: str, one: _Matrices, like: torch.Tensor, state: Tensors, context: Context) -> torch.Tensor:
+        """Return the last Q^T, or Gaussian values that all ranks draw alike."""
+        if (key := f"{name}/q") in state:
+            return state[key].to(like.dtype)
+        generator = context.shared_generator(name, every_iteration=False)
+        return torch.randn(one.of_right, generator=generator, dtype=like.dtype).to(like.device)
+
+    def _matrices(self, layers: Iterable[Layer]) -> dict[str, _Matrices]:
+        """Describe, by name, the layers that are weight matrices."""
+        found = {}
+        for layer in layers:
+            if len(layer.shape) > 1 and layer.numel and layer.role != "embedding":
+                found[layer.name] = _Matrices.of(layer, self.settings.rank_fraction)
+        return found
+
+    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+        seen, found = self._matrices(layers), dict[str, Kept]()
+        for layer in layers:
+            found[f"{layer.name}/{'velocity' if layer.name in seen else 'moment'}"] = Kept(layer.shape)
+        return found | {f"{name}/q": Kept(one.of_right) for name, one in seen.items()}
+
+    def missing(self, state: Tensors) -> str | None:
+        """Name the Q that is missing beside a momentum. Without a momentum it starts from zero."""
+        momenta = (name for name, what in state_names(self.own_state(state)) if what == "velocity")
+        return next((key for name in momenta if (key := f"{name}/q") not in state), super().missing(state))
+
+    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+        """Deal the momenta out. All else is the same on all ranks."""
+        shared = {key: tensor for key, tensor in own[0].items() if not key.endswith("/velocity")}
+        dealt = {
+            key: deal([one[key] for one in own], rank, world_size, residuals) for key in own[0].keys() - shared.keys()
+        }
+        return shared | {key: tensor for key, tensor in dealt.items() if tensor is not None}
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        seen = self._matrices(layers)
+        return 4 * sum(seen[layer.name].sent if layer.name in seen else layer.numel for layer in layers)
+
+    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
+        return self.payload_bytes(layers, world_size)
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """A layer, seen as matrices that each have factors of r columns.
+
+    shape: (rows, columns), or of an expert stack (B, rows, columns).
+    rank: r.
+    scale: square root of outputs over inputs.
+    """
+
+    shape: tuple[int, ...]
+    rank: int
+    scale: float
+
+    @classmethod
+    def of(cls, layer: Layer, rank_fraction: float) -> _Matrices:
+        count, rows, columns = matrices(layer)
+        batch = (count,) if layer.role in STACKS and len(layer.shape) > 2 else ()
+        rank = math.ceil(rank_fraction * min(rows, columns) - 1e-9)  # 0.1 * 30 is a little more than 3
+        ratio = columns / rows if layer.role in TRANSPOSED else rows / columns
+        return cls((*batch, rows, columns), max(1, rank), math.sqrt(ratio))
+
+    @property
+    def of_right(self) -> tuple[int, ...]:
+        """The shape of R^T and Q^T."""
+        return (*self.shape[:-2], self.rank, self.shape[-1])
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the factors have fewer values than the matrix."""
+        return self.rank * sum(self.shape[-2:]) < math.prod(self.shape[-2:])
+
+    @property
+    def sent(self) -> int:
+        """How many values a rank sends of the layer."""
+        of_factors = math.prod(self.shape[:-2]) * self.rank * sum(self.shape[-2:])
+        return of_factors if self.compresses else math.prod(self.shape)
+
+
+def unit_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Scale rows (..., r, n) to length 1. Those that are rounding errors beside the largest one become zero."""
+    largest = rows.abs().amax(-1, keepdim=True)
+    most = largest.amax(-2, keepdim=True)
+    negligible = largest <= _ROUNDING * torch.finfo(rows.dtype).eps * most  # False of NaN, which stays
+    scaled = (rows / largest.masked_fill(negligible, 1.0)).masked_fill_(negligible, 0.0)  # squares do not overflow
+    return scaled / scaled.norm(dim=-1, keepdim=True).masked_fill_(negligible, 1.0)
+
+
+def _power_iteration(
+    start: Tensors, thin: Tensors, whole: Tensors, context: Context
+) -> Coroutine[tuple[Tensors, Tensors, Tensors]]:
+    """Take one step of power iteration on the mean of matrices over ranks.
+
+    Args:
+        start: Q^T by layer, for every matrix.
+        thin: the matrices of which factors travel.
+        whole: the other matrices, and what else is to be averaged.
+        context: of the exchange.
+
+    Returns:
+        P^T and R^T by layer, and the means of `whole`.
+    """
+    left = multiplied(_of(thin, start), _turned(thin))
+    answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *whole.values()))
+    of_left, means = dict(zip(left, answers, strict=False)), dict(zip(whole, answers[len(left) :], strict=True))
+    known = {name: mean for name, mean in means.items() if name in start}
+    basis = context.alike(lambda: orthogonalized({**of_left, **multiplied(_of(known, start), _turned(known))}))
+    right = multiplied(_of(thin, basis), thin)
+    answers = (yield tuple(Mean(tensor) for tensor in right.values())) if right else ()
+    of_right = dict(zip(right, answers, strict=True))
+    return basis, context.alike(lambda: {**of_right, **multiplied(_of(known, basis), known)}), means
+
+
+def _with_momentum(grad: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
+    return grad if momentum is None else grad + momentum
+
+
+def _of(names: Iterable[str], tensors: Tensors) -> Tensors:
+    return {name: tensors[name] for name in names}
+
+
+def _turned(tensors: Tensors) -> Tensors:
+    return {name: matrix.mT for name, matrix in tensors.items()}
