@@ -140,9 +140,9 @@ def _gradients_exchanged(worker: Worker, plan: Plan, workload: Any, recipe: Any,
     return payload
 
 
-def table(rows: list[Row]) -> None:
-    """Print validation losses by way and H, bytes, and times."""
-    print(f"| way | H | validation loss | bytes per step | {' | '.join(f'{rate}, ms a step' for rate in RATES)} |")
+def table(rows: list[Row], score: str) -> None:
+    """Print scores by way and H, bytes, and times. score: what it is."""
+    print(f"| way | H | {score} | bytes per step | {' | '.join(f'{rate}, ms a step' for rate in RATES)} |")
     print("|---" * (4 + len(RATES)) + "|")
     keys = dict.fromkeys((row["way"], row["every"]) for row in rows)
     for way, every in keys:
@@ -191,7 +191,8 @@ def main() -> None:
                     key |= {} if options.task == "text_chars" else {"task": options.task}
                     if not has(read(options.rows), key):
                         add(options.rows, key | trained(way, every, seed, options))
-    table([row for row in read(options.rows) if row.get("task", "text_chars") == options.task])
+    rows = [row for row in read(options.rows) if row.get("task", "text_chars") == options.task]
+    table(rows, "validation loss" if options.task == "text_chars" else "accuracy")
 
 
 if __name__ == "__main__":
