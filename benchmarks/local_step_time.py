@@ -1,13 +1,14 @@
 """Time of a local step on limited links, beside steps that exchange gradients, and beside the forecast.
 
     python benchmarks/local_step_time.py --netbench FOLDER --rows ROWS.jsonl [--rates 20mbit 100mbit] [--ways diloco]
+        [--ranks 4]
     python benchmarks/local_step_time.py --rows ROWS.jsonl --table
 
-FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters), 4 ranks on this machine's cores. Every
-way has a run of its own, and is timed over two whole rounds of H = 30 steps, outer steps included, by rank 0 between
-the ends of optimizer steps: workers wait for each other in every round. Just before, as many steps of the same model
-without any exchange are timed alike. The forecast is `forecast_local_steps`'s, of the step without exchange, and, for
-ways that exchange gradients, `forecast`'s. It needs root.
+FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters), 4 ranks on this machine's cores, or as
+many as are asked for. Every way has a run of its own, and is timed over two whole rounds of H = 30 steps, outer steps
+included, by rank 0 between the ends of optimizer steps: workers wait for each other in every round. Just before, as
+many steps of the same model without any exchange are timed alike. The forecast is `forecast_local_steps`'s, of the step
+without exchange, and, for ways that exchange gradients, `forecast`'s. It needs root.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from rows import Row, add, has, read
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-EVERY, RANKS = 30, 4
+EVERY = 30
 FIRST, LAST = EVERY, 3 * EVERY  # optimizer steps between whose ends is timed
 STREAMING = {"fragments": 3, "delay": 5}
 INT4: Mapping[str, Any] = {"codec": "block_scaled", "dtype": "int4"}
@@ -94,9 +95,9 @@ def _no_exchange(bucket: Any) -> torch.futures.Future[torch.Tensor]:
 globals().update({name: _way(name) for name in WAYS})
 
 
-def run(folder: Path, rate: str, hooks: list[str], steps: int, environment: Mapping[str, str]) -> list[Row]:
+def run(folder: Path, rate: str, ranks: int, hooks: list[str], steps: int, environment: Mapping[str, str]) -> list[Row]:
     """Run some ways over a link of this rate."""
-    command = ["bash", str(folder / "run.sh"), "--ranks", str(RANKS), "--rate", rate, "--model", "transformer"]
+    command = ["bash", str(folder / "run.sh"), "--ranks", str(ranks), "--rate", rate, "--model", "transformer"]
     command += ["--steps", str(steps), "--rounds", "1", "--timeout", "900"]
     for hook in hooks:
         command += ["--hook" if ":" not in hook else "--hook-from", hook]
@@ -113,28 +114,29 @@ def run(folder: Path, rate: str, hooks: list[str], steps: int, environment: Mapp
 
 def measured(options: argparse.Namespace) -> None:
     """Measure every way at every rate, and keep the rows."""
+    ranks = options.ranks
     for rate in options.rates:
-        if not has(read(options.rows), {"rate": rate, "way": next(iter(HOOKS))}):
-            for title, row in zip(HOOKS, run(options.netbench, rate, [",".join(HOOKS.values())], 3, {}), strict=True):
+        place = {"rate": rate, "ranks": ranks}
+        if not has(read(options.rows), {**place, "way": next(iter(HOOKS))}):
+            plain = run(options.netbench, rate, ranks, [",".join(HOOKS.values())], 3, {})
+            for title, row in zip(HOOKS, plain, strict=True):
                 told = {"seconds": row["step_s"], "alone": row["compute_s"], "sent": row["tx_bytes"]}
-                add(
-                    options.rows,
-                    {"rate": rate, "way": title, **told, "forecast": predicted(rate, told["alone"])[title]},
-                )
+                expected = predicted(rate, ranks, told["alone"])[title]
+                add(options.rows, {**place, "way": title, **told, "forecast": expected})
         for way in options.ways:
             kept = options.rows.with_suffix(".part")
             hook = f"{Path(__file__).stem}:{way}"
             # The hook without an exchange comes first.
-            rows = run(options.netbench, rate, ["noop", hook], LAST, {"LOCAL_STEP_ROW": str(kept.resolve())})
+            rows = run(options.netbench, rate, ranks, ["noop", hook], LAST, {"LOCAL_STEP_ROW": str(kept.resolve())})
             [told] = [one for one in rows if one["hook"] == hook]
             if "error" in told:
                 raise SystemExit(f"{way}: {told['error']}")
-            row = {"rate": rate, "way": way, **json.loads(kept.read_text()), "sent": told["tx_bytes"]}
-            add(options.rows, row | {"forecast": predicted(rate, row["alone"])[way]})
+            row = {**place, "way": way, **json.loads(kept.read_text()), "sent": told["tx_bytes"]}
+            add(options.rows, row | {"forecast": predicted(rate, ranks, row["alone"])[way]})
             kept.unlink()
 
 
-def predicted(rate: str, alone: float) -> dict[str, float]:
+def predicted(rate: str, ranks: int, alone: float) -> dict[str, float]:
     """The forecast time of every way's step, in seconds."""
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
@@ -144,7 +146,7 @@ def predicted(rate: str, alone: float) -> dict[str, float]:
     from gradlab.plan import Plan
 
     layers = layers_of(_transformer())
-    network = Network([Link(parse_bandwidth(rate), 1e-4, 0.06)], (RANKS,), Profile(alone, "measured"), cores=0.5)
+    network = Network([Link(parse_bandwidth(rate), 1e-4, 0.06)], (ranks,), Profile(alone, "measured"), cores=2 / ranks)
     plan = Plan.uniform(layers, **INT4)
     [local] = forecast_local_steps(plan, network, forecast(plan, network))
     expected = {"plain DDP": local.dense}
@@ -166,10 +168,17 @@ def _transformer() -> torch.nn.Module:
 
 
 def table(rows: list[Row]) -> None:
-    """Print a table for each rate: times over computing alone, and the forecast over what was measured."""
-    for rate in dict.fromkeys(row["rate"] for row in rows):
-        here = {row["way"]: row for row in rows if row["rate"] == rate}
-        titles = (rate, "a step, s", "over computing alone", "forecast, s", "forecast over measured", "MB a step")
+    """Print a table for each rate and number of ranks: times over computing alone, and the forecast over them."""
+    for rate, ranks in dict.fromkeys((row["rate"], row.get("ranks", 4)) for row in rows):
+        here = {row["way"]: row for row in rows if (row["rate"], row.get("ranks", 4)) == (rate, ranks)}
+        titles = (
+            f"{rate}, {ranks} ranks",
+            "a step, s",
+            "over computing alone",
+            "forecast, s",
+            "forecast over measured",
+            "MB a step",
+        )
         print(f"\n| {' | '.join(titles)} |")
         print("|---" * len(titles) + "|")
         for way, row in here.items():
@@ -185,6 +194,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:

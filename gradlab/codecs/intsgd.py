@@ -66,8 +66,11 @@ class IntSGD(Codec):
         eps: float = setting(1e-8, above=0, help="running: keeps alpha finite where gradients vanish")
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        exact = self.settings.scale == "largest"
-        return Guarantees(unbiased=self.settings.random and exact, homogeneous=exact)
+        """Bound the error of a rank whose largest magnitude is that of all, on as many ranks as 8 bits hold."""
+        exact = not self._runs
+        if not (exact and self.settings.random):
+            return Guarantees(homogeneous=exact)
+        return Guarantees(unbiased=True, omega=max([1, *(layer.numel for layer in layers)]) / 4, homogeneous=True)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         keys = {name: f"{name}/energy" for name in grads}

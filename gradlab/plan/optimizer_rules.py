@@ -51,6 +51,9 @@ def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
         return Conflict(
             message, "train with torch.optim.SGD without momentum, at that optimizer's learning rate", False
         )
+    if plan.residual_is_momentum and (setting := optimizer.momentum) and not optimizer.adaptive:
+        message = f"the plan's residual is a momentum (error_feedback, carried) and the optimizer has {setting}"
+        return Conflict(message, "set the optimizer's to 0", True)
     return conflict_between(plan.applies_momentum, plan.applies_weight_decay, optimizer)
 
 

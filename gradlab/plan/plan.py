@@ -354,6 +354,12 @@ class Plan:
         return next((name for name in self._wrappers() if wrapper_registry.get(name).replaces_optimizer), None)
 
     @property
+    def residual_is_momentum(self) -> bool:
+        """Whether a residual fades, so that it is a momentum (`error_feedback` with `carried` below 1)."""
+        wraps = (wrap for group in self.groups for wrap in group.wrappers)
+        return any(wrap.name == "error_feedback" and wrap.settings.get("carried", 1.0) < 1 for wrap in wraps)
+
+    @property
     def applies_weight_decay(self) -> bool:
         """Whether a wrapper applies weight decay, which the optimizer must then not do."""
         return any(wrapper_registry.get(name).applies_weight_decay for name in self._wrappers())

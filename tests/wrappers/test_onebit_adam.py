@@ -171,6 +171,19 @@ def test_it_is_the_optimizer_and_no_other_may_be() -> None:
     assert conflict_of(plan, bare) is None
 
 
+def test_a_residual_that_is_a_momentum_goes_under_none() -> None:
+    """SparseLoCo and DeMo: their residual fades, and is their momentum."""
+    parameters = list(model().parameters())
+    for name in ("SparseLoCo", "DeMo"):
+        plan = method_plan(model(), name, **({"minimum_numel": 1} if name == "SparseLoCo" else {}))
+        doubled = describe_optimizer(torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True))
+        bare = describe_optimizer(torch.optim.SGD(parameters, lr=1.0))
+        assert doubled is not None
+        assert bare is not None
+        assert "residual is a momentum" in str(conflict_of(plan, doubled))
+        assert conflict_of(plan, bare) is None
+
+
 def test_small_layers_that_are_not_compressed_are_adams_too() -> None:
     plan = Plan.uniform(layers_of(model()), "topk", wrappers=[Wrap("onebit_adam"), Wrap("error_feedback")])
     of_rest = [group for group in plan.groups if group.codec == "identity"]

@@ -31,6 +31,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import named_layers
 from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.progress import Progress
 from gradlab.runtime.engine.statistics import StepRecord
 
@@ -110,6 +111,9 @@ def emulate_local_steps(settings: TrainSettings, progress: Progress | None = Non
     model = workload.model(settings.seed)  # of the common parameters
     outer = settings.outer_optimizer(model.parameters())
     plan = Artifact.load(settings.artifact).plan if settings.artifact else None
+    described = describe_optimizer(outer)
+    if plan is not None and described is not None and (conflict := conflict_of(plan, described)):
+        raise GradlabError(f"outer optimizer: {conflict} (--outer-momentum 0)")
     with _recording(settings, workload, recipe, data, model, outer) as nodes:
         if nodes is not None:
             combine = _recorder(nodes, model)

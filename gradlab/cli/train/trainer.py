@@ -124,7 +124,7 @@ def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
         return replace(recipe, optimizer="sgd", momentum=0.0, nesterov=False, clip_norm=None)
     if recipe.optimizer != "sgd":  # its momentum is no setting that a plan's replaces: refused if both apply it
         return recipe
-    if plan.applies_momentum:
+    if plan.applies_momentum or plan.residual_is_momentum:
         recipe = replace(recipe, momentum=0.0, nesterov=False)
     return replace(recipe, weight_decay=0.0) if plan.applies_weight_decay else recipe
 
