@@ -12,6 +12,7 @@ from gradlab import wrappers
 from support.stacks import WRAPPINGS, all_stacks
 
 
+@pytest.mark.thorough
 def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     """A selection of what `python tests/campaigns/resume.py` runs for every stack, there at 2 and 4 ranks: bit for bit
     in deterministic mode, through DDP's bucket rebuild, with optimizer and schedule; and what is owed to the model

@@ -244,6 +244,7 @@ def test_state_survives_save_and_load(pool: ProcessPool, codec: str) -> None:
         assert len(result["refused"]) == 5
 
 
+@pytest.mark.thorough
 def test_script_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
     script = tmp_path / "forgetful.py"
     script.write_text(
