@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
-from gradlab.runtime.outer.step import OuterStep
+from gradlab.runtime.outer.step import OuterStep, copied
 
 
 class LocalSteps:
@@ -70,7 +70,7 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Collect what this rank needs to go on: the outer step, its model and its optimizer."""
         own = {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
-        return checkpoint.sealed({**self._place, **_copied(own), "outer": self.outer.state_dict()})
+        return checkpoint.sealed({**self._place, **copied(own), "outer": self.outer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of this rank and as many ranks.
@@ -110,15 +110,6 @@ class LocalSteps:
     def close(self) -> None:
         """End the run; what is on its way arrives first."""
         self.outer.close()
-
-
-def _copied(value: Any) -> Any:
-    """Copy tensors, so that what is kept has memory of its own."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _average_within(inside, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the classes

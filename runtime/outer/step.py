@@ -318,10 +318,10 @@ class OuterStep:
         return {
             "steps": fragment.steps,
             "parameters": {name: one.detach().clone() for name, one in fragment.parameters.items()},
-            "optimizer": _copied(fragment.optimizer.state_dict()),
+            "optimizer": copied(fragment.optimizer.state_dict()),
             "exchange": None if fragment.exchange is None else fragment.exchange.state_dict(),
             "lands": fragment.lands,
-            "flight": None if flight is None else {"finite": flight.finite, "means": _copied(flight.means)},
+            "flight": None if flight is None else {"finite": flight.finite, "means": copied(flight.means)},
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -394,7 +394,7 @@ class OuterStep:
             if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
                 raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
             common.copy_(kept)
-        fragment.optimizer.load_state_dict(_copied(saved["optimizer"]))
+        fragment.optimizer.load_state_dict(copied(saved["optimizer"]))
         fragment.steps, fragment.lands, flight = saved["steps"], saved["lands"], saved["flight"]
         device = self._device.device
         fragment.flight = None
@@ -462,13 +462,13 @@ def _arrived(arrival: Arrival) -> Future[Arrival]:
     return future
 
 
-def _copied(value: Any) -> Any:
-    """Copy plain values and tensors."""
+def copied(value: Any) -> Any:
+    """Copy plain values and tensors, so that what is kept has memory of its own."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: copied(one) for key, one in value.items()}
+    return [copied(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _end(thread: ThreadPoolExecutor | None, fragments: Iterable[Fragment], workers: Workers) -> None:

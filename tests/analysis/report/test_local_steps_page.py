@@ -67,11 +67,11 @@ def test_numbers_are_those_of_the_forecast(pseudo: tuple[Examination, dict[str, 
         one, expected = slow[name], direct.to_json(written["numbers"])
         # Scans and shares of codec time are timed anew; on this link they are next to nothing.
         for key in ("compute", "dense", "compressed", "exchange", "dense_exchange"):
-            assert one[key] == pytest.approx(expected[key], rel=0.2)
-        assert one["close_to_computing_alone"] == pytest.approx(direct.close, rel=0.2, abs=1)
-        assert one["least"] == pytest.approx(direct.least(MOST_WAITING), rel=0.2, abs=1)
+            assert one[key] == pytest.approx(expected[key], rel=0.05)
+        assert one["close_to_computing_alone"] == pytest.approx(direct.close, rel=0.05, abs=1)
+        assert one["least"] == pytest.approx(direct.least(MOST_WAITING), rel=0.05, abs=1)
         assert [step["seconds"] for step in one["steps"]] == pytest.approx(
-            [step["seconds"] for step in expected["steps"]], rel=0.2
+            [step["seconds"] for step in expected["steps"]], rel=0.05
         )
         assert slow[UNCOMPRESSED]["exchange"] == direct.dense_exchange
         assert slow[UNCOMPRESSED]["compressed"] == direct.dense
@@ -129,7 +129,7 @@ def test_gradients_on_a_very_slow_link_name_local_steps(tmp_path: Path) -> None:
     direct = forecast_local_steps(
         plans_of(LAYERS)["int8"], examination.speed.network, examination.speed.forecasts["int8"]
     )
-    assert only.local_steps == pytest.approx(direct[0].least(MOST_WAITING), rel=0.2)
+    assert only.local_steps == pytest.approx(direct[0].least(MOST_WAITING), rel=0.05)
 
 
 @pytest.mark.parametrize(("link", "profile"), [(FAST, COMPUTING), (SLOW, NOT_MEASURED)])
