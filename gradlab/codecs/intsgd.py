@@ -1,8 +1,8 @@
 """Integers that an all-reduce sums: one scale for all ranks, sums of codes, and no decoding in between.
 
 K. Mishchenko, B. Wang, D. Kovalev, P. Richtarik, "IntSGD: Adaptive floatless compression of stochastic gradients", ICLR
-2022, Algorithm 1 and, layer by layer, Algorithm 2 of its appendix: the scale follows from how far the parameters moved
-before, which all ranks know. M. Li et al., "THC: Accelerating distributed deep learning using tensor homomorphic
+2022, Algorithm 1, here layer by layer: the scale follows from how far the parameters moved before, which all ranks
+know. M. Li et al., "THC: Accelerating distributed deep learning using tensor homomorphic
 compression", NSDI 2024, uniform THC: the scale follows from the largest magnitude of all ranks, after a rotation
 (`hadamard` around this codec). THC's table of levels is not there.
 """
