@@ -7,7 +7,8 @@ One rank of a real process group takes real steps (`gradlab.runtime.Exchange`), 
 and the codecs, and no network. "default" is the codec's uniform plan, "per layer" the same with a group for each layer,
 "grouped" with all layers in groups of 4 MiB, "one layer" a plan of one matrix of as many values. The plans take turns,
 and a figure is the median of the calling thread's processor time. "us per layer" is that of the default, "for layers"
-what of it the matrix does not take.
+what of it the matrix does not take. "in Python" is the default without PyTorch's part: the calls that its
+step makes into PyTorch are written down once, and made again by themselves, in turns with the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from layer_lists import small_layers
 from rows import Row, read
+from torch.overrides import TorchFunctionMode
 
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -54,7 +56,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "per layer": {"group_bytes": 0},
     "grouped": {"group_bytes": 4 * 2**20},
 }
-ONE = "one layer"
+ONE, CALLS = "one layer", "default, its calls"
 
 
 def one_layer(layers: list[Layer]) -> list[Layer]:
@@ -62,6 +64,28 @@ def one_layer(layers: list[Layer]) -> list[Layer]:
     numel = sum(layer.numel for layer in layers)
     rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
     return [Layer("matrix", (rows, numel // rows), "linear")]
+
+
+class Calls(TorchFunctionMode):
+    """The calls into PyTorch made while it is active; reading a tensor's shape or type is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Write a call down and make it."""
+        if getattr(function, "__name__", "") != "__get__":
+            self.made.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def seconds(self) -> float:
+        """Make all calls again, and return their processor seconds."""
+        with torch.no_grad():
+            began = time.thread_time()
+            for function, args, kwargs in self.made:
+                function(*args, **kwargs)
+            return time.thread_time() - began
 
 
 class Run:
@@ -76,44 +100,60 @@ class Run:
 
     def seconds(self) -> float:
         """Take a step, and return its processor seconds."""
-        given = {name: gradient.clone() for name, gradient in self._gradients.items()}
+        given = self._given()
         began = time.thread_time()
         self.exchange.step(given)
         return time.thread_time() - began
+
+    def calls(self) -> Calls:
+        """Take a step, and return its calls. What they change is changed again by making them: take no steps after."""
+        for _ in range(3):
+            self.seconds()
+        given = self._given()
+        with Calls() as calls:
+            self.exchange.step(given)
+        return calls
+
+    def _given(self) -> dict[str, torch.Tensor]:
+        return {name: gradient.clone() for name, gradient in self._gradients.items()}
 
 
 def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
     """Time the forms of one codec's plan, in turns."""
     runs = {form: Run(layers, codec, **choice) for form, choice in FORMS.items()}
     runs[ONE] = Run(one_layer(layers), codec)
-    seconds: dict[str, list[float]] = {form: [] for form in runs}
+    written = Run(layers, codec)
+    timed = runs | {CALLS: written.calls()}
+    seconds: dict[str, list[float]] = {form: [] for form in timed}
     for turn in range(repeats + 3):
-        for form, run in runs.items():
+        for form, run in timed.items():
             taken = run.seconds()
             if turn > 2:  # the first steps learn and warm up
                 seconds[form].append(taken)
-    for form, run in runs.items():
+    for form, run in timed.items():
         low, middle, high = statistics.quantiles(seconds[form], n=4)
         yield {
             "layers": len(layers),
             "codec": codec,
             "form": form,
-            "groups": len(run.plan.compressed_groups),
+            "calls": len(run.made) if isinstance(run, Calls) else None,
             "milliseconds": 1e3 * middle,
             "quartiles": [1e3 * low, 1e3 * high],
         }
+    for run in (*runs.values(), written):
         run.exchange.close()
 
 
 def table(rows: list[Row]) -> None:
     """Print the table."""
     forms = (*FORMS, ONE)
-    print("| layers | codec | identity | " + " | ".join(forms) + " | us per layer | for layers |")
-    print("|---" * (len(forms) + 5) + "|")
+    print("| layers | codec | identity | " + " | ".join(forms) + " | us per layer | for layers | in Python |")
+    print("|---" * (len(forms) + 6) + "|")
     by_key = {(row["layers"], row["codec"], row["form"]): row["milliseconds"] for row in rows}
     for layers, codec in dict.fromkeys((row["layers"], row["codec"]) for row in rows):
         times = [by_key[layers, codec, form] for form in forms]
-        per_layer = [1e3 * one / layers for one in (times[0], times[0] - times[-1])]
+        calls = by_key[layers, codec, CALLS]
+        per_layer = [1e3 * one / layers for one in (times[0], times[0] - times[-1], times[0] - calls)]
         shown = [f"{one:.1f}" for one in (by_key[layers, "identity", "default"], *times, *per_layer)]
         print(f"| {layers} | {codec} | " + " | ".join(shown) + " |")
 

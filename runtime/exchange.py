@@ -26,7 +26,7 @@ from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
-from gradlab.runtime.network.faults import CommunicationError
+from gradlab.runtime.network.faults import CommunicationError, let_go
 from gradlab.runtime.stateful import RankState
 from gradlab.saving import bytes_in_16_bits
 
@@ -221,6 +221,7 @@ class Exchange:
                 return work()
         except BaseException as error:
             reason = self._driver.fail(error)
+            let_go(error)
             self._driver.close()
             if isinstance(error, CommunicationError):
                 raise CommunicationError(reason) from None  # the cause is another rank, no line of this one's

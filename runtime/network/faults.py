@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -89,6 +90,22 @@ class Reasons:
                     return f"rank {rank}: {json.loads(self._store.get(key))}"
             time.sleep(0.05)
         return None
+
+
+def let_go(error: BaseException) -> None:
+    """Clear the variables of the functions that an error came through, and keep its lines.
+
+    They hold collectives, and these the group: while somebody keeps the error, or nobody has collected it yet, peers
+    would wait for this rank in a group that has been destroyed.
+
+    Args:
+        error: as it was caught, by a function that holds no collective itself.
+    """
+    chain: list[BaseException] = []
+    while error not in chain:
+        chain.append(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__ or error
 
 
 def _patiently(ask: Callable[[], str | None]) -> str | None:

@@ -37,6 +37,7 @@ from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.exchange import Exchange
+from gradlab.runtime.network.faults import let_go
 from gradlab.runtime.outer.workers import CALLER, Workers, held_layers, is_sharded, plan_of_rank
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -247,10 +248,14 @@ class OuterStep:
 
     def _beside(self, fragment: Fragment, pseudo: Tensors, ready: Any) -> Arrival:
         """Exchange in the thread, on a GPU in a stream of its own."""
-        with self._device.working():
-            self._device.wait(ready) if ready is not None else None
-            arrival = self._exchange(fragment, pseudo)
-            self._device.synchronize()
+        try:
+            with self._device.working():
+                self._device.wait(ready) if ready is not None else None
+                arrival = self._exchange(fragment, pseudo)
+                self._device.synchronize()
+        except BaseException as error:  # which may never be asked for
+            let_go(error)
+            raise
         return arrival
 
     @torch.no_grad()

@@ -27,6 +27,8 @@ from gradlab.plan import Plan
 from gradlab.plan.fragments import fragments_of
 from gradlab.runtime import OuterStep
 
+KEPT: list[Exception] = []  # errors that `lost` met
+
 LR, MOMENTUM = 0.7, 0.9
 
 
@@ -392,7 +394,10 @@ def sixteen_bits(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def lost(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
-    """The last worker's training ends with an error of its own: what the others' says, and how long that takes."""
+    """The last worker's training ends with an error of its own: what the others' says, and how long that takes.
+
+    All keep their errors: these must not hold the group open, in which others wait.
+    """
     rank, workers = dist.get_rank(group), dist.get_world_size(group)
     model = network()
     optimizer, began, said, step = adamw(model), time.monotonic(), "", 0
@@ -405,6 +410,7 @@ def lost(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
                 outer.step()
     except (ValueError, GradlabError) as error:
         said = str(error)
+        KEPT.append(error)
     return {"said": said, "step": step, "seconds": time.monotonic() - began}
 
 

@@ -117,10 +117,10 @@ def test_a_model_of_sixteen_bits_has_common_parameters_of_thirty_two(pool: Proce
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_worker_that_leaves_is_named(pool: ProcessPool, delay: int) -> None:
-    *others, last = pool.run("jobs.outer_tasks:lost", 3, delay=delay)
+    *others, last = pool.run("jobs.outer_tasks:lost", 4, delay=delay)
     assert (last["said"], last["step"]) == ("no more data", 5)
     for one in others:
-        assert "another rank failed (rank 2: step" in one["said"]
+        assert "another rank failed (rank 3: step" in one["said"]
         assert "ValueError: no more data" in one["said"]
         assert 5 <= one["step"] <= 6 + delay
         assert one["seconds"] < 20
