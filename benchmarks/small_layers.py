@@ -67,7 +67,10 @@ def one_layer(layers: list[Layer]) -> list[Layer]:
 
 
 class Calls(TorchFunctionMode):
-    """The calls into PyTorch made while it is active; reading a tensor's shape or type is none."""
+    """The calls into PyTorch made while it is active; reading a tensor's shape or type is none.
+
+    Integers are kept as they were: they may be positions, in memory that something else used since.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,16 +79,26 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write a call down and make it."""
         if getattr(function, "__name__", "") != "__get__":
-            self.made.append((function, args, kwargs or {}))
+            self.made.append((function, own_integers(args), own_integers(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
     def seconds(self) -> float:
         """Make all calls again, and return their processor seconds."""
+        calls = [(function, own_integers(args), own_integers(kwargs)) for function, args, kwargs in self.made]
         with torch.no_grad():
             began = time.thread_time()
-            for function, args, kwargs in self.made:
+            for function, args, kwargs in calls:
                 function(*args, **kwargs)
             return time.thread_time() - began
+
+
+def own_integers(value: Any) -> Any:
+    """Copy tensors of integers in a call's arguments."""
+    if isinstance(value, torch.Tensor):
+        return value if value.dtype.is_floating_point else value.clone()
+    if isinstance(value, dict):
+        return {key: own_integers(one) for key, one in value.items()}
+    return type(value)(map(own_integers, value)) if type(value) in (list, tuple) else value
 
 
 class Run:

@@ -8,6 +8,7 @@ role (`gradlab.roles`) says which of its axes are filters and depth where that i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -82,6 +83,12 @@ class Layer:
         if not named or not isinstance(shape, list) or not _sound_sizes(shape):
             raise GradlabError(f"not a layer description: {str(value)[:200]}")
         return cls(str(name), tuple(shape), role)
+
+
+@functools.lru_cache(2**16)
+def layer_of(name: str, shape: torch.Size | tuple[int, ...], role: str = "other") -> Layer:
+    """Return `Layer(name, shape, role)`, made once: codecs ask for their layers in every step."""
+    return Layer(name, tuple(shape), role)
 
 
 def _sound_sizes(shape: list[Any]) -> bool:

@@ -10,12 +10,13 @@ _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+_HALF = re.compile("[\ud800-\udfff]")  # of a UTF-16 pair
 _LONGEST = 400  # characters without a space
 
 
 def can_be_written(text: str) -> bool:
     """Return whether a text has no half of a UTF-16 pair, which no file can hold."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return _HALF.search(text) is None
 
 
 def visible(text: str) -> str:

@@ -25,7 +25,7 @@ from gradlab.codec.settings import build_settings, check_ranges, fields_of
 from gradlab.codec.vectors import Tensors, concatenate, consecutive, separate
 from gradlab.collectives import Coroutine, Mean, run_lockstep
 from gradlab.errors import GradlabError
-from gradlab.layout import ROLES, Layer
+from gradlab.layout import ROLES, Layer, layer_of
 from gradlab.workspace import Workspace
 
 _SMALL = 2**13  # elements of a layer whose copy costs less than a request of its own
@@ -494,7 +494,7 @@ class Codec(ABC):
 
     def layers_of(self, grads: Mapping[str, torch.Tensor]) -> list[Layer]:
         """List the layers that gradients belong to, with the roles that `bind` was told."""
-        return [Layer(name, tuple(grad.shape), self.roles.get(name, "other")) for name, grad in grads.items()]
+        return [layer_of(name, grad.shape, self.roles.get(name, "other")) for name, grad in grads.items()]
 
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.

@@ -29,7 +29,7 @@ from gradlab.codec.settings import setting
 from gradlab.codec.vectors import Tensors
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import Coroutine, run_lockstep
-from gradlab.layout import Layer
+from gradlab.layout import layer_of
 from gradlab.workspace import Workspace
 
 CONTRACTIONS = ("measured", "none")
@@ -54,7 +54,7 @@ def needs_scaling(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> bool:
     codec: the codec, with wrappers or without.
     shapes: of the group's layers, by name.
     """
-    holds = innermost(codec).guarantees([Layer(name, tuple(shape)) for name, shape in shapes.items()])
+    holds = innermost(codec).guarantees([layer_of(name, shape) for name, shape in shapes.items()])
     return not holds.contracts and (holds.unbiased or holds.homogeneous)
 
 
