@@ -4,14 +4,15 @@
         [--ways sync int4 "streaming int4"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
     python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table [--task text_chars]
 
-text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is a
-ResNet-20 (272,474 parameters, SGD with momentum) with 4 workers of 16 images. They are emulated in one process by the
-code of `gradlab train --emulate 4 --local-steps H`; "streaming" is `gradlab.runtime.OuterStep` in 4 processes, with 3
-fragments that are applied 5 local steps late, half and half. "sync" averages gradients in every step, through the named
-codec or uncompressed. The others take H local steps and DiLoCo's outer step (SGD of rate 0.7, Nesterov momentum 0.9),
-but "SparseLoCo", whose outer optimizer is SGD of rate 1 without momentum. Bytes are what a worker sends per local step
-(payload). Times are of a local step, with its share of the exchange, from `forecast_local_steps` for machines on which
-computing takes so many seconds a step.
+text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is its
+images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. They are
+emulated in one process by the code of `gradlab train --emulate 4 --local-steps H`; "streaming" is
+`gradlab.runtime.OuterStep` in 4 processes, with 3 fragments that are applied 5 local steps late, half and half. "sync"
+averages gradients in every step, through the named codec or uncompressed. The others take H local steps and DiLoCo's
+outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer optimizer is SGD of
+rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a local step, with its
+share of the exchange, from `forecast_local_steps` for machines on which computing takes so many seconds a step. A row
+keeps the training loss, too: "losses" are means over twentieths of the run.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rows import Row, add, has, read
+from torch import nn
 
+from gradlab import datasets
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
@@ -36,7 +41,8 @@ from gradlab.artifact import Artifact
 from gradlab.cli.train.emulate import emulate
 from gradlab.cli.train.local_steps import Worker, emulate_local_steps, make_worker
 from gradlab.cli.train.settings import TrainSettings
-from gradlab.datasets import get
+from gradlab.datasets import Cifar10, get
+from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, method_plan
 from gradlab.runtime import Exchange, OuterStep
@@ -50,16 +56,32 @@ WAYS: dict[str, Any] = {
     "int4": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int4"),
     "ecsq 0.5 bits": lambda layers: Plan.uniform(layers, "ecsq", bits=0.5),
     "top-k 3 %": lambda layers: Plan.uniform(layers, "topk", density=0.03),
+    "QSGD 4 bits": lambda layers: method_plan(layers, "QSGD, max norm", bits=4),
+    "16-bit floats": lambda layers: Plan.uniform(layers, "cast", dtype="float16"),
     "signs": lambda layers: Plan.uniform(layers, "sign"),
     "PowerSGD 2": lambda layers: Plan.uniform(layers, "powersgd", rank=2),
     "SparseLoCo": lambda layers: method_plan(layers, "SparseLoCo"),
 }
 PLAIN_OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+KEPT = 20  # means of losses in a row
+
+
+class SmallCifar10(Cifar10):  # type: ignore[misc]
+    """Images halved to 16 x 16, and one block a stage, so that seeds by the dozen fit on a CPU."""
+
+    def model(self, seed: int) -> nn.Module:
+        return nn.Sequential(nn.AvgPool2d(2), initialized(3, (16, 32, 64), (1, 1, 1), 10, seed))
+
+
+datasets._WORKLOADS["cifar10"] = SmallCifar10()  # in the processes of `streaming` too
 
 
 def plan_of(way: str, task: str) -> Plan:
     """What is exchanged goes through it."""
-    return WAYS[way.removeprefix("sync, ").removeprefix("streaming ")](layers_of(get(task).model(0)))
+    codec = way
+    for form in ("sync, ", "streaming ", "averaging, "):
+        codec = codec.removeprefix(form)
+    return WAYS[codec](layers_of(get(task).model(0)))
 
 
 def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
@@ -70,29 +92,35 @@ def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row
     )
     times = predicted(way, every, options)
     if way.startswith(("streaming", "sync, ")):
-        score, payload = in_processes(way, settings)
-        return {"score": score, "payload": payload, "times": times}
+        return in_processes(way, settings) | {"times": times}
     with tempfile.TemporaryDirectory() as folder:
         if way == "sync":  # recorded once, as emulated nodes are there to be recorded
             report = emulate(replace(settings, capture=f"{folder}/trace", every=10**6))
-        elif WAYS[way] is None:
-            report = emulate_local_steps(settings)
         else:
-            Artifact(plan_of(way, task)).save(f"{folder}/plan.safetensors")
-            outer = PLAIN_OUTER if way == "SparseLoCo" else {}
-            report = emulate_local_steps(replace(settings, artifact=f"{folder}/plan.safetensors", **outer))
+            outer: dict[str, Any] = PLAIN_OUTER if way.startswith(("SparseLoCo", "averaging")) else {}
+            if way not in ("DiLoCo", "averaging"):
+                Artifact(plan_of(way, task)).save(f"{folder}/plan.safetensors")
+                outer = outer | {"artifact": f"{folder}/plan.safetensors"}
+            report = emulate_local_steps(replace(settings, **outer))
     done = report.measured.compression
     payload = report.header.dense_payload_bytes if done is None else done.payload_bytes_per_step.mean
     score, loss = report.measured.final_score, report.measured.final_loss
-    return {"score": score, "loss": loss, "payload": payload, "times": times}
+    losses = twentieths(report.measured.losses)
+    return {"score": score, "loss": loss, "losses": losses, "payload": payload, "times": times}
 
 
-def in_processes(way: str, settings: TrainSettings) -> tuple[float, float]:
-    """Train in a process per worker, with `OuterStep`, or with gradients through a plan. Returns score and payload."""
+def twentieths(losses: Sequence[float]) -> list[float]:
+    """Average the losses of each twentieth of a run."""
+    edges = [len(losses) * part // KEPT for part in range(KEPT + 1)]
+    return [round(statistics.fmean(losses[a:b]), 4) for a, b in pairwise(edges)]
+
+
+def in_processes(way: str, settings: TrainSettings) -> Row:
+    """Train in a process per worker, with `OuterStep`, or with gradients through a plan: score, losses, payload."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (way, settings, folder), nprocs=WORKERS)
-        done = json.loads(Path(folder, "0.json").read_text())
-    return done["score"], done["payload"]
+        done: Row = json.loads(Path(folder, "0.json").read_text())
+    return done
 
 
 def _worker(rank: int, way: str, settings: TrainSettings, folder: str) -> None:
@@ -119,9 +147,12 @@ def _worker(rank: int, way: str, settings: TrainSettings, folder: str) -> None:
         outer.wait()
         worker.begin(common)
         outer.close()
+    losses = torch.tensor(worker.outcome.losses)
+    dist.all_reduce(losses)
     if rank == 0:
         score = workload.score(worker.model, data.test_x, data.test_y)
-        Path(folder, "0.json").write_text(json.dumps({"score": score, "payload": payload}))
+        row = {"score": score, "losses": twentieths((losses / WORKERS).tolist()), "payload": payload}
+        Path(folder, "0.json").write_text(json.dumps(row))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -157,7 +188,7 @@ def predicted(way: str, every: int, options: argparse.Namespace) -> list[float]:
     """A step's forecast seconds on every link."""
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
     network = Network(links, (WORKERS,), Profile(options.step_seconds, "given"))
-    dense = way in ("sync", "DiLoCo", "streaming")
+    dense = way in ("sync", "DiLoCo", "averaging", "streaming")
     plan = plan_of("int8" if dense else way, options.task)  # whose uncompressed exchange is asked for
     synchronous = forecast(plan, network)
     if way.startswith("sync"):
@@ -175,7 +206,10 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--task", default="text_chars", choices=list(BATCH))
     parser.add_argument(
-        "--ways", nargs="+", default=["sync", *WAYS], help='also "sync, WAY", "streaming" and "streaming WAY"'
+        "--ways",
+        nargs="+",
+        default=["sync", *WAYS],
+        help='also "averaging", "averaging, WAY", "sync, WAY", "streaming" and "streaming WAY"',
     )
     parser.add_argument("--local-steps", nargs="+", type=int, default=[8, 30, 100])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
