@@ -38,7 +38,8 @@ from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
-from gradlab.coding.level_tables import CLASSES, UNIT, LevelTables, advanced, nothing_known, running
+from gradlab.coding.level_tables import CLASSES, LevelTables, advanced, nothing_known, running
+from gradlab.coding.level_values import SEED, centroids_of, dither, in_units, undithered, uniform, values_of
 from gradlab.coding.levels import FREQUENCIES, LARGEST, decode_levels, encode_levels
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather
@@ -47,7 +48,6 @@ from gradlab.layout import Layer
 
 # The step, where values lie above three classes of levels (or which tables are known), the squared error's share.
 _HEADER = struct.Struct("<f3bf")
-_SEED = struct.Struct("<q")  # of the dither, behind the header
 _CENTROIDS = struct.Struct("<3b")  # in the header
 _FITTED_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
 _RUNNING_TABLES = Kept(FREQUENCIES, (torch.float64,), least=0, most=2.0**53)  # whole numbers; states are floating point
@@ -278,7 +278,7 @@ class ECSQ(Compressor):
                     codec._decoded((message,), vector, codec._sizes, seen), vector, found, offsets, counts
                 )
                 step = codec.next_step([message], vector.numel()) or step
-        centroids = self._bare(LevelTables(seen, _in_units(offsets / np.maximum(counts, 1)))).centroids
+        centroids = self._bare(LevelTables(seen, in_units(offsets / np.maximum(counts, 1)))).centroids
         learned: Tensors = {}
         for name, frequencies, of_layer in zip(names, seen, centroids, strict=True):
             learned[f"{name}/tables"] = torch.from_numpy(frequencies)
@@ -357,7 +357,7 @@ class ECSQ(Compressor):
             return None
         scaled = values.abs() / step
         levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
-        told = self._told(lambda: _centroids(scaled - levels, levels))
+        told = self._told(lambda: centroids_of(scaled - levels, levels))
         signed = levels.copysign(values).to(torch.int32)
         decoded = self._values(positions, signed, step, told, vector.dtype)
         header = _HEADER.pack(step, *told, self._missed(vector, values, decoded))
@@ -375,8 +375,8 @@ class ECSQ(Compressor):
         told: by the header.
         """
         if self._known is None:
-            return _values(levels, step, np.array([told]), dtype)
-        return _values(levels, step, self._known.centroids, dtype, self._layers_at(positions))
+            return values_of(levels, step, np.array([told]), dtype)
+        return values_of(levels, step, self._known.centroids, dtype, self._layers_at(positions))
 
     def _drawn(
         self, vector: torch.Tensor, step: float, generator: torch.Generator, pieces: Pieces | None
@@ -394,10 +394,10 @@ class ECSQ(Compressor):
         positions = at_least(rounded, 1.0)
         levels = rounded.index_select(0, positions).clamp_(-LARGEST, LARGEST).to(torch.int32)
         if self.settings.dither:
-            told, values, decoded = None, vector, _undithered(places, positions, levels, step)
+            told, values, decoded = None, vector, undithered(places, positions, levels, step)
         else:
             told, values = positions, vector.index_select(0, positions)
-            decoded = _values(levels, step, np.zeros((1, CLASSES), np.int64), vector.dtype)
+            decoded = values_of(levels, step, np.zeros((1, CLASSES), np.int64), vector.dtype)
         header = _HEADER.pack(step, *self._told(lambda: [0] * CLASSES), self._missed(vector, values, decoded))
         return _Quantized([header + seed for seed in seeds], positions, levels, Contribution(told, decoded))
 
@@ -406,15 +406,15 @@ class ECSQ(Compressor):
     ) -> tuple[list[bytes], torch.Tensor]:
         """Draw numbers in (0, 1), (numel,), and return them after what each message says of those of its shard."""
         if not self.settings.dither:
-            return [b""] * _shards(pieces), _uniform(RandomBits(generator, vector.device), vector)
+            return [b""] * _shards(pieces), uniform(RandomBits(generator, vector.device), vector)
         drawn = torch.randint(2**62, (_shards(pieces),), generator=generator, device=generator.device).tolist()
-        seeds = [_SEED.pack(seed) for seed in drawn]
+        seeds = [SEED.pack(seed) for seed in drawn]
         if pieces is None:
-            return seeds, _dither(seeds[0], vector)
+            return seeds, dither(seeds[0], vector)
         places = torch.empty_like(vector)
         for rank, seed in enumerate(seeds):
             there = torch.from_numpy(pieces.in_vector(rank, np.arange(pieces.numel(rank)))).to(vector.device)
-            places[there] = _dither(seed, places[: pieces.numel(rank)])
+            places[there] = dither(seed, places[: pieces.numel(rank)])
         return seeds, places
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
@@ -479,13 +479,13 @@ class ECSQ(Compressor):
         known = None if self._known is None else self._known.frequencies
         if self._known is not None and _CENTROIDS.pack(*told) != self._known.digest:
             raise GradlabError("ecsq: a message under other tables: the ranks' states or artifacts are not the same")
-        begins = _HEADER.size + (_SEED.size if self.settings.dither else 0)
+        begins = _HEADER.size + (SEED.size if self.settings.dither else 0)
         _check_length(data, begins)
         positions, levels = decode_levels(data[begins:], sizes, known, seen)
         there = torch.from_numpy(levels).to(like.device)
         if self.settings.dither:
-            places = _dither(data[_HEADER.size : begins], like.new_empty(sum(sizes)))
-            values = _undithered(places, torch.from_numpy(positions).to(like.device), there, step)
+            places = dither(data[_HEADER.size : begins], like.new_empty(sum(sizes)))
+            values = undithered(places, torch.from_numpy(positions).to(like.device), there, step)
             positions = np.arange(len(values))
         else:
             values = self._values(torch.from_numpy(positions).to(like.device), there, step, told, like.dtype)
@@ -606,26 +606,6 @@ def _shards(pieces: Pieces | None) -> int:
     return 1 if pieces is None else pieces.world_size
 
 
-def _uniform(bits: RandomBits, like: torch.Tensor) -> torch.Tensor:
-    """Draw numbers in (0, 1) in 2^16 places, in the shape of `like`."""
-    return bits.sixteen(like).to(like.dtype).mul_(2.0**-16).add_(0.5 + 2.0**-17)
-
-
-def _dither(seed: bytes, like: torch.Tensor) -> torch.Tensor:
-    """Draw what a message's seed stands for, the same in whoever sends and whoever receives: on the host."""
-    generator = torch.Generator().manual_seed(*_SEED.unpack(seed))
-    return _uniform(RandomBits(generator, torch.device("cpu")), like.cpu()).to(like.device)
-
-
-def _undithered(places: torch.Tensor, positions: torch.Tensor, levels: torch.Tensor, step: float) -> torch.Tensor:
-    """Decode (k + 1/2 - u) step, (numel,): the same arithmetic in whoever sends and whoever receives.
-
-    places: u, changed.
-    positions, levels: of k other than zero.
-    """
-    return places.neg_().add_(0.5).index_add_(0, positions, levels.to(places.dtype)).mul_(step)
-
-
 def _evenly(count: int, like: torch.Tensor) -> torch.Tensor:
     """Return numbers in [0, 1) that are spread evenly, (count,): multiples of the golden ratio."""
     return torch.arange(count, dtype=like.dtype, device=like.device).mul_((5**0.5 - 1) / 2).remainder_(1.0)
@@ -659,39 +639,6 @@ def _largest(values: torch.Tensor) -> float:
 
 def _float32(number: float) -> float:
     return struct.unpack("<f", struct.pack("<f", min(number, 3e38)))[0]
-
-
-def _centroids(offsets: torch.Tensor, levels: torch.Tensor) -> list[int]:
-    """Average the offsets of levels 1, 2 and of all higher ones, in 128ths of a step."""
-    of_class = [(levels == level).to(offsets.dtype) for level in range(1, CLASSES)]
-    counts = [int(which.sum(dtype=torch.float64)) for which in of_class]
-    sums = [float(torch.dot(offsets, which)) for which in of_class]
-    counts.append(len(levels) - sum(counts))
-    sums.append(float(offsets.sum()) - sum(sums))
-    means = (total / count if count else 0.0 for total, count in zip(sums, counts, strict=True))
-    return _in_units(np.array(list(means))).tolist()
-
-
-def _in_units(offsets: np.ndarray) -> np.ndarray:
-    """Round offsets, in steps, to `UNIT`."""
-    return np.clip(np.rint(offsets / UNIT), -128, 127).astype(np.int64)
-
-
-def _values(
-    levels: torch.Tensor, step: float, centroids: np.ndarray, dtype: torch.dtype, layers: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Decode levels (count,), int32.
-
-    centroids: of layers, in `UNIT`, (L, 3), or of all alike, (1, 3).
-    layers: that levels belong to, (count,), int64; None: L is 1.
-    """
-    upwards = centroids * UNIT
-    table = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1).reshape(-1)
-    classes = levels.clamp(-CLASSES, CLASSES).add_(CLASSES)
-    if layers is not None:
-        classes = layers * (2 * CLASSES + 1) + classes
-    offsets = torch.from_numpy(table).to(levels.device, dtype)
-    return levels.to(dtype).add_(offsets.index_select(0, classes)).mul_(step)
 
 
 def _correction(doublings: float) -> float:
