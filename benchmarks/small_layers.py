@@ -7,15 +7,18 @@ One rank of a real process group takes real steps (`gradlab.runtime.Exchange`), 
 and the codecs, and no network. "default" is the codec's uniform plan, "per layer" the same with a group for each layer,
 "grouped" with all layers in groups of 4 MiB, "one layer" a plan of one matrix of as many values. The plans take turns,
 and a figure is the median of the calling thread's processor time. "us per layer" is that of the default, "for layers"
-what of it the matrix does not take. "in Python" is the default without PyTorch's part: the calls that its
-step makes into PyTorch are written down once, and made again by themselves, in turns with the steps.
+what of it the matrix does not take. "in Python" is the default without PyTorch's and numpy's part: the calls that its
+step makes into PyTorch are written down once, and made again by themselves, in turns with the steps; numpy's share of
+a step is a profiler's (of the functions that it calls by name, without operators).
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import math
+import pstats
 import statistics
 import time
 import warnings
@@ -127,6 +130,16 @@ class Run:
             self.exchange.step(given)
         return calls
 
+    def numpys_share(self) -> float:
+        """The share of a step that numpy's compiled functions take."""
+        profile, given = cProfile.Profile(time.thread_time), self._given()
+        began = time.thread_time()
+        self.exchange.step(given)
+        plain, given = time.thread_time() - began, self._given()
+        profile.runcall(self.exchange.step, given)
+        functions = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+        return sum(own for (_, _, name), (_, _, own, _, _) in functions if "numpy" in name) / plain
+
     def _given(self) -> dict[str, torch.Tensor]:
         return {name: gradient.clone() for name, gradient in self._gradients.items()}
 
@@ -150,6 +163,7 @@ def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
             "codec": codec,
             "form": form,
             "calls": len(run.made) if isinstance(run, Calls) else None,
+            "numpy": runs[form].numpys_share() if form == "default" else None,
             "milliseconds": 1e3 * middle,
             "quartiles": [1e3 * low, 1e3 * high],
         }
@@ -163,10 +177,14 @@ def table(rows: list[Row]) -> None:
     print("| layers | codec | identity | " + " | ".join(forms) + " | us per layer | for layers | in Python |")
     print("|---" * (len(forms) + 6) + "|")
     by_key = {(row["layers"], row["codec"], row["form"]): row["milliseconds"] for row in rows}
+    numpys = {(row["layers"], row["codec"]): row["numpy"] for row in rows if row["form"] == "default"}
     for layers, codec in dict.fromkeys((row["layers"], row["codec"]) for row in rows):
         times = [by_key[layers, codec, form] for form in forms]
         calls = by_key[layers, codec, CALLS]
-        per_layer = [1e3 * one / layers for one in (times[0], times[0] - times[-1], times[0] - calls)]
+        per_layer = [
+            1e3 * one / layers
+            for one in (times[0], times[0] - times[-1], times[0] * (1 - numpys[layers, codec]) - calls)
+        ]
         shown = [f"{one:.1f}" for one in (by_key[layers, "identity", "default"], *times, *per_layer)]
         print(f"| {layers} | {codec} | " + " | ".join(shown) + " |")
 

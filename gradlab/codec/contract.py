@@ -136,16 +136,18 @@ class Context:
         now, before = self.learning_rate.get(layer, 0.0), self.previous_learning_rate.get(layer, 0.0)
         return before / now if now > 0 and before > 0 else 1.0
 
-    def stands_still(self, layer: str, wanted: bool | None) -> bool:
-        """Return whether a layer's learning rate is zero while residuals follow it, so that its residual is held.
+    def standing_still(self, layers: Iterable[str], wanted: bool | None) -> frozenset[str]:
+        """Return the layers whose learning rate is zero while residuals follow it, so that their residuals are held.
 
         What this iteration sends is then not applied. x_t - eta e stays unchanged, where x_t are the parameters, e is
         the residual and eta is the last learning rate that was not zero.
 
-        layer: the layer's name.
+        layers: their names.
         wanted: as in `residual_ratio`.
         """
-        return self.follows_rates(wanted) and self.learning_rate.get(layer) == 0
+        if not self.follows_rates(wanted):
+            return frozenset()
+        return frozenset(layer for layer in layers if self.learning_rate.get(layer) == 0)
 
     def follows_rates(self, wanted: bool | None) -> bool:
         """Return whether residuals follow the learning rate. wanted: as in `residual_ratio`."""

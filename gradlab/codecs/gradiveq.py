@@ -201,6 +201,7 @@ class GradiVeQ(Codec):
         # Of each layer: what its last draw belongs to, the basis it was drawn beside, and the draw.
         self._last_drawn: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
         self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._empty_bases: dict[tuple[object, ...], Tensors] = {}
         self._alike_codes = AlikeCodes()
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
@@ -454,11 +455,14 @@ class GradiVeQ(Codec):
 
     def _nothing_fitted(self, slices: torch.Tensor) -> Tensors:
         """Return bases without axes, which random axes complete: they need no state."""
-        bases = len(fitted_slices(len(slices), self.settings.reuse))
-        return {
-            "basis": slices.new_zeros(bases, slices.shape[1], 0),
-            "width": torch.tensor(float(self._width(slices.shape[1]))),
-        }
+        key = (slices.shape, slices.dtype, slices.device)
+        if key not in self._empty_bases:  # the same tensors in every iteration, so that what follows from them is known
+            bases = len(fitted_slices(len(slices), self.settings.reuse))
+            self._empty_bases[key] = {
+                "basis": slices.new_zeros(bases, slices.shape[1], 0),
+                "width": torch.tensor(float(self._width(slices.shape[1]))),
+            }
+        return self._empty_bases[key]
 
     def _code(self, name: str, layer_state: Tensors, dtype: torch.dtype, context: Context) -> SliceCode:
         """Return the code of this iteration: the fitted axes, and what is drawn beside them."""

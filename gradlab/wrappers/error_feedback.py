@@ -107,11 +107,12 @@ class ErrorFeedback(Wrapper):
             context = replace(context, reuse=False)
         done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
-        kept = self._held(grads, state, context)
+        still = context.standing_still(grads, self.settings.step_size_ratio)
+        kept = held_residuals(grads, state, still)
         steps = self.settings.reset_steps
         dropped = steps > 0 and (context.iteration - context.start + 1) % steps == 0
-        for name, value in kept_back.items():
-            if not dropped and not context.stands_still(name, self.settings.step_size_ratio):
+        for name, value in kept_back.items() if not dropped else ():
+            if name not in still:
                 kept |= store_buffer(name, "residual", self._low_pass(value, residual.get(name)), self.settings.buffer)
         state = {**done.state, **kept, **measured}
         return replace(done, state=state, compressor_input=inputs, compression_error=errors)
@@ -119,16 +120,9 @@ class ErrorFeedback(Wrapper):
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = add(grads, self._residual(grads, state, context), context)
         done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
-        kept = {**done.state, **self._held(grads, state, context)}
+        still = context.standing_still(grads, self.settings.step_size_ratio)
+        kept = {**done.state, **held_residuals(grads, state, still)}
         return replace(done, state=kept, compressor_input=inputs)
-
-    def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
-        """Return the unchanged residuals of layers whose parameters do not move in this iteration."""
-        held: Tensors = {}
-        for name in grads:
-            if context.stands_still(name, self.settings.step_size_ratio):
-                held |= entries(state, name, "residual")
-        return held
 
     def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         residuals = {}
@@ -136,9 +130,10 @@ class ErrorFeedback(Wrapper):
             kept = {name: state[key] for name in grads if (key := f"{name}/residual") in state}
             factor = self.settings.carried
             return kept if factor == 1.0 else {name: value * factor for name, value in kept.items()}
+        still = context.standing_still(grads, self.settings.step_size_ratio)
         for name in grads:
             residual = load_buffer(state, name, "residual")
-            if residual is not None and not context.stands_still(name, self.settings.step_size_ratio):
+            if residual is not None and name not in still:
                 ratio = self.settings.carried * context.residual_ratio(name, self.settings.step_size_ratio)
                 residuals[name] = residual if ratio == 1.0 else residual * ratio
         return residuals
@@ -164,6 +159,15 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
         name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
         for name, grad in grads.items()
     }
+
+
+def held_residuals(grads: Tensors, state: Tensors, still: frozenset[str]) -> Tensors:
+    """Return the unchanged residuals of layers whose parameters do not move in this iteration."""
+    held: Tensors = {}
+    for name in grads if still else ():
+        if name in still:
+            held |= entries(state, name, "residual")
+    return held
 
 
 def same_dtype(tensors: Iterable[torch.Tensor]) -> bool:

@@ -19,7 +19,6 @@ from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
     Wrapper,
     buffer_setting,
-    entries,
     innermost,
     load_buffer,
     step_size_setting,
@@ -27,7 +26,13 @@ from gradlab.codec.wrapper import (
 )
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
-from gradlab.wrappers.error_feedback import exchange_contracting, keep_setting, refuse_keep, unselected
+from gradlab.wrappers.error_feedback import (
+    exchange_contracting,
+    held_residuals,
+    keep_setting,
+    refuse_keep,
+    unselected,
+)
 
 
 class MomentumCorrection(Wrapper):
@@ -82,14 +87,16 @@ class MomentumCorrection(Wrapper):
         if self._masks:
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
-        residual = {name: value for name, value in kept_back.items() if not self._holds(name, context)}
-        kept = {**self._held(grads, state, context), **self._kept(velocity, residual), **measured}
+        still = context.standing_still(grads, self.settings.step_size_ratio)
+        residual = {name: value for name, value in kept_back.items() if name not in still}
+        kept = {**held_residuals(grads, state, still), **self._kept(velocity, residual), **measured}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs, compression_error=errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, inputs = self._accumulate(grads, state, context)
         done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
-        kept = {**self._held(grads, state, context), **self._kept(velocity, {})}
+        still = context.standing_still(grads, self.settings.step_size_ratio)
+        kept = {**held_residuals(grads, state, still), **self._kept(velocity, {})}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs)
 
     def acts_when_dense(self, state: Tensors) -> bool:
@@ -98,6 +105,7 @@ class MomentumCorrection(Wrapper):
     def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
         """Return the new u, and the compressor's input: v with u added."""
         m, velocity, inputs = self.settings.momentum, {}, {}
+        still = context.standing_still(grads, self.settings.step_size_ratio)
         for name, grad in clipped(grads, self.settings.clip_norm, context.world_size).items():
             before, residual = load_buffer(state, name, "velocity"), load_buffer(state, name, "residual")
             if self.settings.nesterov:
@@ -106,19 +114,10 @@ class MomentumCorrection(Wrapper):
             else:
                 velocity[name] = grad.clone() if before is None else (before * m).add_(grad)
                 inputs[name] = velocity[name].clone()
-            if residual is not None and not self._holds(name, context):
+            if residual is not None and name not in still:
                 ratio = context.residual_ratio(name, self.settings.step_size_ratio)
                 inputs[name] += residual if ratio == 1.0 else residual * ratio
         return velocity, inputs
-
-    def _holds(self, name: str, context: Context) -> bool:
-        return context.stands_still(name, self.settings.step_size_ratio)
-
-    def _held(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
-        held: Tensors = {}
-        for name in grads:
-            held |= entries(state, name, "residual") if self._holds(name, context) else {}
-        return held
 
     def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:
         kept: Tensors = {}

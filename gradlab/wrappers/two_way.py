@@ -100,7 +100,7 @@ class TwoWay(Wrapper):
         }
         kept |= {_key(grads, what): value for what, value in after.items() if value is not None}
         mean = context.alike(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
-        cuts = [len(piece) for piece in held.values()]
+        cuts = [piece.numel() for piece in held.values()]
         asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
@@ -108,13 +108,14 @@ class TwoWay(Wrapper):
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
         total = separate(concatenate(grads).clone(), grads)
         held = self._server_residual(grads, state, context, next(iter(grads.values())))
-        added = self._rescaled(held, context).split([len(piece) for piece in held.values()])
+        added = self._rescaled(held, context).split([piece.numel() for piece in held.values()])
         for (name, (a, b)), piece in zip(self._cuts_of(grads, context).items(), added, strict=True):
             total[name].view(-1)[a:b] += context.world_size * piece
         done = yield from self.codec.dense_exchange(total, {}, context)
         kept: Tensors = {}
+        still = context.standing_still(held, self.settings.step_size_ratio)
         for name, piece in held.items() if self.settings.error_feedback else ():
-            if context.stands_still(name, self.settings.step_size_ratio):
+            if name in still:
                 kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
         return Exchanged(done.mean, dict(grads), kept)
 
@@ -172,10 +173,11 @@ class TwoWay(Wrapper):
 
     def _rescaled(self, held: Tensors, context: Context) -> torch.Tensor:
         """Return the shard's residual at this iteration's step size, (shard elements,); zero where it is held."""
-        wanted, pieces = self.settings.step_size_ratio, []
-        for name, piece in held.items():
-            ratio = 0.0 if context.stands_still(name, wanted) else context.residual_ratio(name, wanted)
-            pieces.append(piece if ratio == 1.0 else piece * ratio)
+        wanted, pieces = self.settings.step_size_ratio, list(held.values())
+        if context.follows_rates(wanted):
+            still = context.standing_still(held, wanted)
+            ratios = [0.0 if name in still else context.residual_ratio(name, wanted) for name in held]
+            pieces = [piece if ratio == 1.0 else piece * ratio for piece, ratio in zip(pieces, ratios, strict=True)]
         return torch.cat(pieces)
 
     def _cuts_of(self, grads: Tensors, context: Context) -> dict[str, Shard]:
@@ -203,10 +205,11 @@ class TwoWay(Wrapper):
         if not self.settings.error_feedback:
             return {}
         errors = codec.residual_into(context.workspace.empty_like(average), average, answer)
-        pieces = errors.split([len(piece) for piece in held.values()])
+        pieces = errors.split([piece.numel() for piece in held.values()])
         kept: Tensors = {}
+        still = context.standing_still(held, self.settings.step_size_ratio)
         for (name, before), after in zip(held.items(), pieces, strict=True):
-            piece = before if context.stands_still(name, self.settings.step_size_ratio) else after
+            piece = before if name in still else after
             # A view would keep all layers' memory alive for one of them.
             kept |= store_buffer(
                 name, "server_residual", piece if len(held) == 1 else piece.clone(), self.settings.buffer
