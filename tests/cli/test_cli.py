@@ -59,7 +59,7 @@ def fit_words(codec: str, trace: Path, out: Path) -> list[object]:
     return [*words, "--warmup-steps", WARMUP, "--out", out, "--json"]
 
 
-@pytest.mark.parametrize("codec", ["gradiveq", "topk"])
+@pytest.mark.parametrize("codec", [pytest.param("gradiveq", marks=pytest.mark.thorough), "topk"])
 def test_predicted_error_is_observed(gradlab: Command, recording: Path, tmp_path: Path, codec: str) -> None:
     """The replay predicts the first compressed step to rounding, and all within a quarter in the median."""
     artifact = tmp_path / f"{codec}.safetensors"

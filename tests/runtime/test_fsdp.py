@@ -47,7 +47,13 @@ def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool, codec: str, se
         assert result["refused"] == "this Exchange is closed; make a new one"
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+# `make nodes` holds FSDP's options, too.
+COMMON = ("default", "16 bits, reduced in 32", "accumulation", "frozen on the way", "overflow")
+
+
+@pytest.mark.parametrize(
+    "option", [pytest.param(name, marks=() if name in COMMON else pytest.mark.thorough) for name in OPTIONS]
+)
 def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool, option: str) -> None:
     """Gradients and states, bit for bit, whatever FSDP does beside."""
     codec, settings = ("powersgd", {"rank": 2}) if option in ("default", "frozen on the way") else CODECS[0]
@@ -61,10 +67,10 @@ def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool, opt
 @pytest.mark.parametrize(
     ("nodes", "codec", "settings", "between"),
     [
-        (1, "block_scaled", {"dtype": "int8"}, ""),
-        (1, "topk", {"density": 0.1}, ""),
+        pytest.param(1, "block_scaled", {"dtype": "int8"}, "", marks=pytest.mark.thorough),
+        pytest.param(1, "topk", {"density": 0.1}, "", marks=pytest.mark.thorough),
         (1, "ecsq", {"bits": 0.5}, ""),
-        (2, "qsgd", {"bits": 4}, ""),
+        pytest.param(2, "qsgd", {"bits": 4}, "", marks=pytest.mark.thorough),
         (2, "block_scaled", {"dtype": "int8"}, "topk"),
     ],
 )

@@ -22,7 +22,9 @@ def test_every_step_and_plain_averaging_is_synchronous_sgd(pool: ProcessPool, ra
     assert max(pool.run("jobs.outer_tasks:synchronous", ranks)) < ROUNDING
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)]
+)
 def test_it_is_the_published_diloco(pool: ProcessPool, ranks: int) -> None:
     """50 outer steps of the whole model, uncompressed."""
     arguments = {"codec": "identity", "settings": {}, "every": 2, "fragments": 1, "delay": 0, "outer_steps": 50}

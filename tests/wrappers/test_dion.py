@@ -429,6 +429,7 @@ def trained(rate: float, ranks: int, steps: int, plan: Plan | None = None, momen
     return loss_of(net)
 
 
+@pytest.mark.thorough
 def test_it_trains_better_than_sgd_with_momentum_at_its_best_rate() -> None:
     """250 steps of 2 ranks at full and half rank, with mu = 0.8 as the run is short; a quarter of the rank trails."""
     sgd = {rate: trained(rate, 2, 250, momentum=0.9) for rate in (0.05, 0.1, 0.2)}

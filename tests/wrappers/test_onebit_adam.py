@@ -136,7 +136,7 @@ def accuracy(net: nn.Module) -> float:
     return float((net(inputs).argmax(1) == labels).float().mean())
 
 
-@pytest.mark.parametrize("variance", ["frozen", "zero_one"])
+@pytest.mark.parametrize("variance", ["frozen", pytest.param("zero_one", marks=pytest.mark.thorough)])
 def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
     """Signs both ways with feedback, as in the papers, after a tenth of the run; without the mask they run away."""
     both_ways = (Wrap("error_feedback", {"step_size_ratio": False}), Wrap("two_way", {"step_size_ratio": False}))

@@ -240,6 +240,7 @@ def test_a_plan_may_be_chosen_anew_while_training(trace: Trace) -> None:
 # --- several families -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_hybrid_plan_is_no_larger_than_any_family_alone(trace: Trace, tmp_path: Path) -> None:
     """At the same budget, in payload and on the wire; it is saved, loaded and replayed like any other."""
     reference = {"rank": 4}
