@@ -2,7 +2,7 @@
 
     python benchmarks/local_steps_trained.py --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
         [--ways sync int4 "streaming int4"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
-    python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table [--task text_chars]
+    python benchmarks/local_steps_trained.py --rows ROWS.jsonl --table [--task text_chars] [--figure losses.svg]
 
 text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is its
 images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. They are
@@ -12,7 +12,8 @@ averages gradients in every step, through the named codec or uncompressed. The o
 outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer optimizer is SGD of
 rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a local step, with its
 share of the exchange, from `forecast_local_steps` for machines on which computing takes so many seconds a step. A row
-keeps the training loss, too: "losses" are means over twentieths of the run.
+keeps the training loss, too: "losses" are means over twentieths of the run. The figure has those of seed 0 over local
+steps, over what a worker has sent, and over predicted time.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from rows import Row, add, has, read
 from torch import nn
 
 from gradlab import datasets
+from gradlab.analysis.figures.style import drawing, method_colors, method_markers, panels, render
 from gradlab.analysis.forecast import Network, forecast
-from gradlab.analysis.forecast.link import Link, parse_bandwidth
+from gradlab.analysis.forecast.link import Link, parse_bandwidth, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.artifact import Artifact
@@ -184,6 +187,27 @@ def table(rows: list[Row], score: str) -> None:
         print(f"| {way} | {every} | {losses} | {payload:,.0f} | {times} |")
 
 
+def figure(rows: Sequence[Row]) -> Figure:
+    """Training loss over local steps, over bytes that a worker has sent, and over predicted time on each link."""
+    shown = [row for row in rows if row["seed"] == 0 and "losses" in row and row["every"] in (1, 30)]
+    names = [row["way"] if row["every"] == 1 else f"{row['way']}, H = {row['every']}" for row in shown]
+    colors, markers = method_colors(names), method_markers(names)
+    drawn, places = panels(2 + len(RATES), 2, height=2.3, sharey=True)
+    for name, row in zip(names, shown, strict=True):
+        steps = [row["steps"] * (part + 0.5) / KEPT for part in range(KEPT)]
+        per_step = [1.0, row["payload"] / row["every"] / 1e6, *row["times"]]
+        for panel, scale in zip(places, per_step, strict=True):
+            line = {"color": colors[name], "marker": markers[name], "markersize": 3, "linewidth": 1}
+            panel.plot([scale * step for step in steps], row["losses"], label=name, **line)
+    labels = ["local steps", "MB sent by a worker", *(f"seconds at {spell_rate(parse_bandwidth(r))}" for r in RATES)]
+    for panel, label in zip(places, labels, strict=True):
+        panel.set_xlabel(label)
+        panel.set_xscale("linear" if label == "local steps" else "log")
+        panel.set_ylabel("training loss")
+    drawn.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return drawn
+
+
 def predicted(way: str, every: int, options: argparse.Namespace) -> list[float]:
     """A step's forecast seconds on every link."""
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
@@ -216,6 +240,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--step-seconds", type=float, default=0.02)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", type=Path, help="beside the table")
     options = parser.parse_args()
     if not options.table:
         for seed in options.seeds:
@@ -226,6 +251,9 @@ def main() -> None:
                     if not has(read(options.rows), key):
                         add(options.rows, key | trained(way, every, seed, options))
     rows = [row for row in read(options.rows) if row.get("task", "text_chars") == options.task]
+    if options.figure:
+        with drawing():
+            options.figure.write_bytes(render(figure(rows), "losses", ("svg",))["svg"])
     table(rows, "validation loss" if options.task == "text_chars" else "accuracy")
 
 
