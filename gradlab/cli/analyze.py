@@ -85,7 +85,7 @@ def analyze(
     sharing = workers_of(workers, dask)
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
-    profile = _profile(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
+    profile = profile_of_step(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
     network = Network(links, node_counts(nodes), profile, node=node_of(local_ranks, inside))
     artifacts = {str(path): Artifact.load(path) for path in plan or []}
     names = {path: Path(path).stem for path in artifacts}
@@ -113,7 +113,7 @@ def analyze(
         OUT.print(str(page), markup=False)
 
 
-def _profile(run: Path | None, compute_seconds: float | None) -> Profile:
+def profile_of_step(run: Path | None, compute_seconds: float | None) -> Profile:
     from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
 
     if compute_seconds is not None:

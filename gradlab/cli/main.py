@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, timeline, trace
+from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, recommend, timeline, trace
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
@@ -30,6 +30,7 @@ app.command("analyze")(analyze.analyze)
 app.add_typer(fit.app, name="fit")
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("recommend")(recommend.recommend)
 app.command("timeline")(timeline.timeline)
 app.command("inspect")(inspect.inspect)
 app.command("methods")(methods.methods)

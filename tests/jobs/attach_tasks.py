@@ -27,12 +27,13 @@ from gradlab.trace import Trace
 from support.pool_groups import SPARE
 
 STEPS = 6
+WIDTH = 128  # of the network for which a plan is recommended
 
 
-def network() -> nn.Sequential:
+def network(width: int = 560) -> nn.Sequential:
     """Matrices of more than 1 MiB: torch.compile wants buckets as large as the first one at least."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(16, 560), nn.ReLU(), nn.Linear(560, 560), nn.ReLU(), nn.Linear(560, 4))
+    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
 
 
 def in_ddp(group: dist.ProcessGroup, form: str) -> tuple[nn.Module, DistributedDataParallel]:
@@ -247,3 +248,22 @@ def refusal(attempt: Callable[[Any], Any], given: Any) -> str:
     except GradlabError as error:
         return str(error)
     return ""
+
+
+def pasted(group: dist.ProcessGroup, lines: str) -> dict[str, Any]:
+    """Train with lines that a command printed, as a script that has them."""
+    model = DistributedDataParallel(network(WIDTH))
+    names = {"ddp_model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(lines, names)
+    for inputs in batches(group):
+        names["optimizer"].zero_grad()
+        model(inputs).square().mean().backward()
+        names["optimizer"].step()
+    state = names.get("state")
+    if isinstance(state, CompressionState):
+        with state:
+            ratio = state.report()["compression_ratio"]
+    else:
+        ratio = None
+    finite = all(bool(torch.isfinite(one).all()) for one in model.parameters())
+    return {"finite": finite, "ratio": ratio}

@@ -1,0 +1,115 @@
+"""One answer for one network: which plan to train with, plain 16-bit reduction, or none.
+
+Of the plans whose like ended within an allowed loss of dense training (`gradlab.analysis.forecast.endings`) the fastest
+is taken, if it saves a part of a step that a forecast can tell. Where plain reduction in 16 bits is about as fast, that
+is taken instead: it loses next to nothing, and PyTorch has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradlab.analysis.forecast.plans import SPEED_NOISE
+from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
+from gradlab.errors import GradlabError
+from gradlab.formatting import format_percent, format_seconds
+from gradlab.jsonable import Jsonable
+
+COMPRESS, HALF, NOTHING = "compress", "16 bits", "do not compress"
+
+
+@dataclass(frozen=True)
+class Recommendation(Jsonable):
+    """What to do, and why.
+
+    Attributes:
+        decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`.
+        plan: to compress with; None otherwise.
+        seconds: of a step as recommended.
+        dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
+        most_loss: that was allowed: the final loss over dense training's, minus 1.
+        text: all of it in prose.
+        refused: faster plans than the one recommended, and why they were not taken.
+    """
+
+    decision: str
+    plan: str | None
+    seconds: float
+    dense_seconds: float
+    half_seconds: float
+    most_loss: float
+    text: str
+    refused: Mapping[str, str]
+
+
+def recommend(speed: SpeedForecast, most_loss: float) -> Recommendation:
+    """Choose for the forecast's one number of nodes and one link.
+
+    Args:
+        speed: forecasts and judgements of the plans to choose from.
+        most_loss: the final loss over dense training's, minus 1, that a plan's like may have ended at.
+
+    Raises:
+        GradlabError: for several numbers of nodes or links, or without the time of computing.
+    """
+    if len(speed.configurations) != 1:
+        raise GradlabError(f"{len(speed.configurations)} pairs of nodes and links, expected one to recommend for")
+    if speed.compute_seconds is None:
+        raise GradlabError(
+            "whether compression pays depends on how long a step computes, which is not known: give --compute-seconds "
+            "(a step on one rank, without gradient exchange) or --run (the report of a training run)"
+        )
+    (at,) = speed.configurations
+    allowed = [name for name, judged in speed.judged.items() if judged.ended and judged.ended.high <= most_loss]
+    best = min((name for name in allowed if _saves(at, name)), key=at.seconds.__getitem__, default=None)
+    half = at.half_saves > SPEED_NOISE and (best is None or at.no_faster_than_16_bits(best))
+    seconds = at.half_seconds if half else at.seconds[best] if best is not None else at.dense_seconds
+    refused = {
+        name: _why_not(speed.judged[name], most_loss)
+        for name in sorted(at.seconds, key=at.seconds.__getitem__)
+        if name not in allowed and at.seconds[name] < seconds and _saves(at, name)
+    }
+    decision = HALF if half else NOTHING if best is None else COMPRESS
+    plan = best if decision == COMPRESS else None
+    text = " ".join([_text(at, decision, plan, seconds, speed.judged), *_refusals(refused)])
+    text = " ".join([text, *caution_lines(speed.judged.values())])
+    return Recommendation(decision, plan, seconds, at.dense_seconds, at.half_seconds, most_loss, text, dict(refused))
+
+
+def _saves(at: Configuration, name: str) -> bool:
+    """Whether a plan's step is shorter than the dense one by more than forecasts err."""
+    return at.seconds[name] < (1 - SPEED_NOISE) * at.dense_seconds
+
+
+def _why_not(judged: Judged, most_loss: float) -> str:
+    if judged.ended is None:
+        return "what its update keeps is not known"
+    return f"its like ended {judged.ended.text} in loss, more than {format_percent(most_loss, 1)}"
+
+
+def _text(at: Configuration, decision: str, plan: str | None, seconds: float, judged: Mapping[str, Judged]) -> str:
+    where, dense = at.where[:1].upper() + at.where[1:], format_seconds(at.dense_seconds)
+    if plan is not None:
+        saves = format_percent(1 - seconds / at.dense_seconds, 0)
+        return (
+            f"{where} compress with {plan}: a step takes {format_seconds(seconds)} instead of {dense} ({saves} less; "
+            f"{format_seconds(at.half_seconds)} in plain 16 bits); {judged[plan].text}."
+        )
+    if decision == HALF:
+        return (
+            f"{where} reduce gradients in plain 16 bits: a step takes {format_seconds(seconds)} instead of {dense}, "
+            "and no plan that is allowed is faster by more than forecasts err."
+        )
+    return (
+        f"{where} do not compress: no plan that is allowed saves more than {format_percent(SPEED_NOISE, 0)} of {dense}."
+    )
+
+
+def _refusals(refused: Mapping[str, str]) -> list[str]:
+    """Name the fastest plan that was not taken."""
+    name = next(iter(refused), None)
+    if name is None:
+        return []
+    others = f" ({len(refused) - 1} more alike)" if len(refused) > 1 else ""
+    return [f"{name} would be faster, but {refused[name]}{others}."]

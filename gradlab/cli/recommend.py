@@ -1,0 +1,162 @@
+"""`gradlab recommend`: from a recording to an artifact and the lines to paste, or "do not compress"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlab.cli.analyze import profile_of_step
+from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.cli.network_options import InsideLink, node_of, whole_numbers
+from gradlab.cli.trace_options import AverageRanks
+from gradlab.cli.worker_options import Dask, Processes, workers_of
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.forecast.recommendation import Recommendation
+    from gradlab.trace import Trace
+
+_FP16 = (
+    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
+    "ddp_model.register_comm_hook(None, fp16_compress_hook)"
+)
+
+
+def recommend(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
+    out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the plan, if there is one to train with.")],
+    nodes: Annotated[
+        str, typer.Option(metavar="N[xR]", help="Number of nodes, and of ranks on each: 8, or 8x8.")
+    ] = "8",
+    bandwidth: Annotated[str, typer.Option(help="Speed of a node's link: 200mbit, 10gbit.")] = "1gbit",
+    inside: InsideLink = "400gbit",
+    latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
+    max_loss: Annotated[
+        str, typer.Option(metavar="PERCENT", help="By how much the final loss may be above dense training's: 1%.")
+    ] = "1%",
+    compute_seconds: Annotated[
+        str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN.json", help="A training run's report, which has that time.")
+    ] = None,
+    plan: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="ARTIFACT", help="Choose from this plan too; may be given several times."),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Replay a few steps only, which the answer then says.")] = False,
+    workers: Processes = None,
+    dask: Dask = None,
+    average_ranks: AverageRanks = 1,
+    overwrite: Annotated[bool, typer.Option(help="Replace an artifact that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the decision and the lines as JSON.")] = False,
+) -> None:
+    """Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
+
+    Plans of every kind that needs no fit are replayed on the recording, and those given by --plan. Of the plans whose
+    like ended within --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it. If plain
+    16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it is "do not
+    compress", and no artifact is written.
+
+    Examples:
+
+      gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit --compute-seconds 0.36s
+
+      gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --max-loss 1% --run run.json
+    """
+    from gradlab.analysis.fit.uniform import uniform_artifact
+    from gradlab.analysis.forecast import Network
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.forecast.recommendation import recommend as choose
+    from gradlab.analysis.forecast.speed import usual_plans
+    from gradlab.analysis.outputs import require_free
+    from gradlab.analysis.report.examine import examine
+    from gradlab.analysis.report.look import QUICK, THOROUGH
+    from gradlab.artifact import Artifact
+    from gradlab.cli.fit.options import optimizer_of_training
+    from gradlab.plan.optimizer_rules import conflict_of
+    from gradlab.trace import Trace
+
+    require_free(out, overwrite)
+    sharing, allowed, (count, ranks) = workers_of(workers, dask), _share(max_loss), _nodes_and_ranks(nodes)
+    profile = profile_of_step(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
+    network = Network(
+        [Link(parse_bandwidth(bandwidth), parse_seconds(latency))], (count,), profile, node=node_of(ranks, inside)
+    )
+    paths = plan or []
+    stems = len({path.stem for path in paths}) == len(paths)
+    given = {path.stem if stems else str(path): Artifact.load(path) for path in paths}
+    with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
+        _check_recording(opened)
+        optimizer = optimizer_of_training(opened, None)
+        plans = usual_plans(opened.model_layers) | {name: artifact.plan for name, artifact in given.items()}
+        plans = {name: one for name, one in plans.items() if optimizer is None or conflict_of(one, optimizer) is None}
+        examination = examine(
+            opened,
+            plans=plans,
+            provenances={name: artifact.provenance for name, artifact in given.items()},
+            network=network,
+            parts=("payoff",),
+            look=QUICK if quick else THOROUGH,
+            workers=sharing,
+            progress=progress,
+        )
+    if examination.speed is None:
+        raise GradlabError(" ".join(examination.remarks) or f"{trace}: no plan could be forecast")
+    found = choose(examination.speed, allowed)
+    if found.plan is not None:
+        replayed = examination.replays[found.plan]
+        artifact = given.get(found.plan) or uniform_artifact(plans[found.plan], replayed, optimizer=optimizer)
+        artifact.save(out, overwrite)
+    lines = _lines(found, out, ranks)
+    if as_json:
+        written = {"artifact": str(out) if found.plan else None, "paste": lines, "remarks": examination.remarks}
+        print_json({**found.to_json(), **written})
+        return
+    OUT.print(found.text, markup=False)
+    print_warnings(examination.remarks)
+    if lines:
+        OUT.print(f"\nIn the training script:\n\n{indent(lines, '    ')}", markup=False)
+    if found.plan is not None:
+        OUT.print(f"\n{out}", markup=False)
+
+
+def _check_recording(trace: Trace) -> None:
+    """Refuse what nothing can be recommended from."""
+    if trace.world_size == 1:
+        raise GradlabError(f"{trace.path}: recorded on one rank: what plans do to an exchange is not known")
+    if trace.local_steps:
+        raise GradlabError(f"{trace.path}: holds {trace.local_steps}, for which gradlab analyze has the answer")
+
+
+def _share(text: str) -> float:
+    """Read "1%" or "0.01"."""
+    number, percent, rest = text.strip().partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = float("nan")
+    if rest or not 0 <= share < 10:
+        raise GradlabError(f"--max-loss {text[:80]}: expected a share of the loss such as 1% or 0.01")
+    return share
+
+
+def _nodes_and_ranks(text: str) -> tuple[int, int]:
+    """Read "8" or "8x8": nodes, and ranks on each."""
+    nodes, cross, ranks = text.lower().partition("x")
+    [count] = whole_numbers(nodes, "--nodes", "8 or 8x8")[:1]
+    [on_each] = whole_numbers(ranks, "--nodes", "8 or 8x8")[:1] if cross else [1]
+    return count, on_each
+
+
+def _lines(found: Recommendation, out: Path, ranks: int) -> str:
+    """Write what goes into the training script; nothing if it stays as it is."""
+    from gradlab.analysis.forecast.recommendation import COMPRESS, HALF
+
+    if found.decision == COMPRESS:
+        note = "  # averages inside each node first" if ranks > 1 else ""
+        return f'import gradlab\nstate = gradlab.compress(ddp_model, "{out}", optimizer=optimizer){note}'
+    return _FP16 if found.decision == HALF else ""

@@ -1,0 +1,137 @@
+"""One answer for one network: a plan and the lines that train with it, 16 bits, or not to compress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.recommendation import COMPRESS, HALF, NOTHING, Recommendation, recommend
+from gradlab.analysis.forecast.speed import forecast_speed
+from gradlab.artifact import Artifact
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, layers_of
+from gradlab.plan import Plan
+from jobs.attach_tasks import WIDTH, network
+from support.command_line import Command
+from support.process_pool import ProcessPool
+from support.recorded import random_gradients, record
+
+LAYERS = (Layer("body.weight", (256, 256), "linear"), Layer("head.weight", (10, 256), "linear"))
+PLANS = {
+    "top-k": Plan.uniform(LAYERS, "topk", density=0.01),
+    "int8": Plan.uniform(LAYERS, "block_scaled"),
+    "16-bit floats": Plan.uniform(LAYERS, "cast"),
+}
+SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
+COMPUTING = Profile(0.01, "as given")
+
+
+class Replayed:
+    """What a forecast asks of a replay whose codecs were not timed."""
+
+    codec_seconds = caution = None
+
+    def __init__(self, cosine: float, length: int = 1, memory: bool = False) -> None:
+        self.judged_cosine, self.judged_length, self.memory = cosine, length, memory
+
+    def summary(self) -> Replayed:
+        return self
+
+
+REPLAYS = {"top-k": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999), "16-bit floats": Replayed(1.0)}
+
+
+def recommended(
+    link: Link, most_loss: float, plans: tuple[str, ...] = tuple(PLANS), profile: Profile = COMPUTING
+) -> Recommendation:
+    chosen = {name: PLANS[name] for name in plans}
+    replays: Any = {name: REPLAYS[name] for name in plans}
+    return recommend(forecast_speed(chosen, replays, Network([link], (8,), profile)), most_loss)
+
+
+def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> None:
+    found = recommended(SLOW, 0.01)
+    assert (found.decision, found.plan) == (COMPRESS, "int8")
+    assert found.text.startswith("At 1 Mbit/s between 8 nodes compress with int8: a step takes ")
+    assert list(found.refused) == ["top-k"]
+    assert "top-k would be faster, but its like ended " in found.text
+    assert found.seconds < found.half_seconds < found.dense_seconds
+
+
+def test_with_more_loss_allowed_a_faster_plan_is_taken() -> None:
+    found = recommended(SLOW, 9.0)
+    assert (found.plan, found.refused) == ("top-k", {})
+    assert found.seconds < recommended(SLOW, 0.01).seconds
+
+
+def test_16_bits_are_the_answer_where_nothing_allowed_is_faster() -> None:
+    for plans in (("16-bit floats",), ("top-k",)):
+        found = recommended(SLOW, 0.01, plans)
+        assert (found.decision, found.plan) == (HALF, None)
+        assert found.seconds == found.half_seconds
+        assert "reduce gradients in plain 16 bits" in found.text
+
+
+def test_where_the_link_is_fast_nothing_is_to_be_compressed() -> None:
+    found = recommended(FAST, 9.0)
+    assert (found.decision, found.plan, found.seconds) == (NOTHING, None, found.dense_seconds)
+    assert "do not compress" in found.text
+
+
+def test_no_answer_without_the_time_of_computing_or_for_several_links() -> None:
+    with pytest.raises(GradlabError, match="how long a step computes, which is not known: give --compute-seconds"):
+        recommended(SLOW, 0.01, profile=NOT_MEASURED)
+    replays: Any = REPLAYS
+    several = forecast_speed(PLANS, replays, Network([SLOW, FAST], (8,), COMPUTING))
+    with pytest.raises(GradlabError, match="2 pairs of nodes and links, expected one"):
+        recommend(several, 0.01)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, layers = tmp_path_factory.mktemp("recommend") / "trace", layers_of(network(WIDTH))
+    record(folder, random_gradients(0, 6, 2, layers), layers)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "most_loss", "decision"),
+    [("1mbit", "1%", COMPRESS), ("1mbit", "0%", HALF), ("100gbit", "1%", NOTHING)],
+)
+def test_what_is_printed_trains(
+    gradlab: Command, pool: ProcessPool, trace: Path, tmp_path: Path, bandwidth: str, most_loss: str, decision: str
+) -> None:
+    out = tmp_path / "plan.safetensors"
+    words = ["recommend", trace, "--out", out, "--nodes", "2", "--bandwidth", bandwidth, "--compute-seconds", "0.2"]
+    code, printed, _ = gradlab(*words, "--max-loss", most_loss, "--json")
+    found = json.loads(printed)
+    assert (code, found["decision"]) == (0, decision)
+    assert out.exists() == (decision == COMPRESS)
+    if decision == NOTHING:
+        assert found["paste"] == ""
+        return
+    for result in pool.run("jobs.attach_tasks:pasted", 4, lines=found["paste"]):
+        assert result["finite"]
+        assert (result["ratio"] or 0) > 2 or decision == HALF
+    if decision == COMPRESS:
+        assert Artifact.load(out).provenance["replay"]["judged_cosine"] > 0.9
+        code, printed, error = gradlab(*words)
+        assert (code, printed) == (2, "")
+        assert "exists" in error
+
+
+def test_words_that_mean_nothing_are_refused_by_name(gradlab: Command, trace: Path, tmp_path: Path) -> None:
+    words = ["recommend", trace, "--out", tmp_path / "plan.safetensors", "--compute-seconds", "0.2"]
+    for wrong, said in (
+        (["--nodes", "8by8"], "--nodes"),
+        (["--max-loss", "lots"], "--max-loss lots: expected a share of the loss such as 1% or 0.01"),
+    ):
+        code, printed, error = gradlab(*words, *wrong)
+        assert (code, printed) == (2, "")
+        assert said in error
