@@ -4,6 +4,7 @@ with whatever exit code the command has."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -19,21 +20,24 @@ app = typer.Typer(
     name="gradlab",
     help="Measure the gradients of a PyTorch DDP run, fit compressors on them, train compressed, compare.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("train")(train.train)
-app.add_typer(trace.app, name="trace")
-app.command("analyze")(analyze.analyze)
-app.add_typer(fit.app, name="fit")
-app.command("evaluate")(evaluate.evaluate)
-app.command("predict")(predict.predict)
-app.command("recommend")(recommend.recommend)
-app.command("timeline")(timeline.timeline)
-app.command("inspect")(inspect.inspect)
-app.command("methods")(methods.methods)
+_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (demo.demo, "The whole loop on bundled data, in two minutes"),
+    (train.train, "Train a workload: plain, recorded or compressed"),
+    (analyze.analyze, "Write a report on a recording: will it pay?"),
+    (recommend.recommend, "Choose one plan for your network, or none"),
+    (evaluate.evaluate, "Replay artifacts on recorded gradients"),
+    (predict.predict, "Forecast the step times of an artifact's plan"),
+    (timeline.timeline, "Show where an iteration's time went"),
+    (inspect.inspect, "Show what an artifact does to which layer"),
+    (methods.methods, "List codecs, wrappers and published methods"),
+)
+for _command, _about in _COMMANDS:
+    app.command(_command.__name__, short_help=_about)(_command)
+app.add_typer(trace.app, name="trace", short_help="Look at, check and repair a recording")
+app.add_typer(fit.app, name="fit", short_help="Make an artifact from a recording")
 
 
 def _show_version(wanted: bool) -> None:

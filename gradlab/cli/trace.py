@@ -21,7 +21,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.command()
+@app.command(short_help="Show what a recording holds")
 def info(trace: Folder, as_json: AsJson = False) -> None:
     """Show what a trace holds.
 
@@ -77,7 +77,7 @@ def _sizes(layer: Layer) -> str:
     return "x".join(map(str, layer.shape)) or "-"
 
 
-@app.command()
+@app.command(short_help="Compare every value with its checksum")
 def check(trace: Folder, as_json: AsJson = False) -> None:
     """Read every committed value and compare its checksum; works on a trace that a killed run left behind.
 
@@ -121,7 +121,7 @@ def _print_check(result: TraceCheck) -> None:
         OUT.print(f"  {line}", markup=False)
 
 
-@app.command()
+@app.command(short_help="Close what a killed run left open")
 def repair(trace: Folder, as_json: AsJson = False) -> None:
     """Close a trace that a killed run left open, keeping every committed step.
 

@@ -451,6 +451,26 @@ def test_an_import_ends_before_an_interrupt_counts(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "whole\n", "gradlab: interrupted\n")
 
 
+@pytest.mark.parametrize("group", [(), ("fit",), ("trace",)])
+def test_each_command_says_in_a_few_whole_words_what_it_does(gradlab: Command, group: tuple[str, ...]) -> None:
+    code, text, _ = gradlab(*group, "--help")
+    lines = text.partition("Commands:")[2].strip().splitlines()
+    assert code == 0
+    assert len(lines) > 2
+    assert all(len(line) < 80 and "..." not in line and len(line.split()) > 3 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("codec", "how"),
+    [("PowerSGD", "gradlab fit uniform TRACE --codec powersgd"), ("lgc_ring", "gradlab fit lgc TRACE")],
+)
+def test_a_codec_that_is_no_kind_of_fit_is_explained(gradlab: Command, codec: str, how: str) -> None:
+    code, printed, error = gradlab("fit", codec, "trace", "--out", "plan.safetensors")
+    assert (code, printed) == (2, "")
+    assert error.startswith(f"gradlab: fit {codec}: no kind of fit")
+    assert error.strip().endswith(how)
+
+
 @pytest.mark.parametrize(
     ("command", "option", "codec", "name"),
     [("gradiveq", "--loss-threshold", "gradiveq", "loss_threshold"), ("lgc", "--normalise", "lgc_ring", "normalise")],

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from gradlab.cli.fit.ecsq import ecsq
 from gradlab.cli.fit.gradiveq import gradiveq
@@ -11,12 +14,38 @@ from gradlab.cli.fit.lgreco import lgreco
 from gradlab.cli.fit.options import CodecCommand
 from gradlab.cli.fit.signs import signs
 from gradlab.cli.fit.uniform import uniform
+from gradlab.errors import GradlabError
+
+_ABOUT = {
+    gradiveq: "PCA bases of gradient slices (GradiVeQ)",
+    ecsq: "One step for all values, entropy-coded",
+    signs: "Signs with feedback (dist-EF-blockSGDM)",
+    lgreco: "A setting for each layer (L-GreCo)",
+    lgc: "An autoencoder of several ranks' values (LGC)",
+    uniform: "One codec with one setting: needs no fit",
+}
+
+
+class Fits(TyperGroup):
+    """The kinds of fits. A codec's name is no kind of its own if it needs no fit: the error says how it is meant."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0].lower() if args else ""
+        if name and name not in self.commands:
+            from gradlab import codecs
+
+            if name in codecs.names():
+                how = "lgc TRACE" if codecs.get(name).learns else f"uniform TRACE --codec {name}"
+                raise GradlabError(f"fit {args[0]}: no kind of fit; of {name} it is: gradlab fit {how}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=Fits,
     help="Make an artifact from a trace; errors on later iterations are printed.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
 )
-for command in (gradiveq, ecsq, signs, lgreco, lgc, uniform):
-    app.command(command.__name__, cls=CodecCommand)(command)
+for command, about in _ABOUT.items():
+    app.command(command.__name__, cls=CodecCommand, short_help=about)(command)
