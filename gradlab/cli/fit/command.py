@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -16,7 +17,7 @@ from gradlab.cli.fit.signs import signs
 from gradlab.cli.fit.uniform import uniform
 from gradlab.errors import GradlabError
 
-_ABOUT = {
+_ABOUT: dict[Callable[..., None], str] = {
     gradiveq: "PCA bases of gradient slices (GradiVeQ)",
     ecsq: "One step for all values, entropy-coded",
     signs: "Signs with feedback (dist-EF-blockSGDM)",
