@@ -215,8 +215,9 @@ class LocalStepsCallback(Callback):
             rank_zero_warn("gradlab: the checkpoint holds no local steps: every worker begins with rank 0's model")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop exchanging."""
-        self.teardown(trainer, pl_module, "fit")
+        """Stop exchanging. The other workers learn of the exception."""
+        if self.steps is not None:
+            self.steps.outer.__exit__(type(exception), exception, None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop exchanging."""

@@ -235,7 +235,8 @@ def residual_by_loss_scale(folder: Path) -> list[float]:
 
 def local_steps(folder: Path) -> list[Any]:
     """On two ranks: outer steps after every third of 12 batches' optimizer steps; whether ranks end with the same
-    parameters; and whether a run that is resumed within a round ends as one that never stopped, bit for bit."""
+    parameters; whether a run that is resumed within a round ends as one that never stopped, bit for bit; and what each
+    rank's error says when the training of the second one fails."""
 
     def run(name: str, epochs: int, resume: Path | None = None) -> tuple[LocalStepsCallback, Model]:
         torch.manual_seed(0)
@@ -255,7 +256,15 @@ def local_steps(folder: Path) -> list[Any]:
         callback.steps.outer.outer_steps,
         torch.equal(of_ranks[0], of_ranks[1]),
         all(torch.equal(one, other) for one, other in pairs),
+        lost_worker(folder),
     ]
+
+
+def lost_worker(folder: Path) -> str:
+    model = Model(fails_at=1 if torch.distributed.get_rank() == 1 else -1)
+    with pytest.raises((RuntimeError, GradlabError)) as failed:
+        trainer(folder, LocalStepsCallback(PLAN, every=1, delay=0), devices=2, max_epochs=3).fit(model, loader())
+    return str(failed.value)
 
 
 def alone(folder: Path) -> dict[str, Any]:

@@ -314,8 +314,11 @@ def test_the_trainer_compresses_as_a_plain_loop_does(trainer_scenarios: list[dic
 
 @needs_lightning
 def test_lightning_takes_local_steps(resumed: list[dict[str, Any]]) -> None:
-    """Ranks end alike, and a run that is resumed within a round ends as one that never stopped; bit for bit."""
-    assert [ranks["lightning_local_steps"] for ranks in resumed] == [[4, True, True]] * 2
+    """Ranks end alike, and a run that is resumed within a round ends as one that never stopped; bit for bit. A worker's
+    error reaches the other."""
+    *ranks, failed = zip(*(rank["lightning_local_steps"] for rank in resumed), strict=True)
+    assert ranks == [(4, 4), (True, True), (True, True)]
+    assert failed == ("step 1: another rank failed (rank 1: step 1: RuntimeError: on purpose)", "on purpose")
 
 
 @needs_transformers
