@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 # By name, a codec or a published method of `gradlab.plan.recipes`, with settings: one of each kind, none of which needs
 # a fit.
+HALF_PLAN = "16-bit floats"
 USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "16-bit floats": ("cast", {"dtype": "float16"}),
+    HALF_PLAN: ("cast", {"dtype": "float16"}),
     "int8": ("block_scaled", {"dtype": "int8"}),
     "QSGD 4 bits, max norm": ("QSGD, max norm", {"bits": 4}),
     "1-bit SGD": ("1-bit SGD", {}),

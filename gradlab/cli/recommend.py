@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +18,13 @@ from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.recommendation import Recommendation
+    from gradlab.plan import Plan
     from gradlab.trace import Trace
 
+_FSDP = (
+    "from gradlab.runtime import compress_fsdp\n"
+    'state = compress_fsdp(model, "{}", between=mesh["replicate"], optimizer=optimizer)  # sharded along mesh["shard"]'
+)
 _FP16 = (
     "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
     "ddp_model.register_comm_hook(None, fp16_compress_hook)"
@@ -33,6 +39,7 @@ def recommend(
     ] = "8",
     bandwidth: Annotated[str, typer.Option(help="Speed of a node's link: 200mbit, 10gbit.")] = "1gbit",
     inside: InsideLink = "400gbit",
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Parameters are sharded among a node's ranks by FSDP2.")] = False,
     latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
     max_loss: Annotated[
         str, typer.Option(metavar="PERCENT", help="By how much the final loss may be above dense training's: 1%.")
@@ -66,6 +73,8 @@ def recommend(
       gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit --compute-seconds 0.36s
 
       gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --max-loss 1% --run run.json
+
+      gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit --compute-seconds 0.36s
     """
     from gradlab.analysis.fit.uniform import uniform_artifact
     from gradlab.analysis.forecast import Network
@@ -84,7 +93,10 @@ def recommend(
     sharing, allowed, (count, ranks) = workers_of(workers, dask), _share(max_loss), _nodes_and_ranks(nodes)
     profile = profile_of_step(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
     network = Network(
-        [Link(parse_bandwidth(bandwidth), parse_seconds(latency))], (count,), profile, node=node_of(ranks, inside)
+        [Link(parse_bandwidth(bandwidth), parse_seconds(latency))],
+        (count,),
+        profile,
+        node=node_of(ranks, inside, fsdp=fsdp),
     )
     paths = plan or []
     stems = len({path.stem for path in paths}) == len(paths)
@@ -107,20 +119,22 @@ def recommend(
     if examination.speed is None:
         raise GradlabError(" ".join(examination.remarks) or f"{trace}: no plan could be forecast")
     found = choose(examination.speed, allowed)
-    if found.plan is not None:
-        replayed = examination.replays[found.plan]
-        artifact = given.get(found.plan) or uniform_artifact(plans[found.plan], replayed, optimizer=optimizer)
+    chosen = _plan_to_write(found, plans, nodes_of_several=ranks > 1)
+    if chosen is not None:
+        artifact = given.get(chosen) or uniform_artifact(
+            plans[chosen], examination.replays[chosen], optimizer=optimizer
+        )
         artifact.save(out, overwrite)
-    lines = _lines(found, out, ranks)
+    lines = _lines(found.decision, out if chosen is not None else None, ranks, fsdp)
     if as_json:
-        written = {"artifact": str(out) if found.plan else None, "paste": lines, "remarks": examination.remarks}
+        written = {"artifact": None if chosen is None else str(out), "paste": lines, "remarks": examination.remarks}
         print_json({**found.to_json(), **written})
         return
     OUT.print(found.text, markup=False)
     print_warnings(examination.remarks)
     if lines:
         OUT.print(f"\nIn the training script:\n\n{indent(lines, '    ')}", markup=False)
-    if found.plan is not None:
+    if chosen is not None:
         OUT.print(f"\n{out}", markup=False)
 
 
@@ -152,11 +166,24 @@ def _nodes_and_ranks(text: str) -> tuple[int, int]:
     return count, on_each
 
 
-def _lines(found: Recommendation, out: Path, ranks: int) -> str:
-    """Write what goes into the training script; nothing if it stays as it is."""
-    from gradlab.analysis.forecast.recommendation import COMPRESS, HALF
+def _plan_to_write(found: Recommendation, plans: Mapping[str, Plan], nodes_of_several: bool) -> str | None:
+    """Name the plan of the artifact: the one recommended; of 16 bits between nodes of several ranks that of `cast`."""
+    from gradlab.analysis.forecast.recommendation import HALF
+    from gradlab.analysis.forecast.speed import HALF_PLAN
 
-    if found.decision == COMPRESS:
-        note = "  # averages inside each node first" if ranks > 1 else ""
-        return f'import gradlab\nstate = gradlab.compress(ddp_model, "{out}", optimizer=optimizer){note}'
-    return _FP16 if found.decision == HALF else ""
+    half = found.decision == HALF and nodes_of_several and HALF_PLAN in plans
+    return HALF_PLAN if half else found.plan
+
+
+def _lines(decision: str, artifact: Path | None, ranks: int, fsdp: bool) -> str:
+    """Write what goes into the training script; nothing if it stays as it is."""
+    from gradlab.analysis.forecast.recommendation import NOTHING
+
+    if decision == NOTHING:
+        return ""
+    if artifact is None:
+        return _FP16
+    if fsdp:
+        return _FSDP.format(artifact)
+    note = "  # averages inside each node first" if ranks > 1 else ""
+    return f'import gradlab\nstate = gradlab.compress(ddp_model, "{artifact}", optimizer=optimizer){note}'

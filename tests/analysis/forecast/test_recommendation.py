@@ -135,3 +135,22 @@ def test_words_that_mean_nothing_are_refused_by_name(gradlab: Command, trace: Pa
         code, printed, error = gradlab(*words, *wrong)
         assert (code, printed) == (2, "")
         assert said in error
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_between_nodes_of_several_ranks_16_bits_are_a_plan(
+    gradlab: Command, pool: ProcessPool, trace: Path, tmp_path: Path, fsdp: bool
+) -> None:
+    """PyTorch's hook would reduce over all ranks of all nodes, and FSDP2 has none for it."""
+    out = tmp_path / "plan.safetensors"
+    words = ["recommend", trace, "--out", out, "--nodes", "2x2", "--bandwidth", "1mbit", "--compute-seconds", "0.2"]
+    code, printed, _ = gradlab(*words, "--max-loss", "0%", "--json", *(["--fsdp"] if fsdp else []))
+    found = json.loads(printed)
+    assert (code, found["decision"]) == (0, HALF)
+    assert {group.codec for group in Artifact.load(out).plan.groups} == {"cast"}
+    if fsdp:
+        assert f'compress_fsdp(model, "{out}", between=mesh["replicate"], optimizer=optimizer)' in found["paste"]
+    else:
+        for result in pool.run("jobs.attach_tasks:pasted", 4, lines=found["paste"]):
+            assert result["finite"]
+            assert result["ratio"] > 1.5
