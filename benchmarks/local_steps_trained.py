@@ -178,7 +178,8 @@ def table(rows: list[Row], score: str) -> None:
     """Print scores by way and H, bytes, and times. score: what it is."""
     print(f"| way | H | {score} | bytes per step | {' | '.join(f'{rate}, ms a step' for rate in RATES)} |")
     print("|---" * (4 + len(RATES)) + "|")
-    keys = dict.fromkeys((row["way"], row["every"]) for row in rows)
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    keys = sorted({(row["way"], row["every"]) for row in rows}, key=lambda key: (ways.index(key[0]), key[1]))
     for way, every in keys:
         here = sorted((row for row in rows if (row["way"], row["every"]) == (way, every)), key=lambda row: row["seed"])
         losses = ", ".join(f"{row['score']:.3f}" for row in here)

@@ -172,19 +172,19 @@ def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
 
 
 def table(rows: list[Row]) -> None:
-    """Print the table."""
+    """Print the table; "in Python" where the rows have what it takes."""
     forms = (*FORMS, ONE)
-    print("| layers | codec | identity | " + " | ".join(forms) + " | us per layer | for layers | in Python |")
-    print("|---" * (len(forms) + 6) + "|")
     by_key = {(row["layers"], row["codec"], row["form"]): row["milliseconds"] for row in rows}
-    numpys = {(row["layers"], row["codec"]): row["numpy"] for row in rows if row["form"] == "default"}
+    numpys = {(row["layers"], row["codec"]): row["numpy"] for row in rows if row.get("numpy") is not None}
+    heads = ["layers", "codec", "identity", *forms, "us per layer", "for layers", *["in Python"] * bool(numpys)]
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
     for layers, codec in dict.fromkeys((row["layers"], row["codec"]) for row in rows):
         times = [by_key[layers, codec, form] for form in forms]
-        calls = by_key[layers, codec, CALLS]
-        per_layer = [
-            1e3 * one / layers
-            for one in (times[0], times[0] - times[-1], times[0] * (1 - numpys[layers, codec]) - calls)
-        ]
+        of_layers = [times[0], times[0] - times[-1]]
+        if numpys:
+            of_layers.append(times[0] * (1 - numpys[layers, codec]) - by_key[layers, codec, CALLS])
+        per_layer = [1e3 * one / layers for one in of_layers]
         shown = [f"{one:.1f}" for one in (by_key[layers, "identity", "default"], *times, *per_layer)]
         print(f"| {layers} | {codec} | " + " | ".join(shown) + " |")
 
