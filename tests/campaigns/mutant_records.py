@@ -490,7 +490,7 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/wrappers/error_feedback.py",
-        old="kept = {**done.state, **self._held(grads, state, context)}",
+        old="kept = {**done.state, **held_residuals(grads, state, still)}",
         new="kept = done.state",
         tests=("tests/wrappers/test_wrappers.py",),
         what="A dense iteration at a learning rate of zero forgets the residual.",
