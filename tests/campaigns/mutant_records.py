@@ -1261,4 +1261,27 @@ MUTANTS = (
         what="Codecs see gradients before FSDP has divided them.",
         select="mean_where",
     ),
+    Mutant(
+        file="runtime/network/faults.py",
+        old="        traceback.clear_frames(error.__traceback__)",
+        new="        pass",
+        tests=("tests/runtime/test_outer_step.py",),
+        what="An error that is kept holds the group open in which peers of a lost worker wait.",
+        select="leaves_is_named",
+    ),
+    Mutant(
+        file="analysis/forecast/recommendation.py",
+        old="judged.ended.high <= most_loss",
+        new="judged.ended.low <= most_loss",
+        tests=("tests/analysis/forecast/test_recommendation.py",),
+        what="A plan is recommended though some of its like ended above what is allowed.",
+    ),
+    Mutant(
+        file="analysis/forecast/recommendation.py",
+        old="(best is None or at.no_faster_than_16_bits(best))",
+        new="best is None",
+        tests=("tests/analysis/forecast/test_recommendation.py",),
+        what="A plan is recommended where plain 16-bit reduction is about as fast.",
+        select="16_bits_are_the_answer",
+    ),
 )
