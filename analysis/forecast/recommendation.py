@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradlab.analysis.forecast.plans import SPEED_NOISE
+from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent, format_seconds
@@ -55,11 +56,7 @@ def recommend(speed: SpeedForecast, most_loss: float) -> Recommendation:
     """
     if len(speed.configurations) != 1:
         raise GradlabError(f"{len(speed.configurations)} pairs of nodes and links, expected one to recommend for")
-    if speed.compute_seconds is None:
-        raise GradlabError(
-            "whether compression pays depends on how long a step computes, which is not known: give --compute-seconds "
-            "(a step on one rank, without gradient exchange) or --run (the report of a training run)"
-        )
+    require_computing(speed.network.profile)
     (at,) = speed.configurations
     allowed = [name for name, judged in speed.judged.items() if judged.ended and judged.ended.high <= most_loss]
     best = min((name for name in allowed if _saves(at, name)), key=at.seconds.__getitem__, default=None)
@@ -75,6 +72,19 @@ def recommend(speed: SpeedForecast, most_loss: float) -> Recommendation:
     text = " ".join([_text(at, decision, plan, seconds, speed.judged), *_refusals(refused)])
     text = " ".join([text, *caution_lines(speed.judged.values())])
     return Recommendation(decision, plan, seconds, at.dense_seconds, at.half_seconds, most_loss, text, dict(refused))
+
+
+def require_computing(profile: Profile) -> None:
+    """Refuse, before the work, to answer without the time of computing.
+
+    Raises:
+        GradlabError: saying how it is given.
+    """
+    if profile == NOT_MEASURED:
+        raise GradlabError(
+            "whether compression pays depends on how long a step computes, which is not known: give --compute-seconds "
+            "(a step on one rank, without gradient exchange) or --run (the report of a training run)"
+        )
 
 
 def _saves(at: Configuration, name: str) -> bool:

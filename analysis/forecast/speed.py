@@ -29,9 +29,9 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
 
+HALF_PLAN = "16-bit floats"
 # By name, a codec or a published method of `gradlab.plan.recipes`, with settings: one of each kind, none of which needs
 # a fit.
-HALF_PLAN = "16-bit floats"
 USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     HALF_PLAN: ("cast", {"dtype": "float16"}),
     "int8": ("block_scaled", {"dtype": "int8"}),

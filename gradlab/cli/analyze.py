@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
-from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of
+from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of, profile_of_step
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
-
-if TYPE_CHECKING:
-    from gradlab.analysis.forecast.profile import Profile
 
 
 def analyze(
@@ -111,11 +108,3 @@ def analyze(
         OUT.print(written["verdict"], markup=False)
         print_warnings(written["warnings"])
         OUT.print(str(page), markup=False)
-
-
-def profile_of_step(run: Path | None, compute_seconds: float | None) -> Profile:
-    from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
-
-    if compute_seconds is not None:
-        return Profile(compute_seconds, "as given")
-    return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else NOT_MEASURED

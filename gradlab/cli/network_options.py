@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.analysis.forecast.profile import Profile
     from gradlab.analysis.forecast.simulator import Node
 
 LocalRanks = Annotated[int, typer.Option(help="Ranks per node, which share its one link to the others.")]
@@ -41,6 +43,23 @@ def node_of(
         raise GradlabError(f"--device {device}: expected cuda or cpu")
     plans = SHARDS if fsdp else EVERY_RANK if every_rank else BETWEEN
     return None if local_ranks == 1 else Node(local_ranks, link, plans, device == "cpu")
+
+
+def profile_of_step(run: Path | None, compute_seconds: float | None) -> Profile:
+    """Take the time of computing from an option, or from a run's report; `NOT_MEASURED` from neither.
+
+    Args:
+        run: the report's file.
+        compute_seconds: of a step without gradient exchange.
+
+    Raises:
+        GradlabError: for a report that has no such time.
+    """
+    from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
+
+    if compute_seconds is not None:
+        return Profile(compute_seconds, "as given")
+    return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else NOT_MEASURED
 
 
 def node_counts(text: str) -> list[int]:

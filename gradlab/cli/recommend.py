@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
@@ -9,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlab.cli.analyze import profile_of_step
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
-from gradlab.cli.network_options import InsideLink, node_of, whole_numbers
+from gradlab.cli.network_options import InsideLink, node_of, profile_of_step, whole_numbers
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FSDP = (
     "from gradlab.runtime import compress_fsdp\n"
-    'state = compress_fsdp(model, "{}", between=mesh["replicate"], optimizer=optimizer)  # sharded along mesh["shard"]'
+    'state = compress_fsdp(model, {}, between=mesh["replicate"], optimizer=optimizer)  # sharded along mesh["shard"]'
 )
 _FP16 = (
     "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
@@ -80,6 +80,7 @@ def recommend(
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.forecast.recommendation import recommend as choose
+    from gradlab.analysis.forecast.recommendation import require_computing
     from gradlab.analysis.forecast.speed import usual_plans
     from gradlab.analysis.outputs import require_free
     from gradlab.analysis.report.examine import examine
@@ -92,6 +93,9 @@ def recommend(
     require_free(out, overwrite)
     sharing, allowed, (count, ranks) = workers_of(workers, dask), _share(max_loss), _nodes_and_ranks(nodes)
     profile = profile_of_step(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
+    require_computing(profile)
+    if fsdp and ranks == 1:
+        raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
     network = Network(
         [Link(parse_bandwidth(bandwidth), parse_seconds(latency))],
         (count,),
@@ -105,7 +109,8 @@ def recommend(
         _check_recording(opened)
         optimizer = optimizer_of_training(opened, None)
         plans = usual_plans(opened.model_layers) | {name: artifact.plan for name, artifact in given.items()}
-        plans = {name: one for name, one in plans.items() if optimizer is None or conflict_of(one, optimizer) is None}
+        conflicts = {name: optimizer and conflict_of(one, optimizer) for name, one in plans.items()}
+        plans = {name: one for name, one in plans.items() if conflicts[name] is None}
         examination = examine(
             opened,
             plans=plans,
@@ -116,6 +121,7 @@ def recommend(
             workers=sharing,
             progress=progress,
         )
+    examination.remarks += [f"{name} was left out: {why}." for name, why in conflicts.items() if why is not None]
     if examination.speed is None:
         raise GradlabError(" ".join(examination.remarks) or f"{trace}: no plan could be forecast")
     found = choose(examination.speed, allowed)
@@ -183,7 +189,8 @@ def _lines(decision: str, artifact: Path | None, ranks: int, fsdp: bool) -> str:
         return ""
     if artifact is None:
         return _FP16
+    path = json.dumps(str(artifact))  # a text of Python too, whatever stands in the name
     if fsdp:
-        return _FSDP.format(artifact)
+        return _FSDP.format(path)
     note = "  # averages inside each node first" if ranks > 1 else ""
-    return f'import gradlab\nstate = gradlab.compress(ddp_model, "{artifact}", optimizer=optimizer){note}'
+    return f"import gradlab\nstate = gradlab.compress(ddp_model, {path}, optimizer=optimizer){note}"

@@ -54,7 +54,7 @@ def needs_scaling(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> bool:
     codec: the codec, with wrappers or without.
     shapes: of the group's layers, by name.
     """
-    holds = innermost(codec).guarantees([layer_of(name, shape) for name, shape in shapes.items()])
+    holds = innermost(codec).guarantees([layer_of(name, tuple(shape)) for name, shape in shapes.items()])
     return not holds.contracts and (holds.unbiased or holds.homogeneous)
 
 

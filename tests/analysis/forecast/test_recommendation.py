@@ -16,11 +16,12 @@ from gradlab.analysis.forecast.speed import forecast_speed
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
-from gradlab.plan import Plan
+from gradlab.plan import Plan, Wrap
 from jobs.attach_tasks import WIDTH, network
 from support.command_line import Command
 from support.process_pool import ProcessPool
 from support.recorded import random_gradients, record
+from support.replayed import Replayed
 
 LAYERS = (Layer("body.weight", (256, 256), "linear"), Layer("head.weight", (10, 256), "linear"))
 PLANS = {
@@ -30,18 +31,6 @@ PLANS = {
 }
 SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
 COMPUTING = Profile(0.01, "as given")
-
-
-class Replayed:
-    """What a forecast asks of a replay whose codecs were not timed."""
-
-    codec_seconds = caution = None
-
-    def __init__(self, cosine: float, length: int = 1, memory: bool = False) -> None:
-        self.judged_cosine, self.judged_length, self.memory = cosine, length, memory
-
-    def summary(self) -> Replayed:
-        return self
 
 
 REPLAYS = {"top-k": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999), "16-bit floats": Replayed(1.0)}
@@ -96,7 +85,8 @@ def test_no_answer_without_the_time_of_computing_or_for_several_links() -> None:
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, layers = tmp_path_factory.mktemp("recommend") / "trace", layers_of(network(WIDTH))
-    record(folder, random_gradients(0, 6, 2, layers), layers)
+    trained_with = {"optimizer": {"name": "SGD", "groups": [{"momentum": 0.9}]}}
+    record(folder, random_gradients(0, 6, 2, layers), layers, metadata=trained_with)
     return folder
 
 
@@ -107,7 +97,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_printed_trains(
     gradlab: Command, pool: ProcessPool, trace: Path, tmp_path: Path, bandwidth: str, most_loss: str, decision: str
 ) -> None:
-    out = tmp_path / "plan.safetensors"
+    out = tmp_path / 'a "plan".safetensors'
     words = ["recommend", trace, "--out", out, "--nodes", "2", "--bandwidth", bandwidth, "--compute-seconds", "0.2"]
     code, printed, _ = gradlab(*words, "--max-loss", most_loss, "--json")
     found = json.loads(printed)
@@ -126,9 +116,26 @@ def test_what_is_printed_trains(
         assert "exists" in error
 
 
+def test_a_plan_that_does_not_go_with_the_optimizer_is_left_out_with_the_reason(
+    gradlab: Command, trace: Path, tmp_path: Path
+) -> None:
+    plan = Plan.uniform(layers_of(network(WIDTH)), "topk", density=0.01, wrappers=[Wrap("momentum_correction")])
+    given = Artifact(plan).save(tmp_path / "mine.safetensors")
+    words = ["recommend", trace, "--out", tmp_path / "plan.safetensors", "--bandwidth", "1mbit", "--plan", given]
+    code, printed, _ = gradlab(*words, "--compute-seconds", "0.2", "--max-loss", "900%", "--quick", "--json")
+    found = json.loads(printed)
+    assert (code, found["decision"]) == (0, COMPRESS)
+    assert found["plan"] != "mine"
+    [remark] = [one for one in found["remarks"] if one.startswith("mine was left out: ")]
+    assert "momentum" in remark
+
+
 def test_words_that_mean_nothing_are_refused_by_name(gradlab: Command, trace: Path, tmp_path: Path) -> None:
     words = ["recommend", trace, "--out", tmp_path / "plan.safetensors", "--compute-seconds", "0.2"]
+    code, _, error = gradlab(*words[:-2])
+    assert (code, "give --compute-seconds" in error) == (2, True)
     for wrong, said in (
+        (["--fsdp"], "--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8"),
         (["--nodes", "8by8"], "--nodes"),
         (["--max-loss", "lots"], "--max-loss lots: expected a share of the loss such as 1% or 0.01"),
     ):

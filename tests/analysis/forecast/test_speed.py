@@ -27,6 +27,7 @@ from gradlab.jsonable import plain
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from support.recorded import random_gradients, record
+from support.replayed import Replayed
 
 LAYERS = (
     Layer("stem.weight", (16, 8, 3, 3), "convolution"),
@@ -35,18 +36,6 @@ LAYERS = (
 )
 SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
 COMPUTING = Profile(0.01, "as given")
-
-
-class Replayed:
-    """What `forecast_speed` asks of a replay whose codecs were not timed."""
-
-    codec_seconds = None
-
-    def __init__(self, cosine: float | None, length: int = 1, memory: bool = False, caution: str | None = None) -> None:
-        self.judged_cosine, self.judged_length, self.memory, self.caution = cosine, length, memory, caution
-
-    def summary(self) -> Replayed:
-        return self
 
 
 def forecast_topk(
