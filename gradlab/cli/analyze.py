@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
-from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of, profile_of_step
+from gradlab.cli.network_options import (
+    ComputeSeconds,
+    InsideLink,
+    Latency,
+    LocalRanks,
+    TimedRun,
+    node_counts,
+    node_of,
+    profile_of_step,
+)
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 
@@ -24,13 +33,9 @@ def analyze(
     local_ranks: LocalRanks = 1,
     inside: InsideLink = "400gbit",
     bandwidth: Annotated[str, typer.Option(help="Link speeds to forecast for, with commas.")] = "1gbit,25gbit",
-    latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
-    compute_seconds: Annotated[
-        str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="RUN.json", help="A compressed run's report, which has that time.")
-    ] = None,
+    latency: Latency = "100us",
+    compute_seconds: ComputeSeconds = None,
+    run: TimedRun = None,
     after_addition: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Layers that read a residual sum, e.g. 'layer*.conv1.weight'."),
@@ -82,7 +87,7 @@ def analyze(
     sharing = workers_of(workers, dask)
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
-    profile = profile_of_step(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
+    profile = profile_of_step(run, compute_seconds)
     network = Network(links, node_counts(nodes), profile, node=node_of(local_ranks, inside))
     artifacts = {str(path): Artifact.load(path) for path in plan or []}
     names = {path: Path(path).stem for path in artifacts}

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from gradlab.analysis.forecast.simulator import Node
 
 LocalRanks = Annotated[int, typer.Option(help="Ranks per node, which share its one link to the others.")]
+Latency = Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")]
+ComputeSeconds = Annotated[str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")]
+TimedRun = Annotated[
+    Path | None, typer.Option(metavar="RUN.json", help="A compressed run's report, which has that time.")
+]
 InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
 
 
@@ -45,20 +50,21 @@ def node_of(
     return None if local_ranks == 1 else Node(local_ranks, link, plans, device == "cpu")
 
 
-def profile_of_step(run: Path | None, compute_seconds: float | None) -> Profile:
+def profile_of_step(run: Path | None, compute_seconds: str | None) -> Profile:
     """Take the time of computing from an option, or from a run's report; `NOT_MEASURED` from neither.
 
     Args:
         run: the report's file.
-        compute_seconds: of a step without gradient exchange.
+        compute_seconds: of a step without gradient exchange, such as 0.36s.
 
     Raises:
-        GradlabError: for a report that has no such time.
+        GradlabError: for a report that has no such time, and for what is no time.
     """
+    from gradlab.analysis.forecast.link import parse_seconds
     from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
 
     if compute_seconds is not None:
-        return Profile(compute_seconds, "as given")
+        return Profile(parse_seconds(compute_seconds), "as given")
     return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else NOT_MEASURED
 
 

@@ -10,7 +10,15 @@ import typer
 
 from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.figures import require_figure, write_figure
-from gradlab.cli.network_options import InsideLink, LocalRanks, node_counts, node_of, whole_numbers
+from gradlab.cli.network_options import (
+    ComputeSeconds,
+    InsideLink,
+    Latency,
+    LocalRanks,
+    node_counts,
+    node_of,
+    whole_numbers,
+)
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -34,8 +42,8 @@ def predict(
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
-    latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
-    compute_seconds: Annotated[str | None, typer.Option(help="A step without gradient exchange: 0.36s, 120ms.")] = None,
+    latency: Latency = "100us",
+    compute_seconds: ComputeSeconds = None,
     run: Annotated[
         Path | None,
         typer.Option(metavar="RUN.json", help="A run's report (gradlab train --compress --out): its times."),

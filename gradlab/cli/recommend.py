@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
-from gradlab.cli.network_options import InsideLink, node_of, profile_of_step, whole_numbers
+from gradlab.cli.network_options import (
+    ComputeSeconds,
+    InsideLink,
+    Latency,
+    TimedRun,
+    node_of,
+    profile_of_step,
+    whole_numbers,
+)
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
@@ -40,16 +48,12 @@ def recommend(
     bandwidth: Annotated[str, typer.Option(help="Speed of a node's link: 200mbit, 10gbit.")] = "1gbit",
     inside: InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Parameters are sharded among a node's ranks by FSDP2.")] = False,
-    latency: Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")] = "100us",
+    latency: Latency = "100us",
     max_loss: Annotated[
         str, typer.Option(metavar="PERCENT", help="By how much the final loss may be above dense training's: 1%.")
     ] = "1%",
-    compute_seconds: Annotated[
-        str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")
-    ] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="RUN.json", help="A training run's report, which has that time.")
-    ] = None,
+    compute_seconds: ComputeSeconds = None,
+    run: TimedRun = None,
     plan: Annotated[
         list[Path] | None,
         typer.Option(metavar="ARTIFACT", help="Choose from this plan too; may be given several times."),
@@ -92,7 +96,7 @@ def recommend(
 
     require_free(out, overwrite)
     sharing, allowed, (count, ranks) = workers_of(workers, dask), _share(max_loss), _nodes_and_ranks(nodes)
-    profile = profile_of_step(run, parse_seconds(compute_seconds) if compute_seconds is not None else None)
+    profile = profile_of_step(run, compute_seconds)
     require_computing(profile)
     if fsdp and ranks == 1:
         raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
@@ -136,12 +140,17 @@ def recommend(
         written = {"artifact": None if chosen is None else str(out), "paste": lines, "remarks": examination.remarks}
         print_json({**found.to_json(), **written})
         return
+    _tell(found, examination.remarks, lines, artifact=out if chosen is not None else None)
+
+
+def _tell(found: Recommendation, remarks: Sequence[str], lines: str, artifact: Path | None) -> None:
+    """Print the answer for people, with the lines to paste and the artifact that was written."""
     OUT.print(found.text, markup=False)
-    print_warnings(examination.remarks)
+    print_warnings(remarks)
     if lines:
         OUT.print(f"\nIn the training script:\n\n{indent(lines, '    ')}", markup=False)
-    if chosen is not None:
-        OUT.print(f"\n{out}", markup=False)
+    if artifact is not None:
+        OUT.print(f"\n{artifact}", markup=False)
 
 
 def _check_recording(trace: Trace) -> None:
