@@ -145,9 +145,11 @@ class Device(TorchDispatchMode):
             isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in _indices(near_args)
         )
         to_host = name == "copy_" and not isinstance(args[0], FarTensor)
+        from_host = name == "copy_" and isinstance(args[0], FarTensor) and not isinstance(args[1], FarTensor)
         unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in WAITS or by_mask or unsized or to_host or asked_near:
-            self.waited("copy to the host" if to_host or asked_near else name)
+        if name in WAITS or by_mask or unsized or to_host or from_host or asked_near:
+            copied = "copy from the host" if from_host else "copy to the host"
+            self.waited(copied if to_host or from_host or asked_near else name)
         if to_host or asked_near:
             return result
         held = {id(one.near): one for one in seen}

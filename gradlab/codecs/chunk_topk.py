@@ -88,10 +88,8 @@ class ChunkTopK(Compressor):
     def _starts(self, numel: int, device: torch.device) -> torch.Tensor:
         """Where the chunk of every value that is sent begins: (k,), int64."""
         chunks, count, _, of_left = self._counts(numel)
-        counts = torch.full((chunks + 1,), count, device=device)
-        counts[chunks] = of_left
-        numbers = torch.arange(chunks + 1, device=device)
-        return numbers.repeat_interleave(counts, output_size=self._sent(numel)) * self.settings.chunk
+        starts = torch.arange(chunks + 1, device=device) * self.settings.chunk
+        return torch.cat([starts[:-1].repeat_interleave(count), starts[-1:].expand(of_left)])
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return positions, packed, uint8, and values: packed codes, uint8, and their magnitudes, or float32."""
@@ -141,6 +139,15 @@ def quantized(values: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tens
     # Magnitudes that are all alike are in the first bin, and so is NaN.
     places = (magnitudes - least) / (largest - least).clamp_min(torch.finfo(values.dtype).tiny) * bins
     numbers = places.nan_to_num_(0.0).floor_().clamp_(0, bins - 1).to(torch.int64)
-    sums = values.new_zeros(bins).index_add_(0, numbers, magnitudes)
-    counts = values.new_zeros(bins).index_add_(0, numbers, torch.ones_like(values))
-    return (2 * numbers + (values < 0)).to(torch.uint8), (sums / counts.clamp_min(1.0)).float()
+    return (2 * numbers + (values < 0)).to(torch.uint8), _means(magnitudes, numbers, bins).float()
+
+
+def _means(values: torch.Tensor, numbers: torch.Tensor, bins: int) -> torch.Tensor:
+    """Average the values of each bin, (bins,); 0 of an empty one. numbers: of each value's bin, (k,)."""
+    if values.device.type == "cpu":
+        sums = values.new_zeros(bins).index_add_(0, numbers, values)
+        counts = values.new_zeros(bins).index_add_(0, numbers, torch.ones_like(values))
+        return sums / counts.clamp_min(1.0)
+    # Where threads add to the same bin the last bits change from run to run.
+    inside = numbers == torch.arange(bins, device=values.device).unsqueeze(1)
+    return torch.where(inside, values, 0.0).sum(1) / inside.sum(1).clamp_min(1)

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
+
+
+class Redrawn(ABC):
+    """Stands for a generator in an exchange that is recorded: whenever the recording runs, its numbers are others."""
+
+    @abstractmethod
+    def on(self, device: torch.device) -> torch.Generator:
+        """Provide a generator on a device that is seeded as `RandomBits` would, before each run of the recording."""
+
+
+def next_seed(generator: torch.Generator) -> int:
+    """Draw the seed of another stream."""
+    drawn: int = torch.randint(2**62, (), generator=generator, device=generator.device).tolist()
+    return drawn
 
 
 class RandomBits:
@@ -18,10 +34,15 @@ class RandomBits:
         device: where the bits are wanted.
     """
 
-    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        self._fast = np.random.SFC64(seed) if device.type == "cpu" else None
-        self._generator = None if self._fast is not None else torch.Generator(device).manual_seed(seed)
+    def __init__(self, generator: torch.Generator | Redrawn, device: torch.device) -> None:
+        self._fast: np.random.SFC64 | None = None
+        self._generator: torch.Generator | None = None
+        if isinstance(generator, Redrawn):
+            self._generator = generator.on(device)
+        elif device.type == "cpu":
+            self._fast = np.random.SFC64(next_seed(generator))
+        else:
+            self._generator = torch.Generator(device).manual_seed(next_seed(generator))
 
     def sixteen(self, like: torch.Tensor) -> torch.Tensor:
         """Draw uniform integers in [-2^15, 2^15), int16, in the shape of `like`, 64 bits at a time."""

@@ -1,11 +1,12 @@
 """Exchanges recorded as graphs of a GPU's kernels, which are then launched by one call each.
 
 On a GPU most of a codec's time goes into launching its many small kernels from Python. What a codec does between two
-requests is the same in every step, unless it reads something that changes from step to step (random numbers, the
-iteration, learning rates) or waits for the device's values. So a group's exchange runs as it is at first, then once
-under watch, and if nothing of that kind was seen, it is recorded: each stretch of its code between two requests becomes
-a graph. From then on gradients, states and answers are copied to where the graphs read them, and graphs are replayed.
-The same kernels run on the same numbers, so results stay the same, bit for bit.
+requests is the same in every step, unless it reads something that changes from step to step (the iteration, learning
+rates, random numbers of the host) or waits for the device's values. So a group's exchange runs as it is at first, then
+once under watch, and if nothing of that kind was seen, it is recorded: each stretch of its code between two requests
+becomes a graph. From then on gradients, states and answers are copied to where the graphs read them, generators of the
+device are seeded as they would have been, and graphs are replayed. The same kernels run on the same numbers, so results
+stay the same, bit for bit.
 
 An exchange that cannot be recorded runs as it always did, and `GroupGraphs.why` says what was seen.
 """
@@ -15,16 +16,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, alone, exchange_group
+from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import Coroutine, Ring, as_requests
-from gradlab.errors import GradlabError
+from gradlab.executor.fixed_context import Draws, NotRecordable, fixed, reason
 
 # Operations whose result's value or size the host needs before it goes on.
 HOST_WAITS = frozenset(
@@ -38,8 +39,11 @@ _KINDS = 2  # whose graphs are kept, for codecs that alternate, and loss scales
 class Graph(Protocol):
     """Kernels that are recorded once and then launched together."""
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Record what is asked of the device, which does not run, while the context lasts."""
+    def recording(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
+        """Record what is asked of the device, which does not run, while the context lasts.
+
+        generators: of the device, which draw in what is recorded. A replay draws as they are seeded then.
+        """
 
     def replay(self) -> None:
         """Run what was recorded."""
@@ -58,7 +62,9 @@ class CudaGraph:
         self._pool, self._stream = pool, stream
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        for generator in generators:
+            self._graph.register_generator_state(generator)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -95,15 +101,11 @@ class CudaGraphs:
 class _NoGraph:
     """In place of a graph: what is recorded runs at once."""
 
-    def recording(self) -> AbstractContextManager[None]:
+    def recording(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def replay(self) -> None:
         pass
-
-
-class NotRecordable(GradlabError):
-    """An exchange does what a graph cannot repeat."""
 
 
 class GroupGraphs:
@@ -150,16 +152,18 @@ class GroupGraphs:
         if self.why or kind.seen <= _BEFORE:
             return (yield from plainly(context, grads, state))
         if kind.recorded is not None:
-            return (yield from kind.recorded.run(grads, state))
-        watched = kind.seen == _BEFORE + 1
-        recorded = _Recorded(_NoGraph if watched else self._make)
+            return (yield from kind.recorded.run(context, grads, state))
+        watched = kind.watched is None
+        recorded = _Recorded(_NoGraph if watched else self._make, Draws(kind.watched))
         try:
             done = yield from recorded.record(plainly, context, grads, state)
         except _Failed as failed:
             self.why = failed.reason
             self._kinds.clear()
             return (yield from _resumed(plainly(context, grads, state), failed.answers))
-        if not watched:
+        if watched:
+            kind.watched = recorded.draws
+        else:
             kind.recorded = recorded
         return done
 
@@ -177,9 +181,13 @@ class GroupGraphs:
 
 @dataclass
 class _Kind:
-    """Exchanges of the same kernels. seen: how many; recorded: their graphs, if there are any."""
+    """Exchanges of the same kernels.
+
+    seen: how many; watched: what one under watch drew; recorded: their graphs, if there are any.
+    """
 
     seen: int = 0
+    watched: Draws | None = None
     recorded: _Recorded | None = None
 
 
@@ -188,55 +196,6 @@ def _key(grads: Tensors, state: Tensors, context: Context, scaled_by: float) -> 
     tensors = [*grads.items(), *state.items()]
     shapes = tuple((name, one.shape, one.stride(), one.dtype, one.device) for name, one in tensors)
     return shapes, len(grads), scaled_by, context.loss_scale
-
-
-class _Changing:
-    """Stands for a value that another step would have another of. It can be passed on, and not be used.
-
-    what: such as "the iteration".
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotRecordable(f"it reads {self._what}")
-
-    def __getattr__(self, name: str) -> Any:
-        self._refuse()
-
-
-_USES = "str format bool int float index hash len iter getitem contains eq ne lt le gt ge add radd sub rsub mul rmul"
-for _use in (*_USES.split(), "mod", "rmod", "floordiv", "rfloordiv", "truediv", "rtruediv", "pow", "neg", "call"):
-    setattr(_Changing, f"__{_use}__", _Changing._refuse)
-
-
-class _FixedContext(Context):
-    """A context without what changes from step to step."""
-
-    def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
-        return _random_numbers() if every_iteration else super().shared_generator(*key, every_iteration=False)
-
-    def rank_generator(self, *key: object) -> torch.Generator:
-        return _random_numbers()
-
-
-def _random_numbers() -> Any:
-    return _Changing("random numbers that are drawn anew")
-
-
-def _fixed(context: Context) -> Context:
-    """Hide what changes from step to step."""
-    if context.alike is not alone:
-        raise NotRecordable("what ranks compute alike is shared between them")
-    values = {one.name: getattr(context, one.name) for one in fields(Context)}
-    hidden: dict[str, Any] = {
-        "iteration": _Changing("the iteration"),
-        "learning_rate": _Changing("learning rates"),
-        "previous_learning_rate": _Changing("learning rates"),
-        "parameters": _Changing("parameters"),
-    }
-    return _FixedContext(**{**values, **hidden})
 
 
 class _Failed(Exception):
@@ -252,23 +211,27 @@ class _Recorded:
     """One exchange's stretches.
 
     make: makes a graph.
+    draws: its random numbers.
     inputs: by stretch, the tensors that its graph reads: gradients and states, then answers.
     requests: by stretch but the last.
     kept: tensors that have to stay where they are, see `_Watch.needed`.
     """
 
     make: Callable[[], Graph]
+    draws: Draws
     graphs: list[Graph] = field(default_factory=list)
     inputs: list[list[torch.Tensor]] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     done: Exchanged | None = None
 
-    def run(self, grads: Tensors, state: Tensors) -> Coroutine[Exchanged]:
+    def run(self, context: Context, grads: Tensors, state: Tensors) -> Coroutine[Exchanged]:
         """Exchange by replaying the graphs."""
+        self.draws.begin(context)
         values = [*grads.values(), *state.values()]
         for number, graph in enumerate(self.graphs):
             torch._foreach_copy_(self.inputs[number], values)
+            self.draws.seed(number)
             graph.replay()
             if number < len(self.requests):
                 values = _tensors_in((yield self.requests[number]))
@@ -282,7 +245,8 @@ class _Recorded:
         try:
             grads, state = ({name: one.detach().clone() for name, one in tensors.items()} for tensors in given)
             self._read([*grads.values(), *state.values()])
-            coroutine, answer = exchange(_fixed(context), grads, state), None
+            self.draws.begin(context)
+            coroutine, answer = exchange(fixed(context, self.draws), grads, state), None
             while (request := self._stretch(coroutine, answer)) is not None:
                 answers.append((yield request))
                 self.requests.append(request)
@@ -290,12 +254,12 @@ class _Recorded:
                 self._read(_tensors_in(answer))
             return self._result()
         except Exception as error:  # of any kind: the exchange runs without graphs then, and raises what it raises
-            raise _Failed(_reason(error), answers) from error
+            raise _Failed(reason(error), answers) from error
 
     def _stretch(self, coroutine: Coroutine[Exchanged], answer: Any) -> Any:
         """Record up to the next request, and run what was recorded. Returns the request; None: the exchange is done."""
         graph, watch, request = self.make(), _Watch(), None
-        with graph.recording(), watch:
+        with graph.recording(self.draws.stretch()), watch:
             try:
                 request = coroutine.send(answer)
             except StopIteration as stop:
@@ -319,13 +283,6 @@ class _Recorded:
         if fresh:
             torch._foreach_copy_(list(fresh.values()), list(self.done.state.values()))
         return replace(self.done, state=fresh)
-
-
-def _reason(error: Exception) -> str:
-    """Say in one line why an exchange could not be recorded."""
-    if isinstance(error, TypeError) and _Changing.__name__ in str(error):  # PyTorch's own words
-        return "it draws random numbers"
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 class _Watch(TorchDispatchMode):
@@ -356,7 +313,8 @@ class _Watch(TorchDispatchMode):
             raise NotRecordable(f"it waits for the device's values ({name})")
         result = operation(*args, **kwargs)
         made = [one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor)]
-        if len({one.device.type for one in (*taken, *made) if one.ndim}) > 1:
+        # A number of the host is a kernel's argument, but where it is copied.
+        if len({one.device.type for one in (*taken, *made) if one.ndim or name == "copy_"}) > 1:
             raise NotRecordable(f"it copies between the host and the device ({name})")
         for one in taken:
             if (address := one.untyped_storage().data_ptr()) not in self._made:

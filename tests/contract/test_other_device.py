@@ -29,7 +29,7 @@ EVERY_STEP = {"tolist": 1, "_local_scalar_dense": 1}  # whether gradients were f
 # The different ones among numbers that were drawn, of each of three groups, are found on the device.
 WAITS = {"random_k": {"_unique2": 3}}
 # What draws its random numbers on the device, and another way there, has other rounding, not another mean.
-DRAWS = {"qsgd", "natural", "terngrad"}
+DRAWS = {"qsgd", "natural", "nuqsgd", "terngrad", "intsgd"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("cast", {"dtype": "float16"}),
     ("natural", {}),
@@ -45,6 +45,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sign", {"block_size": 64}),
     ("sign", {"scale": "one"}),
     ("one_bit", {}),
+    ("chunk_topk", {"chunk": 64, "count": 4}),
+    ("nuqsgd", {"bits": 4}),
+    ("intsgd", {}),
     ("topk", {"density": 0.01}),
     ("random_k", {"density": 0.01}),
     ("clt_k", {"density": 0.01}),

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from outcome import Check, Difference, Outcome, Place, all_true
+from outcome import FAILED, NOT_RUN, Check, Difference, Outcome, Place, all_true
 from subjects import SHAPES, Prescribed, cases, gradients, lockstep, plan_for
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
@@ -21,13 +23,25 @@ from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import Coroutine
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.runtime import Communicator, CompressionState, Exchange, OuterStep, compression_hook, drive
+from gradlab.runtime import (
+    Communicator,
+    CompressionState,
+    Exchange,
+    OuterStep,
+    compress_fsdp,
+    compression_hook,
+    drive,
+)
 from jobs.outer_tasks import Oracle, adamw, batch, network
 from jobs.outer_tasks import plan_of as plan_of_network
 
 STEPS = 6
 GRAPH_STEPS = 15
-GRAPHS = ("block_scaled", "cast", "dct_topk", "gradiveq", "one_bit", "powersgd", "qsgd", "sign", "topk")
+GRAPHS = (
+    *("block_scaled", "block_scaled, fp8", "cast", "chunk_topk", "dct_topk", "gradiveq", "intsgd", "natural"),
+    *("nuqsgd", "one_bit", "powersgd", "qsgd", "random_k", "sign", "terngrad", "terngrad, shared scale", "topk"),
+)
+NOT_RECORDED = ("gradiveq", "random_k")  # of these: it changes its phase before, or draws on the host
 BUCKET_MIB = 0.01  # several buckets
 SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
 # The same arithmetic on the same device, in deterministic mode. A library may still choose another kernel.
@@ -404,8 +418,43 @@ def graphs_change_nothing(place: Place, case: str) -> Outcome:
     difference.add_all("state", recorded_states, states)
     whys = {one.why for one in graphs.values() if one.why}
     count = sum(one.recorded for one in graphs.values())
-    outcome = difference.outcome(0.0)
-    return replace(outcome, found=f"{outcome.found}; {count} of {len(graphs)} recorded {' / '.join(sorted(whys))}")
+    found = f"{count} of {len(graphs)} recorded {' / '.join(sorted(whys))}"
+    return recorded_or_failed(difference.outcome(0.0), place, found, count > 0 or case in NOT_RECORDED)
+
+
+def recorded_or_failed(outcome: Outcome, place: Place, found: str, recorded: bool) -> Outcome:
+    """Tell what was recorded, and fail where nothing was on a GPU."""
+    status = FAILED if place.device.type == "cuda" and not recorded else outcome.status
+    return replace(outcome, status=status, found=f"{outcome.found}; {found}")
+
+
+def sharded_graphs(place: Place, codec: str) -> Outcome:
+    """FSDP2, each rank a node of one: shards' exchanges recorded as graphs, beside those that are not."""
+    if place.world_size == 1:
+        return Outcome(NOT_RUN, "needs two ranks")
+    mesh = init_device_mesh(place.device.type, (place.world_size, 1), mesh_dim_names=("replicate", "shard"))
+    runs = []
+    for cuda_graphs in (False, True):
+        model = network().to(place.device)
+        plan = plan_of_network(codec, {})
+        for layer in (model[0], model):
+            fully_shard(layer, mesh=mesh["shard"])
+        optimizer, averaged = adamw(model), []
+        options = {"optimizer": optimizer, "cuda_graphs": cuda_graphs, "deterministic": True}
+        with compress_fsdp(model, plan, between=mesh["replicate"], **options) as state:
+            for step in range(GRAPH_STEPS):
+                inputs, wanted = (one.to(place.device) for one in batch(place.rank, step))
+                optimizer.zero_grad()
+                (model(inputs) - wanted).square().mean().backward()
+                averaged.append({name: p.grad.to_local().clone() for name, p in model.named_parameters()})
+                optimizer.step()
+            became = state.graphs
+        runs.append(averaged)
+    difference = Difference()
+    for step, (expected, got) in enumerate(zip(*runs, strict=True)):
+        difference.add_all(f"step {step}", got, expected)
+    found = " / ".join(sorted(set(became.values()))) or "no graphs"
+    return recorded_or_failed(difference.outcome(0.0), place, found, "recorded" in became.values())
 
 
 def failed_recording(place: Place) -> Outcome:
@@ -467,6 +516,7 @@ CHECKS: dict[str, Check] = {
         for delay in (0, 2)
     },
     "graphs: a failed recording": failed_recording,
+    **{f"graphs: FSDP2, {codec}": functools.partial(sharded_graphs, codec=codec) for codec in ("topk", "qsgd")},
     **{f"graphs: {case}": functools.partial(graphs_change_nothing, case=case) for case in GRAPHS},
     **{f"resume: {name}": functools.partial(resumed_is_unbroken, case=name) for name in codecs.names()},
 }

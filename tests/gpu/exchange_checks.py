@@ -20,6 +20,7 @@ RANKS, STEPS, DRAWS = 2, 4, 64
 CPU = torch.device("cpu")
 DRAW_ON_THE_DEVICE = ("qsgd", "nuqsgd", "terngrad", "natural", "intsgd")
 CASES_THAT_DRAW = ("block_scaled, fp8",)
+DRAWS_LATER = ("intsgd, running",)
 # Another device's last bits (2e-7) grow to 4e-5 in cast, whose roundings they turn.
 TOLERANCE = 1e-3
 # Of the mean square of a standardised difference, and of one variance by the other.
@@ -27,8 +28,8 @@ DISTANCES, VARIANCES = (0.8, 1.25), (0.9, 1.1)
 
 
 def draws_on_the_device(case: str) -> bool:
-    """Whether a case's random numbers are the device's own."""
-    return codec_of(case) in DRAW_ON_THE_DEVICE or case in CASES_THAT_DRAW
+    """Whether a case's random numbers are the device's own, in the first step too."""
+    return (case not in DRAWS_LATER and codec_of(case) in DRAW_ON_THE_DEVICE) or case in CASES_THAT_DRAW
 
 
 def same_values(place: Place, case: str) -> Outcome:
@@ -41,8 +42,8 @@ def same_values(place: Place, case: str) -> Outcome:
 
 
 def without_draws(plan: Plan) -> Plan:
-    """GradiVeQ's samples in whole numbers, which are drawn on the device, become exact ones."""
-    exact = {"gradiveq": {"sample_bits": 0}}
+    """GradiVeQ's samples in whole numbers, which are drawn on the device, become exact ones; IntSGD rounds."""
+    exact = {"gradiveq": {"sample_bits": 0}, "intsgd": {"random": False}}
     groups = [replace(one, settings={**one.settings, **exact.get(one.codec, {})}) for one in plan.groups]
     return replace(plan, groups=tuple(groups))
 
