@@ -29,7 +29,7 @@ from layer_lists import LISTS
 from rows import Row, keep, read
 
 from gradlab.codec import Deferred, Exchanged
-from gradlab.collectives import Mean, answer_for, as_requests
+from gradlab.collectives import Mean, Sum, answer_for, as_requests
 from gradlab.executor import PlanRun, RunSettings, Step
 from gradlab.executor.device_graphs import CudaGraphs
 from gradlab.layout import Layer
@@ -170,7 +170,7 @@ class Timed:
 
 
 def _answer(request: Any) -> Any:
-    if isinstance(request, Mean):
+    if isinstance(request, Mean | Sum):
         return request.tensor
     if hasattr(request, "tensors"):
         return list(request.tensors)

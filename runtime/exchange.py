@@ -77,8 +77,8 @@ class Exchange:
         rules: what the rules of `gradlab.executor.rules` do that watch the run, by name: "warn" (each once, on rank 0),
             "error" (raised on all ranks) or "ignore"; one of these words for all rules.
         cuda_graphs: on a GPU, record the kernels of each group's exchange and launch them together, where the codec
-            draws no random numbers and never waits for the device. The results are the same, bit for bit; each
-            group's graphs keep memory of their own. `graphs` says what became of it. Without effect on a CPU.
+            never waits for the device and draws no random numbers on the host. The results are the same, bit for bit;
+            each group's graphs keep memory of their own. `graphs` says what became of it. Without effect on a CPU.
 
     Raises:
         GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both
