@@ -8,7 +8,9 @@ FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters)
 many as are asked for. Every way has a run of its own, and is timed over two whole rounds of H = 30 steps, outer steps
 included, by rank 0 between the ends of optimizer steps: workers wait for each other in every round. Just before, as
 many steps of the same model without any exchange are timed alike. The forecast is `forecast_local_steps`'s, of the step
-without exchange, and, for ways that exchange gradients, `forecast`'s. It needs root.
+without exchange, and, for ways that exchange gradients, `forecast`'s. Links are calibrated on all-reduces of `SIZES`
+that are timed at the same number of ranks over links without a limit, as `gradlab predict --measured` would. It needs
+root.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rows import Row, add, has, read
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+if TYPE_CHECKING:
+    from gradlab.analysis.forecast.calibration import Calibration
 
 EVERY = 30
 FIRST, LAST = EVERY, 3 * EVERY  # optimizer steps between whose ends is timed
@@ -37,6 +42,8 @@ WAYS: dict[str, Mapping[str, Any]] = {
     "streaming": {"codec": "identity", **STREAMING},
     "streaming_int4": {**INT4, **STREAMING},
 }
+LINK = (1e9, 1e-4, 0.06)  # its rate is another one; latency and headers
+SIZES = ("4", "44")  # megabytes
 HOOKS = {"plain DDP": "none", "PyTorch PowerSGD 1": "powersgd_r1@1000"}
 TITLES = {
     "diloco": "DiLoCo, H = 30",
@@ -51,8 +58,8 @@ def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
 
     def attach(model: torch.nn.Module, group: Any) -> tuple[Any, Any]:
         outer = _outer_step(model, group, **WAYS[name])
-        ends: list[float] = []
-        alone: list[float] = []  # of the model that `run.sh` trains before, without an exchange
+        ends: list[tuple[float, float]] = []  # by step, the moment and this process's processor time
+        alone: list[tuple[float, float]] = []  # of the model that `run.sh` trains before, without an exchange
         first = next(model.parameters())
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -62,14 +69,19 @@ def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
             ):
                 return  # the outer optimizer's own step
             if not any(first is one for one in parameters):
-                alone.append(time.perf_counter())
+                alone.append((time.perf_counter(), time.process_time()))
                 return
             outer.step()
-            ends.append(time.perf_counter())
+            ends.append((time.perf_counter(), time.process_time()))
             if len(ends) == LAST + 1 and torch.distributed.get_rank() == 0:
                 count = LAST - FIRST
-                seconds, without = (ends[LAST] - ends[FIRST]) / count, (alone[-1] - alone[-1 - count]) / count
-                Path(os.environ["LOCAL_STEP_ROW"]).write_text(json.dumps({"seconds": seconds, "alone": without}))
+                (seconds, processor), (without, processor_without) = (
+                    [(last - first) / count for first, last in zip(one[-1 - count], one[-1], strict=True)]
+                    for one in (ends, alone)
+                )
+                told = {"seconds": seconds, "alone": without}
+                told |= {"processor": processor, "processor alone": processor_without}
+                Path(os.environ["LOCAL_STEP_ROW"]).write_text(json.dumps(told))
 
         register_optimizer_step_post_hook(stepped)
         # DDP looks at a hook's annotations, which are words here: a lambda has none.
@@ -95,10 +107,18 @@ def _no_exchange(bucket: Any) -> torch.futures.Future[torch.Tensor]:
 globals().update({name: _way(name) for name in WAYS})
 
 
-def run(folder: Path, rate: str, ranks: int, hooks: list[str], steps: int, environment: Mapping[str, str]) -> list[Row]:
-    """Run some ways over a link of this rate."""
+def run(
+    folder: Path,
+    rate: str,
+    ranks: int,
+    hooks: list[str],
+    steps: int,
+    environment: Mapping[str, str],
+    also: Sequence[str] = (),
+) -> list[Row]:
+    """Run some ways over a link of this rate. also: more options of `run.sh`."""
     command = ["bash", str(folder / "run.sh"), "--ranks", str(ranks), "--rate", rate, "--model", "transformer"]
-    command += ["--steps", str(steps), "--rounds", "1", "--timeout", "900"]
+    command += ["--steps", str(steps), "--rounds", "1", "--timeout", "900", *also]
     for hook in hooks:
         command += ["--hook" if ":" not in hook else "--hook-from", hook]
     done = subprocess.run(
@@ -115,13 +135,19 @@ def run(folder: Path, rate: str, ranks: int, hooks: list[str], steps: int, envir
 def measured(options: argparse.Namespace) -> None:
     """Measure every way at every rate, and keep the rows."""
     ranks = options.ranks
+    for size in SIZES:
+        key = {"ranks": ranks, "rate": "unlimited", "raw_mb": float(size)}
+        if not has(read(options.rows), key):
+            [row] = run(options.netbench, "unlimited", ranks, [], 8, {}, ["--raw", size])
+            add(options.rows, key | {"all_reduce_s": row["all_reduce_s"]})
+    calibration = calibrated(read(options.rows), ranks)
     for rate in options.rates:
         place = {"rate": rate, "ranks": ranks}
         if not has(read(options.rows), {**place, "way": next(iter(HOOKS))}):
             plain = run(options.netbench, rate, ranks, [",".join(HOOKS.values())], 3, {})
             for title, row in zip(HOOKS, plain, strict=True):
                 told = {"seconds": row["step_s"], "alone": row["compute_s"], "sent": row["tx_bytes"]}
-                expected = predicted(rate, ranks, told["alone"])[title]
+                expected = predicted(rate, ranks, told["alone"], calibration)[title]
                 add(options.rows, {**place, "way": title, **told, "forecast": expected})
         for way in options.ways:
             kept = options.rows.with_suffix(".part")
@@ -132,11 +158,21 @@ def measured(options: argparse.Namespace) -> None:
             if "error" in told:
                 raise SystemExit(f"{way}: {told['error']}")
             row = {**place, "way": way, **json.loads(kept.read_text()), "sent": told["tx_bytes"]}
-            add(options.rows, row | {"forecast": predicted(rate, ranks, row["alone"])[way]})
+            add(options.rows, row | {"forecast": predicted(rate, ranks, row["alone"], calibration)[way]})
             kept.unlink()
 
 
-def predicted(rate: str, ranks: int, alone: float) -> dict[str, float]:
+def calibrated(rows: list[Row], ranks: int) -> Calibration:
+    """Fit the costs of links to the all-reduces that were timed."""
+    from gradlab.analysis.forecast.calibration import Observation, calibrate_link
+    from gradlab.analysis.forecast.link import Link
+
+    timed = [row for row in rows if "raw_mb" in row and row["ranks"] == ranks]
+    seen = [Observation(ranks, int(1e6 * row["raw_mb"]), float("inf"), row["all_reduce_s"]) for row in timed]
+    return calibrate_link(Link(*LINK), seen)
+
+
+def predicted(rate: str, ranks: int, alone: float, calibration: Calibration) -> dict[str, float]:
     """The forecast time of every way's step, in seconds."""
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
@@ -146,14 +182,15 @@ def predicted(rate: str, ranks: int, alone: float) -> dict[str, float]:
     from gradlab.plan import Plan
 
     layers = layers_of(_transformer())
-    network = Network([Link(parse_bandwidth(rate), 1e-4, 0.06)], (ranks,), Profile(alone, "measured"), cores=2 / ranks)
+    link = Link(parse_bandwidth(rate), *LINK[1:])
+    network = Network([link], (ranks,), Profile(alone, "measured"), cores=2 / ranks)
     plan = Plan.uniform(layers, **INT4)
-    [local] = forecast_local_steps(plan, network, forecast(plan, network))
+    [local] = forecast_local_steps(plan, network, forecast(plan, network, calibration=calibration), calibration)
     expected = {"plain DDP": local.dense}
     for suffix, dense in (("", True), ("_int4", False)):
         expected[f"diloco{suffix}"] = local.seconds(EVERY, dense=dense)
-        expected[f"streaming{suffix}"] = local.seconds(EVERY, streaming=True, dense=dense)
-    [power] = forecast(Plan.uniform(layers, "powersgd", rank=1), network).comparisons
+        expected[f"streaming{suffix}"] = local.seconds(EVERY, streaming=True, dense=dense, **STREAMING)
+    [power] = forecast(Plan.uniform(layers, "powersgd", rank=1), network, calibration=calibration).comparisons
     return {**expected, "PyTorch PowerSGD 1": power[1].compressed.seconds}
 
 
@@ -169,6 +206,7 @@ def _transformer() -> torch.nn.Module:
 
 def table(rows: list[Row]) -> None:
     """Print a table for each rate and number of ranks: times over computing alone, and the forecast over them."""
+    rows = [row for row in rows if "way" in row]
     for rate, ranks in dict.fromkeys((row["rate"], row.get("ranks", 4)) for row in rows):
         here = {row["way"]: row for row in rows if (row["rate"], row.get("ranks", 4)) == (rate, ranks)}
         titles = (

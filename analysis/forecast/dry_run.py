@@ -28,7 +28,7 @@ from gradlab.plan import Group, Plan
 from gradlab.workspace import RecyclingWorkspace
 
 # Timed runs after the first, which starts states and caches; fewer if they last longer than this together.
-_REPEATS, _LONG_SECONDS = 5, 0.5
+REPEATS, _LONG_SECONDS = 5, 0.5
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
 
@@ -92,7 +92,7 @@ def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.
     return [copies[i % made] for i in range(count)], spent
 
 
-def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = _REPEATS) -> Exchange:
+def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = REPEATS) -> Exchange:
     """Run an exchange on gradients of random numbers, and take each turn's median time here, in seconds.
 
     The time is processor time of this thread, which other work on this machine does not change. Call this inside
@@ -171,7 +171,7 @@ class DryRuns:
         repeats: timed runs per kind, see `dry_run`.
     """
 
-    def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = _REPEATS) -> None:
+    def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = REPEATS) -> None:
         self.plan = plan
         self.world_size = world_size
         self.rank = rank

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
-from gradlab.analysis.forecast.link import json_rate
+from gradlab.analysis.forecast.link import Link, json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.plans import Forecast, forecast
 from gradlab.analysis.forecast.profile import NOT_MEASURED
+from gradlab.analysis.forecast.simulator import Step
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
@@ -28,6 +29,8 @@ class LocalSteps:
     dense, compressed: of a step that exchanges its gradients, as plain DDP and through the plan.
     exchange: of one outer step, which exchanges the whole model through the plan while nothing is computed.
     dense_exchange: the same, uncompressed.
+    work, dense_work: of either, the time that it takes from local steps that go on meanwhile: codecs' and sockets'
+        work as far as there is no core left for it. 0 with two cores per rank.
     """
 
     nodes: int
@@ -37,20 +40,32 @@ class LocalSteps:
     compressed: float
     exchange: float
     dense_exchange: float
+    work: float = 0.0
+    dense_work: float = 0.0
 
-    def seconds(self, every: int, *, streaming: bool = False, dense: bool = False) -> float:
+    def seconds(
+        self, every: int, *, streaming: bool = False, dense: bool = False, fragments: int = 1, delay: int | None = None
+    ) -> float:
         """Forecast a local step's time, with its share of an outer step.
 
         Args:
             every: local steps between two outer steps of a layer, H.
-            streaming: whether local steps go on meanwhile (fragments and a delay), so that the longer of both counts.
+            streaming: whether local steps go on meanwhile.
             dense: whether what is exchanged is not compressed.
+            fragments: streaming: parts of the model that are exchanged in turns.
+            delay: streaming: local steps after which a fragment's result is waited for. None: those up to the next
+                fragment's exchange, so that the longer of computing and exchange counts.
 
         Returns:
             Seconds.
         """
-        share = (self.dense_exchange if dense else self.exchange) / every
-        return max(self.compute, share) if streaming else self.compute + share
+        if dense:
+            return self.uncompressed.seconds(every, streaming=streaming, fragments=fragments, delay=delay)
+        if not streaming:
+            return self.compute + self.exchange / every
+        step, most = self.compute + self.work / every, every / fragments
+        hidden = step * (most if delay is None else min(delay, most))
+        return step + max(0.0, self.exchange / fragments - hidden) * fragments / every
 
     @property
     def break_even(self) -> int:
@@ -80,16 +95,20 @@ class LocalSteps:
     @property
     def uncompressed(self) -> LocalSteps:
         """The same where nothing is compressed."""
-        return replace(self, compressed=self.dense, exchange=self.dense_exchange)
+        return replace(self, compressed=self.dense, exchange=self.dense_exchange, work=self.dense_work)
 
     def _least(self, seconds: float) -> int:
         spare = seconds - self.compute
         return 1 if self.exchange <= spare else math.ceil(self.exchange / max(spare, 1e-12) * (1 - 1e-9))
 
-    def to_json(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Write the times as plain JSON. numbers: of local steps, H."""
+    def to_json(self, numbers: Sequence[int], fragments: int = 1, delay: int | None = None) -> dict[str, Any]:
+        """Write the times as plain JSON. numbers: of local steps, H; fragments, delay: see `seconds`."""
         steps = [
-            {"local_steps": every, "seconds": self.seconds(every), "streaming": self.seconds(every, streaming=True)}
+            {
+                "local_steps": every,
+                "seconds": self.seconds(every),
+                "streaming": self.seconds(every, streaming=True, fragments=fragments, delay=delay),
+            }
             for every in numbers
         ]
         times = {**asdict(self), "bits_per_second": json_rate(self.bits_per_second)}
@@ -118,6 +137,11 @@ def forecast_local_steps(
     codec = network.profile.codec
     alone = replace(network, profile=replace(NOT_MEASURED, codec=codec))
     exchanges = forecast(plan, alone, calibration=calibration, progress=progress, uncompressed=True)
+    lacking = 2 * (1 - network.speed)  # of a core for an exchange's work beside computing
+
+    def work(exchange: Step, link: Link) -> float:
+        return lacking * (exchange.encode + exchange.wire_bytes * link.host_seconds_per_byte)
+
     return [
         LocalSteps(
             nodes,
@@ -127,6 +151,8 @@ def forecast_local_steps(
             pair.compressed.seconds,
             exchange.compressed.seconds,
             exchange.dense.seconds,
+            work(exchange.compressed, exchange.link),
+            work(exchange.dense, exchange.link),
         )
         for (nodes, pair), (_, exchange) in zip(synchronous.comparisons, exchanges.comparisons, strict=True)
     ]

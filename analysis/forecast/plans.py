@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
-from gradlab.analysis.forecast.dry_run import DryRuns, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, format_rate, json_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
@@ -199,18 +199,34 @@ def forecast(
     if calibration is not None:
         network = replace(network, links=[calibration.applied(link) for link in network.links])
     nodes = []
-    runs = functools.cache(lambda world_size: DryRuns(plan, world_size))  # timed once, for factors and forecasts alike
-    with one_thread():
-        scan = scan_seconds_per_byte()
-        codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))
-        for done, count in enumerate(network.nodes):
-            job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
-            nodes.append(_at(job.scaled(codec, engine), network))
-            if progress:
-                progress("nodes", done + 1, len(network.nodes))
+    for done, job in enumerate(jobs(plan, network)):
+        nodes.append(_at(job, network))
+        if progress:
+            progress("nodes", done + 1, len(network.nodes))
     method = ", ".join(methods_of(plan.compressed_groups)) or "uncompressed"
     remarks = [*_remarks(plan, network), *_link_remarks(network, calibration)]
     return Forecast(method, network, tuple(nodes), tuple(remarks), calibration)
+
+
+def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
+    """Run a plan's exchanges dry at each of a network's numbers of nodes.
+
+    Args:
+        plan: whose groups are run.
+        network: its links do not matter.
+        repeats: timed runs of each kind of exchange.
+
+    Yields:
+        The plan's step, ready for any link.
+    """
+    timed = functools.partial(DryRuns, plan, repeats=repeats)
+    runs = functools.cache(lambda world_size: timed(world_size))  # timed once, for factors and steps alike
+    with one_thread():
+        scan = scan_seconds_per_byte()
+        codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))
+        for count in network.nodes:
+            job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
+            yield job.scaled(codec, engine)
 
 
 def _job(runs: DryRuns, network: Network, scan: float) -> Job:

@@ -16,6 +16,7 @@ from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.local_speed import forecast_local_speed
 from gradlab.analysis.forecast.speed import forecast_speed, usual_plans
+from gradlab.analysis.forecast.tape import forecast_tapes
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.limits import measure_limits, place_plans
@@ -208,6 +209,7 @@ def _of_plans(
         measure = partial(forecast_speed, replayed, examination.replays, network, progress=progress)
         examination.speed = _attempt(examination, "No forecast", measure)
     if examination.speed is not None:
+        examination.tapes = forecast_tapes(replayed, examination.speed.forecasts, progress)
         examination.local_steps = forecast_local_speed(
             replayed, examination.speed, trace.local_step_count, progress=progress
         )

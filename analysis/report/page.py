@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -92,6 +92,8 @@ class Page:
     facts: names with values, about the recording or the runs.
     sections: in order.
     formats: of the figures' files, "svg" and perhaps "pdf".
+    play: plain JSON from which the page's script computes steps on the reader's own network, see `playable_data`; it
+        stands in the section "payoff". None: there is nothing to play with.
     """
 
     title: str
@@ -101,6 +103,7 @@ class Page:
     facts: Sequence[tuple[str, str]] = ()
     sections: Sequence[Section] = field(default=())
     formats: Sequence[str] = FORMATS
+    play: Mapping[str, Any] | None = None
 
     @property
     def drawings(self) -> list[Drawing]:
@@ -164,11 +167,22 @@ def render_html(page: Page, svgs: dict[str, bytes]) -> str:
     Returns:
         The document.
     """
-    source = resources.files("gradlab.analysis.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    here = resources.files("gradlab.analysis.report")
+    source = here.joinpath("report.html.jinja").read_text(encoding="utf-8")
+    names = ("tables", *(("forecast", "playable") if page.play is not None else ()))
+    scripts = [Markup(here.joinpath(f"scripts/{name}.js").read_text(encoding="utf-8")) for name in names]
+    play = None if page.play is None else Markup(_in_script(page.play))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     inline = {item.name: Markup(inline_svg(svgs[item.name], item.name, item.title)) for item in page.drawings}
     # Names come from files: nothing in the document may hide, or turn what follows it around.
-    return visible(environment.from_string(source).render(page=page, svg=inline, version=VERSION))
+    return visible(
+        environment.from_string(source).render(page=page, svg=inline, version=VERSION, scripts=scripts, play=play)
+    )
+
+
+def _in_script(value: Any) -> str:
+    """Write JSON that stands in a <script> element: nothing in it can end the element."""
+    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def inline_svg(svg: bytes, name: str, title: str) -> str:

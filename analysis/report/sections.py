@@ -153,8 +153,15 @@ def _speed(data: Json) -> Section | None:
 def _judged_cells(judged: Judged | None) -> tuple[str, str, str]:
     if judged is None or judged.ended is None:
         return "-", "-", "-"
+    return f"{judged.cosine:.3f}", str(judged.length), ended_cell(judged)
+
+
+def ended_cell(judged: Judged) -> str:
+    """Write what a plan's like ended at, over dense training: least, middle and most."""
+    if judged.ended is None:
+        return "-"
     ends = (judged.ended.low, judged.ended.middle, judged.ended.high)
-    return f"{judged.cosine:.3f}", str(judged.length), ", ".join(f"{100 * end:+.1f} %" for end in ends)
+    return ", ".join(f"{100 * end:+.1f} %" for end in ends)
 
 
 def _even(value: float | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +20,7 @@ from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Page, write_page
-from gradlab.analysis.report.sections import comparison_sections, trace_sections
+from gradlab.analysis.report.sections import comparison_sections, ended_cell, trace_sections
 from gradlab.analysis.report.verdict import comparison_verdict, trace_verdict
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, sentences
@@ -65,6 +67,7 @@ class Examination:
     replays: plans replayed on the trace, by name.
     speed: forecasts of those plans on a network.
     local_steps: the same where an exchange comes after several steps. None: not known, or not worth a word.
+    tapes: of those plans, see `gradlab.analysis.forecast.tape`. None: the page computes nothing itself.
     measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
         sign_blocks. A part that is missing or None has no page.
     remarks: warnings, one line each.
@@ -76,6 +79,7 @@ class Examination:
     replays: dict[str, Replay] = field(default_factory=dict)
     speed: SpeedForecast | None = None
     local_steps: LocalSpeed | None = None
+    tapes: Any = None
     measured: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     look: Look = THOROUGH
@@ -135,6 +139,7 @@ def write_trace_report(
         facts=_trace_facts(recorded),
         sections=trace_sections(data, known.look),
         formats=known.look.formats,
+        play=playable_data(known, trace.path),
     )
     return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
 
@@ -199,6 +204,33 @@ def write_comparison(
         sections=comparison_sections(ran, shown, fitted, measured),
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
+
+
+def playable_data(examination: Examination, trace: Path) -> dict[str, Any] | None:
+    """Collect what the page's script computes steps from.
+
+    Args:
+        examination: what was measured.
+        trace: the recording's path, for the command that the page writes.
+
+    Returns:
+        Plain JSON: the network that was asked for, and by plan its tapes and what replays say of it. None: without
+        tapes there is nothing to compute.
+    """
+    speed, tapes = examination.speed, examination.tapes
+    if speed is None or tapes is None:
+        return None
+    first = speed.configurations[0]
+    finite = first.bits_per_second if math.isfinite(first.bits_per_second) else 1e12
+    plans = {
+        name: {"tapes": of_plan, "text": one.text, "close": one.close, "ended": ended_cell(one)}
+        for name, of_plan in tapes["plans"].items()
+        for one in [speed.judged[name]]
+    }
+    local = examination.local_steps
+    every = 1 if local is None or local.recorded is None else local.recorded
+    asked = {"every": every, "nodes": first.nodes, "bits_per_second": finite, "trace": shlex.quote(str(trace))}
+    return {**tapes, **asked, "plans": plans}
 
 
 def _trace_facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -71,6 +71,13 @@ def predict(
             help="Numbers of local steps between two exchanges, as 8,30,100: their times too (OuterStep).",
         ),
     ] = None,
+    streaming: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FRAGMENTS,DELAY",
+            help="Of --local-steps: OuterStep's, as 3,5; else a result has until the next exchange.",
+        ),
+    ] = None,
     convergence: Annotated[
         Path | None,
         typer.Option(
@@ -101,8 +108,8 @@ def predict(
     --every-rank all ranks of all nodes compress for themselves, and share their nodes' links.
 
     With --local-steps ranks exchange what H steps add up to, all layers at once while nothing is computed, or
-    streaming, in fragments while they go on. From the break-even on such a step is no longer than one that exchanges
-    gradients. With them a plan that compresses nothing is forecast too.
+    streaming, in fragments while they go on (--streaming: waited for after so many steps). From the break-even on such
+    a step is no longer than one that exchanges gradients. With them a plan that compresses nothing is forecast too.
 
     With --convergence the losses of a recording are laid over predicted time: those of the same iterations, dense and
     compressed. What a lossy plan adds to the loss is not in them. Iterations in which a layer is dense or sampled count
@@ -118,7 +125,8 @@ def predict(
 
       gradlab predict powersgd.safetensors --nodes 8 --local-ranks 8 --fsdp --bandwidth 25gbit --run run.json
 
-      gradlab predict int4.safetensors --nodes 4 --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30,100
+      gradlab predict int4.safetensors --nodes 4 --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30,100 \\
+        --streaming 3,5
 
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """
@@ -129,8 +137,8 @@ def predict(
     from gradlab.analysis.forecast.profile import profile_of
     from gradlab.artifact import Artifact
 
-    delay = parse_seconds(latency)
-    links = [Link(parse_bandwidth(rate), delay, header_share, all_reduce=all_reduce) for rate in bandwidth.split(",")]
+    waiting = parse_seconds(latency)
+    links = [Link(parse_bandwidth(rate), waiting, header_share, all_reduce=all_reduce) for rate in bandwidth.split(",")]
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     counts = node_counts(nodes)
     seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
@@ -141,6 +149,9 @@ def predict(
         if trace is None or len(counts) * len(links) != 1:
             raise GradlabError("--convergence takes a --trace, one number of --nodes and one --bandwidth")
     numbers = None if local_steps is None else whole_numbers(local_steps, "local steps", "8,30,100")
+    if streaming is not None and numbers is None:
+        raise GradlabError("--streaming is of --local-steps: give both")
+    fragments, delay = (1, None) if streaming is None else _streaming(streaming)
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
     node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
@@ -157,13 +168,13 @@ def predict(
     if convergence is not None and trace is not None:
         _draw_convergence(trace, loaded.plan, result, convergence)
     if as_json and local is not None:
-        print_json({**result.to_json(), "local_steps": [one.to_json(numbers or ()) for one in local]})
+        print_json({**result.to_json(), "local_steps": [one.to_json(numbers or (), fragments, delay) for one in local]})
     elif as_json:
         print_json(result)
     else:
         _print(result, out)
         if local is not None:
-            _print_local_steps(local, numbers or ())
+            _print_local_steps(local, numbers or (), fragments, delay)
 
 
 def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> None:
@@ -187,7 +198,17 @@ def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> N
     write_figure(lambda: plot_loss_over_time(curves), out)
 
 
-def _print_local_steps(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> None:
+def _streaming(text: str) -> tuple[int, int]:
+    """Read fragments and a delay."""
+    words = text.split(",")
+    if len(words) == 2 and all(word.strip().isdecimal() for word in words) and int(words[0]) >= 1:
+        return int(words[0]), int(words[1])
+    raise GradlabError(f"streaming {text!r}: expected fragments and a delay in steps, such as 3,5")
+
+
+def _print_local_steps(
+    forecasts: Sequence[LocalSteps], numbers: Sequence[int], fragments: int, delay: int | None
+) -> None:
     from gradlab.analysis.forecast.link import format_rate
     from gradlab.formatting import format_seconds
 
@@ -198,7 +219,7 @@ def _print_local_steps(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) 
             format_rate(one.bits_per_second),
             str(every),
             format_seconds(one.seconds(every)),
-            format_seconds(one.seconds(every, streaming=True)),
+            format_seconds(one.seconds(every, streaming=True, fragments=fragments, delay=delay)),
             format_seconds(one.seconds(every, dense=True)),
         ]
         for one in forecasts

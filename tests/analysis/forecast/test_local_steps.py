@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,21 @@ def test_break_even_is_the_least_number(
         assert least == 1 or one.seconds(least - 1) > limit * (1 - 1e-6)
     for every in (1, 8, 30):
         assert one.seconds(every) == pytest.approx(compute + exchange / every)
-        assert one.seconds(every, streaming=True) == max(compute, exchange / every)
+        assert one.seconds(every, streaming=True) == pytest.approx(max(compute, exchange / every))
+        for fragments in (1, 3):
+            at_once = one.seconds(every, streaming=True, fragments=fragments, delay=0)
+            assert at_once == pytest.approx(one.seconds(every))
+            whole = one.seconds(every, streaming=True, fragments=fragments, delay=every)
+            assert whole == pytest.approx(one.seconds(every, streaming=True))
+        waits = max(0.0, exchange / 3 - 2 * compute) * 3 / every
+        if every >= 6:
+            assert one.seconds(every, streaming=True, fragments=3, delay=2) == pytest.approx(compute + waits)
+        busy = replace(one, work=exchange / 2, dense_work=dense_exchange / 3)
+        assert busy.seconds(every) == one.seconds(every)
+        busy_step = max(compute + exchange / 2 / every, exchange / every)
+        assert busy.seconds(every, streaming=True) == pytest.approx(busy_step)
+        dense_step = max(compute + dense_exchange / 3 / every, dense_exchange / every)
+        assert busy.seconds(every, streaming=True, dense=True) == pytest.approx(dense_step)
         assert one.seconds(every, dense=True) == one.uncompressed.seconds(every)
         assert one.uncompressed.seconds(every) == pytest.approx(compute + dense_exchange / every)
         assert one.waits(every) == pytest.approx(1 - compute / (compute + exchange / every))
@@ -55,8 +70,34 @@ def test_predict_writes_what_it_prints(gradlab: Command, tmp_path: Path) -> None
         assert one["dense"] > one["dense_exchange"] > one["exchange"] > 0
         assert [step["local_steps"] for step in one["steps"]] == [8, 30]
         assert one["steps"][0]["seconds"] == pytest.approx(0.02 + one["exchange"] / 8)
+    fast, slow = (json.loads(gradlab(*words, "--streaming", given, "--json")[1]) for given in ("3,2", "1,0"))
+    for one, other in zip(fast["local_steps"], slow["local_steps"], strict=True):
+        for with_delay, without in zip(one["steps"], other["steps"], strict=True):
+            assert without["streaming"] == pytest.approx(without["seconds"], rel=0.5)
+            assert with_delay["streaming"] < without["streaming"]
+    for wrong in ("3", "0,1", "3,-1", "3,x", "3,2,1"):
+        code, _, err = gradlab(*words, "--streaming", wrong)
+        assert (code, err) == (
+            2,
+            f"gradlab: streaming {wrong!r}: expected fragments and a delay in steps, such as 3,5\n",
+        )
+    assert gradlab(*words[:-2], "--streaming", "3,5")[0] == 2
     code, _, err = gradlab(*words[:-1], "8,x")
     assert (code, err) == (2, "gradlab: local steps 'x': expected whole numbers from 1, such as 8,30,100\n")
+
+
+@pytest.mark.parametrize(("cores", "lacking"), [(2.0, 0.0), (1.5, 0.5), (1.0, 1.0), (0.5, 1.0)])
+def test_streaming_takes_processors_from_computing_as_far_as_cores_lack(cores: float, lacking: float) -> None:
+    plan = Plan.uniform([Layer("wide", (400, 500), "linear")], "block_scaled", dtype="int4", warmup_steps=0)
+    link = Link(1e8, 1e-4, host_seconds_per_byte=5e-8)
+    codec = CodecTime(0.01, 4, True, "a run")  # of an exchange, as long as it takes on crowded cores
+    network = Network([link], [4], Profile(0.02, "as given", codec), cores=cores)
+    [one] = forecast_local_steps(plan, network, forecast(plan, network))
+    sent = 2 * 3 / 4 * 4 * 400 * 500  # by a ring of four
+    assert one.dense_work == pytest.approx(lacking * 5e-8 * sent)
+    assert one.work == pytest.approx(
+        lacking * (0.01 + 5e-8 * forecast(plan, network).nodes[0].links[0].compressed.wire_bytes)
+    )
 
 
 def test_a_plan_that_compresses_nothing_is_plain_averaging(gradlab: Command, tmp_path: Path) -> None:

@@ -1,0 +1,438 @@
+// Step times of plans on a network that the reader chooses: the formulas of gradlab.analysis.forecast (link.py,
+// simulator.py, step_time.py, local_steps.py, speed.py), from tapes of plans (tape.py). A test compares both over a grid.
+// Times in seconds, sizes in bytes, rates in bits per second.
+"use strict";
+
+const gradlabForecast = (() => {
+  const SPEED_NOISE = 0.05;
+  const BACKWARD_SHARE = 2 / 3;
+  const FULL_MESSAGE = 1 / 32, LEAST_MESSAGE = 1 / 256;
+
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+  const largest = (values) => values.reduce((most, value) => Math.max(most, value), 0);
+  const bitLength = (number) => (number > 0 ? Math.floor(Math.log2(number)) + 1 : 0);
+
+  // --- what a collective asks of links: gradlab.analysis.forecast.link ---------------------------------------------
+
+  const ALL_REDUCES = {
+    ring: (nbytes, ranks) => {
+      const wire = 2 * (ranks - 1) * Math.ceil(nbytes / ranks);
+      return { wire, path: wire, rounds: 2 * (ranks - 1) };
+    },
+    tree: (nbytes, ranks) => {
+      const wire = (ranks > 1 ? Math.min(4, ranks) : 0) * Math.ceil(nbytes / 2);
+      return { wire, path: wire, rounds: 2 * bitLength(ranks - 1) };
+    },
+    server: (nbytes, ranks) => {
+      const wire = 2 * (ranks - 1) * Math.ceil(nbytes / ranks);
+      return { wire, path: wire, rounds: ranks > 1 ? 2 : 0 };
+    },
+  };
+
+  function allGather(nbytes, ranks) {
+    const wire = (ranks - 1) * nbytes;
+    return { wire, path: wire, rounds: ranks - 1, gathered: true };
+  }
+
+  function broadcast(nbytes, root, ranks) {
+    const relative = (ranks - root) % ranks, depth = bitLength(ranks - 1);
+    let sends = 0;
+    for (let round = bitLength(relative); round < depth; round++) sends += relative + 2 ** round < ranks ? 1 : 0;
+    return { wire: nbytes * sends, path: depth * nbytes, rounds: depth };
+  }
+
+  function allToAll(sizes) {
+    const received = largest(sizes) * (sizes.length - 1), all = sum(sizes);
+    const mostSent = all - Math.min(...sizes);
+    const rounds = sizes.length > 1 ? 1 : 0;
+    return { wire: all - sizes[0], path: Math.max(mostSent, received), rounds, gathered: true };
+  }
+
+  function gatherOfLengths(sizes) {
+    const others = sizes.length - 1;
+    const path = Math.max(others * largest(sizes), sum(sizes) - Math.min(...sizes));
+    return { wire: others * sizes[0], path, rounds: others ? 1 : 0, gathered: true };
+  }
+
+  function ring(sizes) {
+    const count = sizes.length, at = (index) => sizes[((index % count) + count) % count];
+    let wire = 0;
+    for (let hop = 0; hop < count - 1; hop++) wire += at(-hop) + at(1 - hop);
+    return { wire, path: 2 * (count - 1) * largest(sizes), rounds: 2 * (count - 1) };
+  }
+
+  const after = (lengths, values) => ({
+    wire: lengths.wire + values.wire,
+    path: lengths.path + values.path,
+    rounds: lengths.rounds + values.rounds,
+    gathered: true,
+  });
+
+  const elementwise = (lists) => lists[0].map((_, position) => sum(lists.map((list) => list[position])));
+
+  // A request is [kind, bytes or sizes], see tape.py. Those of one kind travel as one.
+  function fused(kind, together, ranks, algorithm) {
+    const [name, root] = kind.split(":");
+    if (name === "parts" || name === "varying parts") {
+      const parts = together.filter((request) => request[2] !== "gather").map((request) => request[1]);
+      const gathers = together.filter((request) => request[2] === "gather").map((request) => request[1]);
+      const nothing = new Array(ranks).fill(0);
+      const scattered = allToAll(parts.length ? elementwise(parts) : nothing);
+      const gathered = gatherOfLengths(gathers.length ? elementwise(gathers) : nothing);
+      const values = {
+        wire: scattered.wire + gathered.wire,
+        path: scattered.path + gathered.path,
+        rounds: Math.max(scattered.rounds, gathered.rounds),
+        gathered: true,
+      };
+      if (name === "parts") return values;
+      return after(allToAll(new Array(ranks).fill(8 * together.length)), values);
+    }
+    if (name === "ring") return ring(elementwise(together.map((request) => request[1])));
+    const nbytes = sum(together.map((request) => request[1]));
+    if (name === "mean" || name === "sum") return ALL_REDUCES[algorithm](nbytes, ranks);
+    if (name === "broadcast") return broadcast(nbytes, Number(root), ranks);
+    if (name === "gather") return allGather(nbytes, ranks);
+    return after(allGather(8 * together.length, ranks), allGather(nbytes, ranks));
+  }
+
+  function transfers(requests, ranks, algorithm) {
+    const alike = new Map();
+    for (const request of requests) {
+      if (!alike.has(request[0])) alike.set(request[0], []);
+      alike.get(request[0]).push(request);
+    }
+    const made = [...alike].map(([kind, together]) => fused(kind, together, ranks, algorithm));
+    return made.filter((transfer) => transfer.path);
+  }
+
+  function secondsPerByte(link) {
+    return Math.max((8 * (1 + link.header_share)) / link.bits_per_second, link.host_seconds_per_byte);
+  }
+
+  function busySeconds(link, transfer) {
+    const factor = transfer.gathered ? link.gather_factor : 1;
+    return link.collective_seconds + factor * transfer.path * secondsPerByte(link);
+  }
+
+  const delaySeconds = (link, transfer) => transfer.rounds * link.latency_seconds;
+
+  // --- a step: gradlab.analysis.forecast.simulator ---------------------------------------------------------------
+
+  class Clock {
+    constructor(compute, speed) {
+      Object.assign(this, { compute, speed, now: 0, computed: 0, waited: 0 });
+    }
+    work(seconds) {
+      const together = Math.min(seconds, this.compute - this.computed);
+      this.computed += together;
+      this.now += together / this.speed + (seconds - together);
+    }
+    serve(seconds) {
+      this.computed -= 2 * (1 - this.speed) * Math.min(seconds, this.compute - this.computed);
+    }
+    waitForBackward(computed) {
+      const left = Math.max(0, computed - this.computed);
+      this.computed += left;
+      this.now += left;
+    }
+    waitForNetwork(moment) {
+      const left = Math.max(0, moment - this.now);
+      const hidden = Math.min(left, this.compute - this.computed);
+      this.computed += hidden;
+      this.waited += left - hidden;
+      this.now += left;
+    }
+  }
+
+  class Wire {
+    constructor(link, clock) {
+      Object.assign(this, { link, clock, free: 0, bytes: 0 });
+    }
+    send(transfer, issued) {
+      this.free = Math.max(this.free, issued) + busySeconds(this.link, transfer);
+      this.bytes += transfer.wire;
+      this.clock.serve(transfer.path * this.link.host_seconds_per_byte);
+      return this.free + delaySeconds(this.link, transfer);
+    }
+  }
+
+  function half(node, nbytes) {
+    const path = Math.floor((nbytes * (node.local_ranks - 1)) / node.local_ranks);
+    return { wire: path, path, rounds: node.local_ranks - 1 };
+  }
+
+  class Inside {
+    constructor(within, clock) {
+      this.within = within;
+      this.clock = clock;
+      this.wire = within && new Wire(within.node.inside, clock);
+    }
+    averaged(nbytes) {
+      const { node, sharded } = this.within, part = half(node, nbytes);
+      if (node.on_cpus) {
+        this.clock.work(busySeconds(node.inside, part) + delaySeconds(node.inside, part));
+        return this.clock.now;
+      }
+      let arrival = this.wire.send(part, this.clock.now);
+      if (sharded) arrival = this.wire.send(part, this.clock.now);
+      return arrival;
+    }
+    spread(nbytes, moment) {
+      if (!this.within || this.within.sharded) return moment;
+      return this.wire.send(half(this.within.node, nbytes), moment);
+    }
+  }
+
+  const bucketBytes = (bucket) => bucket.in_place || sum(bucket.exchanges.map((exchange) => exchange.bytes));
+
+  function messageBytes(request) {
+    if (request[0] === "varying" || request[0] === "varying parts") return Infinity;
+    if (request[2] === "gather") return largest(request[1]);
+    return Array.isArray(request[1]) ? sum(request[1]) : request[1];
+  }
+
+  // Exchanges of one rank that share collectives: gradlab.executor.ticks.
+  class Ticks {
+    constructor(issue, clock, segmentBytes) {
+      Object.assign(this, { issue, clock, segmentBytes, running: [], fresh: [], newBytes: 0, messageBytes: 0 });
+      this.arrives = null;
+      this.lastBytes = 0;
+    }
+    start(exchange) {
+      const one = { exchange, turn: 0, requests: [], done: false };
+      this.advance(one);
+      this.fresh.push(one);
+      this.newBytes += exchange.bytes;
+      this.messageBytes += sum(one.requests.map(messageBytes));
+      const full = FULL_MESSAGE * this.segmentBytes;
+      if (this.newBytes >= this.segmentBytes && this.messageBytes >= full) this.tick();
+    }
+    advance(one) {
+      const { turns, apply } = one.exchange, last = one.turn === turns.length - 1;
+      const [seconds, copy, requests] = turns[one.turn];
+      this.clock.work(copy + (last ? seconds + apply : seconds));
+      one.requests = requests;
+      one.done = last;
+      one.turn += 1;
+    }
+    endPart() {
+      if (this.fresh.length && this.messageBytes >= LEAST_MESSAGE * this.segmentBytes) this.tick();
+    }
+    tick() {
+      if (this.arrives !== null) {
+        this.clock.waitForNetwork(this.arrives);
+        this.arrives = null;
+        this.running.forEach((one) => this.advance(one));
+      }
+      this.running = [...this.running, ...this.fresh].filter((one) => !one.done);
+      this.lastBytes = this.newBytes || this.lastBytes;
+      this.fresh = [];
+      this.newBytes = this.messageBytes = 0;
+      this.arrives = this.issue(this.running.flatMap((one) => one.requests));
+    }
+    drain() {
+      while (this.running.length || this.fresh.length) this.tick();
+    }
+  }
+
+  const FLAG = { bytes: 0, apply: 0, turns: [[0, 0, [["mean:float32", 4]]], [0, 0, []]] };
+
+  function simulate(buckets, compute, link, ranks, { speed = 1, within = null, segmentBytes }) {
+    const clock = new Clock(compute, speed), wire = new Wire(link, clock), inside = new Inside(within, clock);
+    const inPlace = [];
+    const issue = (requests) =>
+      largest(transfers(requests, ranks, link.all_reduce).map((transfer) => wire.send(transfer, clock.now)));
+    const ticks = new Ticks(issue, clock, segmentBytes);
+    for (const bucket of buckets) {
+      clock.waitForBackward(bucket.share * compute);
+      clock.waitForNetwork(within ? inside.averaged(bucketBytes(bucket)) : clock.now);
+      clock.work(bucket.scan);
+      if (bucket.in_place) {
+        const dense = ALL_REDUCES[link.all_reduce](bucket.in_place, ranks);
+        inPlace.push([bucket.in_place, wire.send(dense, clock.now)]);
+      }
+      bucket.exchanges.forEach((exchange) => ticks.start(exchange));
+      ticks.endPart();
+    }
+    if (buckets.some((bucket) => bucket.exchanges.length)) {
+      ticks.start(FLAG);
+      ticks.tick();
+      ticks.drain();
+      inPlace.push([Math.floor(ticks.lastBytes), clock.now]);
+    }
+    for (const [nbytes, moment] of inPlace) clock.waitForNetwork(inside.spread(nbytes, moment));
+    clock.waitForBackward(compute);
+    const encode = clock.now - compute - clock.waited;
+    return { seconds: clock.now, compute, encode, communicate: clock.waited, wire_bytes: wire.bytes };
+  }
+
+  // --- a plan beside dense training: gradlab.analysis.forecast.step_time -------------------------------------------
+
+  function scaled(buckets, factor) {
+    return buckets.map((bucket) => ({
+      ...bucket,
+      scan: factor * bucket.scan,
+      exchanges: bucket.exchanges.map((exchange) => ({
+        ...exchange,
+        apply: factor * exchange.apply,
+        turns: exchange.turns.map(([seconds, copy, requests]) => [factor * seconds, factor * copy, requests]),
+      })),
+    }));
+  }
+
+  function largestShare(sizes, parts) {
+    const held = new Array(parts).fill(0);
+    for (const size of [...sizes].sort((one, other) => other - one)) held[held.indexOf(Math.min(...held))] += size;
+    return Math.max(...held) / (sum(held) || 1);
+  }
+
+  function unitByUnit(units, dense, compute, link, node, ranks, segmentBytes) {
+    const mine = { ...link, bits_per_second: link.bits_per_second / node.local_ranks };
+    const inside = sum(
+      dense.map((bucket) => {
+        const part = half(node, bucketBytes(bucket));
+        return busySeconds(node.inside, part) + delaySeconds(node.inside, part);
+      }),
+    );
+    const steps = units.map((unit) => simulate([{ ...unit, share: 0 }], 0, mine, ranks, { segmentBytes }));
+    const encode = sum(steps.map((step) => step.encode));
+    const communicate = sum(steps.map((step) => step.communicate)) + inside + Math.max(0, 2 * inside - compute);
+    const wire_bytes = node.local_ranks * sum(steps.map((step) => step.wire_bytes));
+    return { seconds: compute + encode + communicate, compute, encode, communicate, wire_bytes };
+  }
+
+  // A network: compute, link, nodes, cores, node (several ranks to a node, or null), segmentBytes.
+  const speedOf = (network) => Math.min(1, Math.max(1, network.cores) / 2);
+
+  function step(buckets, network, ranks = network.nodes, within = null) {
+    const { compute, link, segmentBytes } = network;
+    return simulate(buckets, compute, link, ranks, { speed: speedOf(network), within, segmentBytes });
+  }
+
+  // A plan's step. Between nodes codecs' work is shared out among a node's ranks.
+  function planStep(buckets, network) {
+    const { node } = network;
+    if (!node) return step(buckets, network);
+    const sizes = buckets.flatMap((bucket) => bucket.exchanges.map((exchange) => exchange.bytes));
+    const mine = scaled(buckets, largestShare(sizes, node.local_ranks));
+    return step(mine, network, network.nodes, { node, sharded: false });
+  }
+
+  // The fastest steps without compression, in 32 and in 16 bits. dense: the plan's buckets without it.
+  function denseSteps(dense, network) {
+    const { compute, link, nodes, node, segmentBytes } = network;
+    const halves = dense.map((bucket) => ({ ...bucket, in_place: Math.floor(bucket.in_place / 2) }));
+    if (!node) return { dense: step(dense, network), half: step(halves, network), way: "plain DDP" };
+
+    const hsdp = (of) => {
+      if (node.on_cpus) {
+        const shards = of.map((bucket) => ({
+          share: 0, scan: 0, exchanges: [], in_place: Math.floor(bucket.in_place / node.local_ranks),
+        }));
+        return unitByUnit(shards, dense, compute, link, node, nodes, segmentBytes);
+      }
+      const sharded = step(of, network, nodes, { node, sharded: true });
+      const gathers = busySeconds(node.inside, half(node, sum(of.map(bucketBytes))));
+      const exposed = Math.max(0, gathers - (1 - BACKWARD_SHARE) * compute);
+      return { ...sharded, seconds: sharded.seconds + exposed, communicate: sharded.communicate + exposed };
+    };
+    const ways = (of) => ({
+      "plain DDP": step(of, network, nodes * node.local_ranks),
+      hierarchical: step(of, network, nodes, { node, sharded: false }),
+      HSDP: hsdp(of),
+    });
+    const fastest = (of) => Object.entries(of).reduce((best, one) => (one[1].seconds < best[1].seconds ? one : best));
+    const [way, inFull] = fastest(ways(dense));
+    return { dense: inFull, half: fastest(ways(halves))[1], way };
+  }
+
+  // A local step's seconds with its share of an exchange after every so many: gradlab.analysis.forecast.local_steps.
+  function localStep(exchange, network, every, streaming) {
+    const { compute, link } = network, share = exchange.seconds / every;
+    if (!streaming) return compute + share;
+    const lacking = 2 * (1 - speedOf(network));
+    const work = lacking * (exchange.encode + exchange.wire_bytes * link.host_seconds_per_byte);
+    return Math.max(compute + work / every, share);
+  }
+
+  // Seconds of all plans' steps, and of the fastest dense ones. tapes: by plan, at the network's number of nodes.
+  // every: local steps, 1 for an exchange in every step; streaming: whether local steps go on meanwhile.
+  function stepTimes(tapes, network, every = 1, streaming = false) {
+    const names = Object.keys(tapes);
+    const alone = every > 1 ? { ...network, compute: 0 } : network;
+    const seconds = (one) => (every > 1 ? localStep(one, network, every, streaming) : one.seconds);
+    const { dense, half, way } = denseSteps(tapes[names[0]].dense, alone);
+    const plans = names.map((name) => [name, seconds(planStep(tapes[name].buckets, alone))]);
+    return { dense: seconds(dense), half: seconds(half), way, plans: Object.fromEntries(plans) };
+  }
+
+  // --- in words: gradlab.analysis.forecast.speed, gradlab.formatting ------------------------------------------------
+
+  function significant(value, digits = 3) {
+    if (!Number.isFinite(value) || value === 0) return String(value);
+    const decimalsOf = (number) => digits - 1 - Math.floor(Math.log10(Math.abs(number)));
+    const scale = 10 ** decimalsOf(value), rounded = Math.round(value * scale) / scale;
+    return rounded.toFixed(Math.max(0, decimalsOf(rounded)));
+  }
+
+  function formatSeconds(value) {
+    if (value === 0) return "0 s";
+    if (Math.abs(value) >= 120) {
+      const whole = Math.round(value), rest = String(whole % 60).padStart(2, "0");
+      return `${Math.floor(whole / 60)} min ${rest} s`;
+    }
+    for (const [scale, unit] of [[1, "s"], [1e-3, "ms"], [1e-6, "\u00b5s"]]) {
+      if (Math.abs(value) >= 0.9995 * scale) return `${significant(value / scale)} ${unit}`;
+    }
+    return `${significant(value * 1e9)} ns`;
+  }
+
+  function formatPercent(share) {
+    const value = 100 * share;
+    return value !== 0 && Math.abs(value) < 0.5 ? `${significant(value, 1)} %` : `${value.toFixed(0)} %`;
+  }
+
+  function spellRate(rate) {
+    for (const [unit, scale] of [["Tbit/s", 1e12], ["Gbit/s", 1e9], ["Mbit/s", 1e6], ["kbit/s", 1e3]]) {
+      if (rate >= 0.9995 * scale) return `${Number((rate / scale).toPrecision(4))} ${unit}`;
+    }
+    return `${Number(rate.toPrecision(4))} bit/s`;
+  }
+
+  // The fastest plan, the fastest whose like ended near dense training, and 16 bits; or not to compress.
+  // judged: by plan, { text, close }, what replays say.
+  function verdict(times, network, judged, every = 1) {
+    const nodes = `${network.nodes} node${network.nodes === 1 ? "" : "s"}`;
+    const steps = every > 1 ? ` with an exchange after every ${every} steps` : "";
+    const where = `at ${spellRate(network.link.bits_per_second)} between ${nodes}${steps}`;
+    const fastestOf = (names) => {
+      const name = names.reduce((best, one) => (times.plans[one] < times.plans[best] ? one : best), names[0]);
+      const saves = name === undefined ? 0 : 1 - times.plans[name] / times.dense;
+      return saves > SPEED_NOISE ? [name, saves] : [null, 0];
+    };
+    const names = Object.keys(times.plans);
+    const [fastest, saves] = fastestOf(names);
+    const upper = (text) => text[0].toUpperCase() + text.slice(1);
+    if (fastest === null) {
+      return upper(`${where} do not compress: no plan saves more than ${formatPercent(SPEED_NOISE)} of a step.`);
+    }
+    const seconds = times.plans[fastest];
+    const parts = [
+      `${where}, ${fastest} is the fastest and saves ${formatPercent(saves)} of a step ` +
+        `(${formatSeconds(seconds)} instead of ${formatSeconds(times.dense)}); ${judged[fastest].text}`,
+    ];
+    const [closest, closestSaves] = fastestOf(names.filter((name) => judged[name].close));
+    if (closest !== null && closest !== fastest) {
+      parts.push(`${closest} saves ${formatPercent(closestSaves)}, and ${judged[closest].text}`);
+    }
+    const beside = seconds >= (1 - SPEED_NOISE) * times.half ? ", which is about as fast or faster" : "";
+    parts.push(
+      "plain 16-bit reduction, which loses next to nothing, saves " +
+        `${formatPercent(1 - times.half / times.dense)} (${formatSeconds(times.half)})${beside}`,
+    );
+    return upper(`${parts.join("; ")}.`);
+  }
+
+  return { planStep, denseSteps, stepTimes, verdict, formatSeconds, formatPercent, spellRate, significant };
+})();

@@ -1,0 +1,224 @@
+// Controls over gradlabForecast: the reader's own nodes and link recompute the answer, the table and the curve.
+"use strict";
+
+(() => {
+  const source = document.getElementById("play-data"), place = document.getElementById("play");
+  if (!source || !place) return;
+  const data = JSON.parse(source.textContent);
+  const names = Object.keys(data.plans);
+  const counts = Object.keys(data.plans[names[0]].tapes).map(Number)
+    .filter((count) => names.every((name) => count in data.plans[name].tapes));
+  const { formatSeconds, formatPercent, spellRate, significant } = gradlabForecast;
+  const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
+  const POINTS = 33, SHOWN = 4;
+
+  // --- controls: positions of sliders, and what they mean ----------------------------------------------------------
+
+  const choices = (values, text) => ({ least: 0, most: values.length - 1, step: 1, value: (at) => values[at], text,
+    at: (value) => values.reduce((best, one, index) =>
+      Math.abs(Math.log(one / value)) < Math.abs(Math.log(values[best] / value)) ? index : best, 0) });
+  // A tenth of a decade has 20 positions; marks have three digits, so that what is shown is what is computed with.
+  const decades = (low, high, text) => ({ least: Math.log10(low), most: Math.log10(high), step: 0.005, text,
+    value: (at) => Number((10 ** at).toPrecision(3)), at: (value) => Math.log10(value) });
+
+  const CONTROLS = {
+    nodes: { label: "Nodes", ...choices(counts, String) },
+    local: { label: "Ranks per node", ...choices([1, 2, 4, 8], String) },
+    rate: { label: "Link of a node", ...decades(1e6, 1e12, spellRate) },
+    inside: { label: "Link inside a node, per rank", ...decades(1e8, 1e13, spellRate) },
+    latency: { label: "Latency", ...decades(1e-6, 1e-1, formatSeconds) },
+    compute: { label: "Computing time of a step", ...decades(1e-4, 1e2, formatSeconds) },
+    every: { label: "Local steps between exchanges",
+      ...choices([...new Set([1, 2, 4, 8, 15, 30, 50, 100, 200, 500, data.every])].sort((a, b) => a - b), String) },
+  };
+  const begins = {
+    nodes: data.nodes, local: data.node ? data.node.local_ranks : 1, rate: data.bits_per_second,
+    inside: data.node ? data.node.inside.bits_per_second : 2e11, latency: data.link.latency_seconds || 1e-6,
+    compute: data.compute_seconds || 0.1, every: data.every,
+  };
+  const chosen = { ...begins };
+  const inputs = {};
+  const shown = new Set();
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  }
+
+  function slider(name) {
+    const control = CONTROLS[name], id = `play-${name}`;
+    const input = element("input", { type: "range", id, min: control.least, max: control.most, step: control.step });
+    const output = element("output", { for: id });
+    const show = () => {
+      output.textContent = control.text(chosen[name]);
+      input.setAttribute("aria-valuetext", output.textContent);
+    };
+    input.addEventListener("input", () => {
+      chosen[name] = control.value(Number(input.value));
+      show();
+      later();
+    });
+    inputs[name] = { set: (value) => { chosen[name] = value; input.value = control.at(value); show(); } };
+    return element("div", { class: "control", id: `${id}-control` },
+      element("label", { for: id }, control.label), output, input);
+  }
+
+  const streaming = element("input", { type: "checkbox", id: "play-streaming" });
+  streaming.addEventListener("change", () => later());
+  const reset = element("button", { type: "button" }, "As in this report");
+  reset.addEventListener("click", () => { begin(); later(); });
+
+  // --- what is computed ---------------------------------------------------------------------------------------------
+
+  function network(bits_per_second = chosen.rate) {
+    const link = { ...data.link, latency_seconds: chosen.latency, bits_per_second };
+    const inside = data.node ? data.node.inside : { ...data.link, latency_seconds: 1e-5, host_seconds_per_byte: 0 };
+    const node = chosen.local === 1 ? null : {
+      local_ranks: chosen.local, on_cpus: data.node ? data.node.on_cpus : false,
+      inside: { ...inside, bits_per_second: chosen.inside },
+    };
+    return { compute: chosen.compute, link, nodes: chosen.nodes, cores: data.cores, node,
+      segmentBytes: data.segment_bytes };
+  }
+
+  const tapes = () => Object.fromEntries(names.map((name) => [name, data.plans[name].tapes[chosen.nodes]]));
+  const times = (on) => gradlabForecast.stepTimes(tapes(), on, chosen.every, streaming.checked);
+
+  function lines(here) {
+    const rows = [["dense", here.dense, here.way], ["16 bits", here.half, "half the bytes"]];
+    return [...rows, ...names.map((name) => [name, here.plans[name], data.plans[name].ended])];
+  }
+
+  // --- what is shown ------------------------------------------------------------------------------------------------
+
+  const answer = element("p", { class: "verdict", id: "play-answer", "aria-live": "polite" });
+  const body = element("tbody");
+  const drawing = element("div", { class: "scroll", id: "play-drawing" });
+  const command = element("code", { id: "play-command" });
+  const style = (index) => ({ colour: index < 2 ? "#555" : COLOURS[(index - 2) % COLOURS.length],
+    dash: index < 2 ? ["", "3 3"][index] : DASHES[Math.floor((index - 2) / COLOURS.length) % DASHES.length] });
+
+  function showTable(here) {
+    const rows = lines(here).map((line, index) => [...line, index]).sort((one, other) => one[1] - other[1]);
+    body.replaceChildren(...rows.map(([name, seconds, beside, index]) => {
+      const box = element("input", { type: "checkbox", "aria-label": `draw ${name}` });
+      box.checked = shown.has(name);
+      box.addEventListener("change", () => {
+        if (box.checked) shown.add(name); else shown.delete(name);
+        later();
+      });
+      const { colour, dash } = style(index);
+      const sample = `<svg width="26" height="8" aria-hidden="true"><path d="M0 4H26" stroke="${colour}" ` +
+        `stroke-width="2.5" stroke-dasharray="${dash}"/></svg>`;
+      const mark = element("span", { class: "mark" });
+      mark.innerHTML = sample;
+      const waits = Math.max(0, 1 - chosen.compute / seconds);
+      const cells = [formatSeconds(seconds), `${significant(here.dense / seconds)}x`,
+        `${significant(here.half / seconds)}x`, formatPercent(waits)];
+      return element("tr", {}, element("th", { scope: "row" }, box, mark, name),
+        ...cells.map((text) => element("td", {}, text)), element("td", { class: "text" }, beside));
+    }));
+  }
+
+  function showCurve(here) {
+    const low = Math.log10(chosen.rate) - 1.5, rates = [];
+    for (let point = 0; point < POINTS; point++) rates.push(10 ** (low + (3 * point) / (POINTS - 1)));
+    const along = rates.map((rate) => lines(times(network(rate))));
+    const picked = along[0].map(([name], index) => [name, index]).filter(([name]) => shown.has(name));
+    if (!picked.length) return drawing.replaceChildren(element("p", { class: "note" }, "Tick plans to draw them."));
+    const values = picked.flatMap(([, index]) => along.map((line) => line[index][1]));
+    const bottom = Math.log10(Math.min(...values) * 0.93), top = Math.log10(Math.max(...values) * 1.08);
+    const [left, right, width, height] = [62, 8, 640, 300];
+    const x = (rate) => left + ((Math.log10(rate) - low) / 3) * (width - left - right);
+    const y = (seconds) => 8 + ((top - Math.log10(seconds)) / (top - bottom)) * (height - 48);
+    const parts = [];
+    for (let decade = Math.ceil(low); decade <= low + 3; decade++) {
+      const at = x(10 ** decade).toFixed(1);
+      parts.push(`<path class="grid" d="M${at} 8V${height - 40}"/>`,
+        `<text x="${at}" y="${height - 24}" text-anchor="middle">${spellRate(10 ** decade)}</text>`);
+    }
+    for (const mark of ticks(bottom, top)) {
+      const at = y(mark).toFixed(1);
+      parts.push(`<path class="grid" d="M${left} ${at}H${width - right}"/>`,
+        `<text x="${left - 6}" y="${Number(at) + 4}" text-anchor="end">${formatSeconds(mark)}</text>`);
+    }
+    parts.push(`<path class="here" d="M${x(chosen.rate).toFixed(1)} 8V${height - 40}"/>`,
+      `<text x="${(left + width - right) / 2}" y="${height - 6}" text-anchor="middle">link of a node</text>`);
+    for (const [name, index] of picked) {
+      const { colour, dash } = style(index);
+      const path = along.map((line, point) => `${x(rates[point]).toFixed(1)} ${y(line[index][1]).toFixed(1)}`);
+      parts.push(`<path d="M${path.join("L")}" fill="none" stroke="${colour}" stroke-width="2.5" ` +
+        `stroke-dasharray="${dash}"><title></title></path>`);
+    }
+    drawing.innerHTML = `<svg viewBox="0 0 ${width} ${height}" role="img" ` +
+      `aria-label="Step time over link speed">${parts.join("")}</svg>`;
+    // Names come from files: as text, never as markup.
+    drawing.querySelectorAll("title").forEach((title, index) => { title.textContent = picked[index][0]; });
+  }
+
+  function ticks(bottom, top) {
+    const marks = [];
+    for (let decade = Math.floor(bottom); decade <= top; decade++) {
+      for (const digit of top - bottom > 1.5 ? [1] : [1, 2, 5]) marks.push(digit * 10 ** decade);
+    }
+    return marks.filter((mark) => Math.log10(mark) >= bottom && Math.log10(mark) <= top);
+  }
+
+  function showCommand() {
+    const where = chosen.local === 1 ? String(chosen.nodes) : `${chosen.nodes}x${chosen.local}`;
+    const rate = spellRate(chosen.rate).replace("bit/s", "bit").replace(" ", "").toLowerCase();
+    const time = (seconds) => formatSeconds(seconds).replace(" ", "").replace("\u00b5", "u");
+    command.textContent = `gradlab recommend ${data.trace} --out plan.safetensors --nodes ${where} ` +
+      `--bandwidth ${rate} --latency ${time(chosen.latency)} --compute-seconds ${time(chosen.compute)} --max-loss 1%`;
+  }
+
+  let waiting = false;
+  function later() {
+    if (!waiting) requestAnimationFrame(update);
+    waiting = true;
+  }
+
+  function update() {
+    waiting = false;
+    document.getElementById("play-inside-control").hidden = chosen.local === 1;
+    streaming.parentElement.hidden = chosen.every === 1;
+    const on = network(), here = times(on);
+    answer.textContent = gradlabForecast.verdict(here, on, data.plans, chosen.every);
+    showTable(here);
+    showCurve(here);
+    showCommand();
+  }
+
+  function begin() {
+    for (const [name, value] of Object.entries(begins)) inputs[name].set(value);
+    streaming.checked = false;
+  }
+
+  const heads = ["plan", "step", "speed-up", "vs 16 bits", "waits", "the like ended"];
+  place.append(
+    element("form", { class: "controls", "aria-label": "Your nodes and your link" },
+      ...Object.keys(CONTROLS).map(slider),
+      element("div", { class: "control" },
+        element("label", { for: "play-streaming" }, streaming, " local steps go on during an exchange")),
+      reset),
+    answer,
+    element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Steps on your link" },
+      element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((head, index) =>
+        element("th", { scope: "col", ...(index === 0 || index === 5 ? { class: "text" } : {}) }, head)))), body)),
+    drawing,
+    element("p", { class: "note" }, "Choose, write the artifact and get the lines that train with it: ", command),
+  );
+  if (data.compute_seconds === null) {
+    place.prepend(element("p", { class: "note" },
+      "How long your step computes is not known from this recording: set it, as everything below depends on it."));
+  }
+  begin();
+  ["dense", "16 bits"].forEach((name) => shown.add(name));
+  const first = times(network());
+  [...names].sort((one, other) => first.plans[one] - first.plans[other]).slice(0, SHOWN).forEach((name) => shown.add(name));
+  place.hidden = false;
+  update();
+})();
