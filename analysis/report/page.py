@@ -81,6 +81,12 @@ class Section:
     drawings: Sequence[Drawing] = ()
     of_layer: bool = False
 
+    @property
+    def contents(self) -> str:
+        """What folds out: "2 tables and 3 figures"."""
+        parts = [(len(self.tables), "table"), (len(self.drawings), "figure")]
+        return " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in parts if count)
+
 
 @dataclass(frozen=True)
 class Page:
@@ -94,6 +100,8 @@ class Page:
     formats: of the figures' files, "svg" and perhaps "pdf".
     play: plain JSON from which the page's script computes steps on the reader's own network, see `playable_data`; it
         stands in the section "payoff". None: there is nothing to play with.
+    full: whether tables and figures are unfolded.
+    repeat: the command that writes the report again; empty if there is none.
     """
 
     title: str
@@ -104,6 +112,8 @@ class Page:
     sections: Sequence[Section] = field(default=())
     formats: Sequence[str] = FORMATS
     play: Mapping[str, Any] | None = None
+    full: bool = False
+    repeat: str = ""
 
     @property
     def drawings(self) -> list[Drawing]:

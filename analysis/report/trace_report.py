@@ -91,6 +91,8 @@ def write_trace_report(
     examination: Examination | None = None,
     *,
     overwrite: bool = False,
+    full: bool = False,
+    repeat: str = "",
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Path:
@@ -104,6 +106,8 @@ def write_trace_report(
         out: the folder, made if it is missing.
         examination: what was measured. If it is None or has no spectrum, the spectrum is measured now.
         overwrite: whether to replace a report that is there.
+        full: whether the page's tables and figures are unfolded at first.
+        repeat: the command that writes it, for the page's end.
         workers: processes that draw, or a cluster, with which this machine's processes draw.
         progress: called after each figure.
 
@@ -140,6 +144,8 @@ def write_trace_report(
         sections=trace_sections(data, known.look),
         formats=known.look.formats,
         play=playable_data(known, trace.path),
+        full=full,
+        repeat=repeat,
     )
     return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
 
@@ -202,6 +208,7 @@ def write_comparison(
         ],
         facts=[*_run_facts(ran), *(_trace_facts(recorded) if recorded else [])],
         sections=comparison_sections(ran, shown, fitted, measured),
+        full=True,
     )
     return write_page(page, folder, overwrite=overwrite, progress=progress)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.cli.console import OUT, command_line, print_json, print_warnings, progress_bars
 from gradlab.cli.network_options import (
     ComputeSeconds,
     InsideLink,
@@ -48,6 +48,7 @@ def analyze(
         bool,
         typer.Option(help="A first look in seconds: fewer iterations, values and settings, which the report names."),
     ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Unfold all tables and figures of the page at first.")] = False,
     workers: Processes = None,
     dask: Dask = None,
     average_ranks: AverageRanks = 1,
@@ -105,7 +106,16 @@ def analyze(
             workers=sharing,
             progress=progress,
         )
-        page = write_trace_report(opened, out, examination, overwrite=overwrite, workers=sharing, progress=progress)
+        page = write_trace_report(
+            opened,
+            out,
+            examination,
+            overwrite=overwrite,
+            full=full,
+            repeat=command_line(),
+            workers=sharing,
+            progress=progress,
+        )
     written = json.loads((page.parent / "report.json").read_text())
     if as_json:
         print_json(written)

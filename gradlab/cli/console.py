@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -105,6 +108,11 @@ def print_warnings(lines: Iterable[str]) -> None:
     """
     for line in lines:
         OUT.print(f"warning: {line}", markup=False)
+
+
+def command_line() -> str:
+    """Return the command as it was typed, to repeat it; empty where Python was started otherwise."""
+    return shlex.join(["gradlab", *sys.argv[1:]]) if Path(sys.argv[0]).name == "gradlab" else ""
 
 
 def say(text: str) -> None:

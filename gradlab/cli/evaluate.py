@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.console import OUT, command_line, print_json, print_table, print_warnings, progress_bars
 from gradlab.cli.figures import require_figure, write_figure
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
@@ -93,7 +93,14 @@ def evaluate(
         page = None
         if out is not None:
             page = write_trace_report(
-                opened, out, Examination(replays=replays), overwrite=overwrite, workers=sharing, progress=progress
+                opened,
+                out,
+                Examination(replays=replays),
+                overwrite=overwrite,
+                full=True,
+                repeat=command_line(),
+                workers=sharing,
+                progress=progress,
             )
     if as_json:
         print_json(replays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ class Redrawn(ABC):
 
 def next_seed(generator: torch.Generator) -> int:
     """Draw the seed of another stream."""
-    drawn: int = torch.randint(2**62, (), generator=generator, device=generator.device).tolist()
-    return drawn
+    # Read without an operation that a recording would take for a wait for the device.
+    return cast("int", torch.randint(2**62, (), generator=generator, device=generator.device).tolist())
 
 
 class RandomBits:

@@ -10,7 +10,7 @@
     .filter((count) => names.every((name) => count in data.plans[name].tapes));
   const { formatSeconds, formatPercent, spellRate, significant } = gradlabForecast;
   const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
-  const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4"];
   const POINTS = 33, SHOWN = 4;
 
   // --- controls: positions of sliders, and what they mean ----------------------------------------------------------
@@ -98,8 +98,8 @@
   const body = element("tbody");
   const drawing = element("div", { class: "scroll", id: "play-drawing" });
   const command = element("code", { id: "play-command" });
-  const style = (index) => ({ colour: index < 2 ? "#555" : COLOURS[(index - 2) % COLOURS.length],
-    dash: index < 2 ? ["", "3 3"][index] : DASHES[Math.floor((index - 2) / COLOURS.length) % DASHES.length] });
+  const style = (index) => ({ colour: index < 2 ? "var(--soft)" : COLOURS[(index - 2) % COLOURS.length],
+    dash: index < 2 ? ["", "3 3"][index] : DASHES[(index - 2) % DASHES.length] });
 
   function showTable(here) {
     const rows = lines(here).map((line, index) => [...line, index]).sort((one, other) => one[1] - other[1]);
@@ -111,7 +111,7 @@
         later();
       });
       const { colour, dash } = style(index);
-      const sample = `<svg width="26" height="8" aria-hidden="true"><path d="M0 4H26" stroke="${colour}" ` +
+      const sample = `<svg width="26" height="8" aria-hidden="true"><path d="M0 4H26" style="stroke:${colour}" ` +
         `stroke-width="2.5" stroke-dasharray="${dash}"/></svg>`;
       const mark = element("span", { class: "mark" });
       mark.innerHTML = sample;
@@ -150,7 +150,7 @@
     for (const [name, index] of picked) {
       const { colour, dash } = style(index);
       const path = along.map((line, point) => `${x(rates[point]).toFixed(1)} ${y(line[index][1]).toFixed(1)}`);
-      parts.push(`<path d="M${path.join("L")}" fill="none" stroke="${colour}" stroke-width="2.5" ` +
+      parts.push(`<path d="M${path.join("L")}" style="stroke:${colour}" stroke-width="2.5" ` +
         `stroke-dasharray="${dash}"><title></title></path>`);
     }
     drawing.innerHTML = `<svg viewBox="0 0 ${width} ${height}" role="img" ` +
@@ -162,7 +162,7 @@
   function ticks(bottom, top) {
     const marks = [];
     for (let decade = Math.floor(bottom); decade <= top; decade++) {
-      for (const digit of top - bottom > 1.5 ? [1] : [1, 2, 5]) marks.push(digit * 10 ** decade);
+      for (const digit of top - bottom > 2.5 ? [1] : [1, 2, 5]) marks.push(digit * 10 ** decade);
     }
     return marks.filter((mark) => Math.log10(mark) >= bottom && Math.log10(mark) <= top);
   }
@@ -220,5 +220,7 @@
   const first = times(network());
   [...names].sort((one, other) => first.plans[one] - first.plans[other]).slice(0, SHOWN).forEach((name) => shown.add(name));
   place.hidden = false;
+  const still = place.previousElementSibling; // the same in words, at the report's own numbers: it stands above, too
+  if (still.classList.contains("answer")) still.hidden = true;
   update();
 })();

@@ -1,0 +1,205 @@
+"""A session with a report in a real browser: every slider, sorting, filtering, folding out, at a desk and on a phone.
+
+    make played [ARGS="--browser /usr/bin/chromium --keep FOLDER"]
+
+needs Chromium and the package playwright (`pip install playwright`); CI has neither. The numbers that the page shows
+after a slider has moved are compared with what `gradlab predict` computes for the same network. Exit codes: 0 all
+held; 1 something did not; 3 there is no browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.local_steps import LocalSteps
+from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.simulator import Node
+from gradlab.analysis.forecast.step_time import Job, compare
+from gradlab.analysis.report.examine import examine
+from gradlab.analysis.report.look import QUICK
+from gradlab.analysis.report.trace_report import Examination, write_trace_report
+from gradlab.formatting import format_seconds
+from gradlab.layout import Layer
+from gradlab.trace import Trace
+from support.recorded import random_gradients, record
+
+NO_BROWSER = 3
+LAYERS = (
+    *(Layer(f"blocks.{n}.weight", (160, 128), "linear") for n in range(12)),
+    Layer("head.weight", (40, 160), "linear"),
+)
+NODES, COMPUTE, LATENCY = (2, 4, 8), 0.02, 1e-4
+VIEWS: dict[str, dict[str, Any]] = {
+    "desk": {"viewport": {"width": 1280, "height": 900}},
+    "desk, dark": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True},
+}
+# Sliders that are moved, one after another from where the one before left them, and what they then mean.
+MOVES: list[tuple[str, float]] = [
+    ("nodes", 4), ("rate", 3e7), ("rate", 2.5e9), ("compute", 0.004), ("compute", 0.25), ("latency", 2e-3),
+    ("local", 4), ("inside", 3e10), ("nodes", 2), ("local", 1), ("every", 30), ("rate", 1e7), ("every", 1),
+]  # fmt: skip
+START: dict[str, float] = {
+    **{"nodes": NODES[0], "local": 1, "rate": 1e9, "inside": 2e11},
+    **{"latency": LATENCY, "compute": COMPUTE, "every": 1},
+}
+
+
+def written(folder: Path) -> tuple[Path, Examination]:
+    """A report of a small recording, and what was measured for it."""
+    record(folder / "trace", random_gradients(0, 12, 4, LAYERS), LAYERS)
+    with Trace(folder / "trace") as trace:
+        network = Network([Link(1e9, LATENCY)], NODES, Profile(COMPUTE, "as given"))
+        examination = examine(trace, network=network, parts=["payoff", "between"], look=QUICK)
+        return write_trace_report(trace, folder / "report", examination), examination
+
+
+def expected(examination: Examination, chosen: Mapping[str, float]) -> dict[str, str]:
+    """Every line's step time for a network, as the page should write it, by Python's own formulas."""
+    assert examination.speed is not None
+    link, inside = Link(chosen["rate"], chosen["latency"]), Link(chosen["inside"], 1e-5)
+    node = Node(int(chosen["local"]), inside) if chosen["local"] > 1 else None
+    every, lines = int(chosen["every"]), {}
+    for name, forecast in examination.speed.forecasts.items():
+        [job] = [one.job for one in forecast.nodes if one.job.world_size == chosen["nodes"]]
+        pair = compare(with_compute(job, chosen["compute"] if every == 1 else 0.0), link, node=node)
+        steps = {name: pair.compressed, "dense": pair.dense, "16 bits": pair.half}
+        for line, step in steps.items():
+            local = LocalSteps(job.world_size, link.bits_per_second, chosen["compute"], 0, 0, step.seconds, 0)
+            lines[line] = format_seconds(step.seconds if every == 1 else local.seconds(every))
+    return lines
+
+
+def with_compute(job: Job, seconds: float) -> Job:
+    """The same step of another computing time."""
+
+    def moved(buckets: Any) -> Any:
+        return tuple(replace(one, ready_seconds=one.ready_seconds / COMPUTE * seconds) for one in buckets)
+
+    return replace(job, compute_seconds=seconds, buckets=moved(job.buckets), dense_buckets=moved(job.dense_buckets))
+
+
+def shown(page: Any) -> dict[str, str]:
+    """Every line's step time, as the page writes it."""
+    rows = page.eval_on_selector_all(
+        "#play tbody tr", "rows => rows.map(row => [row.cells[0].textContent.trim(), row.cells[1].textContent])"
+    )
+    return dict(rows)
+
+
+def move(page: Any, name: str, value: float) -> None:
+    """Move a slider to a value."""
+    script = """([name, value]) => {
+        const input = document.getElementById(`play-${name}`), count = Number(input.max) + 1;
+        const at = Number(input.step) === 1
+            ? [...Array(count).keys()].find((position) => {
+                input.value = position;
+                input.dispatchEvent(new Event("input"));
+                return Number(input.previousElementSibling.textContent) === value;
+              })
+            : Math.log10(value);
+        input.value = at;
+        input.dispatchEvent(new Event("input"));
+    }"""
+    page.evaluate(script, [name, value])
+    page.wait_for_timeout(120)
+
+
+def session(page: Any, examination: Examination) -> Iterator[str]:
+    """Move every slider, then sort, filter and fold out; a line for each thing that is not as it should be."""
+    chosen = dict(START)
+    for name, value in [("", 0.0), *MOVES]:
+        if name:
+            move(page, name, value)
+            # Positions of a slider with decades lie 0.005 apart, and mean three digits.
+            whole = name in ("nodes", "local", "every")
+            chosen[name] = value if whole else float(f"{10 ** (round(math.log10(value) * 200) / 200):.3g}")
+        got, wanted = shown(page), expected(examination, chosen)
+        for line in wanted:
+            if got.get(line) != wanted[line]:
+                yield f"{name} = {value:g}: {line} is {got.get(line)}, predict says {wanted[line]}"
+    page.click("#play .controls button")
+    page.wait_for_timeout(120)
+    if shown(page) != {**shown(page), **expected(examination, START)}:
+        yield "the button does not bring back the report's own numbers"
+    page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    table = page.locator("table[data-words]").first
+    before = column(table, 3)
+    table.locator("thead button").nth(3).click()
+    ascending = column(table, 3)
+    table.locator("thead button").nth(3).click()
+    if sorted(before) != sorted(ascending) or column(table, 3) != ascending[::-1]:
+        yield f"sorted by its fourth column a table has {ascending}, and the other way {column(table, 3)}"
+    part = page.locator(".part:has(input[type=search])").first
+    first, count = part.locator("tbody tr th").first.inner_text(), part.locator("tbody tr").count()
+    part.locator("input[type=search]").fill(first.upper())
+    visible = part.locator("tbody tr:visible").all_inner_texts()
+    if not 0 < len(visible) < count or any(first.lower() not in text.lower() for text in visible):
+        yield f"filtered by {first!r} a table of {count} rows shows {visible[:3]}"
+    if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+        yield "the page runs off sideways"
+
+
+def column(table: Any, number: int) -> list[str]:
+    """A column's cells, from above."""
+    return [str(text) for text in table.locator(f"tbody tr > :nth-child({number + 1})").all_inner_texts()]
+
+
+@contextmanager
+def browser_at(path: str | None) -> Iterator[Any]:
+    """A headless browser."""
+    try:
+        start = importlib.import_module("playwright.sync_api").sync_playwright
+    except ImportError:
+        print("no browser: this needs playwright (pip install playwright) and Chromium")
+        raise SystemExit(NO_BROWSER) from None
+    if path is None:
+        print("no browser: name one by --browser")
+        raise SystemExit(NO_BROWSER)
+    with start() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def main() -> int:
+    """Run the session in every view, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--browser", default=shutil.which("chromium") or shutil.which("google-chrome"))
+    parser.add_argument("--keep", type=Path, help="folder for pictures of every view")
+    options = parser.parse_args()
+    failed = 0
+    with browser_at(options.browser) as browser, tempfile.TemporaryDirectory() as folder:
+        path, examination = written(Path(folder))
+        print(f"report.html: {path.stat().st_size / 1e6:.2f} MB")
+        for view, settings in VIEWS.items():
+            page, errors = browser.new_context(**settings).new_page(), []
+            page.on("console", lambda message, errors=errors: errors.append(message.text))
+            page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
+            page.goto(path.as_uri())
+            page.wait_for_timeout(300)
+            found = [*session(page, examination), *(f"the console says: {line}" for line in errors)]
+            if options.keep:
+                options.keep.mkdir(parents=True, exist_ok=True)
+                page.screenshot(path=str(options.keep / f"{view.replace(', ', '-')}.png"), full_page=True)
+            print(f"{view}: {len(MOVES)} moves, {'all held' if not found else f'{len(found)} did not hold'}")
+            for line in found:
+                print(f"  {line}")
+            failed += bool(found)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
