@@ -9,8 +9,9 @@
   const counts = Object.keys(data.plans[names[0]].tapes).map(Number)
     .filter((count) => names.every((name) => count in data.plans[name].tapes));
   const { formatSeconds, formatPercent, spellRate, significant } = gradlabForecast;
-  const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"];
-  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4"];
+  // Three to one against light and dark paper; of lines with the same dashes colours that the colour-blind can tell.
+  const COLOURS = ["#0072B2", "#D55E00", "#C0609A", "#7A6FE0", "#009E73", "#B07C00"];
+  const DASHES = ["", "7 3", "2 3", "9 3 2 3", "14 4", "6 2 2 2 2 2", "1 4"];
   const POINTS = 33, SHOWN = 4;
 
   // --- controls: positions of sliders, and what they mean ----------------------------------------------------------
