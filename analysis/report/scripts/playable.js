@@ -23,20 +23,22 @@
   const decades = (low, high, text) => ({ least: Math.log10(low), most: Math.log10(high), step: 0.005, text,
     value: (at) => Number((10 ** at).toPrecision(3)), at: (value) => Math.log10(value) });
 
+  const ascending = (values) => [...new Set(values)].sort((one, other) => one - other);
+
+  const begins = {
+    nodes: data.nodes, local: data.node ? data.node.local_ranks : 1, rate: data.bits_per_second,
+    inside: data.node ? data.node.inside.bits_per_second : 2e11, latency: data.link.latency_seconds,
+    compute: data.compute_seconds || 0.1, every: data.every,
+  };
   const CONTROLS = {
     nodes: { label: "Nodes", ...choices(counts, String) },
-    local: { label: "Ranks per node", ...choices([1, 2, 4, 8], String) },
+    local: { label: "Ranks per node", ...choices(ascending([1, 2, 4, 8, begins.local]), String) },
     rate: { label: "Link of a node", ...decades(1e6, 1e12, spellRate) },
     inside: { label: "Link inside a node, per rank", ...decades(1e8, 1e13, spellRate) },
     latency: { label: "Latency", ...decades(1e-6, 1e-1, formatSeconds) },
     compute: { label: "Computing time of a step", ...decades(1e-4, 1e2, formatSeconds) },
     every: { label: "Local steps between exchanges",
-      ...choices([...new Set([1, 2, 4, 8, 15, 30, 50, 100, 200, 500, data.every])].sort((a, b) => a - b), String) },
-  };
-  const begins = {
-    nodes: data.nodes, local: data.node ? data.node.local_ranks : 1, rate: data.bits_per_second,
-    inside: data.node ? data.node.inside.bits_per_second : 2e11, latency: data.link.latency_seconds || 1e-6,
-    compute: data.compute_seconds || 0.1, every: data.every,
+      ...choices(ascending([1, 2, 4, 8, 15, 30, 50, 100, 200, 500, begins.every]), String) },
   };
   const chosen = { ...begins };
   const inputs = {};
