@@ -20,6 +20,7 @@ from gradlab.runtime.fsdp.state import FSDPCompression, compress_fsdp
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.outer import OuterStep
+from gradlab.runtime.scalar_log import ScalarLog
 from gradlab.runtime.state import CompressionState
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Exchange",
     "FSDPCompression",
     "OuterStep",
+    "ScalarLog",
     "compress",
     "compress_fsdp",
     "compression_hook",

@@ -14,7 +14,7 @@ from gradlab.ddp.optimizers import learning_rates
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.ownership import forecast_payload, share_out
-from gradlab.executor.rules import finding
+from gradlab.executor.rules import Finding, finding
 from gradlab.layout import Layer, bare_name
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -369,6 +369,11 @@ class Exchange:
     def scalars(self) -> dict[str, float]:
         """Return the last step's numbers by name, each for TensorBoard's `writer.add_scalar(name, value, step)`."""
         return reporting.scalars(self.statistics)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what the rules have found so far, the same on all ranks."""
+        return self._rules.findings
 
     @property
     def graphs(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, recommend, timeline, trace
+from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, recommend, timeline, trace, watch
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
@@ -30,6 +30,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (recommend.recommend, "Choose one plan for your network, or none"),
     (evaluate.evaluate, "Replay artifacts on recorded gradients"),
     (predict.predict, "Forecast the step times of an artifact's plan"),
+    (watch.watch, "Show a running training in the terminal"),
     (timeline.timeline, "Show where an iteration's time went"),
     (inspect.inspect, "Show what an artifact does to which layer"),
     (methods.methods, "List codecs, wrappers and published methods"),

@@ -377,9 +377,11 @@ class StepDriver:
             error: what the step raised.
 
         Returns:
-            The reason, which becomes `broken`.
+            The reason, which becomes `broken`. If this rank has left before, in another thread, that reason stands: the
+            error may be no more than what comes of it.
         """
-        self.broken = self._reasons.of(error, self.run.iteration)
+        if self.broken is None:
+            self.broken = self._reasons.of(error, self.run.iteration)
         return self.broken
 
     def leave(self, reason: str) -> None:

@@ -25,7 +25,7 @@ from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.plan.fragments import fragments_of
-from gradlab.runtime import OuterStep
+from gradlab.runtime import Exchange, OuterStep
 
 KEPT: list[Exception] = []  # errors that `lost` met
 
@@ -412,6 +412,22 @@ def lost(group: dist.ProcessGroup, delay: int) -> dict[str, Any]:
         said = str(error)
         KEPT.append(error)
     return {"said": said, "step": step, "seconds": time.monotonic() - began}
+
+
+def left_before_it_failed(group: dist.ProcessGroup) -> str | None:
+    """The last worker leaves while its exchange is under way in another thread, where that becomes an error: the reason
+    that it has itself, and that the others find."""
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    exchange = Exchange(plan_of("topk", {"density": 0.1}), network().named_parameters(), group)
+    driver = exchange._driver
+    if rank == workers - 1:
+        driver.leave("ValueError: no more data")
+        said: str | None = driver.fail(GradlabError("the end of a step came before the step had begun"))
+    else:
+        said = driver._reasons.find()
+    dist.barrier(group)
+    exchange.close()
+    return said
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:

@@ -117,6 +117,12 @@ def test_a_model_of_sixteen_bits_has_common_parameters_of_thirty_two(pool: Proce
         assert result["model"] == pytest.approx(result["common"], rel=2**-8)
 
 
+def test_the_first_reason_stands(pool: ProcessPool) -> None:
+    *others, last = pool.run("jobs.outer_tasks:left_before_it_failed", 3)
+    assert last == "step 0: ValueError: no more data"
+    assert others == [f"rank 2: {last}"] * 2
+
+
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_worker_that_leaves_is_named(pool: ProcessPool, delay: int) -> None:
     *others, last = pool.run("jobs.outer_tasks:lost", 4, delay=delay)

@@ -87,6 +87,9 @@ def train(
     trace_steps: Annotated[
         list[int] | None, typer.Option(help="Which steps, for --chrome-trace; repeatable; 10 and 11 by default.")
     ] = None,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the run's numbers here while it trains: gradlab watch.")
+    ] = None,
     train_limit: Annotated[int | None, typer.Option(help="Use only the first so many training samples.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
 ) -> None:
@@ -120,9 +123,10 @@ def train(
         outer_learning_rate=outer_learning_rate,
         outer_momentum=outer_momentum,
         trace_steps=tuple(trace_steps or (10, 11)) if chrome_trace else (),
+        log=str(log.absolute()) if log else None,
     )
     settings.check()
-    for file in (out, chrome_trace):
+    for file in (out, chrome_trace, log):
         if file is not None:
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")

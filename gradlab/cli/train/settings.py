@@ -47,6 +47,7 @@ class TrainSettings:
     outer_learning_rate: float = 0.7  # with local steps: of SGD on the common parameters
     outer_momentum: float = 0.9  # of it, Nesterov's
     trace_steps: tuple[int, ...] = ()  # iterations whose spans a compressed run keeps
+    log: str | None = None  # file for the run's numbers, step by step
 
     def check(self) -> None:
         """Refuse what no run can do.
@@ -74,6 +75,8 @@ class TrainSettings:
         if self.ranks == 1 and (self.capture or self.artifact):
             option = "--emulate" if self.emulate else "--ranks"
             raise GradlabError(f"one rank exchanges no gradients: recording and compressing need {option} 2 or more")
+        if self.log and self.emulate:
+            raise GradlabError("a log is of real ranks: --log needs --ranks, not --emulate")
         if self.trace_steps and not self.artifact:
             raise GradlabError("a chrome trace shows the engine at work: --chrome-trace needs --compress")
         if self.capture and self.artifact:

@@ -27,7 +27,7 @@ from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
-from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime import CompressionState, ScalarLog, compression_hook
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Rank:
     generator: torch.Generator
     recorder: TraceRecorder | None = None
     state: CompressionState | None = None
+    log: ScalarLog | None = None
     outcome: RankOutcome = field(default_factory=RankOutcome)
 
     def step(self, step: int, indices: torch.Tensor) -> None:
@@ -108,6 +109,8 @@ def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
             )
         )
         model.register_comm_hook(rank.state, compression_hook)
+    if settings.log:
+        rank.log = exits.enter_context(ScalarLog(settings.log))
     return rank
 
 
@@ -139,6 +142,8 @@ def _train(rank: Rank) -> None:
         rank.step(step, indices)
         if (step + 1) % evaluate_every == 0 or step + 1 == recipe.steps:
             rank.evaluate(step + 1)
+        if rank.log is not None:
+            rank.log.add(rank.state, loss=rank.outcome.losses[-1])
         say(step=step + 1, steps=recipe.steps, loss=rank.outcome.losses[-1])
 
 
