@@ -63,9 +63,12 @@ class LocalSteps:
             return self.uncompressed.seconds(every, streaming=streaming, fragments=fragments, delay=delay)
         if not streaming:
             return self.compute + self.exchange / every
-        step, most = self.compute + self.work / every, every / fragments
-        hidden = step * (most if delay is None else min(delay, most))
-        return step + max(0.0, self.exchange / fragments - hidden) * fragments / every
+        exchange, most = self.exchange / fragments, every / fragments
+        meanwhile = most if delay is None else min(delay, most)
+        # Only what is exchanged beside computing takes time from it.
+        beside = min(1.0, meanwhile * self.compute / exchange) if exchange > 0 else 1.0
+        step = self.compute + beside * self.work / every
+        return step + max(0.0, exchange - meanwhile * step) / most
 
     @property
     def break_even(self) -> int:

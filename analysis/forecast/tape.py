@@ -1,14 +1,17 @@
 """A plan's steps written down, so that they can be forecast where there is no Python, as in a report's page.
 
 What a forecast computes from is a `Job`: buckets, and the exchanges that they start with the times of their code and
-the bytes of their requests. A tape holds it as plain JSON; `analysis/report/forecast.js` computes steps from tapes.
+the bytes of their requests. A tape holds it as plain JSON, from which `analysis/report/scripts/forecast.js` computes
+steps.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from gradlab.analysis.forecast.network import Network
@@ -25,6 +28,7 @@ from gradlab.progress import Progress
 NODES = (2, 4, 8, 16, 32, 64)
 _LONG_SECONDS = 2.0  # of one plan's dry run, after which no larger number of nodes is tried
 _DIGITS = 7
+_FASTEST = 1e15  # bits per second, in place of infinity, which JSON does not have
 
 
 def request_tape(request: Request) -> list[Any]:
@@ -34,20 +38,25 @@ def request_tape(request: Request) -> list[Any]:
         request: one rank's.
 
     Returns:
-        Its kind, those of which travel as one, and its bytes; of what is sent in parts, the bytes of each. A gather of
-        known lengths, which travels with all-to-alls, has "gather" for a third.
+        Its kind, those of which travel as one, and its bytes; of what is sent in parts, the bytes of each: pairs of a
+        size and how many parts in a row have it. A gather of known lengths, which travels with all-to-alls, has
+        "gather" for a third.
     """
     if isinstance(request, Ring | AllToAll):
         kind = "ring" if isinstance(request, Ring) else "varying parts" if request.varying else "parts"
-        return [kind, list(request.sizes)]
+        return [kind, _in_a_row(request.sizes)]
     if isinstance(request, Gather) and not request.varying and request.lengths is not None:
-        return ["parts", [length * request.tensor.element_size() for length in request.lengths], "gather"]
+        return ["parts", _in_a_row([length * request.tensor.element_size() for length in request.lengths]), "gather"]
     if isinstance(request, Gather):
         return ["varying" if request.varying else "gather", request.tensor.nbytes]
     if isinstance(request, Broadcast):
         return [f"broadcast:{request.root}", request.tensor.nbytes]
     dtype = str(request.tensor.dtype).removeprefix("torch.")
     return [f"{type(request).__name__.lower()}:{dtype}", request.tensor.nbytes]
+
+
+def _in_a_row(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return [(size, len(list(parts))) for size, parts in groupby(sizes)]
 
 
 def exchange_tape(exchange: Exchange) -> dict[str, Any]:
@@ -116,11 +125,14 @@ def forecast_tapes(
         if progress:
             progress("plans at other numbers of nodes", done + 1, len(forecasts))
     link = {key: value for key, value in dict(plain(network.links[0])).items() if key != "bits_per_second"}
+    node = network.node
+    if node is not None and math.isinf(node.inside.bits_per_second):
+        node = replace(node, inside=replace(node.inside, bits_per_second=_FASTEST))
     return {
         "compute_seconds": None if replace(profile, codec=None) == NOT_MEASURED else profile.compute_seconds,
         "link": link,
         "cores": network.cores,
-        "node": plain(network.node),
+        "node": plain(node),
         "segment_bytes": SEGMENT_BYTES,
         "plans": tapes,
     }

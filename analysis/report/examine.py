@@ -52,6 +52,7 @@ def examine(
     after_addition: Sequence[str] = (),
     parts: Collection[str] = PARTS,
     look: Look = THOROUGH,
+    for_page: bool = False,
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Examination:
@@ -66,6 +67,7 @@ def examine(
         after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
         parts: names out of `PARTS`.
         look: how much is measured.
+        for_page: whether plans are run dry at other numbers of nodes too, for a page to play with.
         workers: processes, or a cluster, that share the layers and the plans.
         progress: called as the work goes on.
 
@@ -115,7 +117,7 @@ def examine(
             noise = partial(_noise_scale, spectrum, trace)
             examination.measured["noise_scale"] = _attempt(examination, "No noise scale", noise)
         if "payoff" in parts:
-            _of_plans(examination, trace, plans, provenances or {}, network or Network(), workers, progress)
+            _of_plans(examination, trace, plans, provenances or {}, network or Network(), for_page, workers, progress)
     else:
         examination.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
     if "limits" in parts:
@@ -192,6 +194,7 @@ def _of_plans(
     plans: Mapping[str, Plan] | None,
     provenances: Mapping[str, Mapping[str, Any]],
     network: Network,
+    for_page: bool,
     workers: Workers,
     progress: Progress | None,
 ) -> None:
@@ -209,7 +212,8 @@ def _of_plans(
         measure = partial(forecast_speed, replayed, examination.replays, network, progress=progress)
         examination.speed = _attempt(examination, "No forecast", measure)
     if examination.speed is not None:
-        examination.tapes = forecast_tapes(replayed, examination.speed.forecasts, progress)
+        if for_page:
+            examination.tapes = forecast_tapes(replayed, examination.speed.forecasts, progress)
         examination.local_steps = forecast_local_speed(
             replayed, examination.speed, trace.local_step_count, progress=progress
         )

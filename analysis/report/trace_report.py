@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.fit.gradiveq import GradiveqFit
 from gradlab.analysis.forecast.local_speed import LocalSpeed
-from gradlab.analysis.forecast.speed import SpeedForecast
+from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Workers
@@ -237,7 +237,7 @@ def playable_data(examination: Examination, trace: Path) -> dict[str, Any] | Non
     local = examination.local_steps
     every = 1 if local is None or local.recorded is None else local.recorded
     asked = {"every": every, "nodes": first.nodes, "bits_per_second": finite, "trace": shlex.quote(str(trace))}
-    return {**tapes, **asked, "plans": plans}
+    return {**tapes, **asked, "plans": plans, "cautions": caution_lines(speed.judged.values())}
 
 
 def _trace_facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:

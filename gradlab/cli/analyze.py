@@ -100,6 +100,7 @@ def analyze(
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
             provenances={names[path]: artifact.provenance for path, artifact in artifacts.items()},
             network=network,
+            for_page=True,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],
             look=QUICK if quick else THOROUGH,

@@ -151,7 +151,7 @@ def predict(
     numbers = None if local_steps is None else whole_numbers(local_steps, "local steps", "8,30,100")
     if streaming is not None and numbers is None:
         raise GradlabError("--streaming is of --local-steps: give both")
-    fragments, delay = (1, None) if streaming is None else _streaming(streaming)
+    fragments, delay = (1, None) if streaming is None else _streaming(streaming, numbers or ())
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
     node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
@@ -198,12 +198,18 @@ def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> N
     write_figure(lambda: plot_loss_over_time(curves), out)
 
 
-def _streaming(text: str) -> tuple[int, int]:
-    """Read fragments and a delay."""
+def _streaming(text: str, numbers: Sequence[int]) -> tuple[int, int]:
+    """Read fragments and a delay, which every number of local steps has to have room for."""
     words = text.split(",")
-    if len(words) == 2 and all(word.strip().isdecimal() for word in words) and int(words[0]) >= 1:
-        return int(words[0]), int(words[1])
-    raise GradlabError(f"streaming {text!r}: expected fragments and a delay in steps, such as 3,5")
+    if not (len(words) == 2 and all(word.strip().isdecimal() for word in words) and int(words[0]) >= 1):
+        raise GradlabError(f"streaming {text!r}: expected fragments and a delay in steps, such as 3,5")
+    fragments, delay = int(words[0]), int(words[1])
+    if fragments > (least := min(numbers)) or delay >= least:
+        raise GradlabError(
+            f"streaming {text!r}: expected at most {least} fragments and a delay below {least}, as {least} local steps "
+            "are asked for"
+        )
+    return fragments, delay
 
 
 def _print_local_steps(

@@ -192,7 +192,7 @@ class _Kind:
 
 
 def _key(grads: Tensors, state: Tensors, context: Context, scaled_by: float) -> tuple[Any, ...]:
-    """What an exchange's kernels depend on, but for what `_fixed` hides: they are the same while this is."""
+    """What an exchange's kernels depend on, but for what `fixed` hides: they are the same while this is."""
     tensors = [*grads.items(), *state.items()]
     shapes = tuple((name, one.shape, one.stride(), one.dtype, one.device) for name, one in tensors)
     return shapes, len(grads), scaled_by, context.loss_scale
@@ -264,6 +264,7 @@ class _Recorded:
                 request = coroutine.send(answer)
             except StopIteration as stop:
                 self.done = stop.value
+        self.draws.complete()
         if request is not None and any(isinstance(one, Ring) for one in as_requests(request)):
             raise NotRecordable("it works while a ring's messages travel")
         self.graphs.append(graph)

@@ -16,6 +16,7 @@ from gradlab.coding.random_bits import Redrawn, next_seed
 from gradlab.errors import GradlabError
 
 _RANDOM_NUMBERS = "random numbers that are drawn anew"
+_OTHERWISE = "its random numbers are drawn in another way from step to step"
 
 
 class NotRecordable(GradlabError):
@@ -98,9 +99,14 @@ class Draws:
             self._stretches[-1].append((stream, device))
             self._generators[-1].append(torch.Generator(device).manual_seed(next_seed(self._source(stream))))
         elif [(stream, device)] != self._stretches[-1][self._given : self._given + 1]:
-            raise NotRecordable("its random numbers are drawn in another way from step to step")
+            raise NotRecordable(_OTHERWISE)
         self._given += 1
         return self._generators[-1][self._given - 1]
+
+    def complete(self) -> None:
+        """End the stretch at hand. Raises NotRecordable if it drew less than under watch."""
+        if self._given < len(self._stretches[-1]):
+            raise NotRecordable(_OTHERWISE)
 
     def seed(self, number: int) -> None:
         """Seed the generators of a stretch for the exchange that has begun."""

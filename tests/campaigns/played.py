@@ -52,7 +52,7 @@ MOVES: list[tuple[str, float]] = [
     ("local", 4), ("inside", 3e10), ("nodes", 2), ("local", 1), ("every", 30), ("rate", 1e7), ("every", 1),
 ]  # fmt: skip
 START: dict[str, float] = {
-    **{"nodes": NODES[0], "local": 1, "rate": 1e9, "inside": 2e11},
+    **{"nodes": NODES[0], "local": 1, "rate": 1e9, "inside": 4e11},
     **{"latency": LATENCY, "compute": COMPUTE, "every": 1},
 }
 
@@ -62,14 +62,15 @@ def written(folder: Path) -> tuple[Path, Examination]:
     record(folder / "trace", random_gradients(0, 12, 4, LAYERS), LAYERS)
     with Trace(folder / "trace") as trace:
         network = Network([Link(1e9, LATENCY)], NODES, Profile(COMPUTE, "as given"))
-        examination = examine(trace, network=network, parts=["payoff", "between"], look=QUICK)
+        examination = examine(trace, network=network, parts=["payoff", "between"], look=QUICK, for_page=True)
         return write_trace_report(trace, folder / "report", examination), examination
 
 
 def expected(examination: Examination, chosen: Mapping[str, float]) -> dict[str, str]:
     """Every line's step time for a network, as the page should write it, by Python's own formulas."""
     assert examination.speed is not None
-    link, inside = Link(chosen["rate"], chosen["latency"]), Link(chosen["inside"], 1e-5)
+    link = Link(chosen["rate"], chosen["latency"])
+    inside = Link(chosen["inside"])  # as `gradlab predict --inside` has it
     node = Node(int(chosen["local"]), inside) if chosen["local"] > 1 else None
     every, lines = int(chosen["every"]), {}
     for name, forecast in examination.speed.forecasts.items():

@@ -68,14 +68,15 @@ const gradlabForecast = (() => {
     gathered: true,
   });
 
+  const expanded = (runs) => runs.flatMap(([size, count]) => new Array(count).fill(size));
   const elementwise = (lists) => lists[0].map((_, position) => sum(lists.map((list) => list[position])));
 
   // A request is [kind, bytes or sizes], see tape.py. Those of one kind travel as one.
   function fused(kind, together, ranks, algorithm) {
     const [name, root] = kind.split(":");
     if (name === "parts" || name === "varying parts") {
-      const parts = together.filter((request) => request[2] !== "gather").map((request) => request[1]);
-      const gathers = together.filter((request) => request[2] === "gather").map((request) => request[1]);
+      const parts = together.filter((request) => request[2] !== "gather").map((request) => expanded(request[1]));
+      const gathers = together.filter((request) => request[2] === "gather").map((request) => expanded(request[1]));
       const nothing = new Array(ranks).fill(0);
       const scattered = allToAll(parts.length ? elementwise(parts) : nothing);
       const gathered = gatherOfLengths(gathers.length ? elementwise(gathers) : nothing);
@@ -88,7 +89,7 @@ const gradlabForecast = (() => {
       if (name === "parts") return values;
       return after(allToAll(new Array(ranks).fill(8 * together.length)), values);
     }
-    if (name === "ring") return ring(elementwise(together.map((request) => request[1])));
+    if (name === "ring") return ring(elementwise(together.map((request) => expanded(request[1]))));
     const nbytes = sum(together.map((request) => request[1]));
     if (name === "mean" || name === "sum") return ALL_REDUCES[algorithm](nbytes, ranks);
     if (name === "broadcast") return broadcast(nbytes, Number(root), ranks);
@@ -188,8 +189,8 @@ const gradlabForecast = (() => {
 
   function messageBytes(request) {
     if (request[0] === "varying" || request[0] === "varying parts") return Infinity;
-    if (request[2] === "gather") return largest(request[1]);
-    return Array.isArray(request[1]) ? sum(request[1]) : request[1];
+    if (request[2] === "gather") return largest(request[1].map(([size]) => size));
+    return Array.isArray(request[1]) ? sum(request[1].map(([size, count]) => size * count)) : request[1];
   }
 
   // Exchanges of one rank that share collectives: gradlab.executor.ticks.
@@ -353,7 +354,8 @@ const gradlabForecast = (() => {
     if (!streaming) return compute + share;
     const lacking = 2 * (1 - speedOf(network));
     const work = lacking * (exchange.encode + exchange.wire_bytes * link.host_seconds_per_byte);
-    return Math.max(compute + work / every, share);
+    const beside = exchange.seconds > 0 ? Math.min(1, (every * compute) / exchange.seconds) : 1;
+    return Math.max(compute + (beside * work) / every, share);
   }
 
   // Seconds of all plans' steps, and of the fastest dense ones. tapes: by plan, at the network's number of nodes.

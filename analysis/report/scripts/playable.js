@@ -20,14 +20,15 @@
     at: (value) => values.reduce((best, one, index) =>
       Math.abs(Math.log(one / value)) < Math.abs(Math.log(values[best] / value)) ? index : best, 0) });
   // A tenth of a decade has 20 positions; marks have three digits, so that what is shown is what is computed with.
-  const decades = (low, high, text) => ({ least: Math.log10(low), most: Math.log10(high), step: 0.005, text,
-    value: (at) => Number((10 ** at).toPrecision(3)), at: (value) => Math.log10(value) });
+  const decades = (low, high, text, zero = false) => ({ least: Math.log10(low), most: Math.log10(high), step: 0.005, text,
+    value: (at) => (zero && at <= Math.log10(low) ? 0 : Number((10 ** at).toPrecision(3))),
+    at: (value) => Math.log10(Math.min(Math.max(value, low), high)) });
 
   const ascending = (values) => [...new Set(values)].sort((one, other) => one - other);
 
   const begins = {
     nodes: data.nodes, local: data.node ? data.node.local_ranks : 1, rate: data.bits_per_second,
-    inside: data.node ? data.node.inside.bits_per_second : 2e11, latency: data.link.latency_seconds,
+    inside: data.node ? data.node.inside.bits_per_second : 4e11, latency: data.link.latency_seconds,
     compute: data.compute_seconds || 0.1, every: data.every,
   };
   const CONTROLS = {
@@ -35,7 +36,7 @@
     local: { label: "Ranks per node", ...choices(ascending([1, 2, 4, 8, begins.local]), String) },
     rate: { label: "Link of a node", ...decades(1e6, 1e12, spellRate) },
     inside: { label: "Link inside a node, per rank", ...decades(1e8, 1e13, spellRate) },
-    latency: { label: "Latency", ...decades(1e-6, 1e-1, formatSeconds) },
+    latency: { label: "Latency", ...decades(1e-6, 1e-1, formatSeconds, true) },
     compute: { label: "Computing time of a step", ...decades(1e-4, 1e2, formatSeconds) },
     every: { label: "Local steps between exchanges",
       ...choices(ascending([1, 2, 4, 8, 15, 30, 50, 100, 200, 500, begins.every]), String) },
@@ -43,6 +44,7 @@
   const chosen = { ...begins };
   const inputs = {};
   const shown = new Set();
+  let timed = data.compute_seconds !== null; // whether the computing time is the reader's own
 
   function element(tag, attributes = {}, ...children) {
     const made = document.createElement(tag);
@@ -56,11 +58,12 @@
     const input = element("input", { type: "range", id, min: control.least, max: control.most, step: control.step });
     const output = element("output", { for: id });
     const show = () => {
-      output.textContent = control.text(chosen[name]);
+      output.textContent = name === "compute" && !timed ? "not known" : control.text(chosen[name]);
       input.setAttribute("aria-valuetext", output.textContent);
     };
     input.addEventListener("input", () => {
       chosen[name] = control.value(Number(input.value));
+      timed = timed || name === "compute";
       show();
       later();
     });
@@ -78,7 +81,9 @@
 
   function network(bits_per_second = chosen.rate) {
     const link = { ...data.link, latency_seconds: chosen.latency, bits_per_second };
-    const inside = data.node ? data.node.inside : { ...data.link, latency_seconds: 1e-5, host_seconds_per_byte: 0 };
+    // As `gradlab predict --inside` has a link that the report was not told of.
+    const inside = data.node ? data.node.inside : { latency_seconds: 0, header_share: 0.06, host_seconds_per_byte: 0,
+      collective_seconds: 0, gather_factor: 1, all_reduce: "ring" };
     const node = chosen.local === 1 ? null : {
       local_ranks: chosen.local, on_cpus: data.node ? data.node.on_cpus : false,
       inside: { ...inside, bits_per_second: chosen.inside },
@@ -101,10 +106,12 @@
   const body = element("tbody");
   const drawing = element("div", { class: "scroll", id: "play-drawing" });
   const command = element("code", { id: "play-command" });
+  const results = element("div");
   const style = (index) => ({ colour: index < 2 ? "var(--soft)" : COLOURS[(index - 2) % COLOURS.length],
     dash: index < 2 ? ["", "3 3"][index] : DASHES[(index - 2) % DASHES.length] });
 
   function showTable(here) {
+    const focused = document.activeElement && document.activeElement.getAttribute("aria-label");
     const rows = lines(here).map((line, index) => [...line, index]).sort((one, other) => one[1] - other[1]);
     body.replaceChildren(...rows.map(([name, seconds, beside, index]) => {
       const box = element("input", { type: "checkbox", "aria-label": `draw ${name}` });
@@ -124,6 +131,9 @@
       return element("tr", {}, element("th", { scope: "row" }, box, mark, name),
         ...cells.map((text) => element("td", {}, text)), element("td", { class: "text" }, beside));
     }));
+    // The box that was ticked keeps the focus in its new row.
+    const again = [...body.querySelectorAll("input")].find((box) => box.getAttribute("aria-label") === focused);
+    if (again) again.focus();
   }
 
   function showCurve(here) {
@@ -167,15 +177,19 @@
     for (let decade = Math.floor(bottom); decade <= top; decade++) {
       for (const digit of top - bottom > 2.5 ? [1] : [1, 2, 5]) marks.push(digit * 10 ** decade);
     }
-    return marks.filter((mark) => Math.log10(mark) >= bottom && Math.log10(mark) <= top);
+    const inside = marks.filter((mark) => Math.log10(mark) >= bottom && Math.log10(mark) <= top);
+    return inside.length > 1 ? inside : [0.1, 0.5, 0.9].map((share) => 10 ** (bottom + share * (top - bottom)));
   }
 
   function showCommand() {
     const where = chosen.local === 1 ? String(chosen.nodes) : `${chosen.nodes}x${chosen.local}`;
-    const rate = spellRate(chosen.rate).replace("bit/s", "bit").replace(" ", "").toLowerCase();
-    const time = (seconds) => formatSeconds(seconds).replace(" ", "").replace("\u00b5", "u");
+    const spelled = (speed) => spellRate(speed).replace("bit/s", "bit").replace(" ", "").toLowerCase();
+    const time = (seconds) => `${Number(seconds.toPrecision(4))}s`;
+    const inside = chosen.local === 1 ? "" : `--inside ${spelled(chosen.inside)} `;
+    // It chooses among plans for an exchange in every step.
+    command.parentElement.hidden = chosen.every > 1 || data.every > 1;
     command.textContent = `gradlab recommend ${data.trace} --out plan.safetensors --nodes ${where} ` +
-      `--bandwidth ${rate} --latency ${time(chosen.latency)} --compute-seconds ${time(chosen.compute)} --max-loss 1%`;
+      `--bandwidth ${spelled(chosen.rate)} ${inside}--latency ${time(chosen.latency)} --compute-seconds ${time(chosen.compute)} --max-loss 1%`;
   }
 
   let waiting = false;
@@ -184,18 +198,35 @@
     waiting = true;
   }
 
+  // What the report says beside: how far its recording carries, and what local steps cost.
+  function cautions() {
+    if (chosen.every === 1) return data.cautions;
+    const known = data.every > 1 ? `${data.every} local steps` : "single steps";
+    return [`Savings are over uncompressed training with as many local steps. Errors of plans are known for ${known} ` +
+      "alone, and every local step costs accuracy of its own (docs/local-steps.md).", ...data.cautions];
+  }
+
+  let drawn = null;
   function update() {
     waiting = false;
     document.getElementById("play-inside-control").hidden = chosen.local === 1;
-    streaming.parentElement.hidden = chosen.every === 1;
+    streaming.closest(".control").hidden = chosen.every === 1;
+    results.hidden = !timed;
+    if (!timed) {
+      answer.textContent = "Whether compression pays depends on how long your step computes, which this recording does " +
+        "not say: set it.";
+      return;
+    }
     const on = network(), here = times(on);
-    answer.textContent = gradlabForecast.verdict(here, on, data.plans, chosen.every);
+    answer.textContent = [gradlabForecast.verdict(here, on, data.plans, chosen.every), ...cautions()].join(" ");
     showTable(here);
-    showCurve(here);
     showCommand();
+    clearTimeout(drawn); // the curve, which takes a while, once a slider rests
+    drawn = setTimeout(() => showCurve(here), 80);
   }
 
   function begin() {
+    timed = data.compute_seconds !== null;
     for (const [name, value] of Object.entries(begins)) inputs[name].set(value);
     streaming.checked = false;
   }
@@ -208,22 +239,23 @@
         element("label", { for: "play-streaming" }, streaming, " local steps go on during an exchange")),
       reset),
     answer,
+    results,
+  );
+  results.append(
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Steps on your link" },
       element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((head, index) =>
         element("th", { scope: "col", ...(index === 0 || index === 5 ? { class: "text" } : {}) }, head)))), body)),
     drawing,
-    element("p", { class: "note" }, "Choose, write the artifact and get the lines that train with it: ", command),
+    element("p", { class: "note" },
+      "Choose, write the artifact and get the lines that train with it (--plan: artifacts of your own): ", command),
   );
-  if (data.compute_seconds === null) {
-    place.prepend(element("p", { class: "note" },
-      "How long your step computes is not known from this recording: set it, as everything below depends on it."));
-  }
   begin();
   ["dense", "16 bits"].forEach((name) => shown.add(name));
   const first = times(network());
   [...names].sort((one, other) => first.plans[one] - first.plans[other]).slice(0, SHOWN).forEach((name) => shown.add(name));
   place.hidden = false;
-  const still = place.previousElementSibling; // the same in words, at the report's own numbers: it stands above, too
-  if (still.classList.contains("answer")) still.hidden = true;
+  // The section's words, where the report's first lines have them too.
+  const still = place.previousElementSibling, above = document.querySelector("p.verdict").textContent;
+  still.hidden = timed && still.classList.contains("answer") && above.includes(still.textContent);
   update();
 })();

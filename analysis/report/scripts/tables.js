@@ -8,6 +8,8 @@
 
   // What a cell is sorted by: its first number in base units, or its words.
   function key(text) {
+    const minutes = text.match(/^(\d+) min (\d+) s$/);
+    if (minutes) return 60 * Number(minutes[1]) + Number(minutes[2]);
     const found = text.replace(/\u202f/g, "").match(/^\D{0,8}?([+-]?\d[\d.]*(?:e[+-]?\d+)?)\s*([^\s,;(]*)/);
     return found ? Number(found[1]) * (SCALES[found[2]] || 1) : null;
   }
@@ -18,7 +20,8 @@
     table.querySelectorAll("thead th").forEach((other) => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", up ? "ascending" : "descending");
     const texts = new Map(rows.map((row) => [row, row.cells[column].textContent.trim()]));
-    const words = column < Number(table.dataset.words);
+    // Of leading columns, which hold words, those with nothing but numbers are sorted as numbers.
+    const words = column < Number(table.dataset.words) && ![...texts.values()].every((text) => /^\d/.test(text));
     const keys = new Map(rows.map((row) => [row, words ? null : key(texts.get(row))]));
     rows.sort((one, other) => {
       const [first, second] = [keys.get(one), keys.get(other)];

@@ -45,10 +45,13 @@ def test_break_even_is_the_least_number(
             assert one.seconds(every, streaming=True, fragments=3, delay=2) == pytest.approx(compute + waits)
         busy = replace(one, work=exchange / 2, dense_work=dense_exchange / 3)
         assert busy.seconds(every) == one.seconds(every)
-        busy_step = max(compute + exchange / 2 / every, exchange / every)
+        beside = min(1, every * compute / exchange)
+        busy_step = max(compute + beside * exchange / 2 / every, exchange / every)
         assert busy.seconds(every, streaming=True) == pytest.approx(busy_step)
-        dense_step = max(compute + dense_exchange / 3 / every, dense_exchange / every)
+        beside = min(1, every * compute / dense_exchange)
+        dense_step = max(compute + beside * dense_exchange / 3 / every, dense_exchange / every)
         assert busy.seconds(every, streaming=True, dense=True) == pytest.approx(dense_step)
+        assert busy.seconds(every, streaming=True, delay=0) == pytest.approx(busy.seconds(every))
         assert one.seconds(every, dense=True) == one.uncompressed.seconds(every)
         assert one.uncompressed.seconds(every) == pytest.approx(compute + dense_exchange / every)
         assert one.waits(every) == pytest.approx(1 - compute / (compute + exchange / every))
@@ -82,6 +85,9 @@ def test_predict_writes_what_it_prints(gradlab: Command, tmp_path: Path) -> None
             f"gradlab: streaming {wrong!r}: expected fragments and a delay in steps, such as 3,5\n",
         )
     assert gradlab(*words[:-2], "--streaming", "3,5")[0] == 2
+    for wrong in ("9,2", "3,8"):  # of 8 local steps
+        code, _, err = gradlab(*words, "--streaming", wrong)
+        assert (code, "expected at most 8 fragments and a delay below 8" in err) == (2, True)
     code, _, err = gradlab(*words[:-1], "8,x")
     assert (code, err) == (2, "gradlab: local steps 'x': expected whole numbers from 1, such as 8,30,100\n")
 

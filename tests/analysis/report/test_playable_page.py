@@ -61,7 +61,7 @@ def written(folder: Path, profile: Profile, node: Node | None = None) -> tuple[d
     record(folder / "trace", random_gradients(0, 12, 2, LAYERS), LAYERS)
     with Trace(folder / "trace") as trace:
         network = Network(LINKS, [4], profile, node=node)
-        examination = examine(trace, plans=PLANS, network=network, parts=["payoff"], look=QUICK)
+        examination = examine(trace, plans=PLANS, network=network, parts=["payoff"], look=QUICK, for_page=True)
         path = write_trace_report(trace, folder / "report", examination)
     page = path.read_text(encoding="utf-8")
     return json.loads((path.parent / "report.json").read_text()), Scripts(page), page
