@@ -1,11 +1,11 @@
 """Time of a local step on limited links, beside steps that exchange gradients, and beside the forecast.
 
     python benchmarks/local_step_time.py --netbench FOLDER --rows ROWS.jsonl [--rates 20mbit 100mbit] [--ways diloco]
-        [--ranks 4]
+        [--ranks 4] [--every 30]
     python benchmarks/local_step_time.py --rows ROWS.jsonl --table
 
 FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters), 4 ranks on this machine's cores, or as
-many as are asked for. Every way has a run of its own, and is timed over two whole rounds of H = 30 steps, outer steps
+many as are asked for. Every way has a run of its own, and is timed over two whole rounds of H steps, outer steps
 included, by rank 0 between the ends of optimizer steps: workers wait for each other in every round. Just before, as
 many steps of the same model without any exchange are timed alike. The forecast is `forecast_local_steps`'s, of the step
 without exchange, and, for ways that exchange gradients, `forecast`'s. Links are calibrated on all-reduces of `SIZES`
@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.calibration import Calibration
 
-EVERY = 30
+EVERY = int(os.environ.get("LOCAL_STEPS", 30))  # of the processes that `run.sh` starts
 FIRST, LAST = EVERY, 3 * EVERY  # optimizer steps between whose ends is timed
 STREAMING = {"fragments": 3, "delay": 5}
 INT4: Mapping[str, Any] = {"codec": "block_scaled", "dtype": "int4"}
@@ -153,12 +153,20 @@ def measured(options: argparse.Namespace) -> None:
             kept = options.rows.with_suffix(".part")
             hook = f"{Path(__file__).stem}:{way}"
             # The hook without an exchange comes first.
-            rows = run(options.netbench, rate, ranks, ["noop", hook], LAST, {"LOCAL_STEP_ROW": str(kept.resolve())})
+            told_to = {"LOCAL_STEP_ROW": str(kept.resolve()), "LOCAL_STEPS": str(options.every)}
+            rows = run(options.netbench, rate, ranks, ["noop", hook], 3 * options.every, told_to)
             [told] = [one for one in rows if one["hook"] == hook]
             if "error" in told:
                 raise SystemExit(f"{way}: {told['error']}")
-            row = {**place, "way": way, **json.loads(kept.read_text()), "sent": told["tx_bytes"]}
-            add(options.rows, row | {"forecast": predicted(rate, ranks, row["alone"], calibration)[way]})
+            row = {
+                **place,
+                "way": way,
+                "every": options.every,
+                **json.loads(kept.read_text()),
+                "sent": told["tx_bytes"],
+            }
+            expected = predicted(rate, ranks, row["alone"], calibration, options.every)[way]
+            add(options.rows, row | {"forecast": expected})
             kept.unlink()
 
 
@@ -172,7 +180,7 @@ def calibrated(rows: list[Row], ranks: int) -> Calibration:
     return calibrate_link(Link(*LINK), seen)
 
 
-def predicted(rate: str, ranks: int, alone: float, calibration: Calibration) -> dict[str, float]:
+def predicted(rate: str, ranks: int, alone: float, calibration: Calibration, every: int = EVERY) -> dict[str, float]:
     """The forecast time of every way's step, in seconds."""
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
@@ -188,8 +196,8 @@ def predicted(rate: str, ranks: int, alone: float, calibration: Calibration) -> 
     [local] = forecast_local_steps(plan, network, forecast(plan, network, calibration=calibration), calibration)
     expected = {"plain DDP": local.dense}
     for suffix, dense in (("", True), ("_int4", False)):
-        expected[f"diloco{suffix}"] = local.seconds(EVERY, dense=dense)
-        expected[f"streaming{suffix}"] = local.seconds(EVERY, streaming=True, dense=dense, **STREAMING)
+        expected[f"diloco{suffix}"] = local.seconds(every, dense=dense)
+        expected[f"streaming{suffix}"] = local.seconds(every, streaming=True, dense=dense, **STREAMING)
     [power] = forecast(Plan.uniform(layers, "powersgd", rank=1), network, calibration=calibration).comparisons
     return {**expected, "PyTorch PowerSGD 1": power[1].compressed.seconds}
 
@@ -208,7 +216,7 @@ def table(rows: list[Row]) -> None:
     """Print a table for each rate and number of ranks: times over computing alone, and the forecast over them."""
     rows = [row for row in rows if "way" in row]
     for rate, ranks in dict.fromkeys((row["rate"], row.get("ranks", 4)) for row in rows):
-        here = {row["way"]: row for row in rows if (row["rate"], row.get("ranks", 4)) == (rate, ranks)}
+        here = [row for row in rows if (row["rate"], row.get("ranks", 4)) == (rate, ranks)]
         titles = (
             f"{rate}, {ranks} ranks",
             "a step, s",
@@ -219,10 +227,11 @@ def table(rows: list[Row]) -> None:
         )
         print(f"\n| {' | '.join(titles)} |")
         print("|---" * len(titles) + "|")
-        for way, row in here.items():
+        for row in here:
+            title = TITLES.get(row["way"], row["way"]).replace("H = 30", f"H = {row.get('every', 30)}")
             cells = [f"{row['seconds']:.3f}", f"{row['seconds'] / row['alone']:.2f}"]
             cells += [f"{row['forecast']:.3f}", f"{row['forecast'] / row['seconds']:.2f}"]
-            print(f"| {TITLES.get(way, way)} | " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f}"]) + " |")
+            print(f"| {title} | " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f}"]) + " |")
 
 
 def main() -> None:
@@ -233,6 +242,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--every", type=int, default=EVERY, help="local steps, H")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:

@@ -219,8 +219,8 @@ def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
     Yields:
         The plan's step, ready for any link.
     """
-    timed = functools.partial(DryRuns, plan, repeats=repeats)
-    runs = functools.cache(lambda world_size: timed(world_size))  # timed once, for factors and steps alike
+    # Timed once, for factors and steps alike.
+    runs = functools.cache(lambda world_size: DryRuns(plan, world_size, repeats=repeats))
     with one_thread():
         scan = scan_seconds_per_byte()
         codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -12,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from gradlab import codecs
+from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import run_lockstep
 from gradlab.executor import PlanRun, RunSettings
 from gradlab.plan import Plan
@@ -132,6 +135,31 @@ def test_a_recorded_run_is_the_run(calls: ModuleType, case: str) -> None:
     else:
         assert whys == {""}
         assert were == ({False} if case in CHANGES_PHASE else {False, True})
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_random_numbers_drawn_in_another_way_are_not_recorded(
+    calls: ModuleType, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """A codec whose fourth exchange, which would be recorded, draws from one stream more, or less, than under watch."""
+    codec, drawn = type(codecs.make("qsgd", bits=4)), codecs.get("qsgd").compress
+    exchanges: Counter[int] = Counter()  # by codec, of which each rank has one
+
+    def compress(self: Any, vector: Any, generator: Any) -> Any:
+        exchanges[id(self)] += 1
+        for _ in range(2 + more if exchanges[id(self)] == 4 else 2):
+            RandomBits(generator, vector.device)
+        return drawn(self, vector, generator)
+
+    plan = Plan.uniform([one for one in layers() if one.name == "wide"], "qsgd", bits=4)
+    monkeypatch.setattr(codec, "compress", compress)
+    with calls.far_device():
+        runs = runs_of(plan, True, calls.FAR)
+        for number in range(5):
+            take_step(calls, runs, number)
+    assert {one.why for run in runs for one in run.graphs.values()} == {
+        "its random numbers are drawn in another way from step to step"
+    }
 
 
 class Counts(Operations):

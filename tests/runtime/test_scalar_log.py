@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,11 @@ def test_what_is_not_finite_is_null_and_an_error_is_told(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
 def test_a_full_disk_warns_once_and_training_goes_on() -> None:
-    with ScalarLog("/dev/full") as log:
-        with pytest.warns(UserWarning, match="the log ends here: No space left on device"):
-            log.add(loss=1.0)
-        log.add(loss=2.0)
+    with warnings.catch_warnings(record=True) as said, ScalarLog("/dev/full") as log:
+        warnings.simplefilter("always")
+        for value in (1.0, 2.0, 3.0):
+            log.add(loss=value)
+    assert [str(one.message) for one in said] == ["gradlab: the log ends here: No space left on device"]
 
 
 def test_what_is_no_log_is_refused(tmp_path: Path, gradlab: Command) -> None:
