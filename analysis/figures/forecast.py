@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors, panels
 from gradlab.analysis.forecast import Forecast, Network, NodeForecast
-from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.speed import SpeedForecast
 
 _COLUMNS = 3
@@ -51,11 +51,11 @@ def _draw(panel: Axes, node: NodeForecast, network: Network) -> None:
     if even is not None and math.isfinite(even):
         panel.axvline(even, color=GREY, linewidth=0.8, linestyle="--")
         panel.text(
-            even, 0.97, f" break-even {format_rate(even)}", color=GREY, fontsize=7, va="top", ha="left",
+            even, 0.97, f" break-even {spell_rate(even)}", color=GREY, fontsize=7, va="top", ha="left",
             transform=panel.get_xaxis_transform(),
         )  # fmt: skip
     panel.set(xscale="log", yscale="log")
-    panel.xaxis.set_major_formatter(lambda value, _: format_rate(value))
+    panel.xaxis.set_major_formatter(lambda value, _: spell_rate(value))
     panel.tick_params(axis="x", labelrotation=30)
 
 
@@ -91,7 +91,7 @@ def plot_speed(speed: SpeedForecast) -> Figure:
         if low < high:
             panel.set_xlim(low, high)
         panel.set_title(f"{count} nodes")
-        panel.xaxis.set_major_formatter(lambda value, _: format_rate(value))
+        panel.xaxis.set_major_formatter(lambda value, _: spell_rate(value))
         panel.tick_params(axis="x", labelrotation=30)
     axes[0].set_ylabel("step time, s" if speed.compute_seconds else "exchange alone, s")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

@@ -26,9 +26,9 @@ from gradlab.analysis.forecast.link import (
     Transfer,
     all_gather,
     all_reduce,
-    format_rate,
     json_rate,
     parse_bandwidth,
+    spell_rate,
 )
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_percent, format_seconds
@@ -116,7 +116,7 @@ class Observation:
 
     def __str__(self) -> str:
         what = f"{self.collective} of " if self.collective != ALL_REDUCE else ""
-        return f"{what}{format_bytes(self.nbytes)} at {self.nodes} nodes over {format_rate(self.bits_per_second)}"
+        return f"{what}{format_bytes(self.nbytes)} at {self.nodes} nodes over {spell_rate(self.bits_per_second)}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per_byte
-from gradlab.analysis.forecast.link import Link, format_rate, json_rate
+from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Bucket
@@ -144,7 +144,7 @@ class Forecast:
 
 
 def _where(nodes: int, *rates: float) -> str:
-    speeds = ", ".join(format_rate(rate) for rate in rates)
+    speeds = ", ".join(spell_rate(rate) for rate in rates)
     return f"at {nodes} node{'s' * (nodes != 1)} over {speeds}"
 
 
@@ -319,7 +319,7 @@ def _link_remarks(network: Network, calibration: Calibration | None) -> list[str
     lines = [] if calibration is None else [calibration.remark]
     if network.node is not None:
         lines.append(
-            f"Nodes of {network.node.local_ranks} ranks with {format_rate(network.node.inside.bits_per_second)} each "
+            f"Nodes of {network.node.local_ranks} ranks with {spell_rate(network.node.inside.bits_per_second)} each "
             f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
             f"{_HOW_PLANS_RUN[network.node.plans]}."
         )

@@ -219,6 +219,36 @@ class SpeedForecast:
         text = "; ".join(parts) + "."
         return " ".join([text[:1].upper() + text[1:], *caution_lines(self.judged.values())])
 
+    @property
+    def brief(self) -> str:
+        """The verdict in short: the fastest plan of each link, the fastest that ends near dense, and 16 bits."""
+        if self.compute_seconds is None:
+            return (
+                "Whether compression pays depends on how long a step computes, which is not known: give "
+                "--compute-seconds or --run, or set it below."
+            )
+        parts = [self._brief_paying(item) for item in self.configurations if item.pays]
+        if losing := [item for item in self.configurations if not item.pays]:
+            where = _where(losing)
+            saved = format_percent(SPEED_NOISE, 0)
+            parts.append(f"{where[:1].upper()}{where[1:]} do not compress: no plan saves more than {saved} of a step.")
+        return " ".join(parts)
+
+    def _brief_paying(self, item: Configuration) -> str:
+        fastest, closest = str(item.fastest), item.closest
+        half = format_percent(item.half_saves, 0)
+        parts = [
+            f"{item.where[:1].upper()}{item.where[1:]} {fastest} is the fastest and saves "
+            f"{format_percent(item.fastest_saves, 0)} of a step{self._like(fastest)}"
+        ]
+        if closest is not None and closest != fastest:
+            parts.append(f"{closest} saves {format_percent(item.closest_saves, 0)}{self._like(closest)}")
+        return "; ".join([*parts, f"plain 16 bits save {half}"]) + "."
+
+    def _like(self, plan: str) -> str:
+        ended = self.judged[plan].ended
+        return "" if ended is None else f" (its like ended {ended.text} in loss)"
+
     def _paying(self, item: Configuration) -> str:
         """Name the fastest plan, the fastest whose like ended within noise of dense, and 16 bits."""
         fastest, closest = str(item.fastest), item.closest

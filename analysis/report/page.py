@@ -1,25 +1,30 @@
 """Write one report as a folder: report.html that needs no network, report.json with all data, and the figures.
 
-A section answers one question; sections about single layers come last. Each figure is also an SVG and a PDF, with a
-JSON file of what it shows.
+A section answers one question, and its parts fold out beneath it. Each figure is also an SVG and a PDF, with a JSON
+file of what it shows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
+import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.data import figure_data
+from gradlab.analysis.figures.pointing import mark_series, panels_of
 from gradlab.analysis.figures.style import FORMATS, drawing, render
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
@@ -54,6 +59,9 @@ class Table:
     columns: the heads.
     rows: the cells, one per column.
     text_columns: number of leading columns that hold words instead of numbers.
+    links: anchors in the page that a row's name leads to, by the names.
+    shades: how dark each cell is, from 0 to 1, by row and column; empty: none is.
+    takes_turns: whether it shares its place with the section's other such tables, of which the reader chooses one.
     """
 
     title: str
@@ -61,16 +69,28 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     text_columns: int = 1
+    links: Mapping[str, str] = field(default_factory=dict)
+    shades: Sequence[Sequence[float]] = ()
+    takes_turns: bool = False
+
+    def linked(self, anchors: Mapping[str, str]) -> Table:
+        """Return the same table whose rows lead to anchors, by the rows' names."""
+        return replace(self, links=anchors)
+
+    def shade(self, row: int, column: int) -> int:
+        """How dark a cell is, in per cent. Numbers from 0, as the template counts them."""
+        return round(100 * self.shades[row][column]) if self.shades else 0
 
 
 @dataclass(frozen=True)
 class Section:
-    """One question with its answer, on a page of its own when printed.
+    """One question with its answer, on a page of its own when printed, or one part of what answers it.
 
     name: the name of its anchor in the page.
     title: the question.
     answer: a sentence or two.
     tables, drawings: shown after the answer.
+    parts: what folds out beneath, with all that was measured. A section without parts folds its own tables and figures.
     of_layer: whether it shows one layer alone.
     """
 
@@ -79,6 +99,7 @@ class Section:
     answer: str = ""
     tables: Sequence[Table] = ()
     drawings: Sequence[Drawing] = ()
+    parts: Sequence[Section] = ()
     of_layer: bool = False
 
     @property
@@ -87,19 +108,25 @@ class Section:
         parts = [(len(self.tables), "table"), (len(self.drawings), "figure")]
         return " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in parts if count)
 
+    @property
+    def all_drawings(self) -> list[Drawing]:
+        """Its figures, and those of its parts."""
+        return [*self.drawings, *(item for part in self.parts for item in part.all_drawings)]
+
 
 @dataclass(frozen=True)
 class Page:
     """Everything a report shows.
 
     title, verdict: its first two lines.
+    brief: what stands in place of the verdict in the page, in short; empty: the verdict.
     data: plain JSON, written to report.json.
     warnings: one line each.
     facts: names with values, about the recording or the runs.
     sections: in order.
     formats: of the figures' files, "svg" and perhaps "pdf".
     play: plain JSON from which the page's script computes steps on the reader's own network, see `playable_data`; it
-        stands in the section "payoff". None: there is nothing to play with.
+        stands in the first section. None: there is nothing to play with.
     full: whether tables and figures are unfolded.
     repeat: the command that writes the report again; empty if there is none.
     """
@@ -114,11 +141,12 @@ class Page:
     play: Mapping[str, Any] | None = None
     full: bool = False
     repeat: str = ""
+    brief: str = ""
 
     @property
     def drawings(self) -> list[Drawing]:
         """All figures, in the order of the sections."""
-        return [item for section in self.sections for item in section.drawings]
+        return [item for section in self.sections for item in section.all_drawings]
 
 
 def write_page(
@@ -144,14 +172,21 @@ def write_page(
     calls = [(item, page.formats) for item in page.drawings]
     here = default_workers() if isinstance(workers, Cluster) else workers
     drawn = share_out(_drawn, calls, workers=here, what="draw", progress=progress)
-    files = {item.name: kinds for item, kinds in zip(page.drawings, drawn, strict=True)}
-    text = render_html(page, {name: kinds["svg"] for name, kinds in files.items()})
+    files = {item.name: kinds for item, (kinds, _) in zip(page.drawings, drawn, strict=True)}
+    pointing = {item.name: panels for item, (_, panels) in zip(page.drawings, drawn, strict=True)}
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
-    head = {"gradlab": VERSION, "title": page.title, "verdict": page.verdict, "warnings": page.warnings}
-    data = plain({**head, "figures": figures, **page.data})
+    head = {
+        "gradlab": VERSION,
+        "title": page.title,
+        "verdict": page.verdict,
+        "brief": page.brief or page.verdict,
+        "warnings": page.warnings,
+    }
+    data = identified(plain({**head, "versions": versions(), "figures": figures, **page.data}))
     written = {f"figures/{name}.{kind}": content for name, kinds in files.items() for kind, content in kinds.items()}
     written["report.json"] = f"{json.dumps(data, indent=1, allow_nan=False)}\n".encode()
-    written["report.html"] = text.encode()
+    svgs = {name: kinds["svg"] for name, kinds in files.items()}
+    written["report.html"] = render_html(page, svgs, pointing, data["id"], data["versions"]).encode()
     try:
         write_all(out, written)
     except OSError as error:
@@ -159,34 +194,64 @@ def write_page(
     return out / "report.html"
 
 
-def _drawn(item: Drawing, formats: Sequence[str]) -> dict[str, bytes]:
-    """Draw a figure: its files' contents by format, and its data as JSON."""
+def _drawn(item: Drawing, formats: Sequence[str]) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """Draw a figure: its files' contents by format, with its data as JSON, and its panels for the page's script."""
     with drawing():
         figure = item.draw()
         shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
-        return {**render(figure, item.name, formats), "json": shown.encode()}
+        mark_series(figure)
+        files = {**render(figure, item.name, formats), "json": shown.encode()}
+        return files, panels_of(figure)
 
 
-def render_html(page: Page, svgs: dict[str, bytes]) -> str:
+def versions() -> dict[str, str]:
+    """List what a report's numbers were computed with: versions by name."""
+    return {"gradlab": VERSION, "python": platform.python_version(), "torch": version("torch"), "numpy": np.__version__}
+
+
+def identified(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a report's id before its data: twelve hexadecimal digits of their SHA-256, the same for the same data."""
+    content = json.dumps(data, sort_keys=True, allow_nan=False).encode()
+    return {"id": hashlib.sha256(content).hexdigest()[:12], **data}
+
+
+def render_html(
+    page: Page,
+    svgs: Mapping[str, bytes],
+    pointing: Mapping[str, Any],
+    report_id: str,
+    computed_with: Mapping[str, str],
+) -> str:
     """Render the page as one HTML document, with its figures inside.
 
     Args:
         page: what to render.
         svgs: SVG files by the drawing's name.
+        pointing: by the drawing's name, see `gradlab.analysis.figures.pointing`.
+        report_id: for its end, see `identified`.
+        computed_with: for its end, see `versions`.
 
     Returns:
         The document.
     """
     here = resources.files("gradlab.analysis.report")
     source = here.joinpath("report.html.jinja").read_text(encoding="utf-8")
-    names = ("tables", *(("forecast", "playable") if page.play is not None else ()))
+    names = ("tables", "folds", "figures", *(("forecast", "playable") if page.play is not None else ()))
     scripts = [Markup(here.joinpath(f"scripts/{name}.js").read_text(encoding="utf-8")) for name in names]
     play = None if page.play is None else Markup(_in_script(page.play))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     inline = {item.name: Markup(inline_svg(svgs[item.name], item.name, item.title)) for item in page.drawings}
     # Names come from files: nothing in the document may hide, or turn what follows it around.
     return visible(
-        environment.from_string(source).render(page=page, svg=inline, version=VERSION, scripts=scripts, play=play)
+        environment.from_string(source).render(
+            page=page,
+            svg=inline,
+            scripts=scripts,
+            play=play,
+            pointing=Markup(_in_script(pointing)),
+            report_id=report_id,
+            versions=computed_with,
+        )
     )
 
 

@@ -20,8 +20,10 @@ from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Page, write_page
-from gradlab.analysis.report.sections import comparison_sections, ended_cell, trace_sections
-from gradlab.analysis.report.verdict import comparison_verdict, trace_verdict
+from gradlab.analysis.report.questions import trace_sections
+from gradlab.analysis.report.runs import comparison_sections
+from gradlab.analysis.report.step_times import ended_cell
+from gradlab.analysis.report.verdict import comparison_verdict, trace_brief, trace_verdict
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_count
@@ -146,6 +148,7 @@ def write_trace_report(
         play=playable_data(known, trace.path),
         full=full,
         repeat=repeat,
+        brief=trace_brief(data),
     )
     return write_page(page, folder, overwrite=overwrite, workers=workers, progress=progress)
 

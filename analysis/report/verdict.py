@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
 from gradlab.analysis.forecast.endings import ended_at, judgement_text
-from gradlab.analysis.forecast.link import format_rate
+from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.intervals import FEWEST_RANKED
 from gradlab.analysis.report.tables import trend_text
 from gradlab.formatting import format_number, format_percent, format_ratio, format_seconds
@@ -121,15 +121,30 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
     lines = []
     if speed is not None:
         local = data.get("local_steps")
-        lines.append(local.verdict if local is not None and local.recorded is not None else speed_verdict(data))
-    elif fit is None and not replays:
+        return str(local.verdict if local is not None and local.recorded is not None else speed_verdict(data))
+    if fit is None and not replays:
         lines.append("A recording alone does not say that compression pays: fit a codec, or replay plans.")
     if fit is not None:
         lines.append(fit_verdict(fit))
-    if replays and speed is None:
+    if replays:
         lines.append(replay_verdict(replays))
     lines.append(agreement_line(data["spectrum"]))
     return " ".join(line for line in lines if line)
+
+
+def trace_brief(data: Mapping[str, Any]) -> str:
+    """Say the same in short, for the page, where each question has its own answer.
+
+    Args:
+        data: a trace report's.
+
+    Returns:
+        Sentences, in one line; empty where the verdict is short already.
+    """
+    speed, local = data.get("payoff"), data.get("local_steps")
+    if speed is None or (local is not None and local.recorded is not None):
+        return ""
+    return str(speed.brief)
 
 
 def speed_verdict(data: Mapping[str, Any]) -> str:
@@ -235,7 +250,7 @@ def _hold_lines(hold: Hold | None) -> list[str]:
 def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
     """Compare the plan's predicted step with the uniform and the dense one, and with a lower bound for any plan."""
     own, uniform, dense, half = map(format_seconds, (step.seconds, step.uniform, step.dense, step.half))
-    where = f"{provenance.world_size} ranks at {format_rate(step.link.bits_per_second)}"
+    where = f"{provenance.world_size} ranks at {spell_rate(step.link.bits_per_second)}"
     least = format_seconds(step.bound)
     bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
     if step.dense <= (1 + SPEED_NOISE) * step.seconds:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gradlab.cli import analyze, demo, evaluate, inspect, methods, predict, recommend, timeline, trace, watch
+from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, timeline, trace, watch
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
@@ -27,6 +27,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (demo.demo, "The whole loop on bundled data, in two minutes"),
     (train.train, "Train a workload: plain, recorded or compressed"),
     (analyze.analyze, "Write a report on a recording: will it pay?"),
+    (compare.compare, "Set two reports side by side"),
     (recommend.recommend, "Choose one plan for your network, or none"),
     (evaluate.evaluate, "Replay artifacts on recorded gradients"),
     (predict.predict, "Forecast the step times of an artifact's plan"),

@@ -215,14 +215,14 @@ def _streaming(text: str, numbers: Sequence[int]) -> tuple[int, int]:
 def _print_local_steps(
     forecasts: Sequence[LocalSteps], numbers: Sequence[int], fragments: int, delay: int | None
 ) -> None:
-    from gradlab.analysis.forecast.link import format_rate
+    from gradlab.analysis.forecast.link import spell_rate
     from gradlab.formatting import format_seconds
 
     columns = ["nodes", "link", "H", "step", "streaming", "uncompressed"]
     rows = [
         [
             str(one.nodes),
-            format_rate(one.bits_per_second),
+            spell_rate(one.bits_per_second),
             str(every),
             format_seconds(one.seconds(every)),
             format_seconds(one.seconds(every, streaming=True, fragments=fragments, delay=delay)),
@@ -234,14 +234,14 @@ def _print_local_steps(
     print_table("a step with an exchange after every H local steps", columns, rows, left=0)
     for one in forecasts:
         OUT.print(
-            f"nodes {one.nodes}, {format_rate(one.bits_per_second)}: an exchange takes {format_seconds(one.exchange)}, "
+            f"nodes {one.nodes}, {spell_rate(one.bits_per_second)}: an exchange takes {format_seconds(one.exchange)}, "
             f"local steps break even at H = {one.break_even} and are within 5 % of computing from H = {one.close} on",
             markup=False,
         )
 
 
 def _print(result: Forecast, out: Path | None) -> None:
-    from gradlab.analysis.forecast.link import format_rate
+    from gradlab.analysis.forecast.link import spell_rate
     from gradlab.formatting import format_bytes, format_ratio, format_seconds
 
     OUT.print(result.verdict, markup=False)
@@ -249,7 +249,7 @@ def _print(result: Forecast, out: Path | None) -> None:
     rows = [
         [
             str(count),
-            format_rate(pair.link.bits_per_second),
+            spell_rate(pair.link.bits_per_second),
             format_seconds(pair.dense.seconds),
             format_seconds(pair.half.seconds),
             format_seconds(pair.compressed.seconds),
@@ -293,8 +293,8 @@ def _where(break_even: float | None) -> str:
     """At which link speeds compression pays."""
     import math
 
-    from gradlab.analysis.forecast.link import format_rate
+    from gradlab.analysis.forecast.link import spell_rate
 
     if break_even is None:
         return "at no link speed"
-    return "at any link speed" if math.isinf(break_even) else f"below {format_rate(break_even)}"
+    return "at any link speed" if math.isinf(break_even) else f"below {spell_rate(break_even)}"

@@ -30,7 +30,7 @@ from gradlab.analysis.forecast.step_time import Job, compare
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
-from gradlab.formatting import format_seconds
+from gradlab.formatting import format_percent, format_seconds
 from gradlab.layout import Layer
 from gradlab.trace import Trace
 from support.recorded import random_gradients, record
@@ -149,8 +149,60 @@ def session(page: Any, examination: Examination) -> Iterator[str]:
     visible = part.locator("tbody tr:visible").all_inner_texts()
     if not 0 < len(visible) < count or any(first.lower() not in text.lower() for text in visible):
         yield f"filtered by {first!r} a table of {count} rows shows {visible[:3]}"
+    yield from looked_at_closely(page, examination)
     if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
         yield "the page runs off sideways"
+
+
+def looked_at_closely(page: Any, examination: Examination) -> Iterator[str]:
+    """Choose a measure of the layers, drill down to one, read values under the pointer, and switch a series off."""
+    page.locator("#layer-matrix select").select_option("payload")
+    shown = page.locator("#layer-matrix [data-turn]:visible h4").all_inner_texts()
+    if shown != ["payload"]:
+        yield f"asked for payloads, the layers' table shows {shown}"
+    page.locator("#layer-matrix select").select_option("error of a rank")
+    page.evaluate("document.querySelector('#layer-0 details').open = false")
+    page.locator("#layer-matrix a[href='#layer-0']:visible").click()
+    page.wait_for_timeout(200)
+    name, replay = next(iter(examination.replays.items()))
+    wanted = format_percent(replay.layer_errors[LAYERS[0].name])
+    own = page.locator("#layer-0 tbody tr:visible").all_inner_texts()
+    if not any(name in row and wanted in row for row in own):
+        yield f"{LAYERS[0].name}'s own page shows {own}, expected {name} with {wanted}"
+    page.mouse.move(0, 0)
+    curve = page.locator("#play-drawing svg")
+    curve.scroll_into_view_if_needed()
+    # The dashed line stands at the link of the sliders, whose steps the table has.
+    line = page.locator("#play-drawing .here").bounding_box()
+    box = curve.bounding_box()
+    page.mouse.move(line["x"], box["y"] + box["height"] / 2)
+    read = dict(row.rsplit(": ", 1) for row in page.locator("#play .tip").inner_text().split("\n")[1:])
+    steps = {line: time for line, time in expected(examination, START).items() if line in read}
+    if not read or any(not near(read[line], time) for line, time in steps.items()):
+        yield f"under the pointer stand {read}, predict says {steps}"
+    yield from series_switched(page)
+
+
+def near(one: str, other: str) -> bool:
+    """Whether two times are within a tenth of each other: the curve's points lie a tenth of a decade apart."""
+    units = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
+    first, second = (float(text.split()[0]) * units[text.split()[1]] for text in (one, other))
+    return abs(math.log(first / second)) < 0.25
+
+
+def series_switched(page: Any) -> Iterator[str]:
+    """Switch the first series of a figure off and on."""
+    box = page.locator(".switches:visible input").first
+    if not box.count():
+        yield "no figure has series to switch off"
+        return
+    hidden = "[...document.querySelectorAll('[id*=-series-]')].filter((one) => one.style.display === 'none').length"
+    before = page.evaluate(hidden)
+    box.click()
+    off = page.evaluate(hidden)
+    box.click()
+    if not off > before == page.evaluate(hidden):
+        yield f"switching a series off hides {off - before} lines"
 
 
 def column(table: Any, number: int) -> list[str]:

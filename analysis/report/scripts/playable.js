@@ -106,6 +106,7 @@
   const body = element("tbody");
   const drawing = element("div", { class: "scroll", id: "play-drawing" });
   const command = element("code", { id: "play-command" });
+  const tip = element("div", { class: "tip", hidden: "" });
   const results = element("div");
   const style = (index) => ({ colour: index < 2 ? "var(--soft)" : COLOURS[(index - 2) % COLOURS.length],
     dash: index < 2 ? ["", "3 3"][index] : DASHES[(index - 2) % DASHES.length] });
@@ -170,6 +171,27 @@
       `aria-label="Step time over link speed">${parts.join("")}</svg>`;
     // Names come from files: as text, never as markup.
     drawing.querySelectorAll("title").forEach((title, index) => { title.textContent = picked[index][0]; });
+    readValues(rates, along, picked, (rate) => x(rate));
+  }
+
+  // Under the pointer: every drawn plan's step at that link speed, the shortest first.
+  function readValues(rates, along, picked, x) {
+    const svg = drawing.querySelector("svg");
+    svg.addEventListener("pointermove", (event) => {
+      const matrix = svg.getScreenCTM();
+      if (!matrix) return;
+      const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix.inverse()).x;
+      const point = rates.reduce((best, rate, index) =>
+        Math.abs(x(rate) - at) < Math.abs(x(rates[best]) - at) ? index : best, 0);
+      const steps = picked.map(([name, index]) => [name, along[point][index][1]]).sort((one, other) => one[1] - other[1]);
+      const lines = [spellRate(rates[point]), ...steps.map(([name, seconds]) => `${name}: ${formatSeconds(seconds)}`)];
+      tip.replaceChildren(...lines.map((text) => element("div", {}, text)));
+      tip.hidden = false;
+      const frame = tip.parentElement.getBoundingClientRect();
+      tip.style.left = `${Math.max(0, Math.min(event.clientX - frame.left + 12, frame.width - tip.offsetWidth - 4))}px`;
+      tip.style.top = `${event.clientY - frame.top + 14}px`;
+    });
+    svg.addEventListener("pointerleave", () => { tip.hidden = true; });
   }
 
   function ticks(bottom, top) {
@@ -245,7 +267,7 @@
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Steps on your link" },
       element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((head, index) =>
         element("th", { scope: "col", ...(index === 0 || index === 5 ? { class: "text" } : {}) }, head)))), body)),
-    drawing,
+    element("div", { class: "pointed" }, drawing, tip),
     element("p", { class: "note" },
       "Choose, write the artifact and get the lines that train with it (--plan: artifacts of your own): ", command),
   );
@@ -254,8 +276,8 @@
   const first = times(network());
   [...names].sort((one, other) => first.plans[one] - first.plans[other]).slice(0, SHOWN).forEach((name) => shown.add(name));
   place.hidden = false;
-  // The section's words, where the report's first lines have them too.
-  const still = place.previousElementSibling, above = document.querySelector("p.verdict").textContent;
-  still.hidden = timed && still.classList.contains("answer") && above.includes(still.textContent);
+  // The answer that stands still, where the one to play with takes its place.
+  const still = place.previousElementSibling;
+  still.hidden = timed && still.classList.contains("answer");
   update();
 })();

@@ -20,7 +20,7 @@ from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.look import QUICK, Bounded
 from gradlab.analysis.report.page import inline_svg
-from gradlab.analysis.report.sections import trace_sections
+from gradlab.analysis.report.questions import trace_sections
 from gradlab.analysis.report.trace_report import write_trace_report
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
@@ -181,7 +181,8 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     assert data["verdict"].count("its steps are of the beginning of training (iterations 0 to 11)") == 1
     assert data["noise_scale"]["batch_size"] == 16
     assert {row["plan"] for row in data["limits"]["plans"]} >= {"int8", "PowerSGD rank 4"}
-    anchors = ["payoff", "replays", "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]
+    asked = ["pay", "payoff", "which", "layer-matrix", "accuracy", "replays", "gradients"]
+    anchors = [*asked, "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]
     positions = [text.index(f'<section id="{name}"') for name in anchors]
     assert positions == sorted(positions)
     assert text.index(data["verdict"].split(",")[0]) < positions[0]
@@ -231,8 +232,9 @@ def test_ranks_that_see_the_same_data_get_a_report_that_says_so(tmp_path: Path) 
     with record(tmp_path / "t", gradients, LAYERS) as trace:
         examination = examine(trace, parts=["between", "noise"])
     data = {"fit": None, "replays": {}, "spectrum": examination.spectrum.to_json(), **plain(examination.measured)}
-    answers = {section.name: section.answer for section in trace_sections(data)}
-    assert answers["noise"] == "All ranks computed the same gradient: check that each of them sees data of its own."
+    (gradients,) = trace_sections(data)
+    answers = {section.name: section.answer for section in gradients.parts}
+    assert "All ranks computed the same gradient: check that each of them sees data of its own." in gradients.answer
     assert "its interval lies above 0 in" in answers["between"]
 
 

@@ -909,7 +909,7 @@ def test_a_plan_of_16_bits_is_no_faster_than_plain_16_bit_reduction() -> None:
     quick = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test"))
     [node] = (result := forecast(Plan.uniform(LAYERS, "cast"), Network([Link(1e6)], [2], quick))).nodes
     assert result.verdict.startswith("Compression pays in time: at least")
-    assert result.verdict.endswith(" Plain 16-bit reduction is about as fast or faster at 2 nodes over 1mbit.")
+    assert result.verdict.endswith(" Plain 16-bit reduction is about as fast or faster at 2 nodes over 1 Mbit/s.")
     assert node.links[0].speedup_to_16_bits < 1.01
     sparse = forecast(Plan.uniform(LAYERS, "topk", density=0.001), Network([Link(1e6)], [2], quick))
     assert "about as fast" not in sparse.verdict

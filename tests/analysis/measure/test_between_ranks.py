@@ -46,7 +46,7 @@ from gradlab.analysis.measure.noise_scale import (
 from gradlab.analysis.measure.rate_distortion import rate_at
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.replay import replay
-from gradlab.analysis.report.sections import _between_nodes
+from gradlab.analysis.report.between_ranks import between_ranks_section
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer, flatten
@@ -114,7 +114,7 @@ def test_a_drift_and_a_missing_interval_are_said_in_the_report(tmp_path: Path) -
     cosine = result.layers[0].mean_cosine
     assert (cosine.low, cosine.high) == (None, None)
     assert cosine.drift == pytest.approx((0.1, 0.7), abs=0.05)  # the last ten are the shifted null's
-    section = _between_nodes({"between_nodes": plain(result)})
+    section = between_ranks_section({"between_nodes": plain(result)})
     assert section is not None
     assert "Layers without an interval: 1, such as conv.weight: neighbours' autocorrelation is" in section.answer
     assert "It drifts over the iterations in 1 of 1 layers (conv.weight first)" in section.answer

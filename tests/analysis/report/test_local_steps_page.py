@@ -19,7 +19,7 @@ from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
-from gradlab.analysis.report.sections import trace_sections
+from gradlab.analysis.report.questions import trace_sections
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.cli.train.local_steps import emulate_local_steps
 from gradlab.cli.train.settings import TrainSettings
@@ -80,7 +80,8 @@ def test_numbers_are_those_of_the_forecast(pseudo: tuple[Examination, dict[str, 
 def test_the_table_shows_ratios_to_computing(pseudo: tuple[Examination, dict[str, Plan], dict[str, Any], str]) -> None:
     examination, plans, data, text = pseudo
     known = {"spectrum": data["spectrum"], "fit": None, "replays": {}, "local_steps": examination.local_steps}
-    (section,) = (one for one in trace_sections(known) if one.name == "local-steps")
+    pays = next(iter(trace_sections(known)))
+    (section,) = (one for one in pays.parts if one.name == "local-steps")
     (table,) = section.tables
     assert table.columns[3:9] == ["every step", "H = 1", "H = 4 (recorded)", "H = 8", "H = 30", "H = 100"]
     assert len(table.rows) == 2 * (1 + len(plans))

@@ -74,7 +74,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Sc
 
 def test_the_pages_numbers_are_the_reports(report: tuple[dict[str, Any], Scripts, str]) -> None:
     data, page, _ = report
-    tapes, _, forecast, _ = page.scripts
+    tapes, *_, forecast, _ = page.scripts
     play, context = json.loads(tapes), quickjs.Context()
     context.eval(forecast)
     for place in data["payoff"]["places"]:
@@ -91,9 +91,10 @@ def test_the_pages_numbers_are_the_reports(report: tuple[dict[str, Any], Scripts
 
 def test_names_from_files_end_no_script(report: tuple[dict[str, Any], Scripts, str]) -> None:
     _, page, _ = report
-    tapes, tables, forecast, playable = page.scripts
+    tapes, figures, *code = page.scripts
+    assert "payoff" in json.loads(figures)
     assert set(json.loads(tapes)["plans"]) == set(PLANS)
-    assert [text.split("\n")[1][:2] for text in (tables, forecast, playable)] == ["//"] * 3
+    assert [text.split("\n")[1][:2] for text in code] == ["//"] * 5
     assert "b" not in page.tags
 
 
@@ -113,5 +114,5 @@ def test_without_a_computing_time_the_page_asks_for_one(tmp_path: Path) -> None:
 
 def test_plans_that_run_on_shards_are_not_played_with(tmp_path: Path) -> None:
     _, page, text = written(tmp_path, COMPUTING, Node(2, Link(1e11, 1e-5), SHARDS))
-    assert len(page.scripts) == 1
+    assert len(page.scripts) == 4
     assert 'id="play' not in text

@@ -1,0 +1,228 @@
+"""The four questions that a trace's report answers, each short, with all that was measured folded out beneath it.
+
+1. Will it pay, on these nodes and this link? 2. Which plan, with which settings? 3. What does it cost in accuracy, and
+how sure is that? 4. What do the gradients look like?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gradlab.analysis.forecast.endings import EndingRange, ended_at
+from gradlab.analysis.forecast.speed import Configuration, SpeedForecast
+from gradlab.analysis.report.between_ranks import between_ranks_section
+from gradlab.analysis.report.layer_matrix import layer_matrix_section
+from gradlab.analysis.report.layers import layer_anchors, layers_section
+from gradlab.analysis.report.limits import limits_section
+from gradlab.analysis.report.local_steps import local_steps_section
+from gradlab.analysis.report.look import THOROUGH, Look
+from gradlab.analysis.report.noise_scale import noise_scale_section
+from gradlab.analysis.report.page import Section, Table
+from gradlab.analysis.report.replays import replays_section
+from gradlab.analysis.report.signs import signs_section
+from gradlab.analysis.report.step_times import step_times_section
+from gradlab.analysis.report.tables import trend_text
+from gradlab.analysis.report.verdict import agreement_line, ranking_line, trace_brief, trace_verdict
+from gradlab.analysis.report.within_rank import within_rank_section
+from gradlab.formatting import format_bytes, format_percent, format_ratio, format_seconds
+from gradlab.metric import RELATIVE_NOISE
+from gradlab.saving import Saving
+
+Json = Mapping[str, Any]
+
+PAY = "pay"
+
+
+def trace_sections(data: Json, look: Look = THOROUGH) -> list[Section]:
+    """Make the pages of a recording, one per question.
+
+    Args:
+        data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`, "local_steps" as
+            a `LocalSpeed`.
+        look: how many figures there are.
+
+    Returns:
+        The questions that something was measured for, in order.
+    """
+    made = (_pays(data), _which_plan(data), _accuracy(data), _gradients(data, look))
+    return [_with_figures(section, look.figures) for section in made if section is not None]
+
+
+def _with_figures(section: Section, most: int | None) -> Section:
+    """Keep the first figures of a section, and of each of its parts."""
+    parts = [_with_figures(part, most) for part in section.parts]
+    return replace(section, drawings=section.drawings[:most], parts=parts)
+
+
+def _known(sections: Sequence[Section | None]) -> list[Section]:
+    return [section for section in sections if section is not None]
+
+
+# --- will it pay? -----------------------------------------------------------------------------------------------------
+
+
+def _pays(data: Json) -> Section | None:
+    """The report's first line answers it in short; here it is answered in full, and played with."""
+    parts = _known([step_times_section(data), local_steps_section(data)])
+    answer = trace_verdict(data) if trace_brief(data) else ""
+    return Section(PAY, "Will it pay, on my nodes and my link?", answer, parts=parts) if parts else None
+
+
+# --- which plan? ------------------------------------------------------------------------------------------------------
+
+
+def _which_plan(data: Json) -> Section | None:
+    replays: Json = data["replays"]
+    if not replays:
+        return None
+    parts = _known([layer_matrix_section(data, layer_anchors(data))])
+    return Section("which", "Which plan, with which settings?", _choice(data), [_plan_table(data)], parts=parts)
+
+
+def _asked(data: Json) -> Configuration | None:
+    """The first number of nodes and link that steps are forecast for; None without a time of computing."""
+    speed: SpeedForecast | None = data.get("payoff")
+    return None if speed is None or speed.compute_seconds is None else speed.configurations[0]
+
+
+def _choice(data: Json) -> str:
+    """Name the plan to take for the first number of nodes and link, with its settings."""
+    at = _asked(data)
+    if at is None:
+        return "Which plan is fastest depends on the time of computing, which is not known here: see the bytes of each."
+    where = at.where[:1].upper() + at.where[1:]
+    if not at.pays:
+        return f"{where} none: no plan saves time worth the trouble."
+    fastest = str(at.fastest)
+    if at.closest is None:
+        close = "No plan whose like all ended within noise of dense training saves time there."
+    elif at.closest == fastest:
+        close = "Its like all ended within noise of dense training."
+    else:
+        saved = format_percent(at.closest_saves, 0)
+        close = (
+            f"The fastest whose like all ended within noise of dense training: {_named(data, at.closest)}; it saves "
+            f"{saved}."
+        )
+    return f"{where} the fastest is {_named(data, fastest)}; it saves {format_percent(at.fastest_saves, 0)}. {close}"
+
+
+def _named(data: Json, plan: str) -> str:
+    return f"{plan} ({'; '.join(data['replays'][plan]['summary']['methods'])})"
+
+
+def _plan_table(data: Json) -> Table:
+    """All plans side by side, in short; the fastest first where steps are forecast."""
+    at, replays = _asked(data), data["replays"]
+    seconds = at.seconds if at is not None else {}
+    rows = []
+    for name in sorted(replays, key=lambda name: seconds.get(name, math.inf)):
+        summary = replays[name]["summary"]
+        cells = [name, "; ".join(summary["methods"])]
+        if at is not None:
+            took = seconds.get(name)
+            cells += [format_seconds(took), format_ratio(at.dense_seconds / took if took else None)]
+        rows.append([*cells, format_bytes(summary["wire_bytes_per_step"]["mean"]), *Saving.read(summary).cells])
+    columns = ["plan", "codec with its settings", *(["step", "speed-up"] if at else []), "wire", "ratio", "vs 16 bits"]
+    note = "Wire: what a rank's network interface sends per step. Ratio: of the payload, against 32 bits a value."
+    if at is not None:
+        note += f" Step: forecast {at.where}; a dense one takes {format_seconds(at.dense_seconds)}."
+    return Table("Plans side by side", columns, rows, note, text_columns=2)
+
+
+# --- what does it cost in accuracy? -----------------------------------------------------------------------------------
+
+
+def _accuracy(data: Json) -> Section | None:
+    replays: Json = data["replays"]
+    if not replays:
+        return None
+    answer = " ".join([*_who_is_close(replays), _how_sure(replays), *_order(data)])
+    parts = _known([replays_section(data)])
+    title = "What does it cost in accuracy, and how sure is that?"
+    return Section("accuracy", title, answer, [_accuracy_table(replays)], parts=parts)
+
+
+def _ended(summary: Json) -> EndingRange | None:
+    """What trainings with like cosines ended at; None without a cosine."""
+    cosine, length = summary["judged_cosine"], summary["judged_length"]
+    return None if cosine is None or length is None else ended_at(cosine, length, summary["memory"])
+
+
+def _who_is_close(replays: Json) -> list[str]:
+    """Name the plans whose like all ended within noise of dense training, and the one whose like ended farthest."""
+    endings = {name: ended for name, replay in replays.items() if (ended := _ended(replay["summary"])) is not None}
+    if not endings:
+        return ["What the plans' updates keep is not known: no later iteration with a gradient was replayed."]
+    close = [name for name, ended in endings.items() if ended.within_noise]
+    noise = format_percent(RELATIVE_NOISE, 0)
+    lines = [
+        f"In our trainings the like of {', '.join(close)} all ended within {noise} of dense training's loss."
+        if close
+        else f"No plan is like methods that all ended within {noise} of dense training's loss in our trainings."
+    ]
+    worst = max(endings, key=lambda name: endings[name].middle)
+    if worst not in close:
+        lines.append(f"The like of {worst} ended {endings[worst].text}.")
+    return lines
+
+
+def _how_sure(replays: Json) -> str:
+    """Say what the judgement rests on."""
+    steps = [replay["summary"]["judged_steps"] for replay in replays.values()]
+    judged = str(min(steps)) if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    sure = f"How sure: each plan is judged on {judged} recorded steps that its fit did not see"
+    cautions = dict.fromkeys(one["summary"]["caution"] for one in replays.values() if one["summary"]["caution"])
+    limits = "".join(f" Mind the recording: {line}." for line in cautions)
+    return f"{sure}, and trainings of other models ended so: an observation, no bound.{limits}"
+
+
+def _order(data: Json) -> list[str]:
+    return [ranking_line(data["ranking"])] if data.get("ranking") else []
+
+
+def _accuracy_table(replays: Json) -> Table:
+    """What each plan's update keeps, and what its like ended at; what ended nearest to dense comes first."""
+    rows = []
+    summaries = {name: replay["summary"] for name, replay in replays.items()}
+    for name in sorted(summaries, key=lambda name: _standing(summaries[name])):
+        summary, ended = summaries[name], _ended(summaries[name])
+        cosine = "-" if summary["judged_cosine"] is None else f"{summary['judged_cosine']:.3f}"
+        ends = ["-"] * 3 if ended is None else [f"{100 * end:+.1f} %" for end in (ended.low, ended.middle, ended.high)]
+        rows.append([name, cosine, str(summary["judged_length"] or "-"), *ends, trend_text(summary["trend"])])
+    columns = ("plan", "cosine", "summed over", "the like ended: least", "middle", "most", "error's trend")
+    note = (
+        "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. The like: the "
+        "methods of the same kind with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
+        "and their final loss over dense training's. They are few, on small tasks. Trend: of a rank's error, in "
+        "points per 100 steps, with a 95 % interval."
+    )
+    return Table("What updates keep, and what the like ended at", columns, rows, note)
+
+
+def _standing(summary: Json) -> tuple[float, float]:
+    ended = _ended(summary)
+    return (math.inf, 0.0) if ended is None else (ended.middle, -summary["judged_cosine"])
+
+
+# --- what do the gradients look like? ---------------------------------------------------------------------------------
+
+
+def _gradients(data: Json, look: Look) -> Section:
+    noise, within = noise_scale_section(data), within_rank_section(data)
+    # What stands in the open is not folded away beneath it once more.
+    lead = [drawing for drawing in within.drawings if drawing.name in ("agreement", "norms")][:1]
+    within = replace(within, drawings=[drawing for drawing in within.drawings if drawing not in lead])
+    told = replace(noise, answer="") if noise else None
+    parts = [between_ranks_section(data), told, limits_section(data), within, signs_section(data)]
+    answer = " ".join(line for line in (agreement_line(data["spectrum"]), noise.answer if noise else "") if line)
+    return Section(
+        "gradients",
+        "What do my gradients look like?",
+        answer,
+        drawings=lead,
+        parts=[*_known(parts), layers_section(data, look.layer_figures)],
+    )
