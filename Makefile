@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORK := build/outside
-SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.js')
+SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
 .PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played first-hour hashes install clean
 

@@ -18,6 +18,7 @@ from gradlab.runtime.engine.driver import drive
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.fsdp.state import FSDPCompression, compress_fsdp
 from gradlab.runtime.hook import compression_hook
+from gradlab.runtime.loggers import log_scalars
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.outer import OuterStep
 from gradlab.runtime.scalar_log import ScalarLog
@@ -34,4 +35,5 @@ __all__ = [
     "compress_fsdp",
     "compression_hook",
     "drive",
+    "log_scalars",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -367,8 +368,14 @@ class Exchange:
         return reporting.table(self.run_report())
 
     def scalars(self) -> dict[str, float]:
-        """Return the last step's numbers by name, each for TensorBoard's `writer.add_scalar(name, value, step)`."""
-        return reporting.scalars(self.statistics)
+        """Return the last step's numbers by name; `gradlab.runtime.log_scalars` hands them to a logger."""
+        return reporting.scalars(self.statistics, *self._dense_and_half_bytes)
+
+    @cached_property
+    def _dense_and_half_bytes(self) -> tuple[int, int]:
+        """What this rank's gradients take, as they are and in 16 bits: asked for in every step, and always the same."""
+        place = self._place()
+        return place.dense_payload_bytes, place.half_payload_bytes
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -394,8 +394,14 @@ def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
     return [remark for remark in remarks if remark is not None]
 
 
-def scalars(statistics: Statistics) -> dict[str, float]:
-    """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first."""
+def scalars(statistics: Statistics, dense_bytes: int, half_bytes: int) -> dict[str, float]:
+    """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first.
+
+    Args:
+        statistics: of the steps.
+        dense_bytes: of the gradients that this rank carries, uncompressed.
+        half_bytes: of them in plain 16-bit reduction.
+    """
     if not statistics.steps:
         return {}
     last = statistics.steps[-1]
@@ -407,6 +413,8 @@ def scalars(statistics: Statistics) -> dict[str, float]:
         "gradlab/loss_scale": last.loss_scale,
         **{f"gradlab/{name}": float(getattr(last, name)) for name in TIMES},
     }
+    saving = Saving.of(last.payload_bytes, dense_bytes, half_bytes).to_json()
+    values |= {f"gradlab/{name}": ratio for name, ratio in saving.items() if ratio is not None}
     measured = next((step for step in reversed(statistics.steps) if step.errors and step.finite), None)
     if measured is not None:
         values |= {f"gradlab/relative_error/{name}": relative(*pair) for name, pair in measured.errors.items()}

@@ -237,6 +237,7 @@ def render_html(
     here = resources.files("gradlab.analysis.report")
     source = here.joinpath("report.html.jinja").read_text(encoding="utf-8")
     names = ("tables", "folds", "figures", *(("forecast", "playable") if page.play is not None else ()))
+    base = Markup(here.joinpath("base.css").read_text(encoding="utf-8"))
     scripts = [Markup(here.joinpath(f"scripts/{name}.js").read_text(encoding="utf-8")) for name in names]
     play = None if page.play is None else Markup(_in_script(page.play))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -246,6 +247,7 @@ def render_html(
         environment.from_string(source).render(
             page=page,
             svg=inline,
+            base=base,
             scripts=scripts,
             play=play,
             pointing=Markup(_in_script(pointing)),

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import typer
 
-from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, timeline, trace, watch
+from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, timeline, trace
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
+from gradlab.cli.watch import command as watch
 from gradlab.errors import GradlabError
 from gradlab.printable import printable
 from gradlab.version import VERSION
@@ -31,7 +32,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (recommend.recommend, "Choose one plan for your network, or none"),
     (evaluate.evaluate, "Replay artifacts on recorded gradients"),
     (predict.predict, "Forecast the step times of an artifact's plan"),
-    (watch.watch, "Show a running training in the terminal"),
+    (watch.watch, "Show a run while it trains or records"),
     (timeline.timeline, "Show where an iteration's time went"),
     (inspect.inspect, "Show what an artifact does to which layer"),
     (methods.methods, "List codecs, wrappers and published methods"),

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab.artifact import Artifact
-from gradlab.cli.watch import POINTS, Seen, Tail, sparkline
+from gradlab.cli.watch.log import WatchedLog, summary
+from gradlab.cli.watch.terminal import POINTS, sparkline
 from gradlab.datasets import get
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
@@ -58,6 +59,9 @@ def test_a_line_per_step_on_one_rank(trained: Path) -> None:
     assert [one["time"] for one in steps] == sorted(one["time"] for one in steps)
     assert all(math.isfinite(one["loss"]) for one in steps)
     assert steps[0]["payload_bytes"] > 5 * steps[-1]["payload_bytes"]  # dense, then compressed
+    for one in steps:
+        assert one["compression_ratio"] == steps[0]["payload_bytes"] / one["payload_bytes"]  # the first one is dense
+        assert one["ratio_to_16_bits"] == one["compression_ratio"] / 2
     layers = {name.split("/", 1)[1] for name in steps[-1] if name.startswith("relative_error/")}
     assert layers
     assert layers == {name.split("/", 1)[1] for name in steps[-1] if name.startswith("residual_norm/")}
@@ -67,7 +71,7 @@ def test_watch_shows_it(trained: Path, gradlab: Command) -> None:
     code, text, _ = gradlab("watch", trained, "--once")
     assert code == 0
     assert f"step {STEPS}, ended" in text
-    assert all(words in text for words in ("loss", "payload bytes", "layers with the largest error"))
+    assert all(words in text for words in ("loss", "payload bytes", "ratio", "layers with the largest error"))
     assert gradlab("watch", trained)[:2] == (0, text)  # a run that has ended, and no terminal
     last = json.loads(gradlab("watch", trained, "--json")[1])
     assert (last["last"]["step"], last["end"]) == (STEPS, "ended")
@@ -91,18 +95,40 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
-    path, seen = tmp_path / "run.jsonl", Seen()
-    tail = Tail(path)
+    path = tmp_path / "run.jsonl"
+    path.touch()
+    seen = WatchedLog(path)
     for run in range(2):
         with ScalarLog(path) as log:
             log.add(loss=float(run))
-            seen.add(tail.lines())
-            assert (len(seen.rows), seen.end) == (run + 1, None)
-        seen.add(tail.lines())
+            seen.look()
+            assert (len(seen.rows), seen.ended) == (run + 1, False)
+        seen.look()
         assert seen.end == "ended"
     path.write_text('{"step": 1, "time": 1.0, "loss": 7.0}\n')  # another run's, in its place
-    seen.add(tail.lines())
-    assert seen.rows[-1]["loss"] == 7.0
+    seen.look()
+    assert seen.rows[-1]["loss"] == seen.last["loss"] == 7.0
+
+
+def test_a_wrong_line_costs_no_other_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.touch()
+    seen = WatchedLog(path)
+    path.write_text('{"step": 1, "time": 1}\nno line\n{"step": 2, "time": 2}\n')
+    with pytest.raises(GradlabError, match="is no log: expected lines of JSON with a \"step\", got 'no line'"):
+        seen.look()
+    seen.look()
+    assert [row["step"] for row in seen.rows] == [1, 2]
+
+
+def test_a_line_is_reduced_to_the_run_as_a_whole() -> None:
+    errors = {"relative_error/a": 0.5, "relative_error/b": 0.25}
+    first = summary({"step": 1.0, "time": 10.0, **errors, "residual_norm/a": 3.0, "residual_norm/b": 4.0}, {})
+    assert first == {"step": 1.0, "time": 10.0, "residual_norm": 5.0, "largest_relative_error": 0.5}
+    second = summary({"step": 3.0, "time": 14.0, "loss": 1.0, "residual_norm/a": None, "relative_error/a": None}, first)
+    assert (second["step_seconds"], second["residual_norm"], second["largest_relative_error"]) == (2.0, None, None)
+    assert summary({"step": 4.0, "time": 15.0, "step_seconds": 7.0}, second)["step_seconds"] == 7.0  # the script's own
+    assert "step_seconds" not in summary({"step": 4.0, "time": 9.0}, second)  # a clock that was set back
 
 
 def test_what_is_not_finite_is_null_and_an_error_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,339 @@
+"""A recording that may be under way, or that a killed run left: how far it is, read beside its writer.
+
+Nothing is opened for writing and no lock is taken, not even for a moment: a recorder that starts just then would be
+refused. A segment that cannot be read at one look may be half written, so it counts as damaged only if it is still the
+same file, and still unreadable, at the next.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+
+from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable
+from gradlab.trace.checking import committed_segments
+from gradlab.trace.schema import (
+    LOCK,
+    MANIFEST,
+    STEP_DTYPE,
+    Manifest,
+    RankIndex,
+    rank_folder,
+    ranks_there,
+    read_index,
+    read_manifest,
+    segment_name,
+)
+from gradlab.trace.segment import SegmentReader
+
+_LOCKS = Path("/proc/locks")
+_Signature = tuple[int, int, int]  # of a file: inode, bytes, time of the last write in nanoseconds
+
+
+@dataclass(frozen=True)
+class RankProgress(Jsonable):
+    """How far one rank is.
+
+    Attributes:
+        rank: from 0.
+        steps: committed; a kill of the recorder loses none of them.
+        last_iteration: the last committed one; None: there is none yet.
+        steps_lost: iterations up to the last one that another rank recorded and this one did not; of a closed rank,
+            what its index says.
+        nbytes: of its files.
+        state: "recording" (a process on this machine holds the rank's lock), "closed", "stopped" (open, and its
+            recorder let go of it) or "open" (a run that was killed, or one on another machine).
+        problems: one line each.
+    """
+
+    rank: int
+    steps: int
+    last_iteration: int | None
+    steps_lost: int
+    nbytes: int
+    state: str
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TraceProgress:
+    """How far a recording is.
+
+    Attributes:
+        manifest: the trace's.
+        ranks: those that have a folder, in order.
+        common_steps: iterations that are committed on every rank.
+        iterations: of any rank, int64 (T,), ascending.
+        losses: the mean over those ranks that committed the iteration and annotated it, float64 (T,); NaN: none did.
+        learning_rates: the largest over those ranks, float64 (T,); NaN: not known.
+        non_finite: elements that are infinite or NaN in all, int64.
+        nbytes: of all files.
+        began: when the manifest was written, seconds since 1970.
+        written: when a file was last written, seconds since 1970.
+    """
+
+    manifest: Manifest
+    ranks: tuple[RankProgress, ...]
+    common_steps: int
+    iterations: np.ndarray
+    losses: np.ndarray
+    learning_rates: np.ndarray
+    non_finite: int
+    nbytes: int
+    began: float
+    written: float
+
+    @property
+    def state(self) -> str:
+        """Of all ranks: "not begun", "recording" if one is, "closed" if all are, else "stopped" or "open"."""
+        states = {rank.state for rank in self.ranks}
+        if states == {"closed"} and len(self.ranks) == self.manifest.world_size:
+            return "closed"
+        return next((state for state in ("recording", "open", "stopped") if state in states), "not begun")
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Of all ranks, one line each."""
+        return tuple(problem for rank in self.ranks for problem in rank.problems)
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes of the whole trace at most; None: no limit was given."""
+        return self._whole_number("budget")
+
+    @property
+    def most_steps(self) -> int | None:
+        """Steps that will be recorded at most; None: not known."""
+        return self._whole_number("max_steps")
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Mean since the recording began, by the times of its files; None: they do not tell."""
+        seconds = self.written - self.began
+        return self.nbytes / seconds if seconds > 0 else None
+
+    def _whole_number(self, name: str) -> int | None:
+        value = self.manifest.metadata.get(name)
+        return value if type(value) is int and value > 0 else None
+
+
+@dataclass
+class _Segment:
+    """What is known of one segment: its file as it was last read, its records, and what was wrong with it."""
+
+    signature: _Signature | None = None
+    records: np.ndarray = field(default_factory=lambda: np.zeros(0, STEP_DTYPE))
+    problem: str = ""
+    failed: _Signature | None = None  # the file at the last look that could not read it
+
+
+@dataclass(frozen=True)
+class _RankLook:
+    """What one look found in one rank's folder: its index, its records (`STEP_DTYPE`), its files, what is wrong."""
+
+    rank: int
+    index: RankIndex | None
+    records: np.ndarray
+    files: list[tuple[int, float]]
+    problems: list[str]
+
+    @property
+    def iterations(self) -> np.ndarray:
+        return self.records["index"]
+
+
+class GrowingTrace:
+    """A trace's folder, looked at again and again. A file that did not change is not read again.
+
+    Args:
+        path: the trace's folder.
+
+    Raises:
+        GradlabError: if it is no trace; `look` too, if it no longer is one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = Path(path)
+        self._manifest = read_manifest(self._folder)
+        self._read = _signature(self._folder / MANIFEST)
+        self._segments: dict[tuple[int, int], _Segment] = {}
+
+    def look(self) -> TraceProgress:
+        """Return how far the recording is now."""
+        self._refresh_manifest()
+        there = sorted(rank for rank in ranks_there(self._folder) if rank < self._manifest.world_size)
+        looks = [self._look_at(rank) for rank in there]
+        due = reduce(np.union1d, [look.iterations for look in looks], np.zeros(0, np.int64))
+        held = _locked_inodes()
+        ranks = tuple(_rank_progress(self._folder, look, due, held) for look in looks)
+        return self._progress(ranks, looks)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a file could not be read at the last look: half written, or damaged, which the next look tells."""
+        return any(segment.failed is not None and not segment.problem for segment in self._segments.values())
+
+    def _refresh_manifest(self) -> None:
+        """A trace that was overwritten is another recording."""
+        signature = _signature(self._folder / MANIFEST)
+        if signature is None or signature != self._read:
+            self._manifest, self._read = read_manifest(self._folder), signature
+            self._segments.clear()
+
+    def _progress(self, ranks: tuple[RankProgress, ...], looks: list[_RankLook]) -> TraceProgress:
+        records = np.concatenate([np.zeros(0, STEP_DTYPE), *(look.records for look in looks)])
+        iterations, place = np.unique(records["index"], return_inverse=True)
+        complete = len(ranks) == self._manifest.world_size
+        files = [*_files(self._folder), *(one for look in looks for one in look.files)]
+        began = self._read[2] / 1e9 if self._read else 0.0
+        return TraceProgress(
+            manifest=self._manifest,
+            ranks=ranks,
+            common_steps=len(reduce(np.intersect1d, [look.iterations for look in looks])) if complete else 0,
+            iterations=iterations,
+            losses=mean_by_place(records["loss"], place, len(iterations)),
+            learning_rates=largest_by_place(records["learning_rate"], place, len(iterations)),
+            non_finite=int(records["non_finite"].sum()),
+            nbytes=sum(size for size, _ in files),
+            began=began,
+            written=max((time for _, time in files), default=began),
+        )
+
+    def _look_at(self, rank: int) -> _RankLook:
+        index, problems = _index(self._folder, rank)
+        records = [np.zeros(0, STEP_DTYPE)]
+        for number, suffix in committed_segments(self._folder, rank, index):
+            segment = self._segments.setdefault((rank, number), _Segment())
+            self._read_segment(segment, rank, number, suffix)
+            records.append(segment.records)
+            problems += [segment.problem] if segment.problem else []
+        files = _files(self._folder / rank_folder(rank))
+        return _RankLook(rank, index, np.concatenate(records), files, problems)
+
+    def _read_segment(self, segment: _Segment, rank: int, number: int, suffix: str) -> None:
+        path = self._folder / rank_folder(rank) / (segment_name(number) + suffix)
+        signature = _signature(path)
+        if signature is None or signature == segment.signature:  # renamed since it was listed; or nothing new
+            return
+        try:
+            with closing(SegmentReader(path, self._manifest, rank, number, swmr=bool(suffix), only=())) as reader:
+                segment.records, segment.signature = reader.records, signature
+                segment.problem, segment.failed = "", None
+        except GradlabError as error:
+            segment.problem = str(error) if segment.failed == signature else ""
+            segment.failed = signature
+
+
+def _rank_progress(folder: Path, look: _RankLook, due: np.ndarray, held: frozenset[int] | None) -> RankProgress:
+    """due: iterations of any rank; held: files that are locked, as of `_locked_inodes`."""
+    iterations, index = look.iterations, look.index
+    return RankProgress(
+        rank=look.rank,
+        steps=len(iterations),
+        last_iteration=int(iterations[-1]) if len(iterations) else None,
+        steps_lost=index.steps_lost if index else lost(iterations, due),
+        nbytes=sum(size for size, _ in look.files),
+        state="closed" if index else _open_state(folder / rank_folder(look.rank) / LOCK, held),
+        problems=tuple(look.problems),
+    )
+
+
+def lost(held: np.ndarray, due: np.ndarray) -> int:
+    """Count the iterations that a rank lacks, up to its last one: all ranks take the same steps.
+
+    Args:
+        held: the rank's iterations, int64 (S,), ascending.
+        due: those of any rank, int64 (T,), ascending.
+
+    >>> lost(np.array([0, 2, 4]), np.array([0, 1, 2, 3, 4, 5, 6]))
+    2
+    """
+    return len(np.setdiff1d(due[due <= held[-1]], held)) if len(held) else 0
+
+
+def mean_by_place(values: np.ndarray, place: np.ndarray, count: int) -> np.ndarray:
+    """Average the values that are numbers by the place each belongs to.
+
+    Args:
+        values: float64 (S,).
+        place: from 0 to count - 1, int64 (S,).
+        count: number of places.
+
+    Returns:
+        float64 (count,); NaN where there is no number.
+    """
+    known = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):  # infinities of both signs, and places without a number
+        sums = np.bincount(place[known], values[known], count)
+        return np.asarray(sums / np.bincount(place[known], minlength=count))
+
+
+def largest_by_place(values: np.ndarray, place: np.ndarray, count: int) -> np.ndarray:
+    """Take the largest number by place. Arguments and result as of `mean_by_place`."""
+    largest = np.full(count, np.nan)
+    np.fmax.at(largest, place, values)
+    return largest
+
+
+def _index(folder: Path, rank: int) -> tuple[RankIndex | None, list[str]]:
+    try:
+        return read_index(folder, rank), []
+    except GradlabError as error:
+        return None, [str(error)]
+
+
+def _signature(path: Path) -> _Signature | None:
+    """What changes when a file is written or replaced; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _files(folder: Path) -> list[tuple[int, float]]:
+    """Bytes of each file in a folder, and when it was last written, in seconds since 1970."""
+    found = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):  # renamed since it was listed
+                if entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_size, status.st_mtime))
+    return found
+
+
+def _locked_inodes() -> frozenset[int] | None:
+    """Files that a process of this machine holds a lock on; None: the system does not tell.
+
+    The list names a file by device and inode. Some file systems (overlays, subvolumes) show another device there than
+    to whoever asks for the file, so that the inode alone is compared.
+    """
+    try:
+        return locked_inodes(_LOCKS.read_text())
+    except OSError:
+        return None
+
+
+def locked_inodes(table: str) -> frozenset[int]:
+    """Read the inodes of all whole-file locks out of Linux's list.
+
+    >>> sorted(locked_inodes("1: FLOCK  ADVISORY  WRITE 12 08:01:42 0 EOF\\n2: POSIX  ADVISORY  READ 13 08:01:7 0 EOF"))
+    [42]
+    """
+    rows = [line.split() for line in table.splitlines()]
+    return frozenset(int(row[5].rsplit(":", 1)[-1]) for row in rows if len(row) > 5 and row[1] == "FLOCK")
+
+
+def _open_state(lock: Path, held: frozenset[int] | None) -> str:
+    """Of a rank without an index, see `RankProgress`."""
+    signature = _signature(lock)
+    if signature is None:
+        return "stopped"
+    return "recording" if held is not None and signature[0] in held else "open"
