@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played first-hour hashes install clean
+.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched first-hour loggers hashes install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -103,8 +103,9 @@ lgc: install
 # every codec x wrapper resumed in new processes; GPT-2 and BERT in every framework; several ranks to a node under DDP
 # and FSDP2; faults of one line, one at a time,
 # and the test that notices each; every codec x kind of residual trained in lockstep: it converges, is refused, or warns;
-# damaged and altered files of every format (ARGS="--formats trace --count 20000"); a session with a report in a browser.
-matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz played: install
+# damaged and altered files of every format (ARGS="--formats trace --count 20000"); a session with a report
+# in a browser, and with pages of `gradlab watch --serve`.
+matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
 
 faults: install
@@ -134,6 +135,19 @@ $(VENV)/installed: $(VENV)/dependencies $(SOURCES)
 	rm -rf build/wheel build/lib build/bdist.*
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall build/wheel/gradlab-*.whl
+	touch $@
+
+# TensorBoard, W&B (offline) and Trackio: what each wrote, read back from its files. Their packages lie beside the
+# environment, not in it, by hash where there are hashes (Python 3.11 or newer).
+LOGGERS := build/loggers
+LOGGERS_FILE = $(or $(wildcard hashes/loggers-$(shell $(PYTHON) hashes/record.py --tag).txt),constraints-loggers.txt)
+
+loggers: install $(LOGGERS)/installed
+	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/$(LOGGERS)" $(CURDIR)/$(BIN)/python -m pytest -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -p no:cacheprovider $(CURDIR)/tests/runtime/test_loggers.py
+
+$(LOGGERS)/installed: $(VENV)/dependencies constraints-loggers.txt
+	rm -rf $(LOGGERS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(LOGGERS) --requirement $(LOGGERS_FILE) $(if $(filter hashes/%,$(LOGGERS_FILE)),--require-hashes)
 	touch $@
 
 hashes: install

@@ -80,9 +80,9 @@ class WatchedTrace:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Of the last 30 seconds of watching; at first, the mean since the recording began. None: not known."""
+        """Of the last 30 seconds of watching; at first and at the end, the mean of the recording. None: not known."""
         (began, before), (now, nbytes) = self._looks[0], self._looks[-1]
-        if now - began > 1:
+        if now - began > 1 and not self.ended:
             return (nbytes - before) / (now - began)
         return self._progress.bytes_per_second
 

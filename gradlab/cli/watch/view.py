@@ -130,7 +130,7 @@ def curve_json(series: Series) -> dict[str, Any]:
         "points": heights from 0 (the lowest) to 1 (the highest), null where no value is known.
     """
     means = stretch_means(series.values, _CURVE_POINTS)
-    known = [value for value in means if value is not None]
+    known = [value for value in series.values if value is not None]  # a mean hides the lowest and the highest
     low, high = min(known, default=0.0), max(known, default=0.0)
     return {
         "name": series.title,
