@@ -142,6 +142,8 @@ def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
             assert f"gradlab/relative_error/{row['group']}" in scalars
         assert report["encode_seconds"] + report["decode_seconds"] <= report["compress_seconds"]
         assert all(type(value) is float for value in scalars.values())
+        assert scalars["gradlab/compression_ratio"] == report["compression_ratio"]
+        assert scalars["gradlab/ratio_to_16_bits"] == report["ratio_to_16_bits"]
 
 
 def test_a_residual_that_keeps_growing_is_reported() -> None:
@@ -212,4 +214,4 @@ def test_collectives_that_travel_at_once_get_rows_of_their_own() -> None:
 
 
 def test_scalars_before_the_first_step() -> None:
-    assert scalars(Statistics(3)) == {}
+    assert scalars(Statistics(3), dense_bytes=16, half_bytes=8) == {}

@@ -23,7 +23,7 @@ _KEPT = 4096  # rates
 _STATES = {
     "recording": "recording",
     "closed": "closed",
-    "open": "open: killed, or recorded on another machine",
+    "open": "open: killed (gradlab trace repair closes it), or recorded on another machine",
     "stopped": "stopped before it was closed (gradlab trace repair closes it)",
     "not begun": "not begun",
 }
