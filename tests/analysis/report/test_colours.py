@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 HERE = resources.files("gradlab.analysis.report")
-PAGE = HERE.joinpath("report.html.jinja").read_text(encoding="utf-8")
+PAGE = HERE.joinpath("base.css").read_text(encoding="utf-8")
 SCRIPT = HERE.joinpath("scripts/playable.js").read_text(encoding="utf-8")
 COLOURS = re.findall(r'"(#[0-9A-F]{6})"', re.search(r"const COLOURS = \[(.*?)\]", SCRIPT)[1])
 DASHES = re.findall(r'"([^"]*)"', re.search(r"const DASHES = \[(.*?)\]", SCRIPT)[1])
