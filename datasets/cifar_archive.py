@@ -6,27 +6,23 @@ bytes. Python: a pickle, whose opcodes `cifar_pickle` reads. Archives are read i
 
 from __future__ import annotations
 
-import gzip
 import tarfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 import numpy as np
 
 from gradlab.datasets.cifar_pickle import read_batch
-from gradlab.datasets.splits import CLASSES, Splits, reason
+from gradlab.datasets.splits import CLASSES, Splits
 from gradlab.errors import GradlabError
+from gradlab.tar_archive import open_tar
 
 BATCHES = (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")
 PIXELS = 3072  # 3 colour planes of 32 x 32
 MAX_BATCH_BYTES = 64 << 20  # a published batch has 31 MB
 MAX_TAR_BYTES = 512 << 20  # unpacked; the published archives have 186 MB
-_PIECE = 1 << 20
 
 Batch = tuple[np.ndarray, np.ndarray]  # pixels (samples, 3072) as bytes, labels (samples,)
-_DAMAGE = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, RecursionError)
 
 
 def read_folder(folder: Path) -> Splits:
@@ -52,39 +48,9 @@ def read_tar(path: Path) -> Splits:
     Raises:
         GradlabError: for a damaged archive, a missing, oversized, repeated or malformed batch.
     """
-    with path.open("rb") as head:
-        packed = head.read(2) == b"\x1f\x8b"
-    try:
-        with gzip.open(path) if packed else path.open("rb") as stream:
-            # The stream may claim to be a gzip.GzipFile or a file: both read bytes.
-            bounded = _Bounded(stream, str(path))  # type: ignore[arg-type]
-            with tarfile.open(fileobj=bounded, mode="r|") as archive:  # type: ignore[call-overload]
-                contents = _tar_members(archive, str(path))
-            bounded.drain()
-    except GradlabError:
-        raise
-    except _DAMAGE as error:
-        raise GradlabError(f"{path}: a damaged or truncated archive ({reason(error)}): get the file again") from error
+    with open_tar(path, MAX_TAR_BYTES, "a CIFAR-10 archive") as archive:
+        contents = _tar_members(archive, str(path))
     return _splits(contents, str(path))
-
-
-class _Bounded:
-    """A stream that refuses to give more than MAX_TAR_BYTES: a small gzip file can unpack to any size."""
-
-    def __init__(self, stream: IO[bytes], source: str) -> None:
-        self._stream, self._source, self._left = stream, source, MAX_TAR_BYTES
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self._left -= len(data)
-        if self._left < 0:
-            raise GradlabError(f"{self._source}: unpacks to more than {MAX_TAR_BYTES} bytes, not a CIFAR-10 archive")
-        return data
-
-    def drain(self) -> None:
-        """Read what follows the archive: a gzip stream compares its checksum at its end."""
-        while self.read(_PIECE):
-            pass
 
 
 def _members() -> list[str]:
