@@ -112,14 +112,28 @@ def ended_at(
     Raises:
         GradlabError: where there is no training of this kind with windows of this length.
     """
-    everything = calibration() if known is None else known
-    among = [(row.cosines[length], row) for row in everything if row.memory == memory and length in row.cosines]
-    if not among:
+    near = nearest(cosine, length, memory, calibration() if known is None else known, neighbours)
+    if not near:
         raise GradlabError(f"no training {'with' if memory else 'without'} memory over {length} steps to compare with")
+    ends, cosines = [row.excess for row in near], [row.cosines[length] for row in near]
+    return EndingRange(min(ends), median(ends), max(ends), min(cosines), max(cosines), len(near))
+
+
+def nearest(
+    cosine: float, length: int, memory: bool, known: Sequence[Ending], neighbours: int = NEIGHBOURS
+) -> list[Ending]:
+    """List the trainings of a plan's own kind whose cosines lie nearest to its own, the nearest first.
+
+    Args:
+        cosine, length, memory, neighbours: as `ended_at` takes them.
+        known: the trainings to look among.
+
+    Returns:
+        At most so many; none where no training of this kind has windows of this length.
+    """
+    among = [row for row in known if row.memory == memory and length in row.cosines]
     # A stable order: of two that are as near, the one that stands first.
-    nearest = sorted(among, key=lambda pair: abs(_angle(pair[0]) - _angle(cosine)))[:neighbours]
-    ends, cosines = [row.excess for _, row in nearest], [found for found, _ in nearest]
-    return EndingRange(min(ends), median(ends), max(ends), min(cosines), max(cosines), len(nearest))
+    return sorted(among, key=lambda row: abs(_angle(row.cosines[length]) - _angle(cosine)))[:neighbours]
 
 
 def _angle(cosine: float) -> float:

@@ -306,8 +306,8 @@ def write_document(path: Path, document_format: str, body: dict[str, Any], versi
     write_whole(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
 
 
-def read_document(path: Path, document_format: str) -> dict[str, Any]:
-    """Read a JSON document and check format, version and sha256, in this order.
+def read_document(path: Path, document_format: str, newest: int = VERSION) -> dict[str, Any]:
+    """Read a JSON document and check format, version and sha256, in this order; `newest`: the version known here.
 
     Raises:
         GradlabError: unless the file holds a whole document of this format in a known version.
@@ -319,12 +319,12 @@ def read_document(path: Path, document_format: str) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != document_format:
         raise GradlabError(f"{path}: not written by gradlab, expected a {document_format!r} document")
     version = content.get("version")
-    if type(version) is int and version > VERSION:
+    if type(version) is int and version > newest:
         raise NewerFormat(
-            f"{path}: written by a newer gradlab (version {version}, this one reads up to {VERSION}); upgrade gradlab"
+            f"{path}: written by a newer gradlab (version {version}, this one reads up to {newest}); upgrade gradlab"
         )
     if type(version) is not int or version < 1:
-        raise GradlabError(f"{path}: version is {version!r}, expected 1 to {VERSION}")
+        raise GradlabError(f"{path}: version is {version!r}, expected 1 to {newest}")
     _check_sha256(content, path)
     return content
 
