@@ -18,7 +18,8 @@ import torch
 from gradlab import codecs, wrappers
 from gradlab.artifact import Artifact
 from gradlab.catalog import setting_rows
-from gradlab.cli.fit.options import parse_settings, parse_wrapper
+from gradlab.cli.fit.options import parse_wrapper
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec, Gradients
 from gradlab.codec.registry import CODECS, listed
 from gradlab.codec.settings import build_settings

@@ -18,10 +18,10 @@ from gradlab.cli.fit.options import (
     Target,
     known_roles,
     parse_layer_settings,
-    parse_settings,
     print_fit,
     setting_help,
 )
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 

@@ -19,11 +19,11 @@ from gradlab.cli.fit.options import (
     TrainedWith,
     Warmup,
     optimizer_of_training,
-    parse_settings,
     print_fit,
     require_trainable,
     setting_help,
 )
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_table, progress_bars
-from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Target, Warmup, parse_settings, print_fit
+from gradlab.cli.fit.options import AsJson, Folder, Overwrite, Seed, Target, Warmup, print_fit
 from gradlab.cli.network_options import InsideLink, LocalRanks, node_of
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError

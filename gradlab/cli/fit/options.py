@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from gradlab.cli.console import OUT, print_json
+from gradlab.cli.setting_texts import parse_settings, split_settings
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings |
     made = {kind.lower(): kind for kind in torch.optim.__all__ if kind not in ("Optimizer", "lr_scheduler")}
     if name.lower() not in made:
         raise GradlabError(f"--optimizer {name}: no optimizer of torch.optim, expected one such as AdamW or SGD")
-    settings = parse_settings(re.split(r",(?=\w+=)", rest) if rest else [], f"--optimizer {name}:")
+    settings = parse_settings(split_settings(rest), f"--optimizer {name}:")
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     try:
         built = getattr(torch.optim, made[name.lower()])(
@@ -191,7 +191,7 @@ def parse_wrapper(text: str) -> Wrap:
     from gradlab.plan import Wrap
 
     name, _, rest = text.partition(":")
-    texts = re.split(r",(?=\w+=)", rest) if rest else []  # a list's commas are its own
+    texts = split_settings(rest)
     settings = parse_settings(texts, f"--wrap {name}")
     build_settings(wrappers.get(name), settings)
     return Wrap(name, settings)
@@ -210,25 +210,3 @@ def parse_layer_settings(texts: list[str]) -> dict[str, dict[str, Any]]:
             raise GradlabError(f"--layer-set {text}: expected LAYER:NAME=VALUE, such as stem.weight:on_loss=dense")
         by_layer.setdefault(layer, {}).update(parse_settings([setting], f"--layer-set {layer}:"))
     return by_layer
-
-
-def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
-    """Read NAME=VALUE texts as settings; values are JSON, or plain words.
-
-    Raises:
-        GradlabError: for a text without "=".
-    """
-    import json
-
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise GradlabError(f"{option} {text}: expected NAME=VALUE, such as density=0.01")
-        try:
-            values[name] = json.loads(value)
-        except ValueError:
-            values[name] = value
-        except RecursionError:
-            raise GradlabError(f"{option} {text[:80]}...: nested too deeply, expected NAME=VALUE") from None
-    return values

@@ -19,11 +19,11 @@ from gradlab.cli.fit.options import (
     TrainedWith,
     known_roles,
     optimizer_of_training,
-    parse_settings,
     parse_wrapper,
     print_fit,
     require_trainable,
 )
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 

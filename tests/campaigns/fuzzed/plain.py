@@ -17,7 +17,7 @@ from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import compute_seconds_of
 from gradlab.analysis.layer_plan.bucket_time import read_bucket_times
 from gradlab.chrome_trace import read_step
-from gradlab.cli.fit.options import parse_settings
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec
 from gradlab.codec.settings import build_settings, fields_of
 from gradlab.codec.wrapper import Wrapper
