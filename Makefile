@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched first-hour loggers hashes install clean
+.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched first-hour loggers hashes install clean corpus
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -88,6 +88,11 @@ compare: install
 compare-text: install
 	$(BIN)/python benchmarks/text_chars.py --data $(DATA) --work runs/compare-text $(ARGS)
 	$(BIN)/python benchmarks/text_chars.py --table $(ARGS)
+
+# Three small recordings, and what became of methods that were trained there, in one file to give away (20 minutes on two
+# cores, with transformers; DATA=a folder with cifar10.npz, tinyshakespeare.txt and wikitext2/). Runs are kept.
+corpus: install
+	$(BIN)/python benchmarks/corpus.py --data $(DATA) --work runs/corpus $(ARGS)
 
 # LGC beside what it must beat, trained on both tasks (an hour or two; DATA=cifar10.npz, STREETS=camvid.npz).
 lgc: install

@@ -107,11 +107,13 @@ def _set_buffers(model: nn.Module, values: Tensors) -> None:
         buffer.copy_(values[name])
 
 
-def record(task: Task, data: Any, folder: str | Path, seed: int, *, start: int, every: int, count: int) -> None:
-    """A dense run, until `count` iterations of all nodes' gradients are recorded."""
+def record(
+    task: Task, data: Any, folder: str | Path, seed: int, *, start: int, every: int, count: int, **more: Any
+) -> None:
+    """A dense run, until `count` iterations of all nodes' gradients are recorded; more: options of `EmulatedNodes`."""
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
-    options = {"optimizer": optimizer, "start": start, "every": every, "max_steps": count}
+    options = {"optimizer": optimizer, "start": start, "every": every, "max_steps": count, **more}
     with EmulatedNodes(model, folder, world_size=task.ranks, **options) as nodes:
         for step, micro in enumerate(islice(task.micro_batches(data, seed), start + every * (count - 1) + 1)):
             for group in optimizer.param_groups:

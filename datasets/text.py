@@ -83,6 +83,7 @@ class TextChars(Workload):
 
     context: tokens in a row, and positions of the model.
     vocabulary: tokens of the model; a text may use fewer.
+    width, layers, heads: of the model, as `TransformerSize` has them.
     """
 
     name = "text_chars"
@@ -105,8 +106,10 @@ class TextChars(Workload):
     needs_path = True
     interim_samples = 240
 
-    def __init__(self, context: int = 64, vocabulary: int = 65) -> None:
-        self.size = TransformerSize(vocabulary=vocabulary, context=context, bias=False)
+    def __init__(
+        self, context: int = 64, vocabulary: int = 65, width: int = 128, layers: int = 4, heads: int = 4
+    ) -> None:
+        self.size = TransformerSize(vocabulary, context, width, layers, heads, bias=False)
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
         """Load rows of characters, and each character's successor; a limit keeps the first so many rows.

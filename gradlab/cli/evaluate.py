@@ -1,4 +1,4 @@
-"""`gradlab evaluate`: replay artifacts on a trace, side by side."""
+"""`gradlab evaluate`: replay methods on a trace, side by side, or on the recordings of a corpus."""
 
 from __future__ import annotations
 
@@ -9,18 +9,30 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, command_line, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.evaluate_corpus import evaluate_corpus
 from gradlab.cli.figures import require_figure, write_figure
+from gradlab.cli.named_method import named_methods, plans_for, replays_of
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
+    from gradlab.plan import Plan
 
 
 def evaluate(
-    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
-    artifacts: Annotated[list[Path], typer.Argument(metavar="ARTIFACT...", help="Artifacts to replay.")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The trace's folder; or a corpus, its folder or the packed file.")
+    ],
+    methods: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="METHOD...",
+            help="Artifacts; codecs or published methods with settings, as topk:density=0.01; or a Python file that "
+            "defines a codec, my_codec.py, which is run.",
+        ),
+    ],
     start: Annotated[int, typer.Option(help="Position of the first recorded step to replay, from 0.")] = 0,
     stop: Annotated[int | None, typer.Option(help="Position after the last one; default: to the end.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Write a report with plots here.")] = None,
@@ -28,7 +40,7 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="FIGURE",
-            help="Of one artifact: draw which iterations are dense, sampled and compressed, after GradiVeQ's Fig. 6 "
+            help="Of one method: draw which iterations are dense, sampled and compressed, after GradiVeQ's Fig. 6 "
             "(.svg, .pdf).",
         ),
     ] = None,
@@ -38,57 +50,53 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
 ) -> None:
-    """Replay artifacts on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
+    """Replay methods on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
 
-    With several artifacts it also says whether they keep their order all through the recording.
+    With several methods it also says whether they keep their order all through the recording.
 
     Errors of an artifact fitted on this trace are those of iterations after its fit, with in-sample errors beside them.
+
+    On a corpus each method is replayed on every recording, and stands beside the methods that were trained there:
+    docs/corpus.md.
 
     Examples:
 
       gradlab evaluate trace topk.safetensors gradiveq.safetensors
 
+      gradlab evaluate trace topk:density=0.01 "QSGD, max norm:bits=4" my_codec.py
+
+      gradlab evaluate corpus my_codec.py:density=0.05
+
       gradlab evaluate trace gradiveq.safetensors --cycle iterations.svg
     """
+    from gradlab.analysis.corpus.manifest import is_corpus
     from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.replay import check_replay, replay_plans
     from gradlab.analysis.report.trace_report import Examination, write_trace_report
-    from gradlab.artifact import Artifact
     from gradlab.trace import Trace
 
     sharing = workers_of(workers, dask)
+    if is_corpus(trace):
+        _refuse_of_corpus(trace, start=start, stop=stop, out=out, cycle=cycle, average_ranks=average_ranks)
+        few = 1 if workers is None and dask is None else sharing  # replays take less time than processes to start
+        evaluate_corpus(trace, named_methods(methods, not_in=trace), few, as_json)
+        return
     if out is not None:
         require_free(out, overwrite, contents=REPORT_FILES)
     if cycle is not None:
         require_figure(cycle, overwrite)
-        if len(artifacts) > 1:
-            raise GradlabError(f"--cycle draws the iterations of one artifact, not of {len(artifacts)}")
-    names = [path.stem for path in artifacts]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in artifacts]
-    loaded = [Artifact.load(path) for path in artifacts]
+        if len(methods) > 1:
+            raise GradlabError(f"--cycle draws the iterations of one method, not of {len(methods)}")
+    named = named_methods(methods)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
-        if opened.world_size == 1:
-            raise GradlabError(f"{trace}: recorded on one rank: there is no exchange to replay")
-        last = len(opened.steps) if stop is None else stop
-        for path, artifact in zip(artifacts, loaded, strict=True):  # before the first replay, not after it
-            try:
-                check_replay(opened, artifact.plan, start, last)
-            except GradlabError as error:
-                raise GradlabError(f"{path}: {error}") from None
-        known = dict(zip(names, loaded, strict=True))
-        plans = {name: artifact.plan for name, artifact in known.items()}
-        results = replay_plans(opened, plans, start=start, stop=stop, workers=sharing, progress=progress)
-        replays = {}
-        for name, result in results.items():
-            if isinstance(result, GradlabError):
-                raise result
-            replays[name] = result.held_out(known[name].provenance)
+        plans = _required(plans_for(named, opened, start, stop))  # before the first replay, not after it
+        found = replays_of(named, plans, opened, start=start, stop=stop, workers=sharing, progress=progress)
+        replays = {one.title: found[one.words] for one in named}
         if cycle is not None:
             from gradlab.analysis.figures.cycle import plot_cycle
             from gradlab.analysis.replay.cycle import training_cycle
 
-            iterations = training_cycle(opened, loaded[0].plan, start=start, stop=stop, progress=progress)
+            [plan] = plans.values()
+            iterations = training_cycle(opened, plan, start=start, stop=stop, progress=progress)
             write_figure(lambda: plot_cycle(iterations), cycle)
         page = None
         if out is not None:
@@ -108,6 +116,25 @@ def evaluate(
         print_replays(replays)
         if page:
             OUT.print(str(page), markup=False)
+
+
+def _required(plans: Mapping[str, Plan | GradlabError]) -> dict[str, Plan]:
+    """The plans, all of which have to fit the recording."""
+    fitting: dict[str, Plan] = {}
+    for words, plan in plans.items():
+        if isinstance(plan, GradlabError):
+            raise GradlabError(f"{words}: {plan}")
+        fitting[words] = plan
+    return fitting
+
+
+def _refuse_of_corpus(path: Path, **options: object) -> None:
+    """Refuse options that are of one trace."""
+    defaults = {"start": 0, "stop": None, "out": None, "cycle": None, "average_ranks": 1}
+    for name, value in options.items():
+        if value != defaults[name]:
+            option = f"--{name.replace('_', '-')}"
+            raise GradlabError(f"{option} is for one trace, and {path} is a corpus: name one of its recordings")
 
 
 def print_replays(replays: Mapping[str, Replay]) -> None:

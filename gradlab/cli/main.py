@@ -30,7 +30,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (analyze.analyze, "Write a report on a recording: will it pay?"),
     (compare.compare, "Set two reports side by side"),
     (recommend.recommend, "Choose one plan for your network, or none"),
-    (evaluate.evaluate, "Replay artifacts on recorded gradients"),
+    (evaluate.evaluate, "Replay methods on recorded gradients"),
     (predict.predict, "Forecast the step times of an artifact's plan"),
     (watch.watch, "Show a run while it trains or records"),
     (timeline.timeline, "Show where an iteration's time went"),

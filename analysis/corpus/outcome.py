@@ -1,0 +1,172 @@
+"""What became of a method: the figures of its replay, predicted beforehand, beside how training with it ended.
+
+A corpus has one line of JSON per method and recording, in rows.jsonl. They are what a new method is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from gradlab.analysis.forecast.endings import Ending, EndingRange
+from gradlab.analysis.forecast.speed import Judged
+from gradlab.analysis.replay.result import ReplaySummary
+from gradlab.errors import GradlabError
+from gradlab.jsonable import Jsonable, plain
+from gradlab.saving import Saving
+
+_MOST_BYTES = 2**24  # of rows.jsonl
+_NUMBERS = ("payload_bytes", "dense_payload_bytes", "dense_loss")
+
+
+@dataclass(frozen=True)
+class Outcome(Jsonable):
+    """A method on one recording of a corpus.
+
+    Attributes:
+        recording: the recording's name.
+        method: what the method is called in tables.
+        words: as `gradlab evaluate` takes it, such as "topk:density=0.01"; empty where no such words say it.
+        memory: whether its plan applies gradients of earlier steps.
+        cosines: of the replay's sums with the true sums, by number of steps.
+        cosine, length: what the replay is judged by, as `Judged` has it; None: no step had an error.
+        aggregate_error: median ||mean - true mean|| / ||true mean|| of a step; None: not known.
+        payload_bytes, dense_payload_bytes: per rank and step, of the plan while compressing, and of float32 gradients.
+        predicted: what trainings with like cosines ended at, by the calibration that comes with gradlab; None: not
+            known.
+        loss: mean over the last steps of training with the method; None: it diverged.
+        dense_loss: the same of dense training with the same seed, which sees the same batches.
+        steps, warmup_steps, seed: of the training; the warm-up is dense.
+    """
+
+    recording: str
+    method: str
+    words: str
+    memory: bool
+    cosines: Mapping[int, float]
+    cosine: float | None
+    length: int | None
+    aggregate_error: float | None
+    payload_bytes: float
+    dense_payload_bytes: float
+    predicted: EndingRange | None
+    loss: float | None
+    dense_loss: float
+    steps: int
+    warmup_steps: int
+    seed: int
+
+    @property
+    def excess(self) -> float:
+        """The loss over dense training's, minus 1; infinite if training diverged."""
+        return math.inf if self.loss is None else self.loss / self.dense_loss - 1
+
+    @property
+    def saving(self) -> Saving:
+        """How many times smaller the payload is, against 32 and against 16 bits."""
+        return Saving.of(self.payload_bytes, self.dense_payload_bytes)
+
+    @property
+    def ending(self) -> Ending:
+        """The same as a training that new methods are looked up among."""
+        return Ending(self.recording, self.method, self.memory, self.cosines, self.excess)
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> Outcome:
+        """Read what `to_json` writes.
+
+        Args:
+            value: a line of rows.jsonl.
+            where: the file and line that an error names.
+
+        Raises:
+            GradlabError: for a field that is missing, unknown, of another type, or not finite.
+        """
+        names = {item.name for item in fields(cls)}
+        if not isinstance(value, dict) or set(value) != names:
+            raise GradlabError(f"{where}: expected an object of {', '.join(sorted(names))}, got {str(value)[:80]}")
+        _require(where, value, ("recording", "method", "words"), lambda x: isinstance(x, str))
+        _require(where, value, ("memory",), lambda x: isinstance(x, bool))
+        _require(where, value, ("steps", "warmup_steps", "seed"), lambda x: type(x) is int and x >= 0)
+        _require(where, value, _NUMBERS, lambda x: _is_number(x) and x > 0)
+        _require(where, value, ("cosine", "aggregate_error", "loss"), lambda x: x is None or _is_number(x))
+        _require(where, value, ("length",), lambda x: x is None or (type(x) is int and x >= 1))
+        _require(where, value, ("cosines",), _are_cosines)
+        _require(where, value, ("predicted",), lambda x: x is None or _is_range(x))
+        cosines = {int(length): float(cosine) for length, cosine in value["cosines"].items()}
+        predicted = None if value["predicted"] is None else EndingRange(**_with_infinity(value["predicted"]))
+        return cls(**{**value, "cosines": cosines, "predicted": predicted})
+
+
+def replayed_figures(summary: ReplaySummary, judged: Judged) -> dict[str, Any]:
+    """The fields of `Outcome` that follow from a method's replay."""
+    return {
+        "memory": summary.memory,
+        "cosines": {window.length: window.cosine for window in summary.windows},
+        "cosine": judged.cosine,
+        "length": judged.length,
+        "aggregate_error": summary.aggregate_error,
+        "payload_bytes": summary.payload_bytes_per_step.mean,
+        "dense_payload_bytes": summary.dense_payload_bytes,
+        "predicted": judged.ended,
+    }
+
+
+def written(outcomes: Sequence[Outcome]) -> bytes:
+    """Write rows.jsonl: a line each, in the order given."""
+    lines = (json.dumps(plain(one), sort_keys=True, allow_nan=False) for one in outcomes)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def read_outcomes(path: Path) -> tuple[Outcome, ...]:
+    """Read rows.jsonl.
+
+    Raises:
+        GradlabError: for a file that is missing or too large, or a line that is no outcome, which is named.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise GradlabError(f"{path}: larger than {_MOST_BYTES} bytes, expected a line per method and recording")
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise GradlabError(f"{path}: cannot be read ({error})") from None
+    return tuple(_of_line(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1))
+
+
+def _of_line(line: str, where: str) -> Outcome:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise GradlabError(f"{where} is not JSON: expected a method and what became of it") from None
+    return Outcome.from_json(value, where)
+
+
+def _require(where: str, value: Mapping[str, Any], names: Sequence[str], sound: Any) -> None:
+    for name in names:
+        if not sound(value[name]):
+            raise GradlabError(f"{where}: {name} = {str(value[name])[:80]}, which is out of range or of another type")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_cosines(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        length.isascii() and length.isdigit() and len(length) < 10 and _is_number(cosine)
+        for length, cosine in value.items()
+    )
+
+
+def _is_range(value: Any) -> bool:
+    names = {item.name for item in fields(EndingRange)}
+    return isinstance(value, dict) and set(value) == names and all(x is None or _is_number(x) for x in value.values())
+
+
+def _with_infinity(value: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no infinity: an end without a number diverged."""
+    return {name: math.inf if end is None else end for name, end in value.items()}
