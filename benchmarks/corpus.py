@@ -103,7 +103,7 @@ WIKITEXT = Source("WikiText-2", "CC BY-SA", "Merity et al., Pointer Sentinel Mix
 def baselines() -> dict[str, Baseline]:
     """All baselines by the name of their recording."""
     images = replace(
-        get("cifar10").recipe, learning_rate=0.1, batch_size=16, steps=400, schedule="cosine", momentum=0.9
+        get("cifar10").recipe, learning_rate=0.1, batch_size=16, steps=300, schedule="cosine", momentum=0.9
     )
     characters, masked = TextChars(width=48, layers=2, heads=3), MaskedBytes()
     return {

@@ -51,8 +51,12 @@ class MaskedLanguageModel(nn.Module):
 
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
-        from transformers import BertConfig, BertForMaskedLM
-
+        try:
+            from transformers import BertConfig, BertForMaskedLM
+        except ImportError:
+            raise GradlabError(
+                "workload masked_bytes needs transformers: pip install 'gradlab[transformers]'"
+            ) from None
         self.language_model = BertForMaskedLM(
             BertConfig(
                 vocab_size=BYTES + 1,

@@ -98,9 +98,12 @@ class Recording(Jsonable):
         texts = [value[name] for name in ("title", "dtype", "digest")] + list(source.values())
         sound = set(source) == of_source and all(isinstance(text, str) for text in texts)
         numbers = [value[name] for name in ("parameters", "world_size", "recorded_steps", "steps", "batch_size")]
-        if not sound or not all(type(number) is int and number >= 1 for number in numbers):
+        sound = sound and all(type(number) is int and number >= 1 for number in numbers)
+        span, seeds = value["iterations"], value["seeds"]
+        sound = sound and isinstance(span, list) and len(span) == 2 and all(type(one) is int for one in span)
+        if not sound or not isinstance(seeds, dict) or not all(type(seed) is int for seed in seeds.values()):
             raise GradlabError(f"{where}: recording {value['name']}: a field is of another type, or out of range")
-        return cls(**{**value, "source": Source(**source), "iterations": tuple(value["iterations"])})
+        return cls(**{**value, "source": Source(**source), "iterations": (span[0], span[1])})
 
 
 @dataclass(frozen=True)

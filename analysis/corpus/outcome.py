@@ -20,6 +20,7 @@ from gradlab.jsonable import Jsonable, plain
 from gradlab.saving import Saving
 
 _MOST_BYTES = 2**24  # of rows.jsonl
+_LARGEST = 1e150
 _NUMBERS = ("payload_bytes", "dense_payload_bytes", "dense_loss")
 
 
@@ -133,7 +134,8 @@ def read_outcomes(path: Path) -> tuple[Outcome, ...]:
             raise GradlabError(f"{path}: larger than {_MOST_BYTES} bytes, expected a line per method and recording")
         lines = path.read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
-        raise GradlabError(f"{path}: cannot be read ({error})") from None
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise GradlabError(f"{path}: cannot be read ({reason})") from None
     return tuple(_of_line(line, f"{path}: line {number}") for number, line in enumerate(lines, start=1))
 
 
@@ -148,11 +150,12 @@ def _of_line(line: str, where: str) -> Outcome:
 def _require(where: str, value: Mapping[str, Any], names: Sequence[str], sound: Any) -> None:
     for name in names:
         if not sound(value[name]):
-            raise GradlabError(f"{where}: {name} = {str(value[name])[:80]}, which is out of range or of another type")
+            raise GradlabError(f"{where}: {name} = {repr(value[name])[:80]}, which is out of range or of another type")
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    """Whether a value is a number that floats can compute with: JSON's whole numbers have no end."""
+    return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def _are_cosines(value: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from campaigns.fuzzed.artifact import ArtifactFiles
 from campaigns.fuzzed.case import Case, Format
 from campaigns.fuzzed.checkpoint import CheckpointFiles
+from campaigns.fuzzed.corpus import Corpus
 from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
 from campaigns.fuzzed.plain import Measurements, Settings
 from campaigns.fuzzed.trace import TraceFiles
@@ -17,6 +18,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "checkpoint": CheckpointFiles,
     "settings": Settings,
     "measurements": Measurements,
+    "corpus": Corpus,
     "cifar10": Cifar10,
     "npz": Cifar10Arrays,
     "idx": FashionMnist,

@@ -1,0 +1,106 @@
+"""The corpus's campaign: what is masked, that runs are kept, and the table that the page shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from gradlab.analysis.corpus.outcome import Outcome, read_outcomes
+from gradlab.analysis.forecast.endings import EndingRange
+from gradlab.cli.named_method import parse_method
+from gradlab.datasets.metric import IGNORED
+from gradlab.formatting import parse_bytes
+from gradlab.layout import layers_of
+from support.benchmark_modules import BENCHMARKS, benchmark_modules
+
+KEPT = BENCHMARKS / "results" / "corpus.jsonl"
+
+
+@pytest.fixture(scope="module")
+def campaign() -> Iterator[ModuleType]:
+    with benchmark_modules("corpus", "masked_bytes") as modules:
+        yield modules["corpus"]
+
+
+def test_bytes_are_hidden_as_bert_hides_tokens(campaign: ModuleType) -> None:
+    """15 % are to be predicted; of these 80 % are MASK, 10 % another byte (one in 256 the same), 10 % as they were."""
+    import masked_bytes
+
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2000, 64)))
+    shown, wanted = masked_bytes.masked(tokens, np.random.default_rng(0))
+    chosen = wanted != IGNORED
+    assert torch.equal(shown[~chosen], tokens[~chosen])
+    assert torch.equal(wanted[chosen], tokens[chosen])
+    fates = shown[chosen]
+    shares = [
+        chosen.double().mean(),
+        (fates == masked_bytes.MASK).double().mean(),
+        (fates == tokens[chosen]).double().mean(),
+    ]
+    assert [float(share) for share in shares] == pytest.approx([0.15, 0.8, 0.1 + 0.1 / 256], abs=0.01)
+    again, _ = masked_bytes.masked(tokens, np.random.default_rng(0))
+    assert torch.equal(again, shown)
+
+
+def test_a_small_bert_follows_from_its_seed(campaign: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    workload = campaign.MaskedBytes(width=16, layers=1, heads=2, context=8)
+    (tmp_path / "a.txt").write_text("to be, or not to be, that is the question\n" * 20)
+    data = workload.load(str(tmp_path / "a.txt"))
+    before = torch.random.get_rng_state()
+    models = [workload.model(seed) for seed in (0, 0, 1)]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    losses = [float(workload.loss(model(data.train_x), data.train_y).detach()) for model in models]
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] == pytest.approx(math.log(257), abs=0.3)
+
+
+def test_every_method_of_the_corpus_is_one_that_evaluate_takes(campaign: ModuleType) -> None:
+    layers = layers_of(campaign.baselines()["nanogpt"].task.model(0))
+    digests = {parse_method(words).plan_of(layers).digest for words in campaign.METHODS.values()}
+    assert len(digests) == len(campaign.METHODS)
+
+
+def test_recordings_are_small_and_hold_whole_layers(campaign: ModuleType) -> None:
+    """A few MB each: of every layer all values, on four ranks, in two bytes."""
+    pytest.importorskip("transformers")
+    for baseline in campaign.baselines().values():
+        numel = sum(layer.numel for layer in layers_of(baseline.task.model(0)))
+        assert 2 * numel * campaign.RANKS * campaign.RECORDED < parse_bytes(campaign.BUDGET)
+
+
+def test_the_table_shows_what_was_predicted_beside_what_was_observed(campaign: ModuleType) -> None:
+    numbers = {"steps": 9, "warmup_steps": 1, "seed": 0, "payload_bytes": 500.0, "dense_payload_bytes": 4000.0}
+    row = Outcome(
+        "nanogpt",
+        "top-k",
+        "topk",
+        True,
+        {4: 0.51234},
+        0.51234,
+        4,
+        0.9,
+        loss=2.2,
+        dense_loss=2.0,
+        predicted=EndingRange(-0.001, 0.02, math.inf, 0.4, 0.6, 5),
+        **numbers,
+    )
+    line = "| nanogpt | top-k | 500 B | 8.00x | 4.00x | 0.512 | -0.1 % to without end | +10.0 % |"
+    assert campaign.table([row]).splitlines()[2:] == [line]
+    assert campaign.table([replace(row, loss=None)]).endswith("| diverged |")
+
+
+def test_the_kept_rows_are_of_every_method_on_every_recording(campaign: ModuleType) -> None:
+    kept = read_outcomes(KEPT)
+    methods = (campaign.OTHER_DENSE, *campaign.METHODS)
+    assert [(one.recording, one.method) for one in kept] == [
+        (recording, method) for recording in campaign.baselines() for method in methods
+    ]
+    assert all(one.words == campaign.METHODS.get(one.method, "") for one in kept)
