@@ -150,7 +150,7 @@ def _print(corpus: Corpus, methods: Sequence[NamedMethod], judgements: Judgement
 def _judged_cells(found: Judgement | GradlabError) -> list[str]:
     if isinstance(found, GradlabError):
         return [f"refused: {_first_line(found)}", *[ABSENT] * (len(_JUDGED_COLUMNS) - 3)]
-    near = ", ".join(f"{one.method} {_signed(one.excess)}" for one in found.neighbours)
+    near = "; ".join(f"{one.method} {_signed(one.excess)}" for one in found.neighbours)
     return [
         *_figures(found),
         format_seconds(found.codec_seconds),
