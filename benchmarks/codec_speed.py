@@ -141,7 +141,7 @@ class Timed:
         for group in self._run.groups:
             self._exchange(step, group, took)
         self._run.end(step)
-        self._memory.recycle(t for state in self._run.states.values() for t in state.values())
+        self._memory.recycle()
         return took
 
     def copy(self) -> float:
@@ -163,10 +163,8 @@ class Timed:
             took["encode"] += watch.seconds(began, watch.now())
             answer = answer_for(asked, [_answer(request) for request in as_requests(asked)])
         began = watch.now()
-        left = _own(done)
+        _own(done)
         took["own"] += watch.seconds(began, watch.now())
-        used = (*done.mean.values(), *(t for t in left if id(t) not in map(id, self._gradients.values())))
-        self._memory.give_back(used, (*done.state.values(), *self._gradients.values()))
 
 
 def _answer(request: Any) -> Any:

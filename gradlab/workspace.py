@@ -1,16 +1,18 @@
 """Memory for tensors as large as gradients. On the CPU fresh memory costs more than the arithmetic done in it.
 
 (A sum of two vectors of 11 million floats: 24 ms into new memory, whose pages the system first has to provide and
-zero, 4 ms into old.) Codecs take large results from their context's workspace. The engine gives back a group's mean and
-compressor input as soon as the mean is applied, so that the next group of that size uses their memory, and after each
-iteration all that no state holds on to.
+zero, 4 ms into old.) Codecs take large results from their context's workspace. Memory comes back when the last tensor in
+it is gone: that of a group's mean and compressor input as soon as the mean is applied, so that the next group of that
+size uses it.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -54,7 +56,7 @@ class Workspace:
 
 
 class RecyclingWorkspace(Workspace):
-    """Reuses memory that `recycle` takes back. Several threads may use it.
+    """Lends memory again once no tensor is in it any more. Several threads may use it.
 
     Small tensors get new memory, and so do tensors on a GPU, where the caching allocator reuses it.
     """
@@ -64,7 +66,9 @@ class RecyclingWorkspace(Workspace):
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._lent: dict[int, torch.Tensor] = {}  # by address
-        self._used: set[int] = set()  # addresses of what was lent since the last `recycle`
+        self._used: set[int] = set()  # addresses of what was lent at the last `recycle` or since
+        # What nobody uses any more, which is noticed in any thread, at any moment, also while the lock is held.
+        self._returned: deque[torch.Tensor] = deque()
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -72,45 +76,33 @@ class RecyclingWorkspace(Workspace):
         if like.device.type != "cpu" or numel * like.element_size() < self._SMALLEST:
             return super().empty(shape, like)
         with self._lock:
+            self._take_back()
             free = self._free.get((numel, like.dtype))
             flat = free.pop() if free else like.new_empty(numel)
             self._lent[flat.data_ptr()] = flat
             self._used.add(flat.data_ptr())
-        return flat.view(tuple(shape))
+        return self._lend(flat).view(tuple(shape))
 
-    def give_back(self, tensors: Iterable[torch.Tensor], held: Iterable[torch.Tensor]) -> None:
-        """Take back memory before the next `recycle`.
-
-        What `tensors` use a part of stays: the rest of it may be another group's, as in a message of several groups.
-
-        Args:
-            tensors: not used any more.
-            held: tensors that may share their memory and are still used.
-        """
-        apart = {(tensor.data_ptr(), tensor.nbytes): tensor for tensor in tensors if tensor.is_contiguous()}
-        given: dict[int, int] = {}  # bytes by address of the memory
-        for tensor in apart.values():
-            address = tensor.untyped_storage().data_ptr()
-            given[address] = given.get(address, 0) + tensor.nbytes
-        kept = {tensor.untyped_storage().data_ptr() for tensor in held}
+    def recycle(self) -> None:
+        """End an iteration: give up the memory that it did not need."""
         with self._lock:
-            for address in given.keys() - kept:
-                if address in self._lent and given[address] == self._lent[address].nbytes:
-                    self._set_free(self._lent.pop(address))
-
-    def recycle(self, held: Iterable[torch.Tensor]) -> None:
-        """Take back all memory but that of the tensors still held, and give up what was not used since the last time.
-
-        Memory of a held tensor is taken back by the first `recycle` at which it is not held any more.
-        """
-        kept = {tensor.untyped_storage().data_ptr() for tensor in held}
-        with self._lock:
+            self._take_back()
             free, self._free = self._free, {}
             for flat in (flat for of_size in free.values() for flat in of_size if flat.data_ptr() in self._used):
                 self._set_free(flat)
-            self._used.clear()
-            for address in self._lent.keys() - kept:
-                self._set_free(self._lent.pop(address))
+            self._used = set(self._lent)
+
+    def _lend(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the memory of another one, which comes back when all tensors in it are gone."""
+        # Tensors share a storage, of which Python sees no end. A storage in an array's memory holds the array.
+        memory = flat.view(torch.uint8).numpy()
+        weakref.finalize(memory, self._returned.append, flat).atexit = False
+        return torch.from_numpy(memory).view(flat.dtype)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            flat = self._returned.popleft()
+            self._set_free(self._lent.pop(flat.data_ptr()))
 
     def _set_free(self, flat: torch.Tensor) -> None:
         self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
@@ -118,4 +110,6 @@ class RecyclingWorkspace(Workspace):
     @property
     def nbytes(self) -> int:
         """Bytes of memory in use or free for reuse."""
-        return sum(flat.nbytes for flat in (*self._lent.values(), *(t for free in self._free.values() for t in free)))
+        with self._lock:
+            self._take_back()
+            return sum(t.nbytes for t in (*self._lent.values(), *(t for free in self._free.values() for t in free)))

@@ -118,7 +118,7 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
         run, state = _once(codec, grads, running if innermost(codec).varying else state, context)
         runs.append(run)
-        workspace.recycle(state.values())
+        workspace.recycle()
     turns = [
         Turn(median(t.seconds for t in same), same[-1].requests, median(t.copy_seconds for t in same))
         for same in zip(*(item.turns for item in runs), strict=True)

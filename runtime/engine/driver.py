@@ -138,7 +138,7 @@ class Running:
                 self._requested = self._coroutine.send(answer)
                 self.requests = as_requests(self._requested)
             except StopIteration as stop:
-                self.requests, self.done = (), True
+                self.requests, self._requested, self.done = (), (), True
                 self._finish(stop.value)
         except Exception as error:
             raise GradlabError(f"{self._label}: {type(error).__name__}: {error}") from error
@@ -365,7 +365,7 @@ class StepDriver:
         self.rules.settle(record, step.noticed, self._non_finite.in_a_row)
         self.all_dense = not self.run.active
         self.current = None
-        self._workspace.recycle(tensor for state in self.run.states.values() for tensor in state.values())
+        self._workspace.recycle()
         for part in current.parts:
             part.settle()
         return record
@@ -476,9 +476,6 @@ class StepDriver:
                 current.record.errors |= contribution_error(done)
                 self._measure(current, name, gradients, done)
             _write(gradients, done)
-            # Where gradients lie in memory of the workspace, between nodes, the mean lies there now.
-            still_used = (*done.state.values(), *self.run.states.get(name, {}).values(), *gradients.values())
-            self._workspace.give_back((*done.mean.values(), *done.compressor_input.values()), still_used)
 
         # What is measured is measured on the gradients, after the exchange.
         exchange = current.step.exchange(name, reuse=not current.measured)
