@@ -1,9 +1,9 @@
 """Memory for tensors as large as gradients. On the CPU fresh memory costs more than the arithmetic done in it.
 
 (A sum of two vectors of 11 million floats: 24 ms into new memory, whose pages the system first has to provide and
-zero, 4 ms into old.) Codecs take large results from their context's workspace. Memory comes back when the last tensor in
-it is gone: that of a group's mean and compressor input as soon as the mean is applied, so that the next group of that
-size uses it.
+zero, 4 ms into old.) Codecs take large results from their context's workspace. Memory comes back when the last tensor
+in it is gone: that of a group's mean and compressor input as soon as the mean is applied, so that the next group of
+that size uses it.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class Compressor(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._shards: dict[tuple[Any, ...], Shards] = {}
+        self._of_group: tuple[Sequence[Layer], Compressor] | None = None  # the last answer of `of_group`
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
@@ -84,6 +85,13 @@ class Compressor(Codec):
     def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
         """Return the shapes that `for_layers` takes for layers: each layer's own."""
         return [layer.shape for layer in layers]
+
+    def of_group(self, grads: Tensors) -> Compressor:
+        """Return the compressor of a group's vector, worked out once for the same layers: see `for_layers`."""
+        layers, known = self.layers_of(grads), self._of_group
+        if known is None or known[0] is not layers:
+            known = self._of_group = layers, self.for_layers(self.shapes_of(layers))
+        return known[1]
 
     def part(self, start: int, stop: int) -> Compressor:
         """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
@@ -233,7 +241,7 @@ class Compressor(Codec):
         return self.decompress_into(torch.empty_like(like), payload)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
+        vector, codec = concatenate(grads), self.of_group(grads)
         if codec.sums_in_shards(context.world_size) and not context.one_round:
             return (yield from averaged_in_shards(codec, vector, grads, context))
         payload = codec.compress(vector, context.rank_generator())

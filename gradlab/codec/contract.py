@@ -334,6 +334,9 @@ class Codec(ABC):
     candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner
     Settings: ClassVar[type]
     roles: Mapping[str, str] = MappingProxyType({})  # of an instance, by layer name: see `bind`
+    # What `layers_of` was last asked: names, shapes and roles. And its answer.
+    _seen: tuple[tuple[Any, ...], Mapping[str, str], tuple[Layer, ...]] = ((), MappingProxyType({}), ())
+    _guaranteed: tuple[tuple[Layer, ...], Guarantees] | None = None  # the same of `guarantees_of`
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -494,9 +497,25 @@ class Codec(ABC):
         """
         self.roles = {layer.name: layer.role for layer in layers}
 
-    def layers_of(self, grads: Mapping[str, torch.Tensor]) -> list[Layer]:
-        """List the layers that gradients belong to, with the roles that `bind` was told."""
-        return [layer_of(name, grad.shape, self.roles.get(name, "other")) for name, grad in grads.items()]
+    def layers_of(self, grads: Mapping[str, torch.Tensor]) -> tuple[Layer, ...]:
+        """List the layers that gradients belong to, with the roles that `bind` was told.
+
+        A codec is asked for one group's layers in every step: it returns the same tuple until they are others, so that
+        what follows from layers need not be worked out again.
+        """
+        asked, roles = (*grads, *[grad.shape for grad in grads.values()]), self.roles
+        before, with_roles, layers = self._seen
+        if asked != before or roles is not with_roles:
+            layers = tuple(layer_of(name, grad.shape, roles.get(name, "other")) for name, grad in grads.items())
+            self._seen = asked, roles, layers
+        return layers
+
+    def guarantees_of(self, grads: Mapping[str, torch.Tensor]) -> Guarantees:
+        """Return what holds for the layers that gradients belong to, worked out once for the same layers."""
+        layers, known = self.layers_of(grads), self._guaranteed
+        if known is None or known[0] is not layers:
+            known = self._guaranteed = layers, self.guarantees(layers)
+        return known[1]
 
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.

@@ -16,7 +16,7 @@ as C(a x) = a C(x). Before the first exchange C runs once on this rank alone, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from gradlab.codec.settings import setting
 from gradlab.codec.vectors import Tensors
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import Coroutine, run_lockstep
-from gradlab.layout import layer_of
 from gradlab.workspace import Workspace
 
 CONTRACTIONS = ("measured", "none")
@@ -48,13 +47,13 @@ def contraction_setting() -> Any:
     )
 
 
-def needs_scaling(codec: Codec, shapes: Mapping[str, Sequence[int]]) -> bool:
+def needs_scaling(codec: Codec, grads: Mapping[str, torch.Tensor]) -> bool:
     """Return whether feedback has to scale a codec's input.
 
     codec: the codec, with wrappers or without.
-    shapes: of the group's layers, by name.
+    grads: tensors of the shapes of the group's layers, by name.
     """
-    holds = innermost(codec).guarantees([layer_of(name, tuple(shape)) for name, shape in shapes.items()])
+    holds = innermost(codec).guarantees_of(grads)
     return not holds.contracts and (holds.unbiased or holds.homogeneous)
 
 

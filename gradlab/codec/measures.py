@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -47,28 +49,35 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            on_device.setdefault(tensor.device, []).append(tensor)
-        elif tensor.numel() < _SMALL:
+        if tensor.is_cpu:
             small.setdefault(tensor.dtype, []).append(tensor)
-        elif not is_finite(tensor):
-            return False
+        else:
+            on_device.setdefault(tensor.device, []).append(tensor)
     together = all(is_finite(joined) for alike in small.values() for joined in _joined(alike))
     return together and all(bool(largest_magnitudes(some).isfinite().all()) for some in on_device.values())
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield vectors of several tensors' elements that fit the cache."""
-    batch: list[torch.Tensor] = []
-    room = _CACHED
-    for tensor in tensors:
-        batch.append(tensor)
-        room -= tensor.numel()
-        if room <= 0:
-            yield _flatten_dense_tensors(batch)
-            batch, room = [], _CACHED
-    if batch:
-        yield _flatten_dense_tensors(batch)
+    """Yield vectors of all elements: of several small tensors what fits the cache, and large tensors as they are."""
+    first = 0
+    for last in _ends_of_batches([tensor.numel() for tensor in tensors]):
+        batch = tensors[first:last]
+        yield batch[0] if len(batch) == 1 else _flatten_dense_tensors(batch)
+        first = last
+
+
+def _ends_of_batches(sizes: Sequence[int]) -> Iterator[int]:
+    """Cut tensors of these sizes, in elements, into runs that are looked at together; yield the places they end at."""
+    ends, last = list(accumulate(sizes)), 0
+    large = [*(place for place, size in enumerate(sizes) if size >= _SMALL), len(sizes)]
+    for place in large:
+        while last < place:
+            before = ends[last - 1] if last else 0
+            last = min(place, bisect_left(ends, before + _CACHED, last) + 1)
+            yield last
+        if place < len(sizes):
+            last = place + 1
+            yield last
 
 
 def squared_norm(tensor: torch.Tensor) -> float:

@@ -24,12 +24,12 @@ def concatenate(grads: Tensors) -> torch.Tensor:
 
 def consecutive(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the vector that tensors are consecutive parts of, or None."""
-    if not pieces:
+    first = next((piece for piece in pieces if piece.numel()), None)
+    if first is None:
         return None
-    first = pieces[0]
     begin = address = first.data_ptr()
     for piece in pieces:
-        if piece.data_ptr() != address or not piece.is_contiguous():
+        if (piece.data_ptr() != address or not piece.is_contiguous()) and piece.numel():  # what is empty lies nowhere
             return None
         address += piece.nbytes
     memory = first.untyped_storage()

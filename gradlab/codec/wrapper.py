@@ -7,6 +7,7 @@ differs between ranks, such as residuals and velocities. A wrapper's state has k
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -79,14 +80,11 @@ class Wrapper(Codec):
 
     def inner_state(self, state: Tensors) -> Tensors:
         """Return the wrapped codec's part of a state."""
-        return {key: value for key, value in state.items() if not self._owns(key)}
+        return {key: value for key, value in state.items() if _buffer_of(key) not in self.keys}
 
     def own_state(self, state: Tensors) -> Tensors:
         """Return this wrapper's part of a state."""
-        return {key: value for key, value in state.items() if self._owns(key)}
-
-    def _owns(self, key: str) -> bool:
-        return key.rpartition("/")[2].removesuffix("_scale") in self.keys
+        return {key: value for key, value in state.items() if _buffer_of(key) in self.keys}
 
     def carried_state(self, state: Tensors) -> Tensors:
         """Return this wrapper's part of a state that stays valid when the wrapped codec gets other settings."""
@@ -277,6 +275,16 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
     }
 
 
+def store_buffers(tensors: Tensors, what: str, kind: str) -> Tensors:
+    """Make the state entries that keep the tensors of several layers, by layer name, see `store_buffer`."""
+    if kind != "int8":
+        return {f"{name}/{what}": tensor for name, tensor in tensors.items()}
+    kept: Tensors = {}
+    for name, tensor in tensors.items():
+        kept |= store_buffer(name, what, tensor, kind)
+    return kept
+
+
 def kept_buffer(name: str, what: str, shape: tuple[int, ...], kind: str) -> dict[str, Kept]:
     """Say what the entries that `store_buffer` makes look like.
 
@@ -296,3 +304,22 @@ def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:
     scales = state[f"{name}/{what}_scale"]
     blocks = torch.nn.functional.pad(held.reshape(-1), (0, -held.numel() % _BLOCK)).view(-1, _BLOCK)
     return (blocks * scales[:, None]).view(-1)[: held.numel()].reshape(held.shape)
+
+
+def load_buffers(state: Tensors, names: Iterable[str], what: str, kind: str) -> Tensors:
+    """Return the tensors that `store_buffers` kept, by layer name, of those of these layers that the state has."""
+    if kind != "int8":
+        return {name: state[key] for name in names if (key := f"{name}/{what}") in state}
+    held = ((name, load_buffer(state, name, what)) for name in names)
+    return {name: tensor for name, tensor in held if tensor is not None}
+
+
+def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, copied if it is a part of larger memory, which it would keep from being used again."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+@functools.lru_cache(2**16)
+def _buffer_of(key: str) -> str:
+    """Return the <what> of a state's key "<layer>/<what>", without the mark of an int8 buffer's scales."""
+    return key.rpartition("/")[2].removesuffix("_scale")

@@ -174,7 +174,7 @@ class ECSQ(Compressor):
         return held if after is None else torch.tensor(after, dtype=torch.float64)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.for_layers(self.shapes_of(self.layers_of(grads)))
+        vector, codec = concatenate(grads), self.of_group(grads)
         codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None

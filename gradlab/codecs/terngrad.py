@@ -175,7 +175,7 @@ class TernGrad(BlockCompressor):
         if not self.settings.shared_scale:
             return (yield from super().exchange(grads, state, context))
         vector, ranks = concatenate(grads), context.world_size
-        codec = self.for_layers(self.shapes_of(self.layers_of(grads)))
+        codec = self.of_group(grads)
         everyone = yield Gather(codec.scales(vector))
         scales = torch.stack(everyone).amax(0)
         codes = codec.ternary(vector, scales, context.rank_generator(), everyone[context.rank])

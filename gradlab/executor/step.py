@@ -18,6 +18,7 @@ DDP throws away what a hook returns for a parameter that no rank used.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 
 from gradlab.codec import Codec, Context, Exchanged, Tensors, alone, exchange_group
 from gradlab.codec.measures import all_finite, is_finite, largest_magnitudes
-from gradlab.codec.wrapper import innermost
+from gradlab.codec.wrapper import in_own_memory, innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
@@ -257,10 +258,11 @@ class Step:
         self._look_at(gradients, buffer)
         if self._run.replanner is not None:
             self._run.replanner.add(gradients, self.context.iteration, self._scaled_by)
-        arrived = [self._run.group_of[layer] for layer in gradients if self.is_active(layer)]
-        for group in arrived:
-            self._waiting[group] -= 1
-        return [group for group in dict.fromkeys(arrived) if not self._waiting[group]]
+        group_of, active = self._run.group_of, self.active
+        arrived = Counter([group for layer in gradients if (group := group_of.get(layer)) in active])
+        for group, layers in arrived.items():
+            self._waiting[group] -= layers
+        return [group for group in arrived if not self._waiting[group]]
 
     def is_active(self, layer: str) -> bool:
         """Say whether the codec of a layer's group runs in this step.
@@ -272,6 +274,11 @@ class Step:
             False also for a layer of no group.
         """
         return self._run.group_of.get(layer) in self.active
+
+    def without_codec(self, gradients: Tensors) -> Tensors:
+        """Return the gradients, by layer name, of layers that no codec works on in this step."""
+        group_of, active = self._run.group_of, self.active
+        return {name: gradient for name, gradient in gradients.items() if group_of.get(name) not in active}
 
     def layers_of(self, group: str) -> Tensors:
         """Return the gradients of a complete group.
@@ -423,5 +430,5 @@ def _held_back(layer: str, new: Tensors, before: Tensors, of_group: Collection[s
         owner, _, what = key.rpartition("/")
         return owner == layer and what not in of_group
 
-    kept = {key: value for key, value in before.items() if of_layer(key)}
+    kept = {key: in_own_memory(value) for key, value in before.items() if of_layer(key)}
     return {key: value for key, value in new.items() if not of_layer(key)} | kept

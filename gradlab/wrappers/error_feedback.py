@@ -22,10 +22,11 @@ from gradlab.codec.wrapper import (
     Wrapper,
     buffer_setting,
     entries,
+    in_own_memory,
     innermost,
-    load_buffer,
+    load_buffers,
     step_size_setting,
-    store_buffer,
+    store_buffers,
 )
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
@@ -108,12 +109,10 @@ class ErrorFeedback(Wrapper):
         done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         still = context.standing_still(grads, self.settings.step_size_ratio)
-        kept = held_residuals(grads, state, still)
         steps = self.settings.reset_steps
         dropped = steps > 0 and (context.iteration - context.start + 1) % steps == 0
-        for name, value in kept_back.items() if not dropped else ():
-            if name not in still:
-                kept |= store_buffer(name, "residual", self._low_pass(value, residual.get(name)), self.settings.buffer)
+        new = {} if dropped else self._low_passed(without(kept_back, still), residual)
+        kept = held_residuals(grads, state, still) | store_buffers(new, "residual", self.settings.buffer)
         state = {**done.state, **kept, **measured}
         return replace(done, state=state, compressor_input=inputs, compression_error=errors)
 
@@ -125,24 +124,23 @@ class ErrorFeedback(Wrapper):
         return replace(done, state=kept, compressor_input=inputs)
 
     def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
-        residuals = {}
-        if not context.follows_rates(self.settings.step_size_ratio) and self.settings.buffer == "float32":
-            kept = {name: state[key] for name in grads if (key := f"{name}/residual") in state}
-            factor = self.settings.carried
+        residuals: Tensors = {}
+        kept, factor = load_buffers(state, grads, "residual", self.settings.buffer), self.settings.carried
+        if not context.follows_rates(self.settings.step_size_ratio):
             return kept if factor == 1.0 else {name: value * factor for name, value in kept.items()}
         still = context.standing_still(grads, self.settings.step_size_ratio)
-        for name in grads:
-            residual = load_buffer(state, name, "residual")
-            if residual is not None and name not in still:
-                ratio = self.settings.carried * context.residual_ratio(name, self.settings.step_size_ratio)
-                residuals[name] = residual if ratio == 1.0 else residual * ratio
+        for name, residual in without(kept, still).items():
+            ratio = factor * context.residual_ratio(name, self.settings.step_size_ratio)
+            residuals[name] = residual if ratio == 1.0 else residual * ratio
         return residuals
 
-    def _low_pass(self, error: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    def _low_passed(self, errors: Tensors, residual: Tensors) -> Tensors:
         decay = self.settings.decay
-        if decay == 0.0:
-            return error
-        return (1 - decay) * error + (0.0 if before is None else decay * before)
+        return errors if decay == 0.0 else {name: _low_pass(e, residual.get(name), decay) for name, e in errors.items()}
+
+
+def _low_pass(error: torch.Tensor, before: torch.Tensor | None, decay: float) -> torch.Tensor:
+    return (1 - decay) * error + (0.0 if before is None else decay * before)
 
 
 def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
@@ -166,8 +164,13 @@ def held_residuals(grads: Tensors, state: Tensors, still: frozenset[str]) -> Ten
     held: Tensors = {}
     for name in grads if still else ():
         if name in still:
-            held |= entries(state, name, "residual")
+            held |= {key: in_own_memory(value) for key, value in entries(state, name, "residual").items()}
     return held
+
+
+def without(tensors: Tensors, still: frozenset[str]) -> Tensors:
+    """Return the tensors of layers that do move in this iteration."""
+    return {name: tensor for name, tensor in tensors.items() if name not in still} if still else tensors
 
 
 def same_dtype(tensors: Iterable[torch.Tensor]) -> bool:
@@ -190,8 +193,7 @@ def exchange_contracting(
         The codec's result, the compression errors by layer, and state entries with what was measured.
     """
     codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
-    shapes = {name: value.shape for name, value in inputs.items()}
-    if wrapper.settings.contraction == "none" or not needs_scaling(codec, shapes):
+    if wrapper.settings.contraction == "none" or not needs_scaling(codec, inputs):
         done = yield from codec.exchange(inputs, inside, context)
         return done, compression_errors(inputs, done.own, context), {}
     zeta = state[key] if key in state else first_zeta(codec, inputs, context)

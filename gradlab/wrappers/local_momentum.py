@@ -14,7 +14,7 @@ import torch
 
 from gradlab.codec import Context, Exchanged, Tensors
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, store_buffer
+from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, store_buffers
 from gradlab.collectives import Coroutine
 
 
@@ -64,7 +64,5 @@ class LocalMomentum(Wrapper):
         return velocity, sent
 
     def _done(self, done: Exchanged, velocity: Tensors, sent: Tensors) -> Exchanged:
-        kept: Tensors = {}
-        for name, tensor in velocity.items():
-            kept |= store_buffer(name, "velocity", tensor, self.settings.buffer)
+        kept = store_buffers(velocity, "velocity", self.settings.buffer)
         return replace(done, state={**done.state, **kept}, compressor_input=done.compressor_input or sent)

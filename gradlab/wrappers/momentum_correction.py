@@ -22,7 +22,7 @@ from gradlab.codec.wrapper import (
     innermost,
     load_buffer,
     step_size_setting,
-    store_buffer,
+    store_buffers,
 )
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
@@ -32,6 +32,7 @@ from gradlab.wrappers.error_feedback import (
     keep_setting,
     refuse_keep,
     unselected,
+    without,
 )
 
 
@@ -88,8 +89,8 @@ class MomentumCorrection(Wrapper):
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         still = context.standing_still(grads, self.settings.step_size_ratio)
-        residual = {name: value for name, value in kept_back.items() if name not in still}
-        kept = {**held_residuals(grads, state, still), **self._kept(velocity, residual), **measured}
+        residual = self._kept(velocity, without(kept_back, still))
+        kept = {**held_residuals(grads, state, still), **residual, **measured}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs, compression_error=errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -120,11 +121,8 @@ class MomentumCorrection(Wrapper):
         return velocity, inputs
 
     def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:
-        kept: Tensors = {}
-        for what, tensors in (("velocity", velocity), ("residual", residual)):
-            for name, tensor in tensors.items():
-                kept |= store_buffer(name, what, tensor, self.settings.buffer)
-        return kept
+        kind = self.settings.buffer
+        return store_buffers(velocity, "velocity", kind) | store_buffers(residual, "residual", kind)
 
 
 def clipped(grads: Tensors, clip_norm: float, world_size: int) -> Tensors:

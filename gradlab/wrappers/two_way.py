@@ -23,11 +23,14 @@ from gradlab.codec.shards import Payload, Shard, Sharded, Shards, Spread
 from gradlab.codec.wrapper import (
     Wrapper,
     buffer_setting,
+    in_own_memory,
     kept_buffer,
     load_buffer,
+    load_buffers,
     state_names,
     step_size_setting,
     store_buffer,
+    store_buffers,
 )
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -79,10 +82,9 @@ class TwoWay(Wrapper):
         self.compressor = codec
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, shapes = concatenate(grads), self._shapes(grads)
-        whole = self.compressor.for_layers(shapes)
+        vector, whole = concatenate(grads), self.compressor.of_group(grads)
         sending = whole.held(vector, state.get(_key(grads, "sent_held")))
-        sharded = self._sharded(whole, vector, shapes, context, sending)
+        sharded = self._sharded(whole, vector, grads, context, sending)
         average, codec = (yield from sharded.average()), sharded.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
@@ -100,8 +102,7 @@ class TwoWay(Wrapper):
         }
         kept |= {_key(grads, what): value for what, value in after.items() if value is not None}
         mean = context.alike(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
-        cuts = [piece.numel() for piece in held.values()]
-        asked = Deferred(grads, lambda: dict(zip(held, (average - carried).split(cuts), strict=True)))
+        asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -116,7 +117,7 @@ class TwoWay(Wrapper):
         still = context.standing_still(held, self.settings.step_size_ratio)
         for name, piece in held.items() if self.settings.error_feedback else ():
             if name in still:
-                kept |= store_buffer(name, "server_residual", piece.clone(), self.settings.buffer)
+                kept |= store_buffer(name, "server_residual", in_own_memory(piece), self.settings.buffer)
         return Exchanged(done.mean, dict(grads), kept)
 
     def _shapes(self, grads: Tensors) -> list[tuple[int, ...]]:
@@ -126,18 +127,23 @@ class TwoWay(Wrapper):
         self,
         codec: Compressor,
         vector: torch.Tensor,
-        shapes: Sequence[Sequence[int]],
+        grads: Tensors,
         context: Context,
         held: torch.Tensor | None,
     ) -> Sharded | Spread:
         if codec.spreads:
-            return Spread(codec, vector, pieces_of(tuple(map(math.prod, shapes)), context.world_size), context, held)
-        return Sharded(codec, vector, self.shards(shapes, context.world_size, context.group), context, held)
+            numels = tuple(map(math.prod, self._shapes(grads)))
+            return Spread(codec, vector, pieces_of(numels, context.world_size), context, held)
+        shards = self._shards_of(codec, vector.numel(), context.world_size, context.group)
+        return Sharded(codec, vector, shards, context, held)
 
     def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> Shards:
         """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank."""
-        numel, root = sum(map(math.prod, shapes)), self.settings.server_rank
-        codec = self.compressor.for_layers(shapes)
+        return self._shards_of(self.compressor.for_layers(shapes), sum(map(math.prod, shapes)), world_size, group)
+
+    def _shards_of(self, codec: Compressor, numel: int, world_size: int, group: str) -> Shards:
+        """Return the shards of a vector (numel,), of which this is the compressor."""
+        root = self.settings.server_rank
         if self.settings.server == "sharded":
             return codec.shards(numel, world_size, group)
         if root >= world_size:
@@ -161,24 +167,26 @@ class TwoWay(Wrapper):
 
     def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
         """The server residual of this rank's shard, by layer, (elements in the shard,), in the dtype of `like`."""
-        pieces = {}
+        pieces = load_buffers(state, grads, "server_residual", self.settings.buffer)
+        if len(pieces) == len(grads):
+            return pieces
         for name, (a, b) in self._cuts_of(grads, context).items():
-            piece, whole = (load_buffer(state, name, what) for what in ("server_residual", "server_whole"))
+            piece, whole = pieces.get(name), load_buffer(state, name, "server_whole")
             if whole is not None:
                 piece = whole[a:b]
             elif piece is None:  # of a layer that has had no gradient on any rank yet
                 piece = like.new_zeros(b - a)
             pieces[name] = piece
-        return pieces
+        return {name: pieces[name] for name in grads}
 
     def _rescaled(self, held: Tensors, context: Context) -> torch.Tensor:
         """Return the shard's residual at this iteration's step size, (shard elements,); zero where it is held."""
-        wanted, pieces = self.settings.step_size_ratio, list(held.values())
+        wanted = self.settings.step_size_ratio
         if context.follows_rates(wanted):
             still = context.standing_still(held, wanted)
-            ratios = [0.0 if name in still else context.residual_ratio(name, wanted) for name in held]
-            pieces = [piece if ratio == 1.0 else piece * ratio for piece, ratio in zip(pieces, ratios, strict=True)]
-        return torch.cat(pieces)
+            ratios = {name: 0.0 if name in still else context.residual_ratio(name, wanted) for name in held}
+            held = {name: piece if ratios[name] == 1.0 else piece * ratios[name] for name, piece in held.items()}
+        return concatenate(held)
 
     def _cuts_of(self, grads: Tensors, context: Context) -> dict[str, Shard]:
         numels = {name: grad.numel() for name, grad in grads.items()}
@@ -205,24 +213,17 @@ class TwoWay(Wrapper):
         if not self.settings.error_feedback:
             return {}
         errors = codec.residual_into(context.workspace.empty_like(average), average, answer)
-        pieces = errors.split([piece.numel() for piece in held.values()])
-        kept: Tensors = {}
-        still = context.standing_still(held, self.settings.step_size_ratio)
-        for (name, before), after in zip(held.items(), pieces, strict=True):
-            piece = before if name in still else after
-            # A view would keep all layers' memory alive for one of them.
-            kept |= store_buffer(
-                name, "server_residual", piece if len(held) == 1 else piece.clone(), self.settings.buffer
-            )
-        return kept
+        pieces = _cut_alike(errors, held)
+        for name in context.standing_still(held, self.settings.step_size_ratio):
+            pieces[name] = in_own_memory(held[name])
+        return store_buffers(pieces, "server_residual", self.settings.buffer)
 
     def _zeta(
         self, codec: Compressor, average: torch.Tensor, grads: Tensors, state: Tensors, context: Context
     ) -> torch.Tensor | None:
         """Return the number that the server's input is divided by, (); None if it keeps no residual, or needs none."""
-        shapes = {name: grad.shape for name, grad in grads.items()}
         asked = self.settings.error_feedback and self.settings.contraction != "none"
-        if not asked or not needs_scaling(self.compressor, shapes):
+        if not asked or not needs_scaling(self.compressor, grads):
             return None
         if (known := state.get(_key(grads, "server_zeta"))) is not None:
             return known
@@ -284,3 +285,8 @@ class TwoWay(Wrapper):
 def _key(grads: Tensors, what: str) -> str:
     """Return the state's key of what belongs to a whole group: it is under the first layer's name."""
     return f"{next(iter(grads), '')}/{what}"
+
+
+def _cut_alike(vector: torch.Tensor, pieces: Tensors) -> Tensors:
+    """Cut a vector (numel,) into views as long as pieces (n,) that make up as much, by their names."""
+    return dict(zip(pieces, vector.split([piece.numel() for piece in pieces.values()]), strict=True))

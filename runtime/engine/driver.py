@@ -256,7 +256,7 @@ class StepDriver:
         self._timeline.add("backward", f"bucket {part.index} ready", part.arrived, part.arrived)
         with self._timed(current):
             complete = current.step.add(part.gradients, part.buffer)
-            rest = {name: grad for name, grad in part.gradients.items() if not current.step.is_active(name)}
+            rest = current.step.without_codec(part.gradients)
             if part.buffer is not None and len(rest) == len(part.gradients):
                 self._average(current, part, part.buffer)
             else:

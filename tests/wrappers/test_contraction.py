@@ -178,6 +178,6 @@ def test_a_first_gradient_of_zeros_measures_nothing() -> None:
 
 def test_what_is_scaled() -> None:
     for name, settings in EXPANDING.values():
-        assert needs_scaling(codecs.make(name, **settings), SHAPES)
+        assert needs_scaling(codecs.make(name, **settings), gradients(1, 0))
     for name, settings in CONTRACTING.values():
-        assert not needs_scaling(codecs.make(name, **settings), SHAPES)
+        assert not needs_scaling(codecs.make(name, **settings), gradients(1, 0))
