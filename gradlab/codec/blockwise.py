@@ -167,6 +167,8 @@ class BlockCompressor(PiecewiseCompressor):
         super().__init__(settings, learned)
         self._sizes: np.ndarray | None = None  # of the blocks, where they are not all alike; and where they begin
         self._starts = np.zeros(1, np.int64)
+        self._cut_runs: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # of these blocks
+        self._counted: dict[Span, tuple[int, int, np.ndarray]] = {}
         self._relatives: dict[tuple[Any, ...], Any] = {}
 
     @abstractmethod
@@ -243,24 +245,24 @@ class BlockCompressor(PiecewiseCompressor):
         self,
         vector: torch.Tensor,
         of_rows: Callable[[torch.Tensor], torch.Tensor],
-        of_blocks: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        of_blocks: Callable[[torch.Tensor, np.ndarray, np.ndarray], np.ndarray],
     ) -> torch.Tensor:
         """Reduce each block of a vector to a number or a few: (..., blocks).
 
         Args:
             vector: (numel,).
             of_rows: reduces equal blocks, (m, n) -> (..., m); for large blocks, and on a GPU.
-            of_blocks: reduces blocks of any sizes on the CPU: values (n,) and the blocks' first positions (m,), as
-                numpy's `reduceat` takes them, to (..., m). Many small layers thus take few calls, and a block gives the
-                same bits alone and among others.
+            of_blocks: reduces blocks of any sizes on the CPU: values (n,), the blocks' first positions (m,), as
+                numpy's `reduceat` takes them, and their sizes (m,), to (..., m). Many small layers thus take few calls,
+                and a block gives the same bits alone and among others.
         """
         if vector.device.type != "cpu":
             return torch.cat([of_rows(rows) for rows in self.rows(vector)], -1)
         parts = []
-        for begin, end, starts in self._runs(vector.numel()):
+        for begin, end, starts, sizes in self._runs(vector.numel()):
             values = vector[begin:end]
             small = end - begin <= CACHED or len(starts) > 1
-            reduced = torch.from_numpy(of_blocks(values.numpy(), starts)) if small else of_rows(values.view(1, -1))
+            reduced = torch.from_numpy(of_blocks(values, starts, sizes)) if small else of_rows(values.view(1, -1))
             parts.append(reduced)
         return torch.cat(parts, -1)
 
@@ -270,26 +272,33 @@ class BlockCompressor(PiecewiseCompressor):
             return torch.cat([largest_of_rows(rows) for rows in self.rows(vector)])
         return self.reduced(vector, largest_of_rows, largest_of_blocks)
 
-    def _runs(self, numel: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Cut a vector (numel,) into runs of whole blocks that fit the cache: start, stop, and its blocks' starts.
+    def _runs(self, numel: int) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
+        """Cut a vector (numel,) into runs of blocks that fit the cache: start, stop, its blocks' starts and sizes.
 
         A block that is larger is a run by itself.
         """
-        starts = self._starts[:-1] if self._sizes is not None else np.arange(0, numel, min(self.block, numel))
-        first = 0
-        while first < len(starts):
-            begin = int(starts[first])
-            last = max(first + 1, int(np.searchsorted(starts, begin + CACHED, "right")) - 1)
-            end = numel if last >= len(starts) else int(starts[last])
-            yield begin, end, starts[first:last] - begin
-            first = last
+        if self._sizes is None:
+            return _runs_of(np.arange(0, numel, min(self.block, numel)), numel)
+        if not self._cut_runs:
+            self._cut_runs = list(_runs_of(self._starts[:-1], numel))
+        return self._cut_runs
 
     def blocks_of(self, start: int, stop: int) -> Span:
         """Return the indices of the first and the last block of the elements from start to stop."""
         if self._sizes is None:
             return start // self.block, (stop - 1) // self.block
-        first, last = np.searchsorted(self._starts, [start, stop - 1], "right") - 1
-        return int(first), int(last)
+        return self._counts(start, stop)[:2]
+
+    def _counts(self, start: int, stop: int) -> tuple[int, int, np.ndarray]:
+        """Return the first and the last block of the elements from start to stop, and how many of these each has.
+
+        Vectors are worked on in the same pieces in every step, so that it is worked out once.
+        """
+        if (start, stop) not in self._counted:
+            first, last = (int(at) for at in np.searchsorted(self._starts, [start, stop - 1], "right") - 1)
+            counts = np.diff(self._starts[first : last + 2].clip(start, stop))
+            self._counted[start, stop] = first, last, counts
+        return self._counted[start, stop]
 
     def scale(
         self, values: torch.Tensor, factors: torch.Tensor, start: int, out: torch.Tensor | None = None
@@ -345,9 +354,9 @@ class BlockCompressor(PiecewiseCompressor):
         if self._sizes is None:
             _blockwise(function, values, numbers, start, self.block, out)
             return out
-        counts = np.diff(self._starts[first : last + 2].clip(start, start + len(values)))
+        *_, counts = self._counts(start, start + len(values))
         if numbers.device.type == "cpu":
-            return function(values, torch.from_numpy(np.repeat(numbers[first : last + 1].numpy(), counts)), out=out)
+            return function(values, torch.from_numpy(numbers.numpy()[first : last + 1].repeat(counts)), out=out)
         # A GPU repeats a number by 32 threads, however often. And it would have to be given the counts.
         at = 0
         for begin, end in _alike(counts):
@@ -374,9 +383,21 @@ def largest_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return torch.maximum(rows.amax(1), -rows.amin(1))
 
 
-def largest_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the largest magnitude of each block, for `BlockCompressor.reduced`: (n,), (m,) -> (m,)."""
+def largest_of_blocks(vector: torch.Tensor, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the largest magnitude of each block, for `BlockCompressor.reduced`: (n,), (m,), (m,) -> (m,)."""
+    values = vector.numpy()
     return np.maximum(np.maximum.reduceat(values, starts), -np.minimum.reduceat(values, starts))
+
+
+def _runs_of(starts: np.ndarray, numel: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """Cut a vector (numel,) of blocks that begin at these places, (blocks,), into runs: see `BlockCompressor._runs`."""
+    first, edges = 0, np.append(starts, numel)
+    while first < len(starts):
+        begin = int(starts[first])
+        last = max(first + 1, int(np.searchsorted(starts, begin + CACHED, "right")) - 1)
+        end = int(edges[last])
+        yield begin, end, starts[first:last] - begin, np.diff(edges[first : last + 1])
+        first = last
 
 
 def block_sizes(numel: int, block: int) -> list[int]:

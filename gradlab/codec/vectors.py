@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -24,19 +25,21 @@ def concatenate(grads: Tensors) -> torch.Tensor:
 
 def consecutive(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the vector that tensors are consecutive parts of, or None."""
-    first = next((piece for piece in pieces if piece.numel()), None)
-    if first is None:
+    if len(pieces) > 1 and pieces[1].data_ptr() != pieces[0].data_ptr() + pieces[0].nbytes and pieces[1].numel():
+        return None  # as most are not
+    if not all(map(torch.Tensor.numel, pieces)):
+        pieces = [piece for piece in pieces if piece.numel()]  # what is empty lies nowhere
+    if not pieces:
         return None
-    begin = address = first.data_ptr()
-    for piece in pieces:
-        if (piece.data_ptr() != address or not piece.is_contiguous()) and piece.numel():  # what is empty lies nowhere
-            return None
-        address += piece.nbytes
+    first, addresses = pieces[0], list(map(torch.Tensor.data_ptr, pieces))
+    *begins, end = accumulate([piece.nbytes for piece in pieces], initial=addresses[0])
+    if addresses != begins or not all(map(torch.Tensor.is_contiguous, pieces)):
+        return None
     memory = first.untyped_storage()
     # Memory of other tensors may follow by chance: then it ends before the last of these.
-    if address > memory.data_ptr() + memory.nbytes() or any(piece.dtype != first.dtype for piece in pieces):
+    if end > memory.data_ptr() + memory.nbytes() or len({piece.dtype for piece in pieces}) > 1:
         return None
-    return first.as_strided(((address - begin) // first.element_size(),), (1,))
+    return first.as_strided(((end - addresses[0]) // first.element_size(),), (1,))
 
 
 def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
@@ -46,7 +49,7 @@ def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
 
 def cut_like(vector: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Cut a vector (sum of numel,) into views with the shapes of several tensors, in one call."""
-    if all(one.numel() for one in like):
+    if all(map(torch.Tensor.numel, like)):
         return _unflatten_dense_tensors(vector, like)
     pieces = vector.split([one.numel() for one in like])  # the call forgets the shape of what is empty
     return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]

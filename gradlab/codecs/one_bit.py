@@ -112,14 +112,17 @@ def two_means(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([above / count.clamp(min=1), below / others]).float()
 
 
-def two_means_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Average each block's elements >= 0 and those < 0, for `BlockCompressor.reduced`: (n,), (m,) -> (2, m)."""
-    count = np.add.reduceat(values >= 0, starts, dtype=np.int64)
+def two_means_of_blocks(values: torch.Tensor, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Average each block's elements >= 0 and those < 0, for `BlockCompressor.reduced`: (n,), (m,), (m,) -> (2, m)."""
+    count = np.add.reduceat(values.numpy() >= 0, starts, dtype=np.int64)
+    means = np.empty((2, len(starts)), np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        above = np.add.reduceat(np.maximum(values, 0), starts, dtype=np.float64)
-        below = np.add.reduceat(np.minimum(values, 0), starts, dtype=np.float64)
-        others = np.diff(starts, append=len(values)) - count
-        return np.stack([above / count.clip(1), below / others.clip(1)]).astype(np.float32)
+        # torch's minimum and maximum take a quarter of the time of numpy's. A sum of nothing but -0 is 0.
+        above = np.add.reduceat(values.clamp(min=0).numpy(), starts, dtype=np.float64) + 0.0
+        below = np.add.reduceat(values.clamp(max=0).numpy(), starts, dtype=np.float64) + 0.0
+        np.divide(above, np.maximum(count, 1), out=means[0], casting="same_kind")
+        np.divide(below, np.maximum(sizes - count, 1), out=means[1], casting="same_kind")
+    return means
 
 
 def _sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -161,14 +161,14 @@ def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy((total / values.shape[1]).astype(np.float32))
 
 
-def mean_magnitudes_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Average |x| over each block, for `BlockCompressor.reduced`: (n,), (m,) -> (m,), float32."""
-    magnitudes = np.abs(values)
+def mean_magnitudes_of_blocks(values: torch.Tensor, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Average |x| over each block, for `BlockCompressor.reduced`: (n,), (m,), (m,) -> (m,), float32."""
+    magnitudes = values.abs().numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduceat(magnitudes, starts)
         if not np.isfinite(total).all():  # a sum of finite numbers may be too large for float32, not their mean
             total = np.add.reduceat(magnitudes, starts, dtype=np.float64)
-        return (total / np.diff(starts, append=len(values))).astype(np.float32)
+        return (total / sizes).astype(np.float32)
 
 
 def pack_signs(vector: torch.Tensor) -> torch.Tensor:

@@ -238,11 +238,12 @@ def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.sqrt(total / rows.shape[1]).astype(values.dtype))
 
 
-def root_mean_squares_of_blocks(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Compute the root mean square of each block, for `BlockCompressor.reduced`: (n,), (m,) -> (m,)."""
+def root_mean_squares_of_blocks(vector: torch.Tensor, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Compute the root mean square of each block, for `BlockCompressor.reduced`: (n,), (m,), (m,) -> (m,)."""
+    values = vector.numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.add.reduceat(np.square(values, dtype=np.float64), starts)
-    return np.sqrt(squares / np.diff(starts, append=len(values))).astype(values.dtype)
+    return np.sqrt(squares / sizes).astype(values.dtype)
 
 
 def pack_ternary(codes: torch.Tensor) -> torch.Tensor:

@@ -165,8 +165,8 @@ def test_one_bit_is_two_means_of_each_unit(rows: int, columns: int, unit: bool, 
 def test_one_bit_has_the_same_means_for_large_blocks_as_for_small_ones(rows: int, columns: int, seed: int) -> None:
     """Blocks beyond the cache are averaged in pieces, by another function."""
     matrix = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-    starts = np.arange(0, rows * columns, columns)
-    expected = two_means_of_blocks(matrix.reshape(-1), starts)
+    starts, sizes = np.arange(0, rows * columns, columns), np.full(rows, columns)
+    expected = two_means_of_blocks(torch.from_numpy(matrix).view(-1), starts, sizes)
     np.testing.assert_allclose(two_means(torch.from_numpy(matrix)).numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
