@@ -43,8 +43,13 @@ def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.
     Returns:
         A new generator, at the start of its stream.
     """
+    return torch.Generator(device).manual_seed(stream_seed(*key))
+
+
+def stream_seed(*key: object) -> int:
+    """Return the seed of the stream that follows from `key`, see `seeded_generator`."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def alone(compute: Callable[[], Result]) -> Result:
@@ -107,6 +112,13 @@ class Context:
             return joined
         return self.workspace.empty_like(vector)
 
+    def memory_for_layer(self, like: torch.Tensor, name: str) -> torch.Tensor:
+        """Return contiguous memory for the mean of one layer, in the shape and dtype of `like`."""
+        spare = self.spare.get(name)
+        if spare is None or spare.dtype != like.dtype or not spare.is_contiguous():
+            return self.workspace.empty_like(like)
+        return spare if spare.shape == like.shape else spare.view(like.shape)
+
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """Make a CPU generator that is in the same state on every rank.
 
@@ -115,6 +127,11 @@ class Context:
         """
         when = self.iteration if every_iteration else "start"
         return seeded_generator("shared", self.seed, when, self.group, *key)
+
+    def shared_seeds(self, keys: Iterable[object]) -> list[int]:
+        """Give the seeds of `shared_generator` for several keys in this iteration: one generator can take them all."""
+        before = f"shared/{self.seed}/{self.iteration}/{self.group}"
+        return [stream_seed(before, key) for key in keys]
 
     def rank_generator(self, *key: object) -> torch.Generator:
         """Make a CPU generator whose stream is another one on every rank and in every iteration.
@@ -703,12 +720,18 @@ def _rescaled(mean: torch.Tensor, scaled_by: float, dtype: torch.dtype) -> torch
 
 
 def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
-    """Exchange gradients uncompressed, by one Mean per large layer, and one for the small ones of each dtype."""
+    """Exchange gradients uncompressed, see `means_of`."""
+    mean = yield from means_of(grads)
+    return Exchanged(mean, dict(grads))
+
+
+def means_of(tensors: Tensors) -> Coroutine[Tensors]:
+    """Average tensors over ranks, by name: by one Mean per large tensor, and one for the small ones of each dtype."""
     parts: dict[Any, Tensors] = {}
-    for name, grad in grads.items():
-        parts.setdefault(grad.dtype if grad.numel() < _SMALL else name, {})[name] = grad
-    answers = yield tuple(Mean(concatenate(part)) for part in parts.values())
+    for name, tensor in tensors.items():
+        parts.setdefault(tensor.dtype if tensor.numel() < _SMALL else name, {})[name] = tensor
+    answers = (yield tuple(Mean(concatenate(part)) for part in parts.values())) if parts else ()
     mean: Tensors = {}
     for part, answer in zip(parts.values(), answers, strict=True):
         mean |= separate(answer, part)
-    return Exchanged({name: mean[name] for name in grads}, dict(grads))
+    return {name: mean[name] for name in tensors}

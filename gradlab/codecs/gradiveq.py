@@ -198,8 +198,11 @@ class GradiVeQ(Codec):
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
         self._learned_by_layer: tuple[Tensors, dict[str, Tensors]] | None = None
-        # Of each layer: what its last draw belongs to, the basis it was drawn beside, and the draw.
-        self._last_drawn: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
+        # Of each layer: what its last draw of axes belongs to, the basis it was drawn beside, and the draw. Of
+        # coordinates, by the first of layers that are coded together: what they belong to, and the draw.
+        self._last_axes: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
+        self._last_coordinates: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
+        self._views: tuple[Sequence[Layer], list[tuple[Layer, Layer, int]]] = ((), [])  # the last of `_viewed`
         self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._empty_bases: dict[tuple[object, ...], Tensors] = {}
         self._alike_codes = AlikeCodes()
@@ -233,8 +236,8 @@ class GradiVeQ(Codec):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         states = _by_layer(state)
-        layers = zip(self.layers_of(grads), grads.values(), strict=True)
-        opened = [self._opened(layer, grad, states.get(layer.name, {}), context) for layer, grad in layers]
+        views = zip(self._viewed(grads), grads.values(), strict=True)
+        opened = [self._opened(*view, grad, states.get(view[0].name, {}), context) for view, grad in views]
         batches = self._batches(opened)
         parts = yield from together([self._exchanged(batch, context) for batch in batches])
         done: dict[str, tuple[SlicedGradient, _Done]] = {
@@ -258,9 +261,13 @@ class GradiVeQ(Codec):
         learned = self._learned_of(name)
         if "clock" in layer_state:
             return {**learned, **layer_state}
+        return {"clock": _clock(*self._first(learned)), **learned, **layer_state}
+
+    def _first(self, learned: Tensors) -> tuple[int, int]:
+        """Return the mode and the position that a layer with these learned tensors begins with."""
         unfitted = DENSE if self.learned else SAMPLING
         mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
-        return {"clock": _clock(mode, -self.settings.delay), **learned, **layer_state}
+        return mode, -self.settings.delay
 
     def _learned_of(self, name: str) -> Tensors:
         if self._learned_by_layer is None or self._learned_by_layer[0] is not self.learned:
@@ -273,12 +280,24 @@ class GradiVeQ(Codec):
             if value is not self.learned.get(f"{name}/{key}"):
                 yield f"{name}/{key}", value
 
-    def _opened(self, layer: Layer, grad: torch.Tensor, layer_state: Tensors, context: Context) -> SlicedGradient:
+    def _viewed(self, grads: Tensors) -> list[tuple[Layer, Layer, int]]:
+        """Return each layer, how slices see it, and K where no basis says otherwise: once for the same layers."""
+        layers = self.layers_of(grads)
+        if self._views[0] is not layers:
+            self._views = layers, [(layer, self.slice_view(layer), self.slice_size(layer)) for layer in layers]
+        return self._views[1]
+
+    def _opened(
+        self, layer: Layer, view: Layer, size: int, grad: torch.Tensor, layer_state: Tensors, context: Context
+    ) -> SlicedGradient:
         """Cut a layer's gradient into slices, and read what its state says is to be done."""
-        layer_state, view = self._of(layer.name, layer_state), self.slice_view(layer)
         vector = flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role)
-        mode, position = map(int, layer_state["clock"].tolist())
-        size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
+        if self.settings.complement == 1 and not layer_state and not self.learned and vector.numel() >= size:
+            mode, position = self._first({})  # such a layer has no state, not even a clock
+        else:
+            layer_state = self._of(layer.name, layer_state)
+            mode, position = map(int, layer_state["clock"].tolist())
+            size = layer_state["basis"].shape[1] if "basis" in layer_state else size
         slices, tail = split_slices(vector, size)
         mode = mode if slices.numel() else DENSE
         return SlicedGradient(layer.name, view, vector, slices, tail, layer_state, mode, position)
@@ -418,8 +437,7 @@ class GradiVeQ(Codec):
         states = [one.state for one in batch]
         if self.settings.complement == 1:
             states = [self._nothing_fitted(one.slices) for one in batch]
-        codes = [self._code(*pair, slices.dtype, context) for pair in zip(names, states, strict=True)]
-        code = self._alike_codes.of(codes, batch)
+        code = self._code_of(batch, states, slices.dtype, context)
         mean = stacked([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
         dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
         segments = context.world_size if self.settings.ring else 1
@@ -464,8 +482,21 @@ class GradiVeQ(Codec):
             }
         return self._empty_bases[key]
 
+    def _code_of(
+        self, batch: Sequence[SlicedGradient], states: Sequence[Tensors], dtype: torch.dtype, context: Context
+    ) -> SliceCode:
+        """Return the code of layers that are compressed alike in this iteration: fitted axes, and what is drawn."""
+        basis, width = states[0]["basis"], self._widths(batch[0].name, states[0]["width"])[0]
+        if self.settings.complement == 0 or self.settings.drawn == "axes" or width == basis.shape[2]:
+            pairs = zip(batch, states, strict=True)
+            return self._alike_codes.of([self._code(one.name, state, dtype, context) for one, state in pairs], batch)
+        drawn = self._coordinates(batch, basis, width - basis.shape[2], context)
+        bases = self._alike_codes.bases_of([state["basis"].to(dtype) for state in states], batch)
+        reuse = self.settings.reuse if len(batch) == 1 else len(batch[0].slices)
+        return SliceCode(bases, (basis.shape[2],) * len(bases), reuse, drawn)
+
     def _code(self, name: str, layer_state: Tensors, dtype: torch.dtype, context: Context) -> SliceCode:
-        """Return the code of this iteration: the fitted axes, and what is drawn beside them."""
+        """Return the code of one layer in this iteration: the fitted axes, and those that are drawn beside them."""
         basis = layer_state["basis"]
         widths = self._widths(name, layer_state["width"])
         if self.settings.complement == 0:
@@ -474,10 +505,7 @@ class GradiVeQ(Codec):
         fitted = (basis.shape[2],) * len(basis)
         if missing == 0:
             return SliceCode(basis.to(dtype), fitted, self.settings.reuse)
-        drawn = self._drawn(name, basis, missing, context)
-        if self.settings.drawn == "coordinates":
-            return SliceCode(basis.to(dtype), fitted, self.settings.reuse, drawn)
-        whole = torch.cat([basis, drawn], dim=2)
+        whole = torch.cat([basis, self._axes(name, basis, missing, context)], dim=2)
         return SliceCode(whole.to(dtype), (whole.shape[2],) * len(whole), self.settings.reuse)
 
     def _widths(self, name: str, width: torch.Tensor) -> tuple[int, ...]:
@@ -487,19 +515,28 @@ class GradiVeQ(Codec):
             last = self._last_widths[name] = (width, tuple(map(int, width.reshape(-1).tolist())))
         return last[1]
 
-    def _drawn(self, name: str, basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
-        """Draw `count` axes (B, K, count), or coordinates (B, count), beside each basis (B, K, d)."""
+    def _axes(self, name: str, basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
+        """Draw `count` axes (B, K, count) beside each basis (B, K, d)."""
         key = (context.seed, context.iteration, context.group, count, basis.device)
-        last = self._last_drawn.get(name)
+        last = self._last_axes.get(name)
         # Ranks that are played in one process share what they would all draw.
         if last is None or last[0] != key or not torch.equal(last[1], basis):
-            generator = context.shared_generator(name)
-            if self.settings.drawn == "axes":
-                drawn = complement(basis, count, generator)
-            else:
-                drawn = random_coordinates(len(basis), basis.shape[1], count, generator).to(basis.device)
-            last = self._last_drawn[name] = (key, basis, drawn)
+            drawn = complement(basis, count, context.shared_generator(name))
+            last = self._last_axes[name] = (key, basis, drawn)
         return last[2]
+
+    def _coordinates(
+        self, batch: Sequence[SlicedGradient], basis: torch.Tensor, count: int, context: Context
+    ) -> torch.Tensor:
+        """Draw `count` coordinates for each basis of alike layers, (L B, count), where one layer's are (B, K, d)."""
+        bases, size, _ = basis.shape
+        names = tuple(one.name for one in batch)
+        key = (context.seed, context.iteration, context.group, names, bases, size, count, basis.device)
+        last = self._last_coordinates.get(names[0])
+        if last is None or last[0] != key:  # ranks that are played in one process share them, too
+            drawn = random_coordinates(context.shared_seeds(names), bases, size, count)
+            last = self._last_coordinates[names[0]] = (key, drawn.to(basis.device))
+        return last[1]
 
     def _votes(self, batch: Sequence[SlicedGradient], decoded: torch.Tensor) -> torch.Tensor:
         """Return for each layer 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (layers,)."""

@@ -14,14 +14,16 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec.contract import means_of
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import require, setting
-from gradlab.collectives import Coroutine, Mean
-from gradlab.layout import Layer
+from gradlab.collectives import Coroutine
+from gradlab.layout import Layer, layer_of
 from gradlab.layout import matrices as matrices_of
 from gradlab.roles import STACKS
 
-# Left and right factors of the mean, of the own contribution; the new state; what was sent dense.
+# Left factors (..., n, r) and right ones (..., r, m) of the mean, of the own contribution; the new state; what was sent
+# dense.
 Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tensors]
 
 
@@ -70,21 +72,30 @@ class PowerSGD(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._spares: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._shapes: tuple[Sequence[Layer], dict[str, tuple[int, ...]]] = ((), {})  # the last of `matrix_shapes`
 
     def matrix_shape(self, shape: Sequence[int], role: str = "other") -> tuple[int, int, int] | None:
         """Return (n, m, r) of the matrices of a layer that is compressed, or None for one that is sent dense."""
         if len(shape) < 2 or 0 in shape:
             return None
-        _, n, m = matrices_of(Layer("", tuple(shape), role))
+        _, n, m = matrices_of(layer_of("", tuple(shape), role))
         rank = min(n, m, self.settings.rank)
         return (n, m, rank) if n * m > self.settings.minimum_ratio * rank * (n + m) else None
 
+    def matrix_shapes(self, grads: Tensors) -> dict[str, tuple[int, ...]]:
+        """Return the shapes (n, m), or (B, n, m) of an expert stack, of layers that are compressed, by name."""
+        layers = self.layers_of(grads)
+        if self._shapes[0] is not layers:
+            shapes = {}
+            for layer in layers:
+                if (shape := self.matrix_shape(layer.shape, layer.role)) is not None:
+                    batch = (layer.shape[0],) if layer.role in STACKS and len(layer.shape) > 2 else ()
+                    shapes[layer.name] = (*batch, *shape[:2])
+            self._shapes = layers, shapes
+        return self._shapes[1]
+
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        matrices = {}
-        for layer in self.layers_of(grads):
-            if (shape := self.matrix_shape(layer.shape, layer.role)) is not None:
-                batch = (layer.shape[0],) if layer.role in STACKS and len(layer.shape) > 2 else ()
-                matrices[layer.name] = grads[layer.name].reshape(*batch, *shape[:2])
+        matrices = {name: _shaped(grads[name], shape) for name, shape in self.matrix_shapes(grads).items()}
         dense = {name: grad for name, grad in grads.items() if name not in matrices}
         run = self._alternate if self.settings.alternating else self._iterate
         means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
@@ -92,10 +103,9 @@ class PowerSGD(Codec):
         def products(left: Tensors, right: Tensors, others: Tensors, mean: bool = False) -> Tensors:
             decoded = dict(others)
             for name, matrix in matrices.items():
-                whole = matrix.reshape(-1)
-                out = context.memory_for_mean(whole, [name]) if mean else context.workspace.empty_like(whole)
-                decoded[name] = torch.matmul(left[name].mT, right[name], out=out.view(matrix.shape))
-            return {name: decoded[name].view(grads[name].shape) for name in grads}
+                out = context.memory_for_layer(matrix, name) if mean else context.workspace.empty_like(matrix)
+                decoded[name] = torch.matmul(left[name], right[name], out=out)
+            return {name: _shaped(decoded[name], grad.shape) for name, grad in grads.items()}
 
         def errors() -> Tensors:
             left, right = own
@@ -103,8 +113,8 @@ class PowerSGD(Codec):
             for name, matrix in matrices.items():
                 out = matrix if context.reuse else context.workspace.empty_like(matrix)
                 less_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
-                found[name] = less_product(matrix, left[name].mT, right[name], alpha=-1, out=out)
-            return {name: found[name].view(grad.shape) for name, grad in grads.items()}
+                found[name] = less_product(matrix, left[name], right[name], alpha=-1, out=out)
+            return {name: _shaped(found[name], grad.shape) for name, grad in grads.items()}
 
         average = context.alike(lambda: products(*means, sent_dense, mean=True))
         return Exchanged(average, Deferred(grads, lambda: products(*own, dense), errors), kept)
@@ -118,17 +128,15 @@ class PowerSGD(Codec):
         # Q is as large as the gradient: a product with the next one might over- or underflow.
         unit = _stacked(normalized, start)
         left = multiplied(unit, {name: matrix.mT for name, matrix in matrices.items()})
-        answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *dense.values()))
-        of_left = dict(zip(left, answers, strict=False))
-        left = context.alike(lambda: orthogonalized(of_left))
-        sent_dense = dict(zip(dense, answers[len(left) :], strict=True))
+        means = yield from means_of({**left, **dense})
+        left = context.alike(lambda: orthogonalized({name: means[name] for name in left}))
         right = multiplied(left, matrices)
-        answers = (yield tuple(Mean(q) for q in right.values())) if right else ()
-        mean = dict(zip(right, answers, strict=True))
+        mean = yield from means_of(right)
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
         kept = context.alike(lambda: _stacked(_with_spares, mean, start))
         kept = {_key(name, "q"): q for name, q in kept.items()}
-        return (left, mean), (left, right), kept, sent_dense
+        columns = {name: rows.mT for name, rows in left.items()}
+        return (columns, mean), (columns, right), kept, {name: means[name] for name in dense}
 
     def _alternate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
         """Compute one factor from the other one, which the last iteration left."""
@@ -136,18 +144,18 @@ class PowerSGD(Codec):
         start = {name: self._start(name, matrix, state, context, name in flipped) for name, matrix in matrices.items()}
         basis = context.alike(lambda: orthogonalized(start))
         factors = multiplied(basis, {name: m if name in flipped else m.mT for name, m in matrices.items()})
-        answers = yield tuple(Mean(tensor) for tensor in (*factors.values(), *dense.values()))
-        mean = dict(zip(factors, answers, strict=False))
+        means = yield from means_of({**factors, **dense})
+        mean = {name: means[name] for name in factors}
         spares = {name: self._spare(name, factor, context) for name, factor in mean.items()}
         kept = context.alike(lambda: _stacked(_with_spares, mean, spares))
         kept = {_key(name, "q" if name in flipped else "p"): factor for name, factor in kept.items()}
 
         def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
             """Return the left and right factors of each product."""
-            left = {name: basis[name] if name in flipped else factor for name, factor in computed.items()}
+            left = {name: basis[name].mT if name in flipped else factor.mT for name, factor in computed.items()}
             return left, {name: factor if name in flipped else basis[name] for name, factor in computed.items()}
 
-        return ordered(mean), ordered(factors), kept, dict(zip(dense, answers[len(mean) :], strict=True))
+        return ordered(mean), ordered(factors), kept, {name: means[name] for name in dense}
 
     def _start(
         self, name: str, matrix: torch.Tensor, state: Tensors, context: Context, flipped: bool = False
@@ -156,10 +164,11 @@ class PowerSGD(Codec):
         key = _key(name, "p" if flipped else "q")
         if not self.settings.warm_start or key not in state:
             return self._random(name, matrix.shape[-1], matrix, context)
-        kept, rank = state[key].to(matrix.dtype), min(*matrix.shape[-2:], self.settings.rank)
+        kept, rank = state[key], min(*matrix.shape[-2:], self.settings.rank)
+        kept = kept if kept.dtype == matrix.dtype else kept.to(matrix.dtype)
         if (rows := kept.shape[-2]) < rank:  # another rank's, see `adopted_state`
             kept = torch.cat([kept, self._random(name, kept.shape[-1], matrix, context)[..., rows:, :]], -2)
-        return kept[..., :rank, :]
+        return kept if kept.shape[-2] == rank else kept[..., :rank, :]
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Factors of any number of rows, as other settings may have left them."""
@@ -340,14 +349,17 @@ def _stacked(function: Callable[..., torch.Tensor], *factors: Tensors) -> Tensor
 
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
     """Compute factors[name] @ matrices[name]; on a GPU in one call per shape, which is worth its copy."""
+    if all(matrix.is_cpu for matrix in matrices.values()):
+        return {name: factor @ matrices[name] for name, factor in factors.items()}
     products: Tensors = {}
     for names in _of_one_shape(matrices):
-        if len(names) > 1 and matrices[names[0]].device.type != "cpu":
-            left, right = (torch.stack([tensors[name] for name in names]) for tensors in (factors, matrices))
-            products |= dict(zip(names, torch.matmul(left, right), strict=True))
-        else:
-            products |= {name: factors[name] @ matrices[name] for name in names}
+        left, right = (torch.stack([tensors[name] for name in names]) for tensors in (factors, matrices))
+        products |= dict(zip(names, torch.matmul(left, right), strict=True))
     return {name: products[name] for name in factors}
+
+
+def _shaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return tensor if tensor.shape == shape else tensor.reshape(tuple(shape))
 
 
 def _of_one_shape(tensors: Tensors) -> list[list[str]]:

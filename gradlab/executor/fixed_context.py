@@ -6,6 +6,7 @@ whenever the recording runs, as they would have been without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -131,6 +132,9 @@ class _FixedContext(Context):
         if every_iteration:
             return _Changing(_RANDOM_NUMBERS)
         return super().shared_generator(*key, every_iteration=False)
+
+    def shared_seeds(self, keys: Iterable[object]) -> Any:
+        return _Changing(_RANDOM_NUMBERS)
 
     def rank_generator(self, *key: object) -> Any:
         return self.draws.stream(key)

@@ -80,14 +80,14 @@ class AlikeCodes:
         """Return the code of the slices of alike layers from those of each, which have one basis."""
         if len(codes) == 1:
             return codes[0]
-        bases = [code.basis for code in codes]
-        drawn = [code.coordinates for code in codes if code.coordinates is not None]
-        return SliceCode(
-            self._together(tuple(one.name for one in batch), bases) if bases[0].numel() else _empty(bases),
-            tuple(code.dimensions[0] for code in codes),
-            len(batch[0].slices),
-            torch.cat(drawn) if drawn else None,
-        )
+        bases, dimensions = [code.basis for code in codes], tuple(code.dimensions[0] for code in codes)
+        return SliceCode(self.bases_of(bases, batch), dimensions, len(batch[0].slices))
+
+    def bases_of(self, bases: list[torch.Tensor], batch: Sequence[SlicedGradient]) -> torch.Tensor:
+        """Join the bases (B, K, d) of alike layers."""
+        if len(bases) == 1:
+            return bases[0]
+        return self._together(tuple(one.name for one in batch), bases) if bases[0].numel() else _empty(bases)
 
     def _together(self, names: tuple[str, ...], bases: list[torch.Tensor]) -> torch.Tensor:
         known, joined = self._joined.get(names, ([], bases[0]))

@@ -286,8 +286,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/powersgd.py",
-        old="return (left, mean), (left, right), kept, sent_dense",
-        new="return (left, right), (left, right), kept, sent_dense",
+        old="return (columns, mean), (columns, right), kept",
+        new="return (columns, right), (columns, right), kept",
         tests=("tests/codecs/test_powersgd.py",),
         what="PowerSGD applies a rank's own factor in place of the mean.",
     ),
