@@ -11,7 +11,7 @@ from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.simulator import EVERY_RANK, Node
 from gradlab.errors import GradlabError
 
-# More than one coroutine's fabricated answers should hold.
+#: Most nodes of a forecast: the fabricated answers of one exchange hold something of each.
 MOST_NODES = 16384
 
 

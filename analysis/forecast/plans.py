@@ -23,7 +23,7 @@ from gradlab.jsonable import plain
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
-# A step must be shorter by this share before it is called faster.
+#: A step must be shorter by this share before it is called faster.
 SPEED_NOISE = 0.05
 # From here on a ring's latencies are worth a word.
 _FEW_NODES = 16

@@ -210,6 +210,7 @@ class Exchanged:
     server_input: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+#: What `Codec.apply` takes: one rank's gradient, tensors by layer name, or a list of either with one entry per rank.
 Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch._utils import _unflatten_dense_tensors
 
+#: Tensors by name: gradients or states by layer name, or what a codec learned.
 Tensors = dict[str, torch.Tensor]
 
 

@@ -1,4 +1,4 @@
-"""One file per codec, named after it. A new file here needs no registration. Codecs elsewhere need `register`."""
+"""All codecs, one file each, named after it. A new file here needs no registration, and others need `register`."""
 
 from __future__ import annotations
 

@@ -133,9 +133,12 @@ class Ring:
 
 
 SUMMED = (torch.int8, torch.uint8, torch.int32, torch.int64)
+#: One collective that a codec asks for.
 Request = Mean | Sum | Gather | Broadcast | AllToAll | Ring
 _KINDS = "Mean, Sum, Gather, Broadcast, AllToAll and Ring"
+#: What a coroutine yields: one request, or several whose order does not matter. The answer has the same form.
 Step = Request | tuple[Request, ...]
+#: A generator that yields steps, is sent their answers, and returns a result of the given type.
 Coroutine = Generator[Step, Any, Result]
 
 

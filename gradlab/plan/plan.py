@@ -26,7 +26,7 @@ from gradlab.plan.refresh import Refresh
 from gradlab.printable import can_be_written
 from gradlab.segments import segments
 
-# A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
+#: Bytes of the float32 on which a step with compressed groups agrees: are all gradients finite on all ranks?
 FINITE_FLAG_BYTES = 4
 # Bytes of gradients: layers below the first share groups of at most the second, where so many follow one another. On a
 # CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
@@ -56,6 +56,7 @@ class Wrap:
         return cls(value["name"], value["settings"])
 
 
+#: Error feedback as the only wrapper of a group, with its default settings.
 FEEDBACK = (Wrap("error_feedback"),)
 
 

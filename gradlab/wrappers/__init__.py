@@ -1,9 +1,11 @@
-"""One file per wrapper, named after it. A new file here needs no registration."""
+"""All wrappers, one file each, named after it. A new file here needs no registration."""
 
 from __future__ import annotations
 
 from gradlab.codec.registry import WRAPPERS
 from gradlab.codec.wrapper import Wrapper
+
+__all__ = ["get", "names"]
 
 
 def names() -> list[str]:
