@@ -27,6 +27,12 @@ class Network:
         turns. Below one core codecs take as many times longer as ranks share a core.
     bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
 
+    >>> from gradlab.analysis import Network
+    >>> from gradlab.analysis.forecast.link import Link
+    >>> network = Network(links=[Link(1e9, 1e-4)], nodes=(4, 64))
+    >>> network.dense, network.speed
+    ('plain DDP', 1.0)
+
     Raises:
         GradlabError: for an impossible number of nodes or cores, or no links or nodes at all.
     """

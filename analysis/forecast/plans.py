@@ -180,6 +180,12 @@ def forecast(
 ) -> Forecast:
     """Forecast step times of a plan and of plain DDP.
 
+    >>> from gradlab.analysis import forecast
+    >>> plan = Plan.uniform([Layer("w", (1024, 1024), "linear")], "powersgd", rank=4)
+    >>> times = forecast.forecast(plan, forecast.Network(nodes=(16,)))
+    >>> times.method, len(times.comparisons), times.nodes[0].job.world_size
+    ('powersgd(rank=4) + feedback', 2, 16)
+
     Args:
         plan: at least one of its groups compresses, unless `uncompressed`.
         network: the links and numbers of nodes to forecast for, and the measured times of a step.
