@@ -1,4 +1,4 @@
-"""The page that explains gradlab: its codec prints what stands there and runs on a process group; its figure is drawn."""
+"""The page that explains gradlab: its codec prints what stands there, on a process group too; its figure is drawn."""
 
 from __future__ import annotations
 
