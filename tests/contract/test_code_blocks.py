@@ -68,7 +68,11 @@ def test_python_blocks_run(page: Path, pool: ProcessPool, tmp_path: Path) -> Non
 # Options whose argument a command makes.
 MAKES = ("--out", "--record", "--capture")
 # Of the examples' network, whose fits and replays take a second.
-LAYERS = (Layer("0.weight", (256, 64), "linear"), Layer("0.bias", (256,), "bias"), Layer("2.weight", (10, 256), "linear"))
+LAYERS = (
+    Layer("0.weight", (256, 64), "linear"),
+    Layer("0.bias", (256,), "bias"),
+    Layer("2.weight", (10, 256), "linear"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +152,8 @@ def test_every_example_is_shown_by_a_page() -> None:
 
 
 def test_a_command_that_fails_is_told(tmp_path: Path, gradlab: Command) -> None:
-    for words in (["gradlab", "trace", "info", "nothing"], ["make", "nothing"], ["ls"], ["python", "-c", "raise ValueError"]):
+    commands = ("gradlab trace info nothing", "make nothing", "ls", "python -c 1/0")
+    for words in map(str.split, commands):
         with pytest.raises(AssertionError, match=re.escape(words[-1])):
             run_command(words, tmp_path, gradlab)
 
