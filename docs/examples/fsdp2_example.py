@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import gradlab
 from gradlab.runtime import compress_fsdp
 
-STEPS, BATCH = 200, 32  # optimizer steps; images per rank
+STEPS, BATCH = 100, 32  # optimizer steps; images per rank
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradlab
 
-STEPS, BATCH = 200, 32  # optimizer steps; images per rank
+STEPS, BATCH = 100, 32  # optimizer steps; images per rank
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     inputs, targets = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(digits)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
-    plan = gradlab.Plan.uniform(model, "powersgd", rank=4, warmup_steps=100)
+    plan = gradlab.Plan.uniform(model, "powersgd", rank=4, warmup_steps=20)
     with gradlab.compress(model, plan, optimizer=optimizer, within=mesh["local"]) as state:
         for _ in range(STEPS):
             drawn = torch.randint(len(inputs), (BATCH,), generator=generator)

@@ -64,6 +64,7 @@ def surroundings() -> dict[str, Any]:
         "optimizer": optimizer,
         "criterion": nn.CrossEntropyLoss(),
         "batches": [(inputs, targets)] * 3,
+        "scaler": torch.amp.GradScaler("cpu"),
         "loss": nn.functional.cross_entropy(model(inputs), targets),
         "plan": Plan.uniform(model, "powersgd", rank=2),
         "train_step": train_step,
