@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 FIELD = re.compile(r"\*{0,2}\w+(?:, \w+)*: ")
+SEVERAL = re.compile(r"    (\w+(?:, \w+)+): (.*)")
 ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 # Markup that is none: emphasis, substitutions, and references such as mean_.
 MARKUP = re.compile(r"(?<!\\)(?:[*|]|(?<=\w)_(?!\w))")
@@ -47,6 +48,31 @@ def as_google(lines: Sequence[str], fields: Collection[str], heading: str) -> li
             written += with_formulas(paragraph)
         written.append("")
         last = first
+    return one_name_each(written)
+
+
+def one_name_each(lines: Sequence[str]) -> list[str]:
+    """Repeat an entry that explains several names for each of them: a field has one name; words before are its type.
+
+    Args:
+        lines: with sections as napoleon reads them.
+
+    Returns:
+        The lines, "first, second: meaning" as two entries.
+    """
+    written, place, section = list[str](), 0, ""
+    while place < len(lines):
+        line = lines[place]
+        place += 1
+        section = line if SECTION.match(line) else section
+        several = SEVERAL.match(line) if section in ("Args:", "Attributes:") else None
+        if several is None:
+            written.append(line)
+            continue
+        more = list(itertools.takewhile(lambda below: below.startswith("        "), lines[place:]))
+        place += len(more)
+        for name in several[1].split(", "):
+            written += [f"    {name}: {several[2]}", *more]
     return written
 
 

@@ -126,6 +126,16 @@ def test_sections_are_left_to_napoleon_with_their_names_as_they_are(site: Simple
     ]
 
 
+def test_an_entry_of_several_names_is_one_for_each(site: SimpleNamespace) -> None:
+    lines = ["Args:", "    first, last: of them,", "        in order.", "    other: one."]
+    assert site.docstrings.as_google(lines, set(), "Args") == [
+        *("Args:", "    first: of them,", "        in order.", "    last: of them,", "        in order."),
+        *("    other: one.", ""),
+    ]
+    fields = site.docstrings.as_google(["a, b: two."], {"a", "b"}, "Attributes")
+    assert fields == ["Attributes:", "    a: two.", "    b: two.", ""]
+
+
 def test_a_formula_inside_a_paragraph_is_a_block_and_a_list_stays_one(site: SimpleNamespace) -> None:
     assert site.docstrings.as_google(["It is at most", "    2 * |x|", "or less."], set(), "Args") == [
         *("It is at most", "", "::", "", "    2 * |x|", "", "or less.", ""),
