@@ -22,7 +22,7 @@ from gradlab.codec import Codec
 
 # The rooms with a page of their own, by the page's name in docs/reference.
 PAGES = {
-    "gradlab": "gradlab",
+    "package": "gradlab",
     "codecs": "gradlab.codecs",
     "wrappers": "gradlab.wrappers",
     "plan": "gradlab.plan",
