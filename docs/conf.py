@@ -34,7 +34,8 @@ templates_path = ["sphinx/templates"]
 # Anchors as GitHub makes them, so that a link to a heading works in both places.
 myst_heading_anchors = 4
 myst_enable_extensions = ["html_image"]
-suppress_warnings: list[str] = []
+# Quotation marks stay as they are typed: many stand around values of settings.
+smartquotes = False
 
 default_role = "py:obj"
 autodoc_typehints = "signature"
