@@ -2,7 +2,7 @@
 
 A block that no test runs says so in a comment right above it, `<!-- not run: WHY -->`; one that takes long says
 `<!-- thorough: WHY -->`. A block of `text` right after one of `sh` is what the commands print: its numbers may differ,
-and `...` stands for anything.
+and `...` stands for anything. One whose words follow from times too says `<!-- one run: WHY -->`, and is not compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.warm_python import python
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-NOTE = re.compile(r"<!-- (not run|thorough|given): (.+) -->")
+NOTE = re.compile(r"<!-- (not run|thorough|given|one run): (.+) -->")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What a command line begins with, in a block that claims to be none.
 COMMANDS = ("gradlab ", "make ", "torchrun ", "python ", "pip ", "import ", "from ", "plan = ")
