@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched first-hour loggers hashes install clean corpus
+.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched first-hour loggers hashes install clean corpus docs docs-links
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -120,6 +120,17 @@ faults: install
 # The first hour of a new user: a GPT-2 and the Trainer, every command once, with its time (TEXT=any file of 100 kB).
 first-hour: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/first_hour.py $(abspath $(TEXT)) $(ARGS)
+
+# The docs as a site, in build/docs, to be read without a network: a warning or a broken link is an error.
+SPHINX := $(CURDIR)/$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c $(CURDIR)/docs
+docs: install
+	mkdir -p $(WORK) && rm -rf build/docs && cd $(WORK) && $(SPHINX) $(CURDIR) $(CURDIR)/build/docs
+	cd $(WORK) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/sphinx/check_site.py $(CURDIR)/build/docs
+	@echo "open build/docs/index.html"
+
+# Links to other hosts, which needs a network.
+docs-links: install
+	mkdir -p $(WORK) && cd $(WORK) && $(SPHINX) -b linkcheck $(CURDIR) $(CURDIR)/build/docs-links
 
 install: $(VENV)/installed
 

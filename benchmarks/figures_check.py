@@ -160,11 +160,15 @@ def _is_among(figure: str, numbers: Sequence[float]) -> bool:
     return any(abs((number if signed else abs(number)) - abs(value) * (value >= 0 or -1)) <= half for number in numbers)
 
 
+def _all_pages() -> list[Path]:
+    return [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
 def main(pages: Sequence[str]) -> int:
     """Check pages, all by default, and print one line per table."""
     for name in _FOR_ALL:
         importlib.import_module(name)
-    paths = [Path(page) for page in pages] or [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+    paths = [Path(page) for page in pages] or _all_pages()
     printed, found, lost, without = Printed(), 0, 0, 0
     for table in (one for page in paths if page.name not in GENERATED for one in tables(page)):
         if table.comment is None:

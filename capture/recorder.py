@@ -80,6 +80,14 @@ class TraceRecorder:
     ranks' gradients of one bucket or unit at a time. A loss is the first rank's. All ranks of a node close their
     recorders after the same step, as they send it what they have.
 
+    >>> from gradlab.capture import TraceRecorder
+    >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> with TraceRecorder(ddp_model, "recorded") as recorder:
+    ...     for step in range(3):
+    ...         ddp_model(torch.ones(1, 4)).sum().backward()
+    >>> len(Trace("recorded").steps)
+    3
+
     Args:
         model: a DistributedDataParallel model without a communication hook, or one that `fully_shard` was called on.
             torch.compile may have wrapped it.

@@ -51,6 +51,10 @@ class RepairedRank:
 def repair(path: str | os.PathLike[str]) -> list[RepairedRank]:
     """Close all ranks of a trace. A rank that is closed already is left alone.
 
+    >>> from gradlab.capture import repair
+    >>> [(row.rank, row.steps, row.changed) for row in repair("trace")]
+    [(0, 40, False), (1, 40, False)]
+
     Args:
         path: the trace's folder.
 

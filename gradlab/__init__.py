@@ -5,12 +5,12 @@ loads no torch: each name is imported when it is first asked for. The rooms behi
 `gradlab.analysis`, `gradlab.runtime`, `gradlab.datasets`, `gradlab.codec`, `gradlab.plan`, `gradlab.collectives`.
 """
 
-import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradlab.errors import GradlabError
+from gradlab.lazy import lazy_names
 from gradlab.moved import MovedModules
 from gradlab.version import VERSION as __version__
 
@@ -36,16 +36,19 @@ __all__ = [
 ]
 
 # Where the names are that are not loaded yet; a module is its own home.
-_HOMES = {
-    "Artifact": "gradlab.artifact",
-    "Layer": "gradlab.layout",
-    "Plan": "gradlab.plan",
-    "Trace": "gradlab.trace",
-    "Wrap": "gradlab.plan",
-    "codecs": "gradlab.codecs",
-    "compress": "gradlab.runtime.attach",
-    "wrappers": "gradlab.wrappers",
-}
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Artifact": "gradlab.artifact",
+        "Layer": "gradlab.layout",
+        "Plan": "gradlab.plan",
+        "Trace": "gradlab.trace",
+        "Wrap": "gradlab.plan",
+        "codecs": "gradlab.codecs",
+        "compress": "gradlab.runtime.attach",
+        "wrappers": "gradlab.wrappers",
+    },
+)
 
 # Last, for names that no other finder knows.
 sys.meta_path.append(MovedModules())
@@ -54,14 +57,3 @@ sys.meta_path.append(MovedModules())
 _folder = os.path.dirname(__file__)
 if not os.path.isdir(os.path.join(_folder, "capture")):
     __path__.append(os.path.dirname(_folder))
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'gradlab' has no attribute {name!r}")
-    home = importlib.import_module(_HOMES[name])
-    return home if home.__name__ == f"gradlab.{name}" else getattr(home, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -45,6 +45,11 @@ class Artifact:
     plan: with its learned tensors.
     provenance: the plan's provenance, plain JSON: method, trace hash, steps fitted on, held-out error by age, expected
         bytes.
+
+    >>> plan = Plan.uniform(torch.nn.Linear(32, 16), "powersgd", rank=2)
+    >>> path = Artifact(plan, {"method": "a first try"}).save("plan.safetensors")
+    >>> Artifact.load(path).plan == plan, Artifact.load(path).provenance
+    (True, {'method': 'a first try'})
     """
 
     plan: Plan

@@ -4,7 +4,15 @@ from gradlab.printable import printable
 
 
 class GradlabError(ValueError):
-    """Bad input. The message names the thing, what came, what was expected, and what to do. It can be printed."""
+    """Bad input. The message names the thing, what came, what was expected, and what to do. It can be printed.
+
+    >>> from gradlab import GradlabError
+    >>> try:
+    ...     codecs.make("topk", density=2.0)
+    ... except GradlabError as error:
+    ...     print(error)
+    topk: setting density = 2.0, expected a share of elements in (0, 1]
+    """
 
     def __str__(self) -> str:
         return printable(super().__str__())

@@ -44,6 +44,10 @@ class Layer:
     shape: in elements.
     role: one of `ROLES`.
 
+    >>> layer = Layer("conv.weight", (64, 3, 3, 3), "convolution")
+    >>> layer.numel, layer.dimensions
+    (1728, 4)
+
     Raises:
         GradlabError: for a name that cannot be written as UTF-8.
     """

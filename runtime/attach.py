@@ -33,6 +33,13 @@ def compress(
     All ranks call it together. After the state is closed the DDP model refuses further synchronised backward passes:
     DDP cannot give a hook back, so training on without compression takes a new DDP model.
 
+    >>> from gradlab import compress
+    >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
+    >>> with compress(ddp_model, Plan.uniform(ddp_model, "topk", density=0.01)) as state:
+    ...     ddp_model(torch.ones(8, 64)).square().sum().backward()
+    >>> state.iteration
+    1
+
     Args:
         ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
         plan: for the model's trainable parameters, or the path of an artifact.

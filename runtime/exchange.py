@@ -50,6 +50,15 @@ class Exchange:
     The
     others raise an error with that reason when their next collective fails, at the latest after the group's timeout.
 
+    >>> from gradlab.runtime import Exchange
+    >>> model = torch.nn.Linear(64, 32)
+    >>> exchange = Exchange(Plan.uniform(model, "topk", density=0.01), model.named_parameters())
+    >>> model(torch.ones(8, 64)).square().sum().backward()
+    >>> exchange.step({name: parameter.grad for name, parameter in model.named_parameters()}).payload_bytes
+    249
+    >>> int(model.weight.grad.count_nonzero()), model.weight.numel()
+    (21, 2048)
+
     Attributes:
         plan: as it was given.
         run: the rank's run of it (`gradlab.executor.PlanRun`): codecs, states, and the plan as it is now.

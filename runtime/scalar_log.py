@@ -32,6 +32,14 @@ class ScalarLog:
     what rules found since the last line. Numbers that are not finite are null. The last line has "ended": true, or
     "error". A log that cannot be written any more, as on a full disk, warns once, and training goes on.
 
+    >>> import json
+    >>> from pathlib import Path
+    >>> from gradlab.runtime import ScalarLog
+    >>> with ScalarLog("run.jsonl") as log:
+    ...     log.add(loss=2.3)
+    >>> [json.loads(line).get("loss") for line in Path("run.jsonl").read_text().splitlines()]
+    [2.3, None]
+
     Args:
         path: of a new file, or of one that a run which is resumed goes on with.
         every: steps from one line to the next.

@@ -39,6 +39,14 @@ class CompressionState(Exchange):
     and close it, or use it as a context manager, when training ends. `gradlab.compress` does both. If backward passes
     came and none reached the hook, closing gives a warning that says what to call.
 
+    >>> from gradlab.runtime import CompressionState, compression_hook
+    >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
+    >>> with CompressionState(Plan.uniform(ddp_model, "powersgd", rank=2), ddp_model) as state:
+    ...     ddp_model.register_comm_hook(state, compression_hook)
+    ...     ddp_model(torch.ones(8, 64)).square().sum().backward()
+    >>> state.iteration
+    1
+
     Args:
         plan: made for this model's trainable parameters.
         ddp_model: the DistributedDataParallel model, or what torch.compile made of it.

@@ -82,7 +82,7 @@ def plot_frontier(frontier: Frontier) -> Figure:
         style = {"color": BLACK, "linewidth": 1.6, "zorder": 3} if name == "L-GreCo, exact" else {"color": colors[name]}
         panel.plot(*zip(*points, strict=True), marker=markers[name], markersize=3, label=name, **style)
     panel.axvline(1.0, color=GREY, linewidth=0.8, linestyle=":")
-    panel.set(yscale="log", xlabel="error, in the uniform plan's", ylabel=_UNITS[frontier.cost])
+    panel.set(yscale="log", xlabel="error over the uniform plan's", ylabel=_UNITS[frontier.cost])
     text = format_seconds if frontier.cost == "seconds" else format_bytes
     panel.yaxis.set_major_formatter(lambda value, _: text(value))
     panel.yaxis.set_minor_formatter(lambda value, _: "")

@@ -63,6 +63,10 @@ class GradiveqOptions:
 
     The paper's order is a warm-up, L_t dense iterations to fit on, then compression.
 
+    >>> from gradlab.analysis import GradiveqOptions
+    >>> GradiveqOptions(samples=50, warmup_steps=100).total_ratio is None
+    True
+
     Args:
         samples: recorded steps to fit on (L_t), at least 2. All later steps are held out.
         start: position of the first of them. By default they are the last before `warmup_steps`, or the trace's first
@@ -222,6 +226,12 @@ def fit_gradiveq(
     Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense. `measured.skipped` lists
     them. Where K / d is set and `slice_axis` is "auto", slices of a matrix lie along the axis that loses least at that
     K / d on the last quarter of the samples, with bases fitted on the others.
+
+    >>> from gradlab.analysis import fit_gradiveq
+    >>> with Trace("trace") as trace:
+    ...     fit = fit_gradiveq(trace, samples=30)
+    >>> [(group.codec, group.layers) for group in fit.plan.groups]
+    [('gradiveq', ('conv.weight',)), ('gradiveq', ('head.weight',))]
 
     Args:
         trace: gradients of all ranks, or their averages.

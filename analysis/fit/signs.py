@@ -57,6 +57,12 @@ def fit_block_sizes(
 ) -> BlockFit:
     """Share out scales among the layers where they keep most energy.
 
+    >>> from gradlab.analysis import fit_block_sizes
+    >>> with Trace("trace") as trace:
+    ...     fit = fit_block_sizes(trace, scales_per_tensor=4, samples=20)
+    >>> fit.block_sizes, fit.scales
+    ({'conv.weight': 256, 'head.weight': 256}, 8)
+
     Args:
         trace: gradients of all ranks.
         scales_per_tensor: scales for each tensor, on average.

@@ -33,6 +33,12 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
     n_samples - 1, and in that it can leave the mean where it is. Results have the type, float32 or float64, of the
     samples fitted on; axes are found in float64.
 
+    >>> from gradlab.analysis import GradientPCA
+    >>> slices = Trace("trace").mean("head.weight")[:, :32]
+    >>> compressor = GradientPCA(n_components=4).fit(slices[:30])
+    >>> compressor.transform(slices[30:]).shape, compressor.loss(slices[:30]) < 1
+    ((10, 4), True)
+
     Args:
         n_components: d, or None for eq. (6). As the codec, it keeps at most the axes along which the samples vary.
         loss_threshold: lambda of eq. (6), the share of variance given up, in [0, 1); unused where d is given.

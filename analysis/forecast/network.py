@@ -11,7 +11,7 @@ from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.simulator import EVERY_RANK, Node
 from gradlab.errors import GradlabError
 
-# More than one coroutine's fabricated answers should hold.
+#: Most nodes of a forecast: the fabricated answers of one exchange hold something of each.
 MOST_NODES = 16384
 
 
@@ -26,6 +26,12 @@ class Network:
     cores: processor cores per rank, for its two threads, computing and codecs. With one core or less the threads take
         turns. Below one core codecs take as many times longer as ranks share a core.
     bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
+
+    >>> from gradlab.analysis import Network
+    >>> from gradlab.analysis.forecast.link import Link
+    >>> network = Network(links=[Link(1e9, 1e-4)], nodes=(4, 64))
+    >>> network.dense, network.speed
+    ('plain DDP', 1.0)
 
     Raises:
         GradlabError: for an impossible number of nodes or cores, or no links or nodes at all.

@@ -23,7 +23,7 @@ from gradlab.jsonable import plain
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
-# A step must be shorter by this share before it is called faster.
+#: A step must be shorter by this share before it is called faster.
 SPEED_NOISE = 0.05
 # From here on a ring's latencies are worth a word.
 _FEW_NODES = 16
@@ -179,6 +179,12 @@ def forecast(
     uncompressed: bool = False,
 ) -> Forecast:
     """Forecast step times of a plan and of plain DDP.
+
+    >>> from gradlab.analysis import forecast
+    >>> plan = Plan.uniform([Layer("w", (1024, 1024), "linear")], "powersgd", rank=4)
+    >>> times = forecast.forecast(plan, forecast.Network(nodes=(16,)))
+    >>> times.method, len(times.comparisons), times.nodes[0].job.world_size
+    ('powersgd(rank=4) + feedback', 2, 16)
 
     Args:
         plan: at least one of its groups compresses, unless `uncompressed`.

@@ -222,6 +222,12 @@ def fit_lgreco(
 
     The first half of the windows is chosen on, the second checks the choice. Of one window nothing is held out.
 
+    >>> from gradlab.analysis import fit_lgreco
+    >>> with Trace("trace") as trace:
+    ...     fit = fit_lgreco(trace, "powersgd", {"rank": 4})
+    >>> [(group.name, group.settings) for group in fit.plan.groups]
+    [('conv.weight', {'rank': 2}), ('head.weight', {'rank': 6})]
+
     Args:
         trace: gradients of all ranks.
         codec: of the uniform plan that is known to train well. Its error, times alpha, is the budget.

@@ -1,5 +1,6 @@
 """What does a plan do to recorded gradients?"""
 
+from gradlab.analysis.replay.result import Replay, ReplayStep, ReplaySummary
 from gradlab.analysis.replay.run import (
     check_replay,
     holds_unused,
@@ -13,6 +14,9 @@ from gradlab.analysis.replay.run import (
 )
 
 __all__ = [
+    "Replay",
+    "ReplayStep",
+    "ReplaySummary",
     "check_replay",
     "holds_unused",
     "lockstep_of",

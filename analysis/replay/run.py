@@ -58,6 +58,12 @@ def replay(
     the trace holds a sample of, the sample is replayed: see `gradlab.analysis.replay.sampled`. Errors on the iterations
     that a plan was fitted on are no prediction: see `Replay.held_out`.
 
+    >>> from gradlab.analysis import replay
+    >>> with Trace("trace") as trace:
+    ...     replayed = replay.replay(trace, Plan.uniform(trace.layers, "topk", density=0.1))
+    >>> replayed.summary().payload_bytes_per_step, replayed.dense_payload_bytes
+    (MeanAndMax(mean=948.0, max=948), 7168)
+
     Raises:
         GradlabError: for a plan of another model, a trace without the layers the plan compresses, positions out of
             range, a range in which nothing would be compressed, or samples of layers that a method needs whole.
@@ -78,6 +84,13 @@ def replay_plans(
     progress: Progress | None = None,
 ) -> dict[str, Replay | GradlabError]:
     """Replay several plans as `replay` does each; workers share the parts of all plans.
+
+    >>> from gradlab.analysis import replay_plans
+    >>> with Trace("trace") as trace:
+    ...     plans = {name: Plan.uniform(trace.layers, name) for name in ("cast", "qsgd")}
+    ...     replays = replay_plans(trace, plans, start=30)
+    >>> replays["cast"].summary().aggregate_error < replays["qsgd"].summary().aggregate_error
+    True
 
     Args:
         trace: the recording.
@@ -179,6 +192,14 @@ def _attempt(
 def check_replay(trace: Trace, plan: Plan, start: int, stop: int) -> None:
     """Check that a plan can be replayed over positions start..stop of a trace.
 
+    >>> from gradlab import GradlabError
+    >>> from gradlab.analysis import replay
+    >>> try:
+    ...     replay.check_replay(Trace("trace"), Plan.uniform([Layer("other", (64, 32))], "topk"), 0, 40)
+    ... except GradlabError as error:
+    ...     print(str(error).splitlines()[0])
+    this plan is for another model (3 differences):
+
     Raises:
         GradlabError: as `replay`.
     """
@@ -192,6 +213,10 @@ def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
 
     Only the gradients and states of one part are in memory at a time. A plan that is chosen anew has one part, because
     its groups are chosen together.
+
+    >>> from gradlab.analysis import replay
+    >>> replay.parts_of(Plan.uniform(Trace("trace").layers, "topk"), world_size=2)
+    [('conv.weight', 'head.weight')]
     """
     groups = plan.compressed_groups or plan.groups
     if plan.refresh is not None:
@@ -264,7 +289,13 @@ def _replay_part(
 
 
 def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -> LockstepPlan:
-    """The plan under the optimizer and the DDP options that a recording names. only: see `LockstepPlan`."""
+    """The plan under the optimizer and the DDP options that a recording names. only: see `LockstepPlan`.
+
+    >>> from gradlab.analysis import replay
+    >>> trace = Trace("trace")
+    >>> replay.lockstep_of(trace, Plan.uniform(trace.layers, "topk", density=0.1)).partial
+    False
+    """
     return LockstepPlan(
         plan,
         trace.world_size,
@@ -278,6 +309,10 @@ def holds_unused(trace: Trace) -> bool:
     """Whether a run like the recorded one holds layers without a gradient on any rank.
 
     It does if DDP was told that there may be such layers, or, in recordings that do not say, if there were any.
+
+    >>> from gradlab.analysis import replay
+    >>> replay.holds_unused(Trace("trace"))
+    False
     """
     if any(trace.metadata.get(option) is True for option in ("find_unused_parameters", "static_graph")):
         return True
@@ -292,6 +327,12 @@ def replay_steps(
 
     For a part of a plan only the part's layers are read. Whether the others are finite is known from the recorder's
     count.
+
+    >>> from gradlab.analysis import replay
+    >>> trace = Trace("trace")
+    >>> lockstep = replay.lockstep_of(trace, Plan.uniform(trace.layers, "topk", density=0.1))
+    >>> [result.compressing for result, gradients in replay.replay_steps(trace, lockstep, 0, 3)]
+    [True, True, True]
     """
     here = [layer.name for layer in trace.layers]
     if lockstep.partial:
@@ -390,6 +431,10 @@ def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
 
     The first of a codec's settings is shown, and those that differ from its defaults. Groups that differ in their
     codec's settings alone are one method: "sign(block_size=16 to 4096)".
+
+    >>> from gradlab.analysis import replay
+    >>> replay.methods_of(Plan.uniform(Trace("trace").layers, "topk", density=0.1).groups)
+    ('topk(density=0.1) + feedback',)
     """
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for group in groups:

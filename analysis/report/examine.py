@@ -58,6 +58,12 @@ def examine(
 ) -> Examination:
     """Measure a trace in every way, or in the ways that `parts` names.
 
+    >>> from gradlab.analysis import examine
+    >>> with Trace("trace") as trace:
+    ...     examination = examine(trace, parts=["noise"])
+    >>> examination.remarks, examination.measured["noise_scale"].world_size
+    ([], 2)
+
     Args:
         trace: the recording.
         plans: the plans to replay and to forecast, by name. None: `usual_plans`.

@@ -61,6 +61,16 @@ class EmulatedNodes:
     or 64 MiB of them and at least one; and one mean gradient. A step that cannot be written stops the run with a
     GradlabError, because the run exists for its trace.
 
+    >>> from gradlab.capture import EmulatedNodes
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with EmulatedNodes(model, "emulated", world_size=3) as nodes:
+    ...     for rank in range(3):
+    ...         with nodes.node(rank):
+    ...             model(torch.full((1, 4), rank + 1.0)).sum().backward()
+    ...     nodes.average()
+    >>> Trace("emulated").world_size, model.weight.grad[0].tolist()
+    (3, [2.0, 2.0, 2.0, 2.0])
+
     Args:
         model: a bare module, not in DDP.
         path: folder of the trace, new or empty.

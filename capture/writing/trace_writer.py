@@ -30,6 +30,13 @@ class TraceWriter:
 
     Memory: a block of at most 16 steps per rank, fewer of large models.
 
+    >>> from gradlab.capture import TraceWriter
+    >>> with TraceWriter("written", [Layer("weight", (2, 3))], world_size=2) as writer:
+    ...     for rank in range(2):
+    ...         writer.append(rank, 0, {"weight": torch.full((2, 3), rank + 1.0)})
+    >>> Trace("written").mean("weight").tolist()
+    [[1.5, 1.5, 1.5, 1.5, 1.5, 1.5]]
+
     Args:
         path: folder of the trace, new or empty.
         layers: the layers that every step holds, in order.

@@ -107,9 +107,10 @@ def predict(
     nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits. With
     --every-rank all ranks of all nodes compress for themselves, and share their nodes' links.
 
-    With --local-steps ranks exchange what H steps add up to, all layers at once while nothing is computed, or
-    streaming, in fragments while they go on (--streaming: waited for after so many steps). From the break-even on such
-    a step is no longer than one that exchanges gradients. With them a plan that compresses nothing is forecast too.
+    With --local-steps ranks exchange what H steps add up to. Either they wait for the exchange of all layers, or it
+    streams: fragments of the model travel while steps go on, and are waited for after --streaming's delay. At the
+    break-even H such a step takes as long as one that exchanges gradients. A plan that compresses nothing can be
+    forecast too.
 
     With --convergence the losses of a recording are laid over predicted time: those of the same iterations, dense and
     compressed. What a lossy plan adds to the loss is not in them. Iterations in which a layer is dense or sampled count

@@ -10,7 +10,7 @@ AverageRanks = Annotated[
     int,
     typer.Option(
         metavar="L",
-        help="Recorded ranks that are a node: ranks 0 to L - 1 are averaged, the next L, and so on, and the trace is "
-        "taken as that of the nodes.",
+        help="Number of recorded ranks that make a node. Each L successive ranks are averaged, and the trace is taken "
+        "as a recording of the nodes.",
     ),
 ]

@@ -36,6 +36,11 @@ Result = TypeVar("Result")
 def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
     """Make a generator whose stream follows from `key` and the kind of device alone, in every process.
 
+    >>> from gradlab.codec import seeded_generator
+    >>> one, two = seeded_generator(7, "conv.weight"), seeded_generator(7, "conv.weight")
+    >>> torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=two))
+    True
+
     Args:
         key: the parts of the key, such as a seed and a layer's name.
         device: where the random numbers are drawn.
@@ -53,7 +58,12 @@ def stream_seed(*key: object) -> int:
 
 
 def alone(compute: Callable[[], Result]) -> Result:
-    """Compute what all ranks compute alike, where each of them has to."""
+    """Compute what all ranks compute alike, where each of them has to.
+
+    >>> from gradlab.codec import alone
+    >>> alone(lambda: 1 + 1)
+    2
+    """
     return compute()
 
 
@@ -174,6 +184,11 @@ class Context:
 class Deferred(Mapping[str, torch.Tensor]):
     """Tensors by layer name that are computed when the first of them is read, since most exchanges need no `own`.
 
+    >>> from gradlab.codec import Deferred
+    >>> own = Deferred(["w"], lambda: {"w": torch.ones(2)})
+    >>> own["w"]
+    tensor([1., 1.])
+
     Args:
         names: of the layers.
         compute: returns the tensors, the decoded contribution of this rank.
@@ -217,6 +232,12 @@ class Exchanged:
     compression_error: x - C(x), if a wrapper has computed it. Else it is empty.
     server_input: under two-way compression, the mean of the ranks' contributions that this rank's server compresses,
         without its residual: of each layer the part in its shard, (elements,). Else it is empty.
+
+    >>> from gradlab.codec import mean_only
+    >>> from gradlab.collectives import run_lockstep
+    >>> exchanged = run_lockstep([mean_only({"w": torch.tensor([value])}) for value in (1.0, 3.0)])[0].value
+    >>> exchanged.mean, exchanged.own, exchanged.state
+    ({'w': tensor([2.])}, {'w': tensor([1.])}, {})
     """
 
     mean: Tensors
@@ -227,6 +248,7 @@ class Exchanged:
     server_input: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+#: What `Codec.apply` takes: one rank's gradient, tensors by layer name, or a list of either with one entry per rank.
 Gradients = torch.Tensor | Tensors | Sequence[torch.Tensor] | Sequence[Tensors]
 
 
@@ -238,6 +260,10 @@ class Applied:
     payload_bytes: bytes that a rank contributed, mean over ranks.
     dense_bytes: bytes of a rank's uncompressed gradient, 4 per element.
     relative_error: ||decoded - m|| / ||m||, m the mean of the gradients.
+
+    >>> done = codecs.make("one_bit").apply(torch.tensor([1.0, -3.0, 2.0, -2.0]))
+    >>> done.decoded.tolist(), done.payload_bytes, round(done.relative_error, 3)
+    ([1.5, -2.5, 1.5, -2.5], 9.0, 0.236)
     """
 
     decoded: torch.Tensor | Tensors
@@ -269,6 +295,9 @@ class About:
     family: such as "sparsification".
     formula: of payload bytes, from n elements, N ranks and settings by their names.
     paper: authors, venue and year. The module's docstring names the paper in full.
+
+    >>> codecs.get("natural").about.formula
+    'n + ceil(n / 8)'
     """
 
     family: str
@@ -287,6 +316,10 @@ class PlanDefaults:
         that follow one another share groups, if they are many; each other layer has one of its own.
     warmup_steps: dense iterations before the first compressed one.
     error_feedback, two_way: whether these wrappers are put around the codec.
+
+    >>> defaults = codecs.make("topk").defaults
+    >>> defaults.error_feedback, defaults.minimum_dimensions, defaults.minimum_numel
+    (True, 2, 256)
     """
 
     roles: tuple[str, ...] = ROLES
@@ -309,6 +342,11 @@ class Guarantees:
     delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: no such bound is known.
     omega: of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2. None: no such bound is known.
     homogeneous: whether C(a x) = a C(x) for every a > 0, to rounding and with the same random numbers. False: unknown.
+
+    >>> codecs.make("topk", density=0.25).guarantees([Layer("w", (100,))])
+    Guarantees(linear=False, unbiased=False, delta=0.25, omega=None, homogeneous=False)
+    >>> codecs.make("powersgd").guarantees([Layer("w", (100, 50))]).linear
+    False
     """
 
     linear: bool = False
@@ -329,6 +367,12 @@ class Codec(ABC):
     A subclass sets `name` (the file's name), `about` and `Settings`, a frozen dataclass. It defines `exchange` and
     `payload_bytes`. A codec's state is the same on every rank. Only wrappers keep state that differs between ranks
     (see `gradlab.codec.wrapper`).
+
+    >>> codec = codecs.make("topk", density=0.5)
+    >>> codec == codecs.make("topk", density=0.5), codec.payload_bytes([Layer("w", (8,))], world_size=2)
+    (True, 17)
+    >>> codec.apply([torch.tensor([3.0, 1.0]), torch.tensor([0.0, 4.0])]).decoded.tolist()
+    [1.5, 2.0]
 
     Args:
         settings: an instance of the class's `Settings`. None: the defaults.
@@ -481,6 +525,10 @@ class Codec(ABC):
 
     def apply(self, gradients: Gradients, *, seed: int = 0) -> Applied:
         """Run one exchange, the first of a run, on given gradients.
+
+        >>> done = codecs.make("cast").apply([{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}])
+        >>> done.decoded, done.payload_bytes
+        ({'w': tensor([2.])}, 2.0)
 
         Args:
             gradients: one rank's, as a tensor or as tensors by layer name; or a list of these, one per rank.
@@ -650,6 +698,10 @@ def shown_settings(settings: Any, *, first: bool) -> list[str]:
 
     settings: an instance of a codec's `Settings`.
     first: whether the first setting is listed even at its default.
+
+    >>> from gradlab.codec import shown_settings
+    >>> shown_settings(codecs.get("qsgd").Settings(bits=2), first=True)
+    ['bits=2']
     """
     known = [(field, getattr(settings, field.name)) for field in fields_of(type(settings))]
     return [
@@ -660,7 +712,13 @@ def shown_settings(settings: Any, *, first: bool) -> list[str]:
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
-    """Compute the SHA-256, in hexadecimal, of a tensor's dtype, shape and bytes."""
+    """Compute the SHA-256, in hexadecimal, of a tensor's dtype, shape and bytes.
+
+    >>> from gradlab.codec import hash_tensor
+    >>> zeros = torch.zeros(2)
+    >>> hash_tensor(zeros) == hash_tensor(zeros.clone()), hash_tensor(zeros) == hash_tensor(-zeros)
+    (True, False)
+    """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
     digest.update(flat.view(torch.uint8).numpy().data)
@@ -689,6 +747,13 @@ def exchange_group(
     scaled_by: the loss scale that the gradients are multiplied by.
     dense: whether the schedule leaves this iteration uncompressed.
     reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their memory.
+
+    >>> from gradlab.codec import Context, exchange_group
+    >>> from gradlab.collectives import run_lockstep
+    >>> codec, gradients = codecs.make("cast"), [{"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}]
+    >>> ranks = [exchange_group(codec, gradients[rank], {}, Context(rank, 2, 0, "w")) for rank in range(2)]
+    >>> [result.value.mean["w"].tolist() for result in run_lockstep(ranks)]
+    [[2.0], [2.0]]
     """
     if codec.keeps_dtype:
         working, scaled_by = {name: grad.contiguous() for name, grad in grads.items()}, 1.0
@@ -720,7 +785,14 @@ def _rescaled(mean: torch.Tensor, scaled_by: float, dtype: torch.dtype) -> torch
 
 
 def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
-    """Exchange gradients uncompressed, see `means_of`."""
+    """Exchange gradients uncompressed, see `means_of`.
+
+    >>> from gradlab.codec import mean_only
+    >>> from gradlab.collectives import run_lockstep
+    >>> results = run_lockstep([mean_only({"w": torch.tensor([value])}) for value in (1.0, 3.0)])
+    >>> results[0].value.mean, results[0].payload_bytes
+    ({'w': tensor([2.])}, 4)
+    """
     mean = yield from means_of(grads)
     return Exchanged(mean, dict(grads))
 

@@ -108,6 +108,11 @@ def setting(
     None is allowed if the field's type allows it. The arguments after `default` are described in `Setting`.
 
     default: the value if none is given. Without a default the setting is required.
+
+    >>> from gradlab.codec import setting
+    >>> field = setting(0.01, above=0, most=1, unit="share of elements", help="the elements that are sent")
+    >>> field.default
+    0.01
     """
     range_of = Setting(above, least, below, most, tuple(choices), tuple(also), unit, symbol, help)
     return dataclasses.field(default=default, metadata={_KEY: range_of})

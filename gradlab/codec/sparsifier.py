@@ -40,7 +40,12 @@ def across_layers_setting() -> Any:
 
 
 def count_of(density: float, numel: int) -> int:
-    """Return k = ceil(density * numel), at least 1 and at most numel."""
+    """Return k = ceil(density * numel), at least 1 and at most numel.
+
+    >>> from gradlab.codec import count_of
+    >>> count_of(0.01, 250), count_of(0.01, 10)
+    (3, 1)
+    """
     return min(numel, max(1, math.ceil(round(density * numel, 9))))
 
 
@@ -64,6 +69,10 @@ def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
 
     Among equal magnitudes any are taken. On a CPU a low threshold from a sample leaves only a few candidates to select
     from, 7 times faster on a million values. A GPU would have to be waited for, to say how many.
+
+    >>> from gradlab.codec import largest
+    >>> largest(torch.tensor([0.1, -3.0, 2.0]), 1)
+    tensor([1])
     """
     if vector.device.type != "cpu":
         return vector.abs().topk(count, sorted=False).indices

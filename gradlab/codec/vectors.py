@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch._utils import _unflatten_dense_tensors
 
+#: Tensors by name: gradients or states by layer name, or what a codec learned.
 Tensors = dict[str, torch.Tensor]
 
 
@@ -15,6 +16,10 @@ def concatenate(grads: Tensors) -> torch.Tensor:
     """Concatenate a group's gradients to one vector (sum of numel,).
 
     It is a view where the gradients lie one after another in memory, as those that `separate` cut do.
+
+    >>> from gradlab.codec import concatenate
+    >>> concatenate({"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
+    tensor([1., 2., 3.])
     """
     pieces = list(grads.values())
     if len(pieces) == 1:
@@ -43,7 +48,12 @@ def consecutive(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def separate(vector: torch.Tensor, like: Tensors) -> Tensors:
-    """Cut a vector (sum of numel,) into views with the names and shapes of `like`: the inverse of `concatenate`."""
+    """Cut a vector (sum of numel,) into views with the names and shapes of `like`: the inverse of `concatenate`.
+
+    >>> from gradlab.codec import separate
+    >>> separate(torch.tensor([1.0, 2.0, 3.0]), {"w": torch.empty(1, 2), "b": torch.empty(1)})
+    {'w': tensor([[1., 2.]]), 'b': tensor([3.])}
+    """
     return dict(zip(like, cut_like(vector, list(like.values())), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One file per codec, named after it. A new file here needs no registration. Codecs elsewhere need `register`."""
+"""All codecs, one file each, named after it. A new file here needs no registration, and others need `register`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ __all__ = ["get", "make", "names", "register"]
 
 
 def names() -> list[str]:
-    """List the names of all codecs, sorted."""
+    """List the names of all codecs, sorted.
+
+    >>> "powersgd" in codecs.names()
+    True
+    """
     return CODECS.names()
 
 
 def get(name: str) -> type[Codec]:
     """Return the codec class with this name.
+
+    >>> codecs.get("topk").Settings()
+    TopK.Settings(density=0.01, index_coding='fixed', across_layers=True)
 
     Raises:
         GradlabError: if there is none. The message suggests a close match.
@@ -28,7 +35,7 @@ def get(name: str) -> type[Codec]:
 def make(name: str, **settings: Any) -> Codec:
     """Make the codec with this name.
 
-    >>> make("topk", density=0.01)
+    >>> codecs.make("topk", density=0.01)
     TopK(density=0.01)
 
     Args:

@@ -21,7 +21,12 @@ def fields(bits: int) -> list[int]:
 
 
 def packed_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of `numel` packed codes of `bits` bits each."""
+    """Return the bytes of `numel` packed codes of `bits` bits each.
+
+    >>> from gradlab.codec import packed_bytes
+    >>> packed_bytes(1000, bits=3)
+    375
+    """
     return -(-numel // 8) * bits
 
 
@@ -67,6 +72,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     The bits of a code are cut into the fields of `fields`, low bits first. All codes' parts of one field lie together:
     code i has those from bit i * width of its plane on. Codes from a multiple of 8 on can thus be cut off, see `cut`.
 
+    >>> from gradlab.codec import pack, unpack
+    >>> packed = pack(torch.tensor([1, 3, 0, 2], dtype=torch.uint8), bits=2)
+    >>> packed.shape, unpack(packed, bits=2)[:4]
+    (torch.Size([2]), tensor([1, 3, 0, 2], dtype=torch.uint8))
+
     Args:
         codes: (numel,), below 2^bits, uint8, or int64 for more than 8 bits.
         bits: of each code.
@@ -83,6 +93,10 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, bits: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
     """Unpack what `pack` returned, or a part of it.
+
+    >>> from gradlab.codec import pack, unpack
+    >>> unpack(pack(torch.arange(16, dtype=torch.uint8), bits=4), bits=4, start=8, stop=11)
+    tensor([ 8,  9, 10], dtype=torch.uint8)
 
     Args:
         packed: the bytes.

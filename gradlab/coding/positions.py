@@ -41,12 +41,21 @@ def index_bytes(coding: str, count: int, numel: int) -> int:
     """Return the bytes of `count` encoded positions below `numel`.
 
     If the size depends on the positions, it is that of random ones.
+
+    >>> from gradlab.codec import index_bytes
+    >>> index_bytes("packed", count=10, numel=1000), index_bytes("fixed", count=10, numel=1000)
+    (20, 20)
     """
     return _random_positions_bytes(coding, count, numel) if varies(coding) else _known_bytes(coding, count, numel)
 
 
 def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
     """Encode positions as bytes.
+
+    >>> from gradlab.codec import decode, encode
+    >>> encoded = encode(torch.tensor([3, 70, 99]), numel=100, coding="packed")
+    >>> encoded.dtype, decode(encoded, count=3, numel=100, coding="packed")
+    (torch.uint8, tensor([ 3, 70, 99]))
 
     Args:
         positions: (count,), int64, below numel, in ascending order if `in_order` requires it.
@@ -70,6 +79,10 @@ def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
 
 def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.Tensor:
     """Decode what `encode` returned.
+
+    >>> from gradlab.codec import decode, encode
+    >>> decode(encode(torch.tensor([3, 70]), 100, "smallest"), count=2, numel=100, coding="smallest")
+    tensor([ 3, 70])
 
     Args:
         encoded: (bytes,), uint8.

@@ -91,6 +91,10 @@ def sum_in_rank_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Plain DDP also scales before it sums. The fixed order gives the same bits wherever the mean is computed.
 
+    >>> from gradlab.collectives import sum_in_rank_order
+    >>> sum_in_rank_order([torch.tensor([1.0]), torch.tensor([3.0])])
+    tensor([2.])
+
     Args:
         tensors: one per rank.
 
@@ -108,6 +112,10 @@ def mean_of_node(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = Non
     """Average the tensors of a node's ranks: their sum in the order of local ranks, times 1/L.
 
     It takes one pass per tensor and one more, as it is made of whole gradients. 16-bit tensors are summed in float32.
+
+    >>> from gradlab.collectives import mean_of_node
+    >>> mean_of_node([torch.tensor([1.0]), torch.tensor([3.0])])
+    tensor([2.])
 
     Args:
         tensors: one per local rank.
@@ -212,6 +220,13 @@ def _sizes(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
 def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:
     """Run a coroutine, and note its requests.
 
+    >>> from gradlab.codec import mean_only
+    >>> from gradlab.collectives import observed, run_lockstep
+    >>> seen = []
+    >>> results = run_lockstep([observed(mean_only({"w": torch.ones(2)}), seen)])
+    >>> seen
+    [Mean(tensor=tensor([1., 1.]))]
+
     Args:
         coroutine: to run.
         seen: the list that its requests are appended to.
@@ -231,6 +246,12 @@ def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Res
 
 def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
     """Run several coroutines of one rank as one: requests of the same step travel together.
+
+    >>> from gradlab.codec import mean_only
+    >>> from gradlab.collectives import run_lockstep, together
+    >>> [result] = run_lockstep([together([mean_only({"a": torch.ones(2)}), mean_only({"b": torch.zeros(1)})])])
+    >>> [exchanged.mean for exchanged in result.value]
+    [{'a': tensor([1., 1.])}, {'b': tensor([0.])}]
 
     Args:
         coroutines: of one rank.
@@ -260,6 +281,12 @@ def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]
 
 def run_lockstep(coroutines: Sequence[Coroutine[Result]]) -> list[LockstepResult[Result]]:
     """Run one coroutine per rank in this process, stepped together. Means are summed in rank order.
+
+    >>> from gradlab.collectives import Mean, run_lockstep
+    >>> def exchange(gradient):
+    ...     return (yield Mean(gradient))
+    >>> run_lockstep([exchange(torch.tensor([1.0])), exchange(torch.tensor([3.0]))])[0]
+    LockstepResult(value=tensor([2.]), payload_bytes=4, wire_bytes=4)
 
     Args:
         coroutines: one per rank, in rank order.

@@ -27,7 +27,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over ranks of a floating-point tensor, same shape on every rank. Answer: a tensor of that shape."""
+    """The mean over ranks of a floating-point tensor, same shape on every rank. Answer: a tensor of that shape.
+
+    >>> from gradlab.collectives import Mean, run_lockstep
+    >>> def exchange(value):
+    ...     mean = yield Mean(torch.tensor([value]))
+    ...     return mean.item()
+    >>> [result.value for result in run_lockstep([exchange(1.0), exchange(3.0)])]
+    [2.0, 2.0]
+    """
 
     tensor: torch.Tensor
 
@@ -37,6 +45,13 @@ class Sum:
     """The exact sum over ranks of a tensor of integers, same shape on every rank. Answer: a tensor of that shape.
 
     tensor: int8, uint8, int32 or int64, as process groups sum these. That sums fit is whoever asks' business.
+
+    >>> from gradlab.collectives import Sum, run_lockstep
+    >>> def exchange(value):
+    ...     total = yield Sum(torch.tensor([value], dtype=torch.int32))
+    ...     return total.item()
+    >>> [result.value for result in run_lockstep([exchange(1), exchange(3)])]
+    [4, 4]
     """
 
     tensor: torch.Tensor
@@ -49,6 +64,12 @@ class Gather:
     tensor: this rank's.
     varying: whether the tensors are vectors whose lengths differ between ranks; lengths then travel too.
     lengths: of all ranks' vectors, where every rank knows them already, so that nothing is sent or padded for them.
+
+    >>> from gradlab.collectives import Gather, run_lockstep
+    >>> def exchange(value):
+    ...     return (yield Gather(torch.tensor([value])))
+    >>> run_lockstep([exchange(1), exchange(3)])[0].value
+    [tensor([1]), tensor([3])]
     """
 
     tensor: torch.Tensor
@@ -58,7 +79,14 @@ class Gather:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Rank `root`'s tensor. All ranks pass a tensor of one shape; only the root's values count. Answer: a tensor."""
+    """Rank `root`'s tensor. All ranks pass a tensor of one shape; only the root's values count. Answer: a tensor.
+
+    >>> from gradlab.collectives import Broadcast, run_lockstep
+    >>> def exchange(value):
+    ...     return (yield Broadcast(torch.tensor([value]), root=1))
+    >>> [result.value for result in run_lockstep([exchange(1), exchange(3)])]
+    [tensor([3]), tensor([3])]
+    """
 
     tensor: torch.Tensor
     root: int
@@ -69,6 +97,11 @@ class Parts(Sequence[torch.Tensor]):
 
     N ranks of one process would cut N^2 parts. Of these requests only the lengths are compared, and read are the whole
     vectors, see `Received`.
+
+    >>> from gradlab.collectives import Parts
+    >>> parts = Parts(torch.tensor([1.0, 2.0, 3.0]), (2, 1))
+    >>> [part.tolist() for part in parts]
+    [[1.0, 2.0], [3.0]]
 
     Attributes:
         whole: the vector.
@@ -104,6 +137,12 @@ class AllToAll:
     tensors: those at j go to rank j, and have the same shape on every rank (shapes may differ between destinations).
         `Parts` of a vector cost less where many ranks are in one process.
     varying: whether the tensors are vectors whose lengths differ between ranks, too; lengths then travel first.
+
+    >>> from gradlab.collectives import AllToAll, run_lockstep
+    >>> def exchange(rank):
+    ...     return (yield AllToAll([torch.tensor([10 * rank + to]) for to in range(2)]))
+    >>> [[part.item() for part in result.value] for result in run_lockstep([exchange(0), exchange(1)])]
+    [[0, 10], [1, 11]]
     """
 
     tensors: Sequence[torch.Tensor]
@@ -133,14 +172,21 @@ class Ring:
 
 
 SUMMED = (torch.int8, torch.uint8, torch.int32, torch.int64)
+#: One collective that a codec asks for.
 Request = Mean | Sum | Gather | Broadcast | AllToAll | Ring
 _KINDS = "Mean, Sum, Gather, Broadcast, AllToAll and Ring"
+#: What a coroutine yields: one request, or several whose order does not matter. The answer has the same form.
 Step = Request | tuple[Request, ...]
+#: A generator that yields steps, is sent their answers, and returns a result of the given type.
 Coroutine = Generator[Step, Any, Result]
 
 
 def as_requests(step: Step) -> tuple[Request, ...]:
     """Turn the requests of a step into a tuple.
+
+    >>> from gradlab.collectives import Mean, as_requests
+    >>> len(as_requests(Mean(torch.ones(2)))), len(as_requests((Mean(torch.ones(2)), Mean(torch.ones(3)))))
+    (1, 2)
 
     Args:
         step: what a coroutine yielded.
@@ -161,6 +207,10 @@ def as_requests(step: Step) -> tuple[Request, ...]:
 def answer_for(step: Step, answers: Sequence[Any]) -> Any:
     """Put answers into the form that the coroutine expects: one for a single request, a tuple for a tuple.
 
+    >>> from gradlab.collectives import Mean, answer_for
+    >>> answer_for(Mean(torch.ones(1)), ["one"]), answer_for((Mean(torch.ones(1)),), ["one"])
+    ('one', ('one',))
+
     Args:
         step: what the coroutine yielded.
         answers: one per request.
@@ -173,6 +223,10 @@ def answer_for(step: Step, answers: Sequence[Any]) -> Any:
 
 def signature(request: Request) -> tuple[Any, ...]:
     """List what all ranks' requests must agree on: kind, root, dtype and shapes (not lengths that vary).
+
+    >>> from gradlab.collectives import Mean, signature
+    >>> signature(Mean(torch.ones(2, 3)))
+    ('Mean', None, 'torch.float32', (2, 3))
 
     Args:
         request: one rank's.
@@ -200,6 +254,10 @@ def signature(request: Request) -> tuple[Any, ...]:
 def fusion_key(request: Request) -> tuple[Any, ...]:
     """Return the key of requests that travel together: those of one key and one step are one collective.
 
+    >>> from gradlab.collectives import Mean, fusion_key
+    >>> fusion_key(Mean(torch.ones(2))) == fusion_key(Mean(torch.ones(3, 4)))
+    True
+
     Args:
         request: any request.
 
@@ -217,6 +275,10 @@ def fusion_key(request: Request) -> tuple[Any, ...]:
 
 def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
     """Sort requests into those that travel together, in the order in which their collectives are issued.
+
+    >>> from gradlab.collectives import Gather, Mean, by_fusion_key
+    >>> by_fusion_key([Mean(torch.ones(2)), Gather(torch.ones(1)), Mean(torch.ones(3))])
+    [[0, 2], [1]]
 
     Args:
         requests: of one step.
@@ -236,6 +298,10 @@ def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
 def payload_bytes(request: Request, rank: int) -> int:
     """Count the bytes that a rank contributes to a request.
 
+    >>> from gradlab.collectives import Broadcast, Mean, payload_bytes
+    >>> payload_bytes(Mean(torch.ones(10)), rank=0), payload_bytes(Broadcast(torch.ones(10), root=1), rank=0)
+    (40, 0)
+
     Args:
         request: the rank's.
         rank: from 0.
@@ -253,6 +319,10 @@ def payload_bytes(request: Request, rank: int) -> int:
 def all_reduce_wire_bytes(nbytes: int, world_size: int) -> int:
     """Count the bytes that a rank sends in a ring all-reduce: 2 (N - 1) segments of ceil(nbytes / N).
 
+    >>> from gradlab.collectives import all_reduce_wire_bytes
+    >>> [all_reduce_wire_bytes(4000, world_size) for world_size in (2, 4, 8)]
+    [4000, 6000, 7000]
+
     Args:
         nbytes: bytes of the tensor.
         world_size: number of ranks N.
@@ -265,6 +335,10 @@ def all_reduce_wire_bytes(nbytes: int, world_size: int) -> int:
 
 def all_gather_wire_bytes(nbytes: int, world_size: int) -> int:
     """Count the bytes that a rank sends in an all-gather: every block travels N - 1 hops.
+
+    >>> from gradlab.collectives import all_gather_wire_bytes
+    >>> [all_gather_wire_bytes(4000, world_size) for world_size in (2, 4, 8)]
+    [4000, 12000, 28000]
 
     Args:
         nbytes: bytes per rank, padding included.
@@ -280,6 +354,10 @@ def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> 
     """Count the bytes that a rank sends in Gloo's binomial-tree broadcast.
 
     In round i = 0, 1, ... each of the first 2^i ranks, counted from the root, sends all of it to the rank 2^i further.
+
+    >>> from gradlab.collectives import broadcast_wire_bytes
+    >>> [broadcast_wire_bytes(4000, rank, root=0, world_size=4) for rank in range(4)]
+    [8000, 4000, 0, 0]
 
     Args:
         nbytes: bytes of the tensor.
@@ -298,6 +376,10 @@ def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> 
 def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
     """Count the bytes that a rank sends in an all-to-all: sizes[j] to each other rank j, nothing to itself.
 
+    >>> from gradlab.collectives import all_to_all_wire_bytes
+    >>> all_to_all_wire_bytes([10, 20, 30], rank=1)
+    40
+
     Args:
         sizes: bytes for each rank.
         rank: whose bytes are counted.
@@ -310,6 +392,11 @@ def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
 
 def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None = None) -> int:
     """Count the bytes that a rank sends for one request on its own, not fused with others.
+
+    >>> from gradlab.collectives import Gather, Mean, wire_bytes
+    >>> vector = torch.ones(100)
+    >>> wire_bytes(Mean(vector), rank=0, world_size=4), wire_bytes(Gather(vector), rank=0, world_size=4)
+    (600, 1200)
 
     Args:
         request: the rank's.
@@ -340,6 +427,14 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
 
 def check_request(request: Request, world_size: int) -> None:
     """Refuse a request that no process group could serve.
+
+    >>> from gradlab import GradlabError
+    >>> from gradlab.collectives import Broadcast, check_request
+    >>> try:
+    ...     check_request(Broadcast(torch.ones(1), root=5), world_size=4)
+    ... except GradlabError as error:
+    ...     print(error)
+    Broadcast from rank 5, but ranks are 0..3
 
     Raises:
         GradlabError: a Mean of integers, a Sum of anything else, a root or a number of tensors that does not fit the

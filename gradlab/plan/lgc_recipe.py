@@ -97,6 +97,11 @@ def lgc_plan(
     last layer's largest values travel without the autoencoder: in a ring at a random leader's positions, to a server at
     each rank's own.
 
+    >>> from gradlab.plan import lgc_plan
+    >>> plan = lgc_plan([Layer(f"conv{n}.weight", (64, 64, 3, 3), "convolution") for n in range(4)])
+    >>> [(group.codec, len(group.layers)) for group in plan.groups]
+    [('lgc_ring', 2), ('clt_k', 1)]
+
     Args:
         model: the model, or its layers.
         pattern: "ring" or "server".

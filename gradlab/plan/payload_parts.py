@@ -36,6 +36,10 @@ class PayloadParts:
 def payload_parts(plan: Plan, world_size: int) -> PayloadParts:
     """Split a plan's forecast of payload bytes into parts.
 
+    >>> from gradlab.plan import payload_parts
+    >>> payload_parts(Plan.uniform([Layer("w", (1000, 100))], "topk", density=0.01), world_size=4)
+    PayloadParts(code=0.0, positions=2125.0, values=4000.0, dense=4.0)
+
     Args:
         plan: any plan.
         world_size: number of ranks.

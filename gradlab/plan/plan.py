@@ -26,7 +26,7 @@ from gradlab.plan.refresh import Refresh
 from gradlab.printable import can_be_written
 from gradlab.segments import segments
 
-# A step with compressed groups also agrees on one float32: are all gradients finite on all ranks?
+#: Bytes of the float32 on which a step with compressed groups agrees: are all gradients finite on all ranks?
 FINITE_FLAG_BYTES = 4
 # Bytes of gradients: layers below the first share groups of at most the second, where so many follow one another. On a
 # CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
@@ -36,7 +36,12 @@ GPU_GROUP_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Wrap:
-    """A wrapper's id with its settings as plain JSON values: Wrap("error_feedback", {"decay": 0.1})."""
+    """A wrapper's id with its settings as plain JSON values: Wrap("error_feedback", {"decay": 0.1}).
+
+    >>> plan = Plan.uniform([Layer("w", (64, 32))], "topk", wrappers=[Wrap("error_feedback", {"decay": 0.1})])
+    >>> plan.groups[0].wrappers
+    (Wrap(name='error_feedback', settings={'decay': 0.1}),)
+    """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +61,7 @@ class Wrap:
         return cls(value["name"], value["settings"])
 
 
+#: Error feedback as the only wrapper of a group, with its default settings.
 FEEDBACK = (Wrap("error_feedback"),)
 
 
@@ -68,6 +74,11 @@ class Group:
     codec: the codec's id.
     settings: of the codec, plain JSON values.
     wrappers: around the codec, outermost first.
+
+    >>> from gradlab.plan import Group
+    >>> group = Group("head", ("head.weight",), "topk", {"density": 0.01}, (Wrap("error_feedback"),))
+    >>> Plan([Layer("head.weight", (10, 64))], (group,)).payload_bytes(world_size=4)
+    42.0
 
     Raises:
         GradlabError: for a name that cannot be written as UTF-8.
@@ -131,6 +142,10 @@ class Schedule:
     """When a plan compresses.
 
     warmup_steps: dense iterations before the first compressed one.
+
+    >>> from gradlab.plan import Schedule
+    >>> [Schedule(warmup_steps=2).compresses(iteration) for iteration in range(4)]
+    [False, False, True, True]
     """
 
     warmup_steps: int = 0
@@ -171,6 +186,12 @@ class Plan:
     seed: of the random streams that ranks share, 64 bits.
     learned: by group name, tensors that the group's codec learned from data.
     refresh: when settings are chosen anew while training, and from which. None: never.
+
+    >>> plan = Plan.uniform(torch.nn.Linear(64, 32), "topk", density=0.01)
+    >>> [(group.layers, group.codec) for group in plan.groups], [layer.name for layer in plan.dense_layers]
+    ([(('weight',), 'topk')], ['bias'])
+    >>> plan.payload_bytes(world_size=4)
+    249.0
 
     Raises:
         GradlabError: for a group that names an unknown layer, a layer in two groups, two groups of one name, a group
@@ -234,6 +255,10 @@ class Plan:
 
         Of a model that is not on the CPU all layers that follow one another share groups, of at most 25 MiB, in the
         same way: a GPU takes a group's kernels as fast as one layer's, and the time goes into launching them.
+
+        >>> plan = Plan.uniform(torch.nn.Linear(64, 32), "powersgd", rank=4, warmup_steps=100)
+        >>> plan.groups[0].settings, plan.schedule, plan.groups[0].wrappers
+        ({'rank': 4}, Schedule(warmup_steps=100), (Wrap(name='error_feedback', settings={}),))
 
         Args:
             model: the model, or its layers, of which nobody knows where they are.
@@ -497,6 +522,12 @@ class Plan:
 def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
     """List the wrappers that a plan puts around a codec by default: error feedback and two-way compression, if any.
 
+    >>> from gradlab.plan import default_wrappers
+    >>> default_wrappers(codecs.make("topk"))
+    (Wrap(name='error_feedback', settings={}),)
+    >>> default_wrappers(codecs.make("qsgd"))
+    ()
+
     Args:
         codec: the codec, without wrappers.
         error_feedback: whether error feedback is among them. None: the codec's default.
@@ -579,6 +610,11 @@ def _group_name(layers: Sequence[str]) -> str:
 
 def groups_of_the_rest(layers: Sequence[Layer], compressed: Sequence[Layer], around: Sequence[Wrap]) -> Iterator[Group]:
     """Yield groups that give the other layers their momentum and weight decay, if the wrappers apply them.
+
+    >>> from gradlab.plan import groups_of_the_rest
+    >>> weight, bias = Layer("weight", (64, 32)), Layer("bias", (64,), "bias")
+    >>> [group.wrappers for group in groups_of_the_rest([weight, bias], [weight], [Wrap("momentum_correction")])]
+    [(Wrap(name='momentum', settings={'momentum': 0.9, 'nesterov': False}),)]
 
     Args:
         layers: all layers of the model.

@@ -136,6 +136,10 @@ def method_plan(
     learning rates of its own, such as 0.01. Under AdamW train a method without momentum, with `step_size_ratio=None`.
     LoCo has a scale per 256 values; with scale=s it has the paper's single s, which has to suit the gradients.
 
+    >>> from gradlab.plan import method_plan
+    >>> method_plan([Layer("w", (64, 32))], "DGC", density=0.01).groups[0].wrappers
+    (Wrap(name='momentum_correction', settings={'momentum': 0.9}), Wrap(name='sparsity_warmup', settings={}))
+
     Args:
         model: the model, or its layers.
         name: of the method. See `METHODS`.
@@ -185,6 +189,11 @@ def method_plan(
 
 def named_plan(model: nn.Module | Sequence[Layer], name: str, *, warmup_steps: int = 0, **settings: Any) -> Plan:
     """Build the plan of a published method or, where no method has that very name, the uniform plan of a codec.
+
+    >>> from gradlab.plan import named_plan
+    >>> layers = [Layer("w", (64, 32))]
+    >>> named_plan(layers, "PowerSGD", rank=2).groups[0].codec, named_plan(layers, "topk").groups[0].codec
+    ('powersgd', 'topk')
 
     Args:
         model: the model, or its layers.

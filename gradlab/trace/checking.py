@@ -75,6 +75,11 @@ class TraceCheck:
 def check(path: str | os.PathLike[str]) -> TraceCheck:
     """Read everything that a trace has committed, and report steps and problems.
 
+    >>> from gradlab.trace import check
+    >>> found = check("trace")
+    >>> [(rank.steps, rank.problems) for rank in found.ranks]
+    [(40, ()), (40, ())]
+
     Raises:
         GradlabError: if the manifest cannot be read; other problems are reported in the result.
     """

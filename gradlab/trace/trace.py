@@ -56,6 +56,11 @@ class TraceSource:
 
     path: the trace's folder.
     average_ranks: see `Trace`.
+
+    >>> source = Trace("trace").source
+    >>> with source.open(only=["head.weight"]) as trace:
+    ...     trace.mean("head.weight").shape
+    (40, 640)
     """
 
     path: str
@@ -68,6 +73,11 @@ class TraceSource:
 
 class Trace:
     """A closed trace, read-only; a context manager.
+
+    >>> with Trace("trace") as trace:
+    ...     step = next(trace.iterate())
+    >>> trace.world_size, len(trace.steps), step.gradients[0]["head.weight"].shape
+    (2, 40, (10, 64))
 
     Args:
         path: the trace's folder.

@@ -56,6 +56,11 @@ class Dion(Wrapper):
     and is refused under others. Learning rates are its own, such as 0.01, one for all shapes. What backward leaves are
     updates: do not clip their norm.
 
+    >>> codec = wrappers.get("dion")(codecs.make("identity"))
+    >>> update = codec.apply({"w": torch.randn(64, 32)}).decoded["w"]
+    >>> update.shape, torch.linalg.matrix_rank(update)
+    (torch.Size([64, 32]), tensor(8))
+
     Raises:
         GradlabError: around any codec but identity, or around identity's ring.
     """

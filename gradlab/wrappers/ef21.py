@@ -29,6 +29,10 @@ class EF21(Wrapper):
     contract is scaled until it does (`contraction`).
 
     Law: own + compression error == gradient, and the mean is the mean of all ranks' `own`, to rounding.
+
+    >>> codec = wrappers.get("ef21")(codecs.make("topk", density=0.25))
+    >>> codec, codec.apply(torch.tensor([0.1, -3.0, 0.2, 0.0])).decoded.tolist()
+    (EF21(TopK(density=0.25)), [0.0, -3.0, 0.0, 0.0])
     """
 
     name = "ef21"

@@ -56,6 +56,12 @@ class ErrorFeedback(Wrapper):
 
     With that ratio, a layer's residual is held while its step size is zero, in the unit of the last step size that was
     not zero. Dense iterations send the whole residual along, so that none is left.
+
+    >>> codec = wrappers.get("error_feedback")(codecs.make("topk", density=0.25))
+    >>> codec
+    ErrorFeedback(TopK(density=0.25))
+    >>> codec.apply(torch.tensor([0.1, -3.0, 0.2, 0.0])).decoded.tolist()
+    [0.0, -3.0, 0.0, 0.0]
     """
 
     name = "error_feedback"

@@ -31,6 +31,11 @@ class Hadamard(Wrapper):
     It stands next to the codec, inside every other wrapper, so that residuals are those of the gradient. It takes
     codecs that quantize every value of a rank's own gradient, such as block_scaled, qsgd, sign and terngrad.
 
+    >>> gradient = torch.zeros(256).index_fill(0, torch.tensor([3]), 100.0) + torch.randn(256)
+    >>> plain = codecs.make("qsgd", bits=4)
+    >>> plain.apply(gradient).relative_error > wrappers.get("hadamard")(plain).apply(gradient).relative_error
+    True
+
     Raises:
         GradlabError: for a block that is no power of two, a wrapper inside, and any other codec.
     """

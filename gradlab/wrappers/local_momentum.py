@@ -23,6 +23,9 @@ class LocalMomentum(Wrapper):
 
     The optimizer's own momentum must be 0. Unlike `momentum_correction`, this wrapper keeps no residual and masks
     nothing. While the schedule is dense, the ranks' momenta are averaged, which is momentum SGD up to rounding.
+
+    >>> wrappers.get("local_momentum")(codecs.make("sign"))
+    LocalMomentum(Sign(block_size=None))
     """
 
     name = "local_momentum"

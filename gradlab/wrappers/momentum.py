@@ -17,6 +17,9 @@ class Momentum(Wrapper):
     """u = m u + mean, as torch.optim.SGD does it; every rank applies u, or in Nesterov's form mean + m u.
 
     The optimizer's own momentum must be 0. u is the same on every rank.
+
+    >>> wrappers.get("momentum")(codecs.make("identity")).apply(torch.tensor([1.0, 2.0])).decoded
+    tensor([1., 2.])
     """
 
     name = "momentum"

@@ -44,6 +44,10 @@ class MomentumCorrection(Wrapper):
 
     The optimizer's own momentum must be 0. While the schedule is dense, all of v is sent, which is momentum SGD up to
     rounding.
+
+    >>> codec = wrappers.get("momentum_correction")(codecs.make("topk", density=0.25))
+    >>> codec.apply(torch.tensor([0.1, -3.0, 0.2, 0.0])).decoded.tolist()
+    [0.0, -3.0, 0.0, 0.0]
     """
 
     name = "momentum_correction"

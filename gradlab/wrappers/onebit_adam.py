@@ -40,6 +40,9 @@ class OneBitAdam(Wrapper):
 
     It belongs under torch.optim.SGD without momentum, whose weight decay is then AdamW's, and is refused under others.
     What backward leaves are updates, of Adam's size: do not clip their norm.
+
+    >>> wrappers.get("onebit_adam")(codecs.make("one_bit"))
+    OneBitAdam(OneBit(block='unit'))
     """
 
     name = "onebit_adam"

@@ -22,6 +22,9 @@ class SparsityWarmup(Wrapper):
 
     With the defaults and a density of 0.001 the stages have 25 %, 6.3 %, 1.58 % and 0.398 %, within 2 % of the paper's.
     The first stage begins where the schedule starts to compress.
+
+    >>> wrappers.get("sparsity_warmup")(codecs.make("topk", density=0.001))
+    SparsityWarmup(TopK(density=0.001))
     """
 
     name = "sparsity_warmup"

@@ -33,6 +33,9 @@ class WeightDecay(Wrapper):
     is kept in every iteration, dense ones included.
 
     A trace holds no parameters, so a replay leaves weight decay out.
+
+    >>> wrappers.get("weight_decay")(codecs.make("topk"))
+    WeightDecay(TopK(density=0.01))
     """
 
     name = "weight_decay"

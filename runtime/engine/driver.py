@@ -47,6 +47,12 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
 
     All ranks of the group have to call it with coroutines that ask for the same collectives.
 
+    >>> from gradlab.codec import mean_only
+    >>> from gradlab.runtime import Communicator, drive
+    >>> communicator = Communicator(torch.distributed.group.WORLD)
+    >>> drive(mean_only({"w": torch.tensor([3.0])}), communicator).mean
+    {'w': tensor([3.])}
+
     Args:
         coroutine: a codec's.
         communicator: of the group.

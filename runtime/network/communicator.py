@@ -54,6 +54,12 @@ class Transfer:
 class Communicator:
     """Issues fused collectives on one process group and counts their bytes.
 
+    >>> from gradlab.collectives import Mean
+    >>> from gradlab.runtime import Communicator
+    >>> communicator = Communicator(torch.distributed.group.WORLD)
+    >>> communicator.issue([Mean(torch.tensor([3.0]))]).answers(), communicator.payload_bytes
+    ([tensor([3.])], 4)
+
     Attributes:
         group: the process group; None after `close`.
         payload_bytes, wire_bytes: since the last `take_counts`, in bytes.

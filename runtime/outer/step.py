@@ -95,6 +95,17 @@ class OuterStep:
     A step whose pseudo-gradients are not finite on some worker is not taken: all workers go back to the common
     parameters.
 
+    >>> from gradlab.runtime import OuterStep
+    >>> model = torch.nn.Linear(64, 32)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with OuterStep(Plan.uniform(model, "qsgd"), model, every=2) as outer:
+    ...     for step in range(4):
+    ...         model(torch.ones(8, 64)).square().sum().backward()
+    ...         optimizer.step()
+    ...         moved = outer.step()
+    >>> outer.local_steps, moved
+    (4, True)
+
     Attributes:
         plan: as it was given.
         every: local steps between two outer steps of a fragment, H.

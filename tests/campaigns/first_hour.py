@@ -4,7 +4,7 @@
 
 TEXT is any file of some 100 kB, read as bytes. A GPT-2 of random weights (4 layers, 128 wide) trains on two ranks with
 gloo: recorded, checked, analysed, fitted in every way, evaluated, forecast, trained compressed, and continued from a
-checkpoint, with the commands of the README. Peaks are the largest resident set of any process of a command. The exit
+checkpoint, with the docs' commands. Peaks are the largest resident set of any process of a command. The exit
 code is 1 if a command failed or wrote a traceback or a raw warning. With --work the files stay, and a folder's trace is
 used again.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -9,25 +10,30 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
 
-from contract import test_contract, test_theory
+from contract import test_contract, test_glossary, test_theory
 from gradlab import codecs, wrappers
+from gradlab.analysis.report import tables
 from gradlab.catalog import codec_facts
+from gradlab.cli import predict as predict_module
 from gradlab.cli.main import app
 from gradlab.codec.registry import CODECS
 from gradlab.errors import GradlabError
 from gradlab.plan.recipes import METHODS
+from gradlab.runtime.engine.statistics import StepMeans, Summary
+from gradlab.runtime.run_report import GroupMeans, Place, RunReport
 from support.command_line import Command
 from support.warm_python import python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 COMMAND = re.compile(r"\bgradlab ((?:[a-z]+ )+[^`#\n]*)")
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -42,12 +48,15 @@ def test_the_page_of_methods_is_up_to_date(gradlab: Command) -> None:
 
 
 @pytest.mark.parametrize("name", wrappers.names())
-def test_the_front_page_lists_the_codecs_that_a_wrapper_takes(name: str, gradlab: Command) -> None:
+def test_the_page_of_methods_lists_the_codecs_that_a_wrapper_takes(name: str, gradlab: Command) -> None:
     """A plan of what is listed is built; a plan of what is not is refused with the words of `gradlab methods`."""
-    listed = re.search(rf"`{name}`[^`]*?takes? ((?:`\w+`,?\s*)+)[;.]", (ROOT / "README.md").read_text())
-    taken = set(codecs.names()) if listed is None else set(re.findall(r"`(\w+)`", listed[1]))
+    around = re.search(rf"^\| {name} \| (.*) \|$", (DOCS / "methods.md").read_text(), re.MULTILINE)
+    assert around is not None
+    everything = around[1] == "all codecs"
+    taken = set(codecs.names()) if everything else set(around[1].partition(": ")[2].split(", "))
     code, out, _ = gradlab("methods", name)
     assert code == 0
+    assert f"Around: {around[1]}" in out
     for codec in codecs.names():
         codec_class, method = codecs.get(codec), wrappers.get(name)
         if codec in taken:
@@ -57,7 +66,12 @@ def test_the_front_page_lists_the_codecs_that_a_wrapper_takes(name: str, gradlab
                 method(codec_class())
             assert f"refused: {refusal.value}" in out
     assert out.count("refused:") == len(codecs.names()) - len(taken)
-    assert f"Around: {'all codecs' if listed is None else f'{len(taken)} of {len(codecs.names())}'}" in out
+
+
+def test_every_codec_stands_in_one_family() -> None:
+    """The table of docs/decide.md."""
+    rows = (DOCS / "decide.md").read_text().partition("| family | codecs |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", rows)) == sorted(codecs.names())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -171,6 +185,22 @@ def test_the_tutorials_codec_keeps_the_contract(tutorial: SimpleNamespace, monke
         for kind in test_theory.KINDS:
             test_theory.test_errors_are_within_what_is_guaranteed(name, dict(settings), kind)
     sys.modules.pop("gradlab.codecs.sparse_ternary", None)
+
+
+def test_the_page_of_numbers_defines_every_figure() -> None:
+    """Of `state.report()`, of a replay, of runs side by side and of a forecast."""
+    page = (DOCS / "numbers.md").read_text()
+    place = Place(rank=0, world_size=1, dense_payload_bytes=8, half_payload_bytes=4, forecast_payload_bytes=8.0)
+    report = RunReport(place, iteration=0, residuals=None, refresh=None, summary=Summary(0), groups=())
+    keys = {*report.to_json(), *(field.name for shape in (StepMeans, GroupMeans) for field in fields(shape))}
+    assert not keys - set(re.findall(r"`(\w+)`", page))
+    predict = ast.walk(ast.parse(Path(predict_module.__file__).read_text()))
+    columns = {
+        head for node in predict for found in test_glossary._columns(node) for head in test_glossary._texts(found)
+    }
+    columns |= {*tables._REPLAY_COLUMNS, *tables._COMPARISON_COLUMNS}
+    named = {"plan", "method", "nodes", "link", "H"}  # they are no figures
+    assert not columns - named - set(re.findall(r'"([^"]+)"', page))
 
 
 def test_promises_name_tests_that_exist() -> None:

@@ -198,8 +198,18 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert loaded_by("import gradlab") & (HEAVY | {"torch", "numpy", "safetensors"}) == set()
 
 
+def test_importing_the_analysis_loads_a_name_when_it_is_asked_for() -> None:
+    assert loaded_by("import gradlab.analysis as a; dir(a)") & (HEAVY | {"torch", "numpy", "safetensors"}) == set()
+    statement = "from gradlab.analysis import forecast; forecast.Network"
+    assert loaded_by(statement, torch_python()) & {"h5py", "matplotlib", "jinja2"} == set()
+    with pytest.raises(ImportError, match="examin"):
+        from gradlab.analysis import examin  # type: ignore[attr-defined]  # noqa: F401
+
+
 FRONT_DOORS = {
-    "gradlab": "Artifact GradlabError Layer Plan Trace Wrap __version__ codecs wrappers",
+    "gradlab": "Artifact GradlabError Layer Plan Trace Wrap __version__ codecs compress wrappers",
+    "gradlab.analysis": "GradientPCA examine fit_block_sizes fit_gradiveq fit_lgc fit_lgreco forecast replay "
+    "replay_plans write_comparison write_trace_report",
     "gradlab.codec": "Codec Compressor Context Exchanged Sparsifier register setting",
     "gradlab.capture": "EmulatedNodes TraceRecorder TraceWriter repair",
     "gradlab.runtime": "CompressionState Exchange compression_hook drive",

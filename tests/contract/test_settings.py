@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import importlib
 import pkgutil
 import sys
@@ -224,17 +223,6 @@ def test_gradients_are_applied_as_they_come() -> None:
 def test_what_is_no_gradient_is_not_applied(gradients: Gradients) -> None:
     with pytest.raises(GradlabError, match=r"codec\.apply: "):
         codecs.make("topk").apply(gradients)
-
-
-@pytest.mark.parametrize("name", codecs.names())
-def test_each_codec_shows_itself_at_work(name: str) -> None:
-    """The examples in its docstring, with torch and codecs imported."""
-    method = codecs.get(name)
-    module = sys.modules[method.__module__]
-    finder, runner = doctest.DocTestFinder(recurse=False), doctest.DocTestRunner()
-    [test] = finder.find(method, name, module, globs={"torch": torch, "codecs": codecs})
-    assert test.examples
-    assert runner.run(test).failed == 0
 
 
 # --- what a plan of many groups costs -------------------------------------------------------------------------------

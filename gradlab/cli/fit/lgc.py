@@ -38,16 +38,20 @@ Pattern = Annotated[
 ]
 Order = Annotated[str, typer.Option(help=setting_help("lgc_ring", "order"))]
 Normalise = Annotated[str, typer.Option(help=setting_help("lgc_ring", "normalise"))]
-First = Annotated[str | None, typer.Option(metavar="LAYER", help="Stays dense; the first recorded matrix by default.")]
+First = Annotated[
+    str | None, typer.Option(metavar="LAYER", help="The layer that stays dense; the first recorded matrix by default.")
+]
 Last = Annotated[
-    str | None, typer.Option(metavar="LAYER", help="Is sent without the autoencoder; the last by default.")
+    str | None,
+    typer.Option(metavar="LAYER", help="The layer that is sent without the autoencoder; the last one by default."),
 ]
 Vectors = Annotated[
     str,
     typer.Option(help="Biases and normalization vectors: dense; autoencoder: in its group; sparse: as the last layer."),
 ]
 Momentum = Annotated[
-    float | None, typer.Option(help="Of momentum correction; the optimizer's is then to be 0. Without: none.")
+    float | None,
+    typer.Option(help="Use momentum correction with this momentum; the optimizer's has to be 0. By default none."),
 ]
 Feedback = Annotated[
     bool, typer.Option("--feedback", help="Feed back what decoding loses too, which the paper forgets.")
@@ -69,8 +73,8 @@ def lgc(
     vectors: Vectors = "dense",
     momentum: Momentum = None,
     feedback: Feedback = False,
-    epochs: Annotated[int, typer.Option(help="Over the recorded iterations, at most.")] = 100,
-    learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 1e-3,
+    epochs: Annotated[int, typer.Option(help="Passes over the recorded iterations, at most.")] = 100,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of Adam.")] = 1e-3,
     setting: Setting = None,
     figure: Figure = None,
     optimizer: TrainedWith = None,

@@ -28,21 +28,27 @@ if TYPE_CHECKING:
     from gradlab.layout import Layer
     from gradlab.trace import Trace
 
-Codec = Annotated[str, typer.Option(help="Of the uniform plan that is known to train well.")]
+Codec = Annotated[str, typer.Option(help="Codec of the uniform plan, which you know to train well.")]
 Setting = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Its setting: rank=4, density=0.01, bits=4; repeatable."),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="A setting of that codec: rank=4, density=0.01, bits=4; repeatable."
+    ),
 ]
-Alpha = Annotated[float, typer.Option(help="The error allowed, in the uniform plan's.")]
+Alpha = Annotated[float, typer.Option(help="The error that the plan may have, as a multiple of the uniform plan's.")]
 Hold = Annotated[
     bool,
     typer.Option(
-        "--hold", help="Where the error allowed does not hold on later iterations, take the largest alpha that does."
+        "--hold",
+        help="If the plan's error on later iterations is larger than --alpha allows, take the largest alpha whose plan "
+        "keeps to it.",
     ),
 ]
 Grid = Annotated[
     str,
-    typer.Option(help="Settings by layer: paper, D/2 to 2 D (densities D/10 to 10 D), or own, the codec's list."),
+    typer.Option(
+        help="Settings to choose from: paper (D/2 to 2 D; densities D/10 to 10 D), or own (the codec's list)."
+    ),
 ]
 Families = Annotated[
     list[str] | None,
@@ -53,7 +59,9 @@ Samples = Annotated[
 ]
 Metric = Annotated[
     str,
-    typer.Option(help="What errors add up as over layers: l2, their norms, the paper's; squared-l2, their squares."),
+    typer.Option(
+        help="How errors of layers are added up: l2 (L2 norms, as in the paper) or squared-l2 (their squares)."
+    ),
 ]
 Window = Annotated[
     int | None, typer.Option(help="Steps that gradients are accumulated over; a quarter of the trace by default.")
@@ -62,21 +70,23 @@ Start = Annotated[int, typer.Option(help="Position of the first recorded step to
 CostName = Annotated[
     str,
     typer.Option(
-        help="To be small: payload (bytes, the paper's), wire (bytes at --nodes), seconds (summed, as if nothing "
-        "were hidden), or step: the step predicted, which needs --compute-seconds."
+        help="What the plan minimises: payload (bytes, as in the paper), wire (bytes sent among --nodes ranks), "
+        "seconds (summed over layers, as if nothing were hidden), or step (predicted; needs --compute-seconds)."
     ),
 ]
 Weights = Annotated[
     str,
     typer.Option(
         metavar="none|linear|TIMES.json",
-        help="Of a layer's cost: none; linear: its bucket's number, as the last travel unhidden; or what a byte "
-        "costs in its bucket, from measured samples: {sizes: bytes by sample and bucket, seconds: by sample}.",
+        help="Factor of each layer's cost. none: 1. linear: the number of its bucket, because backward hides the last "
+        "buckets least. A file: what a byte costs in each bucket, fitted to measured samples "
+        "{sizes: bytes by sample and bucket, seconds: by sample}.",
     ),
 ]
 BucketCap = Annotated[float | None, typer.Option(help="DDP's bucket size in MiB, for buckets' figures.")]
-Nodes = Annotated[int | None, typer.Option(help="Ranks that it is for; the trace's by default.")]
-LinkOption = Annotated[str, typer.Option(help="Of the link, for seconds; of a node's where it has several ranks.")]
+Nodes = Annotated[int | None, typer.Option(help="Number of ranks that will train; the trace's by default.")]
+Bandwidth = Annotated[str, typer.Option(help="Speed of a node's link, for --cost seconds and step: 200mbit, 10gbit.")]
+LinkLatency = Annotated[str, typer.Option(help="One-way latency of that link: 50us, 1ms.")]
 ComputeSeconds = Annotated[
     str | None, typer.Option(help="A step without gradient exchange, for --cost step: 0.36s, 120ms.")
 ]
@@ -94,8 +104,8 @@ Accordion = Annotated[
     str | None,
     typer.Option(
         metavar="MOST:LEAST",
-        help="With --refresh, follow Accordion: the error of the more compressed setting is allowed, and that of the "
-        "less compressed one in critical regimes: 2:8 for ranks.",
+        help="With --refresh, let Accordion say how much error is allowed: in critical regimes that of the second "
+        "setting, elsewhere that of the first, more compressed one. 2:8 for ranks.",
     ),
 ]
 
@@ -117,8 +127,8 @@ def lgreco(
     weights: Weights = "none",
     bucket_cap_mb: BucketCap = None,
     nodes: Nodes = None,
-    bandwidth: LinkOption = "1gbit",
-    latency: LinkOption = "100us",
+    bandwidth: Bandwidth = "1gbit",
+    latency: LinkLatency = "100us",
     local_ranks: LocalRanks = 1,
     inside: InsideLink = "400gbit",
     compute_seconds: ComputeSeconds = None,
@@ -138,10 +148,10 @@ def lgreco(
 ) -> None:
     """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
 
-    Errors are those of gradients accumulated over windows of the trace, of all ranks, without feedback; half of the
-    windows are chosen on, the others check the choice; where the error does not hold on these, the largest alpha whose
-    error does is named, and --hold takes it. The search proves that no plan is smaller; with --cost step it
-    proves how much faster another plan could be at most.
+    All ranks' gradients are accumulated over windows of the trace, and compressed without feedback. The plan is chosen
+    on the first half of the windows and checked on the other half. If its error there is above the uniform plan's, the
+    largest alpha at which it is not is named, and --hold takes it. The search proves that no plan is smaller. With
+    --cost step it proves how much faster another plan could be at most.
 
     Example:
 

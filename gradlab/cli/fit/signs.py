@@ -37,20 +37,28 @@ Method = Annotated[
         "dist-EF-blockSGD where the optimizer has momentum that no plan's can replace (AdamW)."
     ),
 ]
-Momentum = Annotated[float, typer.Option(help="Of the methods that have it; the optimizer's is to be 0.")]
-WeightDecay = Annotated[float, typer.Option(help="In the plan; the optimizer's is to be 0. 0 leaves it there.")]
+Momentum = Annotated[float, typer.Option(help="Momentum of the methods that have it; the optimizer's has to be 0.")]
+WeightDecay = Annotated[
+    float, typer.Option(help="Weight decay in the plan; the optimizer's has to be 0. 0: the optimizer keeps it.")
+]
 WeightDecayForm = Annotated[
     str | None,
     typer.Option(
-        help="Of --weight-decay. gradient (by default): in the gradient, before momentum. apart: with a momentum of "
-        "its own, uncompressed, as the published code of dist-EF-blockSGDM has it."
+        help="Where --weight-decay acts. gradient (the default): on the gradient, before momentum. apart: with a "
+        "momentum of its own, uncompressed, as in the published code of dist-EF-blockSGDM."
     ),
 ]
-Server = Annotated[str, typer.Option(help="sharded over the ranks, or rank: all on rank 0, the paper's.")]
+Server = Annotated[
+    str,
+    typer.Option(
+        help="Who is the server. sharded: every rank, of its part. rank: rank 0, of everything, as in the paper."
+    ),
+]
 Scales = Annotated[
     float,
     typer.Option(
-        help="Scales per tensor, on average, shared out where they keep most of the gradients' energy; 1: one each."
+        help="Mean number of scales per tensor. They are placed where they keep most of the gradients' energy. 1: one "
+        "for each tensor."
     ),
 ]
 Samples = Annotated[

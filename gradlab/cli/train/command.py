@@ -56,9 +56,10 @@ def train(
         ),
     ] = 1,
     outer_learning_rate: Annotated[
-        float, typer.Option(help="With --local-steps: of SGD on what nodes have in common.")
+        float,
+        typer.Option(help="With --local-steps: learning rate of the outer optimizer, SGD on the common parameters."),
     ] = 0.7,
-    outer_momentum: Annotated[float, typer.Option(help="Of it, Nesterov's; 0 for none.")] = 0.9,
+    outer_momentum: Annotated[float, typer.Option(help="Nesterov momentum of the outer optimizer; 0 for none.")] = 0.9,
     capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
     compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
@@ -69,7 +70,7 @@ def train(
     momentum: Annotated[
         float | None, typer.Option(help="The optimizer's; the recipe's by default, 0 where the plan applies its own.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of model, data order and augmentation.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of model, data order and augmentation.")] = 0,
     every: Annotated[int, typer.Option(help="Record every so many steps.")] = 1,
     budget: Annotated[
         str | None,

@@ -1,0 +1,57 @@
+"""The prose of README and docs keeps the style: short sentences, subject first, the field's words, no fillers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.prose import FILLERS, FORMER_WORDS, faults, paragraphs, sentences
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_keeps_the_style(page: Path) -> None:
+    assert list(faults(page.read_text())) == []
+
+
+def test_paragraphs_are_prose_alone() -> None:
+    page = (
+        "# Title\n\nOne `code just` and\n[a link](b.md).\n\n```\njust code\n```\n\n    just code\n\n"
+        "| just | a table |\n\n<!-- just\na comment -->\n- an item\n  of two lines\n1. another\n"
+    )
+    assert paragraphs(page) == ["One CODE and a link.", "an item of two lines", "another"]
+
+
+def test_sentences_end_where_readers_see_it() -> None:
+    text = 'It is 0.5 of eq. (3), see Vogels et al. 2019. "Yes." *No*: it was not. And CODE? (It is.) i.e. all'
+    assert sentences(text) == [
+        "It is 0.5 of eq. (3), see Vogels et al. 2019.",
+        '"Yes."',
+        "No: it was not.",
+        "And CODE?",
+        "(It is.) i.e. all",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A sentence of too many words " + "is a sentence that loses its reader " * 8 + "here.",
+        "Of more, those that are not its default.",
+        *(f"This is {word} a sentence." for word in (*FILLERS, *FORMER_WORDS)),
+    ],
+)
+def test_what_the_style_forbids_is_found(text: str) -> None:
+    assert len(list(faults(f"A short one. {text}"))) == 1
+
+
+def test_words_that_are_parts_of_others_and_names_in_code_are_no_fault() -> None:
+    assert (
+        list(faults('Adjust it, unjustly, `just` as `--simply` says: "unsent norm". Of 7 methods one is best.')) == []
+    )
