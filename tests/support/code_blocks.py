@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.command_line import Command
-from support.warm_python import python
+from support.warm_python import GRADLAB, python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -78,7 +78,8 @@ def run_command(words: list[str], folder: Path, gradlab: Command) -> str:
         assert arguments[0] in {name for names in targets for name in names.split()}, shlex.join(words)
         return ""
     assert program in ("torchrun", "python"), f"{shlex.join(words)}: neither gradlab, make, torchrun nor python"
-    command = [python(), *(("-m", "torch.distributed.run") if program == "torchrun" else ()), *arguments]
+    warm = python(*GRADLAB, "sklearn.datasets")  # whose import takes each rank of an example a second
+    command = [warm, *(("-m", "torch.distributed.run") if program == "torchrun" else ()), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
