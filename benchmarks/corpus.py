@@ -38,6 +38,7 @@ from gradlab.analysis.corpus.archive import pack
 from gradlab.analysis.corpus.manifest import ROWS, Source, describe, write_manifest
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes, replayed_figures, written
 from gradlab.analysis.forecast.speed import Judged
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.cli.named_method import parse_method
 from gradlab.datasets import Data, TextChars, get
@@ -214,27 +215,27 @@ class Campaign:
         return next((row for row in read(self.runs) if key.items() <= row.items()), None)
 
     def outcomes(self) -> list[Outcome]:
-        """Replay every method on every recording, and put the ends of its training beside."""
+        """Replay every method on every recording, and put the ends of its training beside, as far as it is done."""
         found = []
         for name in self.chosen:
             with Trace(self.folder / name) as trace:
-                found += [self._outcome(name, method, trace) for method in (OTHER_DENSE, *self.methods)]
+                every = [self._outcome(name, method, trace) for method in (OTHER_DENSE, *self.methods)]
+            found += [one for one in every if one is not None]
         return found
 
-    def _outcome(self, name: str, method: str, trace: Trace) -> Outcome:
-        steps = self.chosen[name].task.recipe.steps
-        of_dense = method == OTHER_DENSE
+    def _outcome(self, name: str, method: str, trace: Trace) -> Outcome | None:
+        steps, of_dense = self.chosen[name].task.recipe.steps, method == OTHER_DENSE
         key = {"recording": name, "method": DENSE if of_dense else method, "steps": steps}
         run = self._run(key | {"seed": OTHER_SEED if of_dense else SEED})
         dense = self._run({"recording": name, "method": DENSE, "steps": steps, "seed": SEED})
         if run is None or dense is None:
-            raise SystemExit(f"{name}: no run with {method}, or no dense one, in {self.runs}")
-        figures = self._nothing_replayed(trace) if of_dense else self._replayed(method, trace)
+            print(f"{name}: {method} is left out: {self.runs} has no run of {steps} iterations", file=sys.stderr)
+            return None
         return Outcome(
             recording=name,
             method=method,
             words="" if of_dense else self.methods[method],
-            **figures,
+            **(self._nothing_replayed(trace) if of_dense else self._replayed(method, trace)),
             loss=run["loss"],
             dense_loss=dense["loss"],
             steps=steps,
@@ -281,6 +282,25 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(_cells(one))} |" for one in outcomes)])
 
 
+def agreement(outcomes: Sequence[Outcome]) -> str:
+    """Say, in a line per recording, how the ends that were observed agree with those predicted."""
+    return "\n".join(
+        _agreement(name, [one for one in outcomes if one.recording == name and one.predicted is not None])
+        for name in dict.fromkeys(one.recording for one in outcomes)
+    )
+
+
+def _agreement(name: str, outcomes: Sequence[Outcome]) -> str:
+    pairs = [(one.predicted, one.excess) for one in outcomes if one.predicted is not None]
+    below, above = sum(end < like.low for like, end in pairs), sum(end > like.high for like, end in pairs)
+    within = len(pairs) - below - above
+    text = f"{name}: of {len(pairs)} methods {within} ended as their like, {below} below, {above} above"
+    if len(pairs) < 4:
+        return text
+    rho = rank_correlation([like.middle for like, _ in pairs], [end for _, end in pairs])
+    return f"{text}; Spearman of the like's middle with the end: {rho}"
+
+
 def _cells(one: Outcome) -> Sequence[str]:
     cosine = "-" if one.cosine is None else f"{one.cosine:.3f}"
     like = "-" if one.predicted is None else f"{_signed(one.predicted.low)} to {_signed(one.predicted.high)}"
@@ -309,7 +329,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=KNOWN)
     options = parser.parse_args()
     if options.table:
-        print(table(read_outcomes(options.rows)))
+        known = read_outcomes(options.rows)
+        print(f"{table(known)}\n\n{agreement(known)}")
         return
     if options.data is None:
         parser.error("--data: the folder with cifar10.npz, tinyshakespeare.txt and wikitext2 is needed")

@@ -19,6 +19,7 @@ from gradlab.datasets.metric import IGNORED
 from gradlab.formatting import parse_bytes
 from gradlab.layout import layers_of
 from support.benchmark_modules import BENCHMARKS, benchmark_modules
+from support.recorded import random_gradients, record
 
 KEPT = BENCHMARKS / "results" / "corpus.jsonl"
 
@@ -95,12 +96,27 @@ def test_the_table_shows_what_was_predicted_beside_what_was_observed(campaign: M
     line = "| nanogpt | top-k | 500 B | 8.00x | 4.00x | 0.512 | -0.1 % to without end | +10.0 % |"
     assert campaign.table([row]).splitlines()[2:] == [line]
     assert campaign.table([replace(row, loss=None)]).endswith("| diverged |")
+    ends = [replace(row, loss=2.0 * loss) for loss in (0.9, 1.1, 3.0)]
+    ends = [replace(one, predicted=EndingRange(-0.001, 0.02, 0.2, 0.4, 0.6, 5)) for one in ends]
+    assert campaign.agreement(ends) == "nanogpt: of 3 methods 1 ended as their like, 1 below, 1 above"
 
 
-def test_the_kept_rows_are_of_every_method_on_every_recording(campaign: ModuleType) -> None:
+def test_the_kept_rows_are_of_methods_in_their_order_on_every_recording(campaign: ModuleType) -> None:
     kept = read_outcomes(KEPT)
     methods = (campaign.OTHER_DENSE, *campaign.METHODS)
-    assert [(one.recording, one.method) for one in kept] == [
-        (recording, method) for recording in campaign.baselines() for method in methods
-    ]
+    wanted = [(recording, method) for recording in campaign.baselines() for method in methods]
+    found = [(one.recording, one.method) for one in kept]
+    assert found == [pair for pair in wanted if pair in found]
+    assert {one.recording for one in kept} == set(campaign.baselines())
     assert all(one.words == campaign.METHODS.get(one.method, "") for one in kept)
+    assert all(one.steps == campaign.baselines()[one.recording].task.recipe.steps for one in kept)
+
+
+def test_a_method_that_was_not_trained_is_left_out_and_told(
+    campaign: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "corpus" / "nanogpt"
+    record(folder, random_gradients(0, 3, 2)).close()
+    chosen = {"nanogpt": campaign.baselines()["nanogpt"]}
+    assert campaign.Campaign(tmp_path, tmp_path, chosen, {"top-k 1 %": "topk"}).outcomes() == []
+    assert "nanogpt: top-k 1 % is left out" in capsys.readouterr().err
