@@ -320,7 +320,7 @@ def unflatten(
     """
     _check_order(order)
     axes = _filters_last(len(shape), role)
-    if order == "native" or axes == sorted(axes):
+    if order == "native" or axes == tuple(range(len(axes))):
         return vector.reshape(tuple(shape))
     result = (workspace or Workspace()).empty(shape, vector)
     ordered = vector.reshape([shape[axis] for axis in axes])
@@ -331,13 +331,52 @@ def unflatten(
     return result
 
 
-def _filters_last(dimensions: int, role: str) -> list[int]:
+def flatten_alike(tensors: Sequence[torch.Tensor], workspace: Workspace, role: str) -> list[torch.Tensor]:
+    """Flatten gradients of one shape and dtype in GradiVeQ's order, see `flatten`: small ones in few calls for all.
+
+    Args:
+        tensors: at least one.
+        workspace: where memory for copies comes from.
+        role: of the layers.
+
+    Returns:
+        Vectors (numel,), in order.
+    """
+    first, axes = tensors[0], _filters_last(tensors[0].ndim, role)
+    if not _worth_joining(len(tensors), first.numel(), axes):
+        return [flatten(tensor, "gradiveq", workspace, role) for tensor in tensors]
+    joined = workspace.empty((len(tensors), *(first.shape[axis] for axis in axes)), first)
+    native = joined.permute(0, *(1 + axes.index(axis) for axis in range(len(axes))))
+    torch._foreach_copy_(list(native.unbind()), list(tensors))
+    return list(joined.view(len(tensors), -1).unbind())
+
+
+def unflatten_alike(
+    vectors: Sequence[torch.Tensor], shape: Sequence[int], workspace: Workspace, role: str
+) -> list[torch.Tensor]:
+    """Turn vectors back into gradients of one shape, the inverse of `flatten_alike`."""
+    axes = _filters_last(len(shape), role)
+    if not _worth_joining(len(vectors), vectors[0].numel(), axes):
+        return [unflatten(vector, shape, "gradiveq", workspace, role) for vector in vectors]
+    joined = torch.stack(list(vectors)).view(len(vectors), *(shape[axis] for axis in axes))
+    result = workspace.empty((len(vectors), *shape), joined)
+    result.permute(0, *(1 + axis for axis in axes)).copy_(joined)
+    return list(result.unbind())
+
+
+def _worth_joining(count: int, numel: int, axes: Sequence[int]) -> bool:
+    """Return whether gradients are copied to another order, and are so small that calls take longer than copies."""
+    return count > 1 and numel < _IN_PASSES_FROM and tuple(axes) != tuple(range(len(axes)))
+
+
+@functools.cache
+def _filters_last(dimensions: int, role: str) -> tuple[int, ...]:
     """The axes of a layer in GradiVeQ's order: (F, D, *spatial), or (D, F, *spatial), to (*spatial, D, F)."""
     if dimensions < 2:
-        return list(range(dimensions))
+        return tuple(range(dimensions))
     first = 1 if role in STACKS and dimensions > 2 else 0
     filters, depth = (first + 1, first) if role in TRANSPOSED else (first, first + 1)
-    return [axis for axis in range(dimensions) if axis not in (filters, depth)] + [depth, filters]
+    return (*(axis for axis in range(dimensions) if axis not in (filters, depth)), depth, filters)
 
 
 def _reordered(native: torch.Tensor, other: torch.Tensor, back: bool) -> None:
@@ -368,8 +407,8 @@ def _reordered(native: torch.Tensor, other: torch.Tensor, back: bool) -> None:
 
 def _in_passes(native: torch.Tensor, axes: Sequence[int]) -> bool:
     """Return whether `_reordered` serves a tensor whose axes are to be read in this order, and is faster."""
-    large = native.device.type == "cpu" and native.numel() >= _IN_PASSES_FROM
-    return large and list(axes[-2:]) == [1, 0] and native.is_contiguous()
+    large = native.numel() >= _IN_PASSES_FROM and native.is_cpu
+    return large and tuple(axes[-2:]) == (1, 0) and native.is_contiguous()
 
 
 def _check_order(order: str) -> None:

@@ -73,8 +73,8 @@ class RecyclingWorkspace(Workspace):
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         numel = math.prod(shape)
-        if like.device.type != "cpu" or numel * like.element_size() < self._SMALLEST:
-            return super().empty(shape, like)
+        if numel * like.element_size() < self._SMALLEST or not like.is_cpu:
+            return like.new_empty(tuple(shape))
         with self._lock:
             self._take_back()
             free = self._free.get((numel, like.dtype))

@@ -21,11 +21,14 @@ from gradlab.layout import (
     filter_axes,
     fingerprint,
     flatten,
+    flatten_alike,
     layers_of,
     named_layers,
     split_slices,
     unflatten,
+    unflatten_alike,
 )
+from gradlab.workspace import Workspace
 from support.laws import law
 
 shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
@@ -56,6 +59,18 @@ def test_flatten_inverts_unflatten_and_permutes(shape: tuple[int, ...], order: s
     vector = counting(shape).reshape(-1)
     assert torch.equal(flatten(unflatten(vector, shape, order), order), vector)
     assert torch.equal(flatten(counting(shape), order).sort().values, vector)
+
+
+@law(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(ROLES), st.integers(1, 4))
+def test_layers_of_one_shape_are_flattened_together_as_each_alone(shape: list[int], role: str, count: int) -> None:
+    tensors = [torch.randn(shape) for _ in range(count)]
+    vectors = flatten_alike(tensors, Workspace(), role)
+    assert all(
+        torch.equal(vector, flatten(tensor, "gradiveq", role=role))
+        for vector, tensor in zip(vectors, tensors, strict=True)
+    )
+    back = unflatten_alike(vectors, shape, Workspace(), role)
+    assert all(torch.equal(one, tensor) for one, tensor in zip(back, tensors, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(65, 515, 3, 3), (700, 401), (130, 99, 5, 5), (1100, 300, 1, 1), (70, 63, 4, 4, 4)])

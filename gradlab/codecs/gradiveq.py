@@ -30,7 +30,7 @@ from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, flatten, split_slices, unflatten
+from gradlab.layout import Layer, flatten_alike, split_slices, unflatten_alike
 from gradlab.learning.alike_layers import AlikeCodes, SlicedGradient, alike_batches, split_alike, stacked
 from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
@@ -202,7 +202,8 @@ class GradiVeQ(Codec):
         # coordinates, by the first of layers that are coded together: what they belong to, and the draw.
         self._last_axes: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
         self._last_coordinates: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
-        self._views: tuple[Sequence[Layer], list[tuple[Layer, Layer, int]]] = ((), [])  # the last of `_viewed`
+        self._views: tuple[Sequence[Layer], dict[str, tuple[Layer, Layer, int]]] = ((), {})  # the last of `_seen_as`
+        self._of_one_view: list[list[str]] = []  # of these layers
         self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._empty_bases: dict[tuple[object, ...], Tensors] = {}
         self._alike_codes = AlikeCodes()
@@ -236,8 +237,9 @@ class GradiVeQ(Codec):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         states = _by_layer(state)
-        views = zip(self._viewed(grads), grads.values(), strict=True)
-        opened = [self._opened(*view, grad, states.get(view[0].name, {}), context) for view, grad in views]
+        vectors = self._flattened(grads, context)
+        seen = self._seen_as(grads)
+        opened = [self._opened(*seen[name], vector, states.get(name, {})) for name, vector in vectors.items()]
         batches = self._batches(opened)
         parts = yield from together([self._exchanged(batch, context) for batch in batches])
         done: dict[str, tuple[SlicedGradient, _Done]] = {
@@ -246,13 +248,9 @@ class GradiVeQ(Codec):
             for one, layer in zip(batch, layers_done, strict=True)
         }
 
-        def shaped(name: str, vector: torch.Tensor) -> torch.Tensor:
-            view = done[name][0].view
-            return unflatten(vector, view.shape, "gradiveq", context.workspace, view.role).reshape(grads[name].shape)
-
         return Exchanged(
-            {name: shaped(name, done[name][1].mean) for name in grads},
-            Deferred(grads, lambda: {name: shaped(name, done[name][1].own()) for name in grads}),
+            self._unflattened({name: done[name][1].mean for name in grads}, grads, context),
+            Deferred(grads, lambda: self._unflattened({name: done[name][1].own() for name in grads}, grads, context)),
             {key: value for name in grads for key, value in self._kept(name, done[name][1].state)},
         )
 
@@ -280,18 +278,43 @@ class GradiVeQ(Codec):
             if value is not self.learned.get(f"{name}/{key}"):
                 yield f"{name}/{key}", value
 
-    def _viewed(self, grads: Tensors) -> list[tuple[Layer, Layer, int]]:
+    def _seen_as(self, grads: Tensors) -> dict[str, tuple[Layer, Layer, int]]:
         """Return each layer, how slices see it, and K where no basis says otherwise: once for the same layers."""
         layers = self.layers_of(grads)
         if self._views[0] is not layers:
-            self._views = layers, [(layer, self.slice_view(layer), self.slice_size(layer)) for layer in layers]
+            views = {layer.name: (layer, self.slice_view(layer), self.slice_size(layer)) for layer in layers}
+            alike: dict[Any, list[str]] = {}
+            for name, (_, view, _) in views.items():
+                alike.setdefault((view.shape, view.role), []).append(name)
+            self._views, self._of_one_view = (layers, views), list(alike.values())
         return self._views[1]
 
+    def _alike(self, grads: Tensors) -> Iterator[tuple[Layer, list[str]]]:
+        """Yield how slices see layers, and the names of all layers that they see so and that have one dtype."""
+        views, several = self._seen_as(grads), len({grad.dtype for grad in grads.values()}) > 1
+        for names in [[name] for name in grads] if several else self._of_one_view:
+            yield views[names[0]][1], names
+
+    def _flattened(self, grads: Tensors, context: Context) -> Tensors:
+        """Flatten gradients in GradiVeQ's order, by layer name."""
+        vectors: Tensors = {}
+        for view, names in self._alike(grads):
+            seen = [_shaped(grads[name], view.shape) for name in names]
+            vectors |= zip(names, flatten_alike(seen, context.workspace, view.role), strict=True)
+        return {name: vectors[name] for name in grads}
+
+    def _unflattened(self, vectors: Tensors, grads: Tensors, context: Context) -> Tensors:
+        """Turn vectors in GradiVeQ's order into tensors of the gradients' shapes, by layer name."""
+        found: Tensors = {}
+        for view, names in self._alike(grads):
+            of_view = unflatten_alike([vectors[name] for name in names], view.shape, context.workspace, view.role)
+            found |= zip(names, of_view, strict=True)
+        return {name: _shaped(found[name], grad.shape) for name, grad in grads.items()}
+
     def _opened(
-        self, layer: Layer, view: Layer, size: int, grad: torch.Tensor, layer_state: Tensors, context: Context
+        self, layer: Layer, view: Layer, size: int, vector: torch.Tensor, layer_state: Tensors
     ) -> SlicedGradient:
         """Cut a layer's gradient into slices, and read what its state says is to be done."""
-        vector = flatten(grad.reshape(view.shape), "gradiveq", context.workspace, view.role)
         if self.settings.complement == 1 and not layer_state and not self.learned and vector.numel() >= size:
             mode, position = self._first({})  # such a layer has no state, not even a clock
         else:
@@ -452,9 +475,15 @@ class GradiVeQ(Codec):
         averages, rests = split_alike(context.alike(coder.decoded), batch), rest.chunk(len(batch))
         outvoted = [vote > 0.5 for vote in votes[0].tolist()] if votes else [False] * len(batch)
         rows = zip(names, states, averages, outvoted, strict=True)
-        new = yield from together(
-            [self._after(name, state, batch[0].position, average, out, context) for name, state, average, out in rows]
-        )
+        if self.settings.complement == 1 and not any(outvoted):
+            new: list[Tensors] = [{} for _ in batch]  # nothing is fitted, and nothing kept
+        else:
+            new = yield from together(
+                [
+                    self._after(name, state, batch[0].position, average, out, context)
+                    for name, state, average, out in rows
+                ]
+            )
         own = functools.cache(lambda: split_alike(coder.own(), batch))  # of all layers, decoded once
 
         def own_of(number: int) -> torch.Tensor:
@@ -728,6 +757,10 @@ def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
         layer, _, key = name.rpartition("/")
         found.setdefault(layer, {})[key] = value
     return found
+
+
+def _shaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return tensor if tensor.shape == shape else tensor.reshape(tuple(shape))
 
 
 def _samples(layer_state: Tensors, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:

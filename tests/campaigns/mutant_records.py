@@ -1128,8 +1128,8 @@ MUTANTS = (
     # running under DDP
     Mutant(
         file="gradlab/workspace.py",
-        old="for address in self._lent.keys() - kept:",
-        new="for address in list(self._lent):",
+        old="weakref.finalize(memory, self._returned.append, flat).atexit = False",
+        new="self._returned.append(flat)",
         tests=("tests/test_workspace.py",),
         what="Memory that a state holds is given out again.",
     ),
@@ -1214,7 +1214,7 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/executor/step.py",
-        old="key: value for key, value in before.items() if of_layer(key)}",
+        old="key: in_own_memory(value) for key, value in before.items() if of_layer(key)}",
         new="key: value for key, value in new.items() if of_layer(key)}",
         tests=("tests/runtime/test_runtime.py",),
         what="A layer that is held gets the new state all the same.",

@@ -25,8 +25,21 @@ def drawn_code(seed: int, slices: int, reuse: int | None, coordinates: int) -> t
     bases = -(-slices // reuse) if reuse else 1
     basis = torch.linalg.qr(torch.randn(bases, SIZE, 4, generator=draw).double()).Q
     dimensions = tuple(numbers.randint(1, 4) for _ in range(bases))
-    chosen = random_coordinates(bases, SIZE, coordinates, draw) if coordinates else None
+    chosen = random_coordinates([seed], bases, SIZE, coordinates) if coordinates else None
     return SliceCode(basis, dimensions, reuse, chosen), torch.randn(slices, SIZE, generator=draw).double()
+
+
+@law(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 40), st.data())
+def test_coordinates_drawn_together_are_those_drawn_one_by_one(
+    seeds: list[int], bases: int, size: int, data: st.DataObject
+) -> None:
+    """What is drawn is part of the format that resumed runs rely on: the first numbers of torch's permutations."""
+    count = data.draw(st.integers(1, size))
+    rows = []
+    for seed in seeds:
+        stream = torch.Generator().manual_seed(seed)
+        rows += [torch.randperm(size, generator=stream)[:count].sort().values for _ in range(bases)]
+    assert torch.equal(random_coordinates(seeds, bases, size, count), torch.stack(rows))
 
 
 def explicit(code: SliceCode, m: int, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

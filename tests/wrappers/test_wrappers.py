@@ -16,7 +16,16 @@ import support.wrapper_oracles as oracles
 from gradlab import codecs, wrappers
 from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, concatenate, exchange_group
 from gradlab.codec.settings import build_settings
-from gradlab.codec.wrapper import POLICIES, innermost, load_buffer, store_buffer, wrappers_of
+from gradlab.codec.wrapper import (
+    POLICIES,
+    in_own_memory,
+    innermost,
+    load_buffer,
+    load_buffers,
+    store_buffer,
+    store_buffers,
+    wrappers_of,
+)
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.codecs.qsgd import QSGD
@@ -395,6 +404,32 @@ def test_an_8_bit_buffer_errs_by_half_a_step_of_its_block(
         assert float((loaded[first : first + 256].double() - block).abs().max()) <= bound
     assert {key: tensor.dtype for key, tensor in state.items()} == {"w/residual": torch.int8, "w/residual_scale": dtype}
     assert sum(t.nbytes for t in state.values()) == numel + -(-numel // 256) * vector.element_size()
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_buffers_of_all_layers_are_those_of_each(kind: str) -> None:
+    tensors = {name: torch.randn(shape) for name, shape in {"a": (300,), "b": (7, 9), "c/d": ()}.items()}
+    one_by_one: Tensors = {}
+    for name, tensor in tensors.items():
+        one_by_one |= store_buffer(name, "residual", tensor, kind)
+    state = store_buffers(tensors, "residual", kind)
+    assert list(state) == list(one_by_one)
+    assert all(torch.equal(value, one_by_one[key]) for key, value in state.items())
+    loaded = load_buffers(state, [*tensors, "of no layer"], "residual", kind)
+    assert list(loaded) == list(tensors)
+    for name, value in loaded.items():
+        same = load_buffer(one_by_one, name, "residual")
+        assert same is not None
+        assert torch.equal(value, same)
+
+
+def test_a_part_of_a_vector_that_is_kept_alone_does_not_keep_the_vector() -> None:
+    vector = torch.arange(10.0)
+    part = in_own_memory(vector[2:5])
+    assert part.tolist() == [2, 3, 4]
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert in_own_memory(vector) is vector
+    assert in_own_memory(part) is part
 
 
 def test_feedback_with_an_8_bit_buffer_is_feedback_on_what_the_buffer_holds() -> None:
