@@ -23,6 +23,7 @@ from gradlab.coding.positions import decode, decode_all, encode, in_order, index
 from gradlab.collectives import Coroutine, Gather
 from gradlab.layout import Layer
 
+SomeCompressor = TypeVar("SomeCompressor", bound="Compressor")
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
 AGGREGATIONS = ("auto", "gather", "shards")
 _FEWEST_FOR_SHARDS = 3  # ranks: 2 (N - 1) / N of a payload are then less than the N - 1 of a gather
@@ -54,7 +55,7 @@ class Compressor(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._shards: dict[tuple[Any, ...], Shards] = {}
-        self._of_group: tuple[Sequence[Layer], Compressor] | None = None  # the last answer of `of_group`
+        self._of_group: tuple[Sequence[Layer], Any] | None = None  # the last answer of `of_group`
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
@@ -86,11 +87,12 @@ class Compressor(Codec):
         """Return the shapes that `for_layers` takes for layers: each layer's own."""
         return [layer.shape for layer in layers]
 
-    def of_group(self, grads: Tensors) -> Compressor:
+    def of_group(self: SomeCompressor, grads: Tensors) -> SomeCompressor:
         """Return the compressor of a group's vector, worked out once for the same layers: see `for_layers`."""
         layers, known = self.layers_of(grads), self._of_group
         if known is None or known[0] is not layers:
-            known = self._of_group = layers, self.for_layers(self.shapes_of(layers))
+            of_layers: Any = self.for_layers(self.shapes_of(layers))  # of this class, too
+            known = self._of_group = layers, of_layers
         return known[1]
 
     def part(self, start: int, stop: int) -> Compressor:

@@ -474,16 +474,11 @@ class GradiVeQ(Codec):
             coder.receive(*coder.bounds[0], summed)
         averages, rests = split_alike(context.alike(coder.decoded), batch), rest.chunk(len(batch))
         outvoted = [vote > 0.5 for vote in votes[0].tolist()] if votes else [False] * len(batch)
-        rows = zip(names, states, averages, outvoted, strict=True)
+        rows = zip(names, states, [batch[0].position] * len(batch), averages, outvoted, strict=True)
         if self.settings.complement == 1 and not any(outvoted):
             new: list[Tensors] = [{} for _ in batch]  # nothing is fitted, and nothing kept
         else:
-            new = yield from together(
-                [
-                    self._after(name, state, batch[0].position, average, out, context)
-                    for name, state, average, out in rows
-                ]
-            )
+            new = yield from together([self._after(*row, context) for row in rows])
         own = functools.cache(lambda: split_alike(coder.own(), batch))  # of all layers, decoded once
 
         def own_of(number: int) -> torch.Tensor:

@@ -435,8 +435,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/layout.py",
-        old="if axis not in (filters, depth)] + [depth, filters]",
-        new="if axis not in (filters, depth)] + [filters, depth]",
+        old="if axis not in (filters, depth)), depth, filters)",
+        new="if axis not in (filters, depth)), filters, depth)",
         tests=("tests/test_layout.py",),
         what="GradiVeQ's order has depth and filters swapped.",
     ),
