@@ -19,6 +19,12 @@ def log_scalars(logger: Any, state: Exchange | None, step: int, **values: float)
 
         log_scalars(writer, state, step, loss=loss.item())
 
+    >>> from types import SimpleNamespace
+    >>> from gradlab.runtime import log_scalars
+    >>> writer = SimpleNamespace(add_scalar=lambda name, value, step: print(step, name, value))
+    >>> log_scalars(writer, None, 7, loss=0.5)
+    7 loss 0.5
+
     Call it on every rank, or on rank 0 alone: where there is no logger, nothing is done.
 
     Args:

@@ -252,7 +252,7 @@ def _plans(reports: Mapping[str, Json], measures: Sequence[Measure]) -> Section 
     shown = [measure for measure in measures if measure.pairs()]
     if not shown:
         return None
-    tables = [_table(measure, "plan", reports) for measure in shown]
+    tables = [_beside_table(measure, "plan", reports) for measure in shown]
     drawing = Drawing(
         "beside_plans",
         f"{shown[0].name}, plan by plan",
@@ -277,7 +277,7 @@ def _layers(reports: Mapping[str, Json]) -> Section | None:
     shown = [measure for measure in measures if measure.pairs()]
     if not shown:
         return None
-    tables = [_table(measure, "layer", reports) for measure in shown]
+    tables = [_beside_table(measure, "layer", reports) for measure in shown]
     drawing = Drawing(
         "beside_layers",
         f"{shown[0].name}, layer by layer",
@@ -287,7 +287,7 @@ def _layers(reports: Mapping[str, Json]) -> Section | None:
     return Section("layers", "How do layers differ?", "Choose a measure; darker: a larger change.", tables, [drawing])
 
 
-def _table(measure: Measure, head: str, reports: Mapping[str, Json]) -> Table:
+def _beside_table(measure: Measure, head: str, reports: Mapping[str, Json]) -> Table:
     rows, shades = [], []
     for name, (one, other) in measure.pairs().items():
         ratio = other / one if one > 0 and other > 0 else None

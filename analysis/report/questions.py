@@ -23,7 +23,7 @@ from gradlab.analysis.report.noise_scale import noise_scale_section
 from gradlab.analysis.report.page import Section, Table
 from gradlab.analysis.report.replays import replays_section
 from gradlab.analysis.report.signs import signs_section
-from gradlab.analysis.report.step_times import step_times_section
+from gradlab.analysis.report.step_times import range_cell, step_times_section
 from gradlab.analysis.report.tables import trend_text
 from gradlab.analysis.report.verdict import agreement_line, ranking_line, trace_brief, trace_verdict
 from gradlab.analysis.report.within_rank import within_rank_section
@@ -126,7 +126,7 @@ def _plan_table(data: Json) -> Table:
             took = seconds.get(name)
             cells += [format_seconds(took), format_ratio(at.dense_seconds / took if took else None)]
         rows.append([*cells, format_bytes(summary["wire_bytes_per_step"]["mean"]), *Saving.read(summary).cells])
-    columns = ["plan", "codec with its settings", *(["step", "speed-up"] if at else []), "wire", "ratio", "vs 16 bits"]
+    columns = ["plan", "method", *(["step", "speed-up"] if at else []), "wire/step", "ratio", "vs 16 bits"]
     note = "Wire: what a rank's network interface sends per step. Ratio: of the payload, against 32 bits a value."
     if at is not None:
         note += f" Step: forecast {at.where}; a dense one takes {format_seconds(at.dense_seconds)}."
@@ -191,14 +191,15 @@ def _accuracy_table(replays: Json) -> Table:
     for name in sorted(summaries, key=lambda name: _standing(summaries[name])):
         summary, ended = summaries[name], _ended(summaries[name])
         cosine = "-" if summary["judged_cosine"] is None else f"{summary['judged_cosine']:.3f}"
-        ends = ["-"] * 3 if ended is None else [f"{100 * end:+.1f} %" for end in (ended.low, ended.middle, ended.high)]
-        rows.append([name, cosine, str(summary["judged_length"] or "-"), *ends, trend_text(summary["trend"])])
-    columns = ("plan", "cosine", "summed over", "the like ended: least", "middle", "most", "error's trend")
+        rows.append(
+            [name, cosine, str(summary["judged_length"] or "-"), range_cell(ended), trend_text(summary["trend"])]
+        )
+    columns = ("plan", "cosine", "summed over", "the like ended", "error's trend")
     note = (
         "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. The like: the "
         "methods of the same kind with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
-        "and their final loss over dense training's. They are few, on small tasks. Trend: of a rank's error, in "
-        "points per 100 steps, with a 95 % interval."
+        "and their final loss over dense training's: least, middle and most. They are few, on small tasks. Trend: of a "
+        "rank's error, in points per 100 steps, with a 95 % interval."
     )
     return Table("What updates keep, and what the like ended at", columns, rows, note)
 

@@ -8,6 +8,7 @@ from math import isinf
 from typing import Any
 
 from gradlab.analysis.figures import forecast as forecast_plot
+from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.speed import Judged, SpeedForecast
 from gradlab.analysis.report.page import Drawing, Section, Table
@@ -78,10 +79,14 @@ def _judged_cells(judged: Judged | None) -> tuple[str, str, str]:
 
 def ended_cell(judged: Judged) -> str:
     """Write what a plan's like ended at, over dense training: least, middle and most."""
-    if judged.ended is None:
+    return range_cell(judged.ended)
+
+
+def range_cell(ended: EndingRange | None) -> str:
+    """Write a range of endings over dense training: least, middle and most."""
+    if ended is None:
         return "-"
-    ends = (judged.ended.low, judged.ended.middle, judged.ended.high)
-    return ", ".join(f"{100 * end:+.1f} %" for end in ends)
+    return ", ".join(f"{100 * end:+.1f} %" for end in (ended.low, ended.middle, ended.high))
 
 
 def _even(value: float | None) -> str:

@@ -151,6 +151,11 @@ class _RankLook:
 class GrowingTrace:
     """A trace's folder, looked at again and again. A file that did not change is not read again.
 
+    >>> from gradlab.trace import GrowingTrace
+    >>> progress = GrowingTrace("trace").look()
+    >>> progress.state, progress.common_steps == len(Trace("trace").steps)
+    ('closed', True)
+
     Args:
         path: the trace's folder.
 

@@ -51,7 +51,9 @@ SHOWN_ELSEWHERE = {
     "gradlab.runtime.compress_fsdp",
     "gradlab.runtime.compression_hook",
     "gradlab.trace.RankCheck",
+    "gradlab.trace.RankProgress",
     "gradlab.trace.TraceCheck",
+    "gradlab.trace.TraceProgress",
     "gradlab.trace.TraceStep",
 }
 
