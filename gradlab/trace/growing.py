@@ -213,13 +213,21 @@ class GrowingTrace:
     def _look_at(self, rank: int) -> _RankLook:
         index, problems = _index(self._folder, rank)
         records = [np.zeros(0, STEP_DTYPE)]
-        for number, suffix in committed_segments(self._folder, rank, index):
+        for number, suffix in self._listed(rank, index):
             segment = self._segments.setdefault((rank, number), _Segment())
             self._read_segment(segment, rank, number, suffix)
             records.append(segment.records)
             problems += [segment.problem] if segment.problem else []
         files = _files(self._folder / rank_folder(rank))
         return _RankLook(rank, index, np.concatenate(records), files, problems)
+
+    def _listed(self, rank: int, index: RankIndex | None) -> list[tuple[int, str]]:
+        """List a rank's segments. One that is renamed just then may be in no listing, but is in the next."""
+        listed = committed_segments(self._folder, rank, index)
+        known = {number for of_rank, number in self._segments if of_rank == rank}
+        if known - {number for number, _ in listed}:
+            listed = committed_segments(self._folder, rank, index)
+        return listed
 
     def _read_segment(self, segment: _Segment, rank: int, number: int, suffix: str) -> None:
         path = self._folder / rank_folder(rank) / (segment_name(number) + suffix)

@@ -1,4 +1,6 @@
-"""A session with a report in a real browser: every slider, sorting, filtering, folding out, at a desk and on a phone.
+"""A session with a report in a real browser, at a desk, in the dark and on a phone.
+
+Every slider, sorting, filtering, folding out, layers, values under the pointer, and two reports side by side.
 
     make played [ARGS="--browser /usr/bin/chromium --keep FOLDER"]
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import shutil
 import sys
@@ -27,10 +30,11 @@ from gradlab.analysis.forecast.local_steps import LocalSteps
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.simulator import Node
 from gradlab.analysis.forecast.step_time import Job, compare
+from gradlab.analysis.report.beside import write_beside
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
-from gradlab.formatting import format_percent, format_seconds
+from gradlab.formatting import format_bytes, format_percent, format_seconds
 from gradlab.layout import Layer
 from gradlab.trace import Trace
 from support.recorded import random_gradients, record
@@ -57,9 +61,9 @@ START: dict[str, float] = {
 }
 
 
-def written(folder: Path) -> tuple[Path, Examination]:
+def written(folder: Path, seed: int = 0) -> tuple[Path, Examination]:
     """A report of a small recording, and what was measured for it."""
-    record(folder / "trace", random_gradients(0, 12, 4, LAYERS), LAYERS)
+    record(folder / "trace", random_gradients(seed, 12, 4, LAYERS), LAYERS)
     with Trace(folder / "trace") as trace:
         network = Network([Link(1e9, LATENCY)], NODES, Profile(COMPUTE, "as given"))
         examination = examine(trace, network=network, parts=["payoff", "between"], look=QUICK, for_page=True)
@@ -183,6 +187,29 @@ def looked_at_closely(page: Any, examination: Examination) -> Iterator[str]:
     yield from series_switched(page)
 
 
+def side_by_side(page: Any, beside: Path) -> Iterator[str]:
+    """Choose every measure of two reports that stand side by side; a line for each number that is not the reports'."""
+    page.goto((beside / "report.html").as_uri())
+    page.wait_for_timeout(200)
+    plans: dict[str, dict[str, list[float]]] = json.loads((beside / "report.json").read_text())["plans"]
+    texts = {
+        "payload": format_bytes,
+        "cosine of the update": lambda value: f"{value:.3f}",
+        "codec time": format_seconds,
+    }
+    for measure, pairs in plans.items():
+        text = texts.get(measure, format_seconds if measure.startswith("step") else format_percent)
+        if not pairs:
+            continue
+        page.locator("#plans select").select_option(measure)
+        rows = page.locator("#plans tbody tr:visible").all()
+        got = {row.locator("th").inner_text(): row.locator("td").all_inner_texts()[:2] for row in rows}
+        if got != {name: [text(value) for value in pair] for name, pair in pairs.items()}:
+            yield f"{measure} of two reports is {got}, report.json says {pairs}"
+    if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+        yield "the page of two reports runs off sideways"
+
+
 def near(one: str, other: str) -> bool:
     """Whether two times are within a tenth of each other: the curve's points lie a tenth of a decade apart."""
     units = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -235,7 +262,9 @@ def main() -> int:
     options = parser.parse_args()
     failed = 0
     with browser_at(options.browser) as browser, tempfile.TemporaryDirectory() as folder:
-        path, examination = written(Path(folder))
+        path, examination = written(Path(folder) / "one")
+        other, _ = written(Path(folder) / "other", seed=1)
+        beside = write_beside(path.parent, other.parent, Path(folder) / "beside").parent
         print(f"report.html: {path.stat().st_size / 1e6:.2f} MB")
         for view, settings in VIEWS.items():
             page, errors = browser.new_context(**settings).new_page(), []
@@ -243,10 +272,11 @@ def main() -> int:
             page.on("pageerror", lambda error, errors=errors: errors.append(str(error)))
             page.goto(path.as_uri())
             page.wait_for_timeout(300)
-            found = [*session(page, examination), *(f"the console says: {line}" for line in errors)]
+            found = list(session(page, examination))
             if options.keep:
                 options.keep.mkdir(parents=True, exist_ok=True)
                 page.screenshot(path=str(options.keep / f"{view.replace(', ', '-')}.png"), full_page=True)
+            found += [*side_by_side(page, beside), *(f"the console says: {line}" for line in errors)]
             print(f"{view}: {len(MOVES)} moves, {'all held' if not found else f'{len(found)} did not hold'}")
             for line in found:
                 print(f"  {line}")

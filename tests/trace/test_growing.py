@@ -221,5 +221,7 @@ def test_values_by_place() -> None:
     assert mean_by_place(np.zeros(0), np.zeros(0, np.int64), 0).tolist() == []
 
 
-def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(growing, extraglobs={"np": np}).failed == 0
+def test_examples_in_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "trace", random_gradients(0, 3, 2)).close()
+    monkeypatch.chdir(tmp_path)
+    assert doctest.testmod(growing, extraglobs={"np": np, "Trace": Trace}).failed == 0

@@ -811,7 +811,7 @@ def test_calibration_says_where_a_link_was_beaten() -> None:
     assert (fit.host_seconds_per_byte, fit.collective_seconds) == (0.0, 0.0)
     assert fit.relative_errors == pytest.approx((999.0, 0.0))
     assert fit.too_fast == Observation(2, 1000, 8.0, 1.0)
-    assert "1.00 kB at 2 nodes over 8.00bit took less than its bandwidth" in fit.remark
+    assert "1.00 kB at 2 nodes over 8 bit/s took less than its bandwidth" in fit.remark
 
 
 @law(planted, cases, st.floats(0.3, 3.0))
@@ -974,7 +974,7 @@ def test_a_first_line_that_says_no() -> None:
     result = forecast(plan, Network([Link(1e6)], [2, 4], quick))
     assert result.verdict.startswith("Compression pays in time: at least")
     mixed = forecast(plan, Network([Link(1e6), Link(1e14)], [2], quick)).verdict
-    assert mixed.startswith("Compression does not pay everywhere: not at 2 nodes over 100tbit.")
+    assert mixed.startswith("Compression does not pay everywhere: not at 2 nodes over 100 Tbit/s.")
 
 
 @pytest.mark.parametrize(

@@ -83,4 +83,4 @@ def test_the_commands_that_draw_them(gradlab: Command, tmp_path: Path) -> None:
     assert "--convergence takes a --trace, one number of --nodes and one --bandwidth" in err
     code, _, err = gradlab("evaluate", tmp_path / "t", artifact, artifact, "--cycle", tmp_path / "other.svg")
     assert code == 2
-    assert "--cycle draws the iterations of one artifact, not of 2" in err
+    assert "--cycle draws the iterations of one method, not of 2" in err

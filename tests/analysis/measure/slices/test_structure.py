@@ -590,9 +590,9 @@ def test_the_report_has_the_section_with_its_figures_and_data(reported, tmp_path
     added = [figure for figure in data["figures"] if figure["title"].startswith("What GradiVeQ would find: ")]
     assert [figure["name"] for figure in added] == [f"gradiveq_{part}" for part in PARTS if part in PLOTS]
     text = html.unescape(page.read_text(encoding="utf-8"))
-    assert "<h3>What GradiVeQ would find</h3>" in text
+    assert ">What GradiVeQ would find</h" in text
     for figure in added:
-        assert f"<h3>{figure['title']}</h3>" in text
+        assert f">{figure['title']}</h" in text
         assert (page.parent / "figures" / f"{figure['name']}.svg").stat().st_size
 
 
