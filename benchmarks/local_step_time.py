@@ -8,9 +8,9 @@ FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters)
 many as are asked for. Every way has a run of its own, and is timed over two whole rounds of H steps, outer steps
 included, by rank 0 between the ends of optimizer steps: workers wait for each other in every round. Just before, as
 many steps of the same model without any exchange are timed alike. The forecast is `forecast_local_steps`'s, of the step
-without exchange, and, for ways that exchange gradients, `forecast`'s. Links are calibrated on all-reduces of `SIZES`
-that are timed at the same number of ranks over links without a limit, as `gradlab predict --measured` would. It needs
-root.
+without exchange, and, for ways that exchange gradients, `forecast`'s. The way "again" exchanges nothing either: what it
+differs by from the run before is the measurement's own error. Links are calibrated on all-reduces of `SIZES` that are
+timed at the same number of ranks over links without a limit, as `gradlab predict --measured` would. It needs root.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ EVERY = int(os.environ.get("LOCAL_STEPS", 30))  # of the processes that `run.sh`
 FIRST, LAST = EVERY, 3 * EVERY  # optimizer steps between whose ends is timed
 STREAMING = {"fragments": 3, "delay": 5}
 INT4: Mapping[str, Any] = {"codec": "block_scaled", "dtype": "int4"}
+AGAIN = "again"  # what measures the measurement: a second model without any exchange, beside the first one
 WAYS: dict[str, Mapping[str, Any]] = {
+    AGAIN: {},
     "diloco": {"codec": "identity"},
     "diloco_int4": INT4,
     "streaming": {"codec": "identity", **STREAMING},
@@ -46,6 +48,7 @@ LINK = (1e9, 1e-4, 0.06)  # its rate is another one; latency and headers
 SIZES = ("4", "44")  # megabytes
 HOOKS = {"plain DDP": "none", "PyTorch PowerSGD 1": "powersgd_r1@1000"}
 TITLES = {
+    AGAIN: "computing alone, again",
     "diloco": "DiLoCo, H = 30",
     "diloco_int4": "DiLoCo, H = 30, int4",
     "streaming": "streaming, H = 30, 3 fragments, 5 steps late",
@@ -57,21 +60,21 @@ def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Make the function that attaches a way to a model, as link_table's do."""
 
     def attach(model: torch.nn.Module, group: Any) -> tuple[Any, Any]:
-        outer = _outer_step(model, group, **WAYS[name])
+        outer = None if name == AGAIN else _outer_step(model, group, **WAYS[name])
+        fragments = outer.fragments if outer is not None else ()
         ends: list[tuple[float, float]] = []  # by step, the moment and this process's processor time
         alone: list[tuple[float, float]] = []  # of the model that `run.sh` trains before, without an exchange
         first = next(model.parameters())
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameters = optimizer.param_groups[0]["params"]
-            if any(
-                one is common for part in outer.fragments for common in part.parameters.values() for one in parameters
-            ):
+            if any(one is common for part in fragments for common in part.parameters.values() for one in parameters):
                 return  # the outer optimizer's own step
             if not any(first is one for one in parameters):
                 alone.append((time.perf_counter(), time.process_time()))
                 return
-            outer.step()
+            if outer is not None:
+                outer.step()
             ends.append((time.perf_counter(), time.process_time()))
             if len(ends) == LAST + 1 and torch.distributed.get_rank() == 0:
                 count = LAST - FIRST
@@ -194,7 +197,7 @@ def predicted(rate: str, ranks: int, alone: float, calibration: Calibration, eve
     network = Network([link], (ranks,), Profile(alone, "measured"), cores=2 / ranks)
     plan = Plan.uniform(layers, **INT4)
     [local] = forecast_local_steps(plan, network, forecast(plan, network, calibration=calibration), calibration)
-    expected = {"plain DDP": local.dense}
+    expected = {"plain DDP": local.dense, AGAIN: alone}
     for suffix, dense in (("", True), ("_int4", False)):
         expected[f"diloco{suffix}"] = local.seconds(every, dense=dense)
         expected[f"streaming{suffix}"] = local.seconds(every, streaming=True, dense=dense, **STREAMING)
