@@ -38,5 +38,5 @@ def require_free(
     files = [path] if contents is None else [path / name for name in contents]
     there = [file for file in files if os.path.lexists(file)]
     if there and not overwrite:
-        raise GradlabError(f"{there[0]} exists already: choose another name or ask to overwrite it")
+        raise GradlabError(f"{there[0]} exists already: choose another name or ask to overwrite it (--overwrite)")
     return path

@@ -130,7 +130,9 @@ def _seconds(report: Mapping[str, Any], path: object, part: str) -> float:
     times = report.get("time")
     value = _time(times.get(part)) if isinstance(times, Mapping) else None
     if value is None:
-        raise GradlabError(f"{path}: holds no time.{part} above 0, as plain runs do not: {_HOW}")
+        raise GradlabError(
+            f"{path}: holds no time.{part} above 0, as plain runs and reports of your own script do not: {_HOW}"
+        )
     return value
 
 

@@ -100,6 +100,19 @@ class Configuration(Jsonable):
         """The share of the dense step that plain 16-bit reduction saves."""
         return 1 - self.half_seconds / self.dense_seconds if self.dense_seconds > 0 else 0.0
 
+    @property
+    def taken(self) -> str | None:
+        """The fastest plan whose like all ended within noise of dense, unless plain 16 bits are about as fast."""
+        half = self.half_saves > SPEED_NOISE
+        return None if self.closest is None or (half and self.no_faster_than_16_bits(self.closest)) else self.closest
+
+    @property
+    def taken_seconds(self) -> float:
+        """The step with that plan; without one, that of plain 16 bits, or the dense one."""
+        if self.taken is not None:
+            return self.seconds[self.taken]
+        return self.half_seconds if self.half_saves > SPEED_NOISE else self.dense_seconds
+
     def no_faster_than_16_bits(self, plan: str) -> bool:
         """Whether a plan's step is no shorter, but for `SPEED_NOISE`, than with plain 16-bit reduction."""
         return self.seconds[plan] >= (1 - SPEED_NOISE) * self.half_seconds
@@ -221,7 +234,7 @@ class SpeedForecast:
 
     @property
     def brief(self) -> str:
-        """The verdict in short: the fastest plan of each link, the fastest that ends near dense, and 16 bits."""
+        """The verdict in short: what to take on each link, and what would be faster but ends farther from dense."""
         if self.compute_seconds is None:
             return (
                 "Whether compression pays depends on how long a step computes, which is not known: give "
@@ -235,15 +248,19 @@ class SpeedForecast:
         return " ".join(parts)
 
     def _brief_paying(self, item: Configuration) -> str:
-        fastest, closest = str(item.fastest), item.closest
-        half = format_percent(item.half_saves, 0)
-        parts = [
-            f"{item.where[:1].upper()}{item.where[1:]} {fastest} is the fastest and saves "
-            f"{format_percent(item.fastest_saves, 0)} of a step{self._like(fastest)}"
-        ]
-        if closest is not None and closest != fastest:
-            parts.append(f"{closest} saves {format_percent(item.closest_saves, 0)}{self._like(closest)}")
-        return "; ".join([*parts, f"plain 16 bits save {half}"]) + "."
+        where, taken = f"{item.where[:1].upper()}{item.where[1:]}", item.taken
+        half = f"plain 16 bits save {format_percent(item.half_saves, 0)}"
+        if taken is not None:
+            saved = format_percent(item.closest_saves, 0)
+            parts = [f"{where} take {taken}: it saves {saved} of a step{self._like(taken)}", half]
+        elif item.half_saves > SPEED_NOISE:
+            parts = [f"{where} take plain 16 bits: they save {format_percent(item.half_saves, 0)} of a step"]
+        else:
+            parts = [f"{where} no plan whose like ended near dense training saves time"]
+        fastest = str(item.fastest)
+        if fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
+            parts.append(f"{fastest} would save {format_percent(item.fastest_saves, 0)}{self._like(fastest)}")
+        return "; ".join(parts) + "."
 
     def _like(self, plan: str) -> str:
         ended = self.judged[plan].ended

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradlab.analysis.forecast.endings import EndingRange, ended_at
+from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.speed import Configuration, SpeedForecast
 from gradlab.analysis.report.between_ranks import between_ranks_section
 from gradlab.analysis.report.layer_matrix import layer_matrix_section
@@ -96,18 +97,18 @@ def _choice(data: Json) -> str:
     where = at.where[:1].upper() + at.where[1:]
     if not at.pays:
         return f"{where} none: no plan saves time worth the trouble."
-    fastest = str(at.fastest)
-    if at.closest is None:
-        close = "No plan whose like all ended within noise of dense training saves time there."
-    elif at.closest == fastest:
-        close = "Its like all ended within noise of dense training."
+    near = f"whose like all ended within {format_percent(RELATIVE_NOISE, 0)} of dense training's loss"
+    fastest, taken = str(at.fastest), at.taken
+    if taken is not None:
+        answer = f"{where} {_named(data, taken)}: the fastest {near}."
+    elif at.half_saves > SPEED_NOISE:
+        answer = f"{where} plain 16 bits: no plan {near} is faster by more than forecasts err."
     else:
-        saved = format_percent(at.closest_saves, 0)
-        close = (
-            f"The fastest whose like all ended within noise of dense training: {_named(data, at.closest)}; it saves "
-            f"{saved}."
-        )
-    return f"{where} the fastest is {_named(data, fastest)}; it saves {format_percent(at.fastest_saves, 0)}. {close}"
+        answer = f"{where} no plan {near} saves time."
+    if fastest in (taken, at.closest):
+        return answer
+    saved = format_percent(at.fastest_saves, 0)
+    return f"{answer} The fastest of all, at a larger loss, is {_named(data, fastest)}: it saves {saved}."
 
 
 def _named(data: Json, plan: str) -> str:
@@ -125,12 +126,23 @@ def _plan_table(data: Json) -> Table:
         if at is not None:
             took = seconds.get(name)
             cells += [format_seconds(took), format_ratio(at.dense_seconds / took if took else None)]
-        rows.append([*cells, format_bytes(summary["wire_bytes_per_step"]["mean"]), *Saving.read(summary).cells])
+        rows.append([*cells, format_bytes(_wire(data, name)), *Saving.read(summary).cells])
     columns = ["plan", "method", *(["step", "speed-up"] if at else []), "wire/step", "ratio", "vs 16 bits"]
-    note = "Wire: what a rank's network interface sends per step. Ratio: of the payload, against 32 bits a value."
+    ranks = f"{at.nodes} nodes" if at else f"the {data['trace']['world_size']} recorded ranks"
+    note = (
+        f"Wire: what a rank's network interface sends per step, between {ranks}. Ratio: of the payload, against 32 "
+        "bits a value."
+    )
     if at is not None:
         note += f" Step: forecast {at.where}; a dense one takes {format_seconds(at.dense_seconds)}."
     return Table("Plans side by side", columns, rows, note, text_columns=2)
+
+
+def _wire(data: Json, plan: str) -> float | None:
+    """Bytes that a rank sends: between the first number of nodes, where steps are forecast; else as replayed."""
+    if _asked(data) is None or plan not in data["payoff"].forecasts:
+        return float(data["replays"][plan]["summary"]["wire_bytes_per_step"]["mean"])
+    return float(data["payoff"].forecasts[plan].nodes[0].links[0].compressed.wire_bytes)
 
 
 # --- what does it cost in accuracy? -----------------------------------------------------------------------------------

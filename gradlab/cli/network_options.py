@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from gradlab.analysis.forecast.profile import Profile
     from gradlab.analysis.forecast.simulator import Node
 
+_LONG = 10.0  # seconds of computing from which a number without a unit is asked about
 LocalRanks = Annotated[int, typer.Option(help="Ranks per node, which share its one link to the others.")]
 Latency = Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")]
 ComputeSeconds = Annotated[str | None, typer.Option(help="A training step without gradient exchange: 0.36s, 120ms.")]
@@ -64,7 +66,10 @@ def profile_of_step(run: Path | None, compute_seconds: str | None) -> Profile:
     from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
 
     if compute_seconds is not None:
-        return Profile(parse_seconds(compute_seconds), "as given")
+        seconds = parse_seconds(compute_seconds)
+        if seconds >= _LONG and compute_seconds.strip().isdecimal():  # milliseconds were perhaps meant
+            warnings.warn(f"--compute-seconds {compute_seconds} is {seconds:g} seconds a step", stacklevel=2)
+        return Profile(seconds, "as given")
     return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else NOT_MEASURED
 
 
@@ -74,6 +79,8 @@ def node_counts(text: str) -> list[int]:
     Raises:
         GradlabError: for anything but whole numbers with commas between them.
     """
+    if "x" in text:
+        raise GradlabError(f"nodes {text[:80]!r}: expected numbers of nodes alone; ranks of a node are --local-ranks")
     return whole_numbers(text, "nodes", "4,64,1024", least=0)  # 0 is refused with all else of a network
 
 
