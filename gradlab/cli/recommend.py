@@ -149,8 +149,7 @@ def _tell(found: Recommendation, remarks: Sequence[str], lines: str, artifact: P
     print_warnings(remarks)
     if lines:
         OUT.print(f"\nIn the training script:\n\n{indent(lines, '    ')}", markup=False)
-    if artifact is not None:
-        OUT.print(f"\n{artifact}", markup=False)
+    OUT.print(f"\n{artifact or 'No artifact is written: there is no plan to load.'}", markup=False)
 
 
 def _check_recording(trace: Trace) -> None:

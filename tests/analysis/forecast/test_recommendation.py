@@ -105,6 +105,7 @@ def test_what_is_printed_trains(
     assert out.exists() == (decision == COMPRESS)
     if decision == NOTHING:
         assert found["paste"] == ""
+        assert "No artifact is written" in gradlab(*words, "--max-loss", most_loss, "--quick")[1]
         return
     for result in pool.run("jobs.attach_tasks:pasted", 4, lines=found["paste"]):
         assert result["finite"]
