@@ -106,6 +106,7 @@ def parameters(function: object) -> set[str]:
 
 
 def setup(app: Sphinx) -> None:
+    """Read pages and docstrings as they are written here: Sphinx calls this once."""
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     app.connect("autodoc-process-signature", read_signature)

@@ -123,8 +123,8 @@ def _page(reports: Mapping[str, Json], repeat: str) -> Page:
     measures = _plan_measures(reports)
     sections = [
         Section("answers", "What do they answer?", "", [_answers(reports), _facts(reports)]),
-        _plans(reports, measures),
-        _layers(reports),
+        _differ("plan", reports, measures),
+        _differ("layer", reports, _layer_measures(reports)),
     ]
     first, second = reports
     return Page(
@@ -248,43 +248,34 @@ def _three_digits(value: Value) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _plans(reports: Mapping[str, Json], measures: Sequence[Measure]) -> Section | None:
+def _differ(what: str, reports: Mapping[str, Json], measures: Sequence[Measure]) -> Section | None:
+    """Set what both know of each "plan" or "layer" side by side: a table per measure, and a figure of the first."""
     shown = [measure for measure in measures if measure.pairs()]
     if not shown:
         return None
-    tables = [_beside_table(measure, "plan", reports) for measure in shown]
+    tables = [_beside_table(measure, what, reports) for measure in shown]
     drawing = Drawing(
-        "beside_plans",
-        f"{shown[0].name}, plan by plan",
+        f"beside_{what}s",
+        f"{shown[0].name}, {what} by {what}",
         "Below the diagonal the second report's is smaller.",
         partial(plot_beside, shown[0].pairs(), tuple(reports), shown[0].text),
     )
-    return Section("plans", "How do plans differ?", "Choose a measure; darker: a larger change.", tables, [drawing])
+    answer = "Choose a measure; darker: a larger change."
+    return Section(f"{what}s", f"How do {what}s differ?", answer, tables, [drawing])
 
 
-def _layers(reports: Mapping[str, Json]) -> Section | None:
+def _layer_measures(reports: Mapping[str, Json]) -> list[Measure]:
     def of(key: str) -> dict[str, dict[str, Value]]:
         return {
             name: {layer["name"]: layer[key] for layer in report["spectrum"]["layers"]}
             for name, report in reports.items()
         }
 
-    measures = [
+    return [
         Measure("cosine between ranks", of("mean_cosine"), _three_digits),
         Measure("signal over noise", of("signal_to_noise"), _three_digits),
         Measure("energy in the time average", of("mean_share"), format_percent),
     ]
-    shown = [measure for measure in measures if measure.pairs()]
-    if not shown:
-        return None
-    tables = [_beside_table(measure, "layer", reports) for measure in shown]
-    drawing = Drawing(
-        "beside_layers",
-        f"{shown[0].name}, layer by layer",
-        "Below the diagonal the second report's is smaller.",
-        partial(plot_beside, shown[0].pairs(), tuple(reports), shown[0].text),
-    )
-    return Section("layers", "How do layers differ?", "Choose a measure; darker: a larger change.", tables, [drawing])
 
 
 def _beside_table(measure: Measure, head: str, reports: Mapping[str, Json]) -> Table:

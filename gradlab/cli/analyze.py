@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, command_line, print_json, print_warnings, progress_bars
+from gradlab.cli.console import command_line, progress_bars, tell_of_report
 from gradlab.cli.network_options import (
     ComputeSeconds,
     InsideLink,
@@ -73,8 +73,6 @@ def analyze(
 
       gradlab analyze trace --out report --average-ranks 8 --nodes 8 --local-ranks 8 --inside 400gbit
     """
-    import json
-
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.outputs import REPORT_FILES, require_free
@@ -117,10 +115,4 @@ def analyze(
             workers=sharing,
             progress=progress,
         )
-    written = json.loads((page.parent / "report.json").read_text())
-    if as_json:
-        print_json(written)
-    else:
-        OUT.print(written["verdict"], markup=False)
-        print_warnings(written["warnings"])
-        OUT.print(str(page), markup=False)
+    tell_of_report(page, as_json)

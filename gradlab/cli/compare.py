@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, command_line, print_json, print_warnings
+from gradlab.cli.console import command_line, tell_of_report
 
 
 def compare(
@@ -28,15 +28,7 @@ def compare(
 
       gradlab compare report-a report-b --out beside --json
     """
-    import json
-
     from gradlab.analysis.report.beside import write_beside
 
     page = write_beside(first, second, out, overwrite=overwrite, repeat=command_line())
-    written = json.loads((page.parent / "report.json").read_text())
-    if as_json:
-        print_json(written)
-    else:
-        OUT.print(written["verdict"], markup=False)
-        print_warnings(written["warnings"])
-        OUT.print(str(page), markup=False)
+    tell_of_report(page, as_json)

@@ -110,6 +110,22 @@ def print_warnings(lines: Iterable[str]) -> None:
         OUT.print(f"warning: {line}", markup=False)
 
 
+def tell_of_report(page: Path, as_json: bool) -> None:
+    """Print what a report says first, and where it is; or all of it as JSON.
+
+    Args:
+        page: its report.html, beside which report.json lies.
+        as_json: whether to print the JSON.
+    """
+    written = json.loads((page.parent / "report.json").read_text())
+    if as_json:
+        print_json(written)
+        return
+    OUT.print(written["verdict"], markup=False)
+    print_warnings(written["warnings"])
+    OUT.print(str(page), markup=False)
+
+
 def command_line() -> str:
     """Return the command as it was typed, to repeat it; empty where Python was started otherwise."""
     return shlex.join(["gradlab", *sys.argv[1:]]) if Path(sys.argv[0]).name == "gradlab" else ""

@@ -62,15 +62,25 @@ def profile_of_step(run: Path | None, compute_seconds: str | None) -> Profile:
     Raises:
         GradlabError: for a report that has no such time, and for what is no time.
     """
-    from gradlab.analysis.forecast.link import parse_seconds
     from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
 
     if compute_seconds is not None:
-        seconds = parse_seconds(compute_seconds)
-        if seconds >= _LONG and compute_seconds.strip().isdecimal():  # milliseconds were perhaps meant
-            warnings.warn(f"--compute-seconds {compute_seconds} is {seconds:g} seconds a step", stacklevel=2)
-        return Profile(seconds, "as given")
+        return Profile(computing_seconds(compute_seconds), "as given")
     return Profile(compute_seconds_of(run), f"the run {run}") if run is not None else NOT_MEASURED
+
+
+def computing_seconds(text: str) -> float:
+    """Read the time of computing of a step, and warn of a large number without a unit: milliseconds may be meant.
+
+    Raises:
+        GradlabError: for what is no time.
+    """
+    from gradlab.analysis.forecast.link import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds >= _LONG and text.strip().isdecimal():
+        warnings.warn(f"--compute-seconds {text.strip()} is {seconds:g} seconds a step", stacklevel=2)
+    return seconds
 
 
 def node_counts(text: str) -> list[int]:

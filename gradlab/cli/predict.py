@@ -15,6 +15,7 @@ from gradlab.cli.network_options import (
     InsideLink,
     Latency,
     LocalRanks,
+    computing_seconds,
     node_counts,
     node_of,
     whole_numbers,
@@ -142,7 +143,7 @@ def predict(
     links = [Link(parse_bandwidth(rate), waiting, header_share, all_reduce=all_reduce) for rate in bandwidth.split(",")]
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     counts = node_counts(nodes)
-    seconds = parse_seconds(compute_seconds) if compute_seconds is not None else None
+    seconds = computing_seconds(compute_seconds) if compute_seconds is not None else None
     if out is not None:
         require_figure(out, overwrite)
     if convergence is not None:

@@ -211,7 +211,7 @@ def side_by_side(page: Any, beside: Path) -> Iterator[str]:
 
 
 def near(one: str, other: str) -> bool:
-    """Whether two times are within a tenth of each other: the curve's points lie a tenth of a decade apart."""
+    """Whether two times are within a quarter of each other: points of the curve lie a tenth of a decade apart."""
     units = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}
     first, second = (float(text.split()[0]) * units[text.split()[1]] for text in (one, other))
     return abs(math.log(first / second)) < 0.25

@@ -131,6 +131,15 @@ def test_a_plan_that_does_not_go_with_the_optimizer_is_left_out_with_the_reason(
     assert "momentum" in remark
 
 
+@pytest.mark.filterwarnings("always:--compute-seconds")
+@pytest.mark.parametrize(("text", "warned"), [("50", True), ("50s", False), ("50ms", False), ("0.2", False)])
+def test_seconds_that_may_be_milliseconds_are_asked_about(
+    gradlab: Command, tmp_path: Path, text: str, warned: bool
+) -> None:
+    code, _, error = gradlab("predict", tmp_path / "none.safetensors", "--compute-seconds", text)
+    assert (code, "is 50 seconds a step" in error) == (2, warned)
+
+
 def test_words_that_mean_nothing_are_refused_by_name(gradlab: Command, trace: Path, tmp_path: Path) -> None:
     words = ["recommend", trace, "--out", tmp_path / "plan.safetensors", "--compute-seconds", "0.2"]
     code, _, error = gradlab(*words[:-2])
