@@ -198,14 +198,16 @@ class BlockScaled(BlockCompressor):
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, factors = prepared
         stop = start + len(values)
-        self._write_values(values, packed[start:stop] if self.bits == 8 else unpack(packed, self.bits, start, stop))
+        if self.bits == 4:  # in bytes, which costs less than in floats
+            codes = unpack(packed, 4, start, stop).view(torch.int8).sub_(8)
+        else:
+            codes = packed[start:stop]
+        self._write_values(values, codes)
         return self.scale(values, factors, start) if self.settings.scale is None else values.mul_(factors)
 
     def _write_values(self, values: torch.Tensor, codes: torch.Tensor) -> None:
         """Overwrite values with those that codes stand for, in the format's own unit."""
-        if self.bits == 4:
-            values.copy_(codes.view(torch.int8)).sub_(8)
-        elif self.settings.dtype in INTEGERS:
+        if self.settings.dtype in INTEGERS:
             values.copy_(codes.view(torch.int8))
         elif values.device.type != "cpu":
             values.copy_(codes.view(FLOATS[self.settings.dtype]))

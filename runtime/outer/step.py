@@ -41,8 +41,8 @@ from gradlab.runtime.network.faults import let_go
 from gradlab.runtime.outer.workers import CALLER, Workers, held_layers, is_sharded, plan_of_rank
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-# As in DiLoCo, section 3.1: what was best there.
-NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+# As in DiLoCo, section 3.1: what was best there. In one pass, which takes half the time.
+NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, fused=True)
 _FORMAT = 1
 
 
@@ -273,8 +273,10 @@ class OuterStep:
     def _exchange(self, fragment: Fragment, pseudo: Tensors) -> Arrival:
         """Replace pseudo-gradients by the workers' means."""
         finite = True
-        if fragment.exchange is not None:  # which looks at gradients only where a codec runs
-            finite = fragment.exchange.step(pseudo).finite and all_finite(pseudo.values())
+        if fragment.exchange is not None:
+            run = fragment.exchange.run  # which looks at gradients and their means where a codec runs
+            looked_at = sum(len(run.groups[name].layers) for name in run.active) == len(pseudo)
+            finite = fragment.exchange.step(pseudo).finite and (looked_at or all_finite(pseudo.values()))
         finite = self.workers.all_of(finite)
         self.workers.hand_on(list(pseudo.values()))
         return Arrival(pseudo, finite)
@@ -295,7 +297,12 @@ class OuterStep:
         own = self._mixing if self.delay and arrival.finite else 0.0
         for name, common in fragment.parameters.items():
             values = self._values[name]
-            values.copy_(common if not own else torch.lerp(common.detach(), values.to(common.dtype), own))
+            if not own:
+                values.copy_(common)
+            elif values.dtype == common.dtype:
+                torch.lerp(common.detach(), values, own, out=values)
+            else:
+                values.copy_(torch.lerp(common.detach(), values.to(common.dtype), own))
 
     def _warn_of(self, fragment: Fragment) -> None:
         warnings.warn(

@@ -72,7 +72,7 @@ def plan_of(codec: str, settings: dict[str, Any]) -> Plan:
 class Oracle:
     """All workers in one process: DiLoCo's Algorithm 1, and Streaming DiLoCo's Algorithm 2, in plain formulas.
 
-    Means of pseudo-gradients are those of lockstep. exact: the outer step is torch's, operation by operation.
+    Means of pseudo-gradients are those of lockstep. exact: the outer step is torch's.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Oracle:
         self.parts = fragments_of(plan, fragments)
         self.lockstep = [LockstepPlan(part, workers) for part in self.parts]
         self.common = parameters_of(self.models[0])
-        self.outer = torch.optim.SGD(self.common.values(), lr=LR, momentum=MOMENTUM, nesterov=True)
+        self.outer = torch.optim.SGD(self.common.values(), lr=LR, momentum=MOMENTUM, nesterov=True, fused=True)
         self.velocity: Tensors = {}
         self.sent: dict[int, list[tuple[int, Tensors]]] = {}
         self.rounds = [0] * fragments

@@ -100,7 +100,9 @@ class TrainSettings:
         import torch
 
         momentum = self.outer_momentum
-        return torch.optim.SGD(parameters, lr=self.outer_learning_rate, momentum=momentum, nesterov=momentum > 0)
+        rate = self.outer_learning_rate
+        # Fused, as OuterStep's is: the same bits.
+        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """Return the workload's recipe with this run's own values; a warm-up never exceeds the steps."""
