@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.codec import Tensors
+from gradlab.codec import Tensors, separate
 from gradlab.codec.measures import all_finite
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.wrapping import without_compile
@@ -250,12 +250,26 @@ class OuterStep:
     @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
         """Start exchanging a fragment's pseudo-gradients."""
-        pseudo = {name: common.detach() - self._values[name] for name, common in fragment.parameters.items()}
+        pseudo = self._pseudo_gradients(fragment)
         fragment.lands = self.local_steps + self.delay
         if self._thread is None:
             fragment.flight = _arrived(self._exchange(fragment, pseudo))
         else:
             fragment.flight = self._thread.submit(self._beside, fragment, pseudo, self._device.ready())
+
+    def _pseudo_gradients(self, fragment: Fragment) -> Tensors:
+        """The common parameters minus this worker's own, one after another where they have one dtype.
+
+        Means are then written in their place.
+        """
+        common = {name: one.detach() for name, one in fragment.parameters.items()}
+        first, *others = common.values()
+        if any(one.dtype != first.dtype for one in others):
+            return {name: one - self._values[name] for name, one in common.items()}
+        pseudo = separate(first.new_empty(sum(one.numel() for one in common.values())), common)
+        for name, one in common.items():
+            torch.sub(one, self._values[name], out=pseudo[name])
+        return pseudo
 
     def _beside(self, fragment: Fragment, pseudo: Tensors, ready: Any) -> Arrival:
         """Exchange in the thread, on a GPU in a stream of its own."""
@@ -274,9 +288,10 @@ class OuterStep:
         """Replace pseudo-gradients by the workers' means."""
         finite = True
         if fragment.exchange is not None:
-            run = fragment.exchange.run  # which looks at gradients and their means where a codec runs
-            looked_at = sum(len(run.groups[name].layers) for name in run.active) == len(pseudo)
-            finite = fragment.exchange.step(pseudo).finite and (looked_at or all_finite(pseudo.values()))
+            run = fragment.exchange.run
+            # Where a codec runs, the step itself looks at gradients and means.
+            unseen = [means for name, means in pseudo.items() if run.group_of.get(name) not in run.active]
+            finite = fragment.exchange.step(pseudo).finite and all_finite(unseen)
         finite = self.workers.all_of(finite)
         self.workers.hand_on(list(pseudo.values()))
         return Arrival(pseudo, finite)
