@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any
 
 from docstrings import escaped
@@ -79,7 +79,9 @@ def public_names(room: str) -> list[str]:
 
 def is_data(thing: Any) -> bool:
     """Say whether a thing has no docstring of its own: a constant, or a type that stands for others."""
-    return not (inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, ModuleType))
+    # Python 3.10 calls dict[str, int] a class.
+    alias = isinstance(thing, GenericAlias)
+    return alias or not (inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, ModuleType))
 
 
 @functools.cache

@@ -198,10 +198,8 @@ class BlockScaled(BlockCompressor):
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, factors = prepared
         stop = start + len(values)
-        if self.bits == 4:  # in bytes, which costs less than in floats
-            codes = unpack(packed, 4, start, stop).view(torch.int8).sub_(8)
-        else:
-            codes = packed[start:stop]
+        # Subtracted from bytes, which costs less than from floats.
+        codes = packed[start:stop] if self.bits == 8 else unpack(packed, 4, start, stop).view(torch.int8).sub_(8)
         self._write_values(values, codes)
         return self.scale(values, factors, start) if self.settings.scale is None else values.mul_(factors)
 

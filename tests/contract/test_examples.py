@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import GenericAlias
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from gradlab import codecs, wrappers
 from gradlab.codec.registry import CODECS
 from support.reference import IMPORTED, documented, write_recording
 
-SUBJECTS = {name: thing for name, thing in documented().items() if inspect.isclass(thing) or inspect.isroutine(thing)}
+SUBJECTS = {
+    name: thing
+    for name, thing in documented().items()
+    if (inspect.isclass(thing) or inspect.isroutine(thing)) and not isinstance(thing, GenericAlias)  # 3.10's is a class
+}
 # What a function returns or takes is shown where the function is; what the tutorial writes is shown there. FSDP2 needs
 # a mesh of several ranks, hooks are DDP's to call, and reports take seconds. The list may only get shorter.
 SHOWN_ELSEWHERE = {
