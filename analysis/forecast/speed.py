@@ -283,7 +283,10 @@ class SpeedForecast:
             if node.job.world_size == item.nodes
         }
         name = max(at, key=lambda one: at[one] or 0.0, default=None)
-        return "" if name is None else f"{name} {pays_text(at[name])}."
+        if name is None:
+            return ""
+        sentence = f"{name} {pays_text(at[name])}."
+        return sentence if item.taken is not None else f"Of the plans with {self.limit}, {sentence}"
 
     def _brief_paying(self, item: Configuration) -> str:
         where, taken = f"{item.where[:1].upper()}{item.where[1:]}", item.taken

@@ -245,8 +245,7 @@
     results.hidden = !timed;
     answer.hidden = timed && !moved;
     if (!timed) {
-      answer.textContent = "Whether compression pays depends on how long your step computes, which this recording does " +
-        "not say: set it.";
+      answer.textContent = "Set the computing time of a step, which this recording does not say, for an answer here.";
       return;
     }
     const on = network(), here = times(on);
