@@ -180,7 +180,7 @@ def rules(others: Sequence[Ending]) -> dict[str, Accepts]:
 
     def calibrated(method: Trained, length: int, strict: bool) -> bool:
         near = by_kind(method, others, length)
-        return near.within_noise if strict else near.middle <= RELATIVE_NOISE
+        return near.within(RELATIVE_NOISE) if strict else near.middle <= RELATIVE_NOISE
 
     chosen: dict[str, Accepts] = {
         "any": lambda method: True,

@@ -99,6 +99,11 @@ def format_number(value: float | None, digits: int = 3) -> str:
     return significant(float(value or 0.0), digits) if _exists(value) else ABSENT
 
 
+def format_counted(count: int, noun: str) -> str:
+    """Write a count with its noun: (1, "node") -> "1 node", (8, "node") -> "8 nodes"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def format_count(value: int) -> str:
     """Write a whole number in groups of three: 1234567 -> "1 234 567" (no-break spaces)."""
     return f"{value:,}".replace(",", "\u202f")

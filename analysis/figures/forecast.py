@@ -11,6 +11,7 @@ from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors
 from gradlab.analysis.forecast import Forecast, Network, NodeForecast
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.speed import SpeedForecast
+from gradlab.formatting import format_counted
 
 _COLUMNS = 3
 
@@ -28,7 +29,7 @@ def plot_step_time(forecast: Forecast) -> Figure:
     for letter, (panel, node) in enumerate(zip(axes, forecast.nodes, strict=True)):
         _draw(panel, node, forecast.network)
         count = node.job.world_size
-        panel.set_title(f"({chr(ord('a') + letter)}) {count} node{'s' * (count != 1)}")
+        panel.set_title(f"({chr(ord('a') + letter)}) {format_counted(count, 'node')}")
         panel.set_xlabel("link speed")
     for panel in axes[::_COLUMNS]:
         panel.set_ylabel("step time, s")

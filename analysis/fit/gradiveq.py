@@ -24,7 +24,7 @@ from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_percent
+from gradlab.formatting import format_counted, format_percent
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
 from gradlab.learning.slice_pca import layer_slices, possible_axes, shared_dimensions, spectrum
@@ -609,11 +609,12 @@ def _poor_fit(measured: GradiveqMeasurement) -> list[str]:
     lines = []
     if threshold is not None and later > _TOLERATED * threshold:
         lines.append(
-            f"lambda = {format_percent(threshold)} holds only where the bases were fitted: they lose "
-            f"{format_percent(measured.fitted_slices_loss)} of the energy on the fitted slices of "
-            f"{len(measured.fitted_on)} iterations, {format_percent(measured.in_sample_loss)} on all slices there, "
-            f"and {format_percent(later)} on later iterations (random bases of the same size: "
-            f"{format_percent(control)}). Expect the loss of later iterations in training."
+            f"The fit may lose {format_percent(threshold)} of the gradient's energy (lambda, --loss-threshold), and "
+            f"does so on what it was fitted on: {format_percent(measured.fitted_slices_loss)} on the fitted slices of "
+            f"{format_counted(len(measured.fitted_on), 'iteration')}, {format_percent(measured.in_sample_loss)} on all "
+            f"slices there. On later iterations it loses {format_percent(later)} (random bases of the same size: "
+            f"{format_percent(control)}), and so it will in your run. Fit on more, or on later, iterations "
+            "(--samples), or take another method."
         )
     if control is not None and later >= control:
         lines.append("On later iterations these bases are no better than random ones of their size: do not use them.")

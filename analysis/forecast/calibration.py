@@ -31,7 +31,7 @@ from gradlab.analysis.forecast.link import (
     spell_rate,
 )
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_bytes, format_percent, format_seconds
+from gradlab.formatting import format_bytes, format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
 
 _FORM = (
@@ -163,10 +163,10 @@ class Calibration:
         worst = max(range(len(self.observations)), key=lambda i: abs(self.relative_errors[i]))
         gathers = sum(seen.collective == ALL_GATHER for seen in self.observations)
         count = len(self.observations) - gathers
-        also = f" and {gathers} all-gather{'s' * (gathers != 1)}" if gathers else ""
+        also = f" and {format_counted(gathers, 'all-gather')}" if gathers else ""
         slower = f", and {self.gather_factor:.2f} times as much time per byte of a gather" if gathers else ""
         text = (
-            f"Links are calibrated on {count} measured all-reduce{'s' * (count != 1)}{also}: "
+            f"Links are calibrated on {format_counted(count, 'measured all-reduce')}{also}: "
             f"{format_seconds(self.host_seconds_per_byte)} per byte on the ranks' processors and "
             f"{format_seconds(self.collective_seconds)} per collective{slower}; predicted times are off by "
             f"{format_percent(abs(self.relative_errors[worst]))} at most ({self.observations[worst]})."

@@ -22,9 +22,19 @@ from statistics import median
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable
-from gradlab.metric import RELATIVE_NOISE
 
 NEIGHBOURS = 5
+#: By how much the final loss may be above dense training's where nothing else is asked for (--max-loss).
+MAX_LOSS = 0.01
+
+
+def loss_limit_text(max_loss: float) -> str:
+    """Write an allowed loss as sentences that decide by it name it: "at most 1 % worse loss (--max-loss)".
+
+    Args:
+        max_loss: the final loss over dense training's, minus 1.
+    """
+    return f"at most {100 * max_loss:g} % worse loss (--max-loss)"
 
 
 @dataclass(frozen=True)
@@ -59,10 +69,9 @@ class EndingRange(Jsonable):
     most_cosine: float
     methods: int
 
-    @property
-    def within_noise(self) -> bool:
-        """Whether all of them ended no further above dense than seeds differ by."""
-        return self.high <= RELATIVE_NOISE
+    def within(self, max_loss: float) -> bool:
+        """Whether all of them ended at most so far above dense: a share of dense training's loss."""
+        return self.high <= max_loss
 
     @property
     def text(self) -> str:

@@ -1,9 +1,9 @@
 """Forecast local steps of several plans on one's own network: how many to take, and which plan to send them by.
 
 The plans are those of `gradlab.analysis.forecast.speed`, and so is the rule that chooses among them: any whose like all
-ended within noise of dense will do; without one, that whose like trained best. Uncompressed training always does. The
-fewest local steps are taken at which one of these waits for at most a tenth of a step, none if synchronous training
-does, and of those that then do, the plan is taken whose like trained best.
+ended within the allowed loss of dense (--max-loss) will do; without one, that whose like trained best. Uncompressed
+training always does. The fewest local steps are taken at which one of these waits for at most a tenth of a step, none
+if synchronous training does, and of those that then do, the plan is taken whose like trained best.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
-from gradlab.formatting import format_percent, format_seconds
+from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
@@ -49,7 +49,7 @@ class LocalConfiguration:
     @property
     def where(self) -> str:
         """Link speed and nodes in prose: "at 1 Gbit/s between 8 nodes"."""
-        return f"at {spell_rate(self.bits_per_second)} between {self.nodes} nodes"
+        return f"at {spell_rate(self.bits_per_second)} between {format_counted(self.nodes, 'node')}"
 
     @property
     def advice(self) -> str:
@@ -159,7 +159,7 @@ def forecast_local_speed(
     shown = [item for item in speed.configurations if recorded is not None or _all_wait(item, speed.compute_seconds)]
     if speed.compute_seconds is None or not shown:
         return None
-    chosen = acceptable(speed.judged)
+    chosen = acceptable(speed.judged, speed.max_loss)
     names = list(speed.forecasts) if recorded is not None else chosen or list(speed.forecasts)[:1]
     by_plan = {}
     for done, name in enumerate(names):
@@ -184,16 +184,17 @@ def _all_wait(item: Configuration, compute: float | None) -> bool:
     return compute is not None and compute < (1 - MOST_WAITING) * fastest
 
 
-def acceptable(judged: Mapping[str, Judged]) -> list[str]:
-    """List the plans to choose from: those whose like all ended within noise of dense, else the best one known.
+def acceptable(judged: Mapping[str, Judged], max_loss: float) -> list[str]:
+    """List the plans to choose from: those whose like all ended within the allowed loss, else the best one known.
 
     Args:
         judged: what replays say of plans, by name.
+        max_loss: allowed over dense training's loss, minus 1.
 
     Returns:
         Names; none if no replay says anything.
     """
-    close = [name for name, one in judged.items() if one.close]
+    close = [name for name, one in judged.items() if one.within(max_loss)]
     known = [name for name, one in judged.items() if one.ended is not None]
     return close or sorted(known, key=lambda name: judged[name].standing)[:1]
 

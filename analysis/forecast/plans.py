@@ -18,7 +18,7 @@ from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_eve
 from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_ratio, format_seconds
+from gradlab.formatting import format_counted, format_ratio, format_seconds
 from gradlab.jsonable import plain
 from gradlab.plan import Plan
 from gradlab.progress import Progress
@@ -143,9 +143,22 @@ class Forecast:
         }
 
 
+def pays_text(break_even: float | None) -> str:
+    """Write at which link speeds a plan pays: "pays below 3.2 Gbit/s between nodes".
+
+    Args:
+        break_even: bits per second, as `NodeForecast.break_even` has it.
+    """
+    if break_even is None:
+        return "does not pay at any speed tried"
+    if math.isinf(break_even):
+        return "pays at every speed tried"
+    return f"pays below {spell_rate(break_even)} between nodes"
+
+
 def _where(nodes: int, *rates: float) -> str:
     speeds = ", ".join(spell_rate(rate) for rate in rates)
-    return f"at {nodes} node{'s' * (nodes != 1)} over {speeds}"
+    return f"at {format_counted(nodes, 'node')} over {speeds}"
 
 
 def _configurations(pairs: Sequence[tuple[int, Comparison]]) -> str:

@@ -29,7 +29,7 @@ class Recommendation(Jsonable):
         plan: to compress with; None otherwise.
         seconds: of a step as recommended.
         dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
-        most_loss: that was allowed: the final loss over dense training's, minus 1.
+        max_loss: that was allowed: the final loss over dense training's, minus 1.
         text: all of it in prose.
         refused: faster plans than the one recommended, and why they were not taken.
     """
@@ -39,17 +39,16 @@ class Recommendation(Jsonable):
     seconds: float
     dense_seconds: float
     half_seconds: float
-    most_loss: float
+    max_loss: float
     text: str
     refused: Mapping[str, str]
 
 
-def recommend(speed: SpeedForecast, most_loss: float) -> Recommendation:
+def recommend(speed: SpeedForecast) -> Recommendation:
     """Choose for the forecast's one number of nodes and one link.
 
     Args:
-        speed: forecasts and judgements of the plans to choose from.
-        most_loss: the final loss over dense training's, minus 1, that a plan's like may have ended at.
+        speed: forecasts and judgements of the plans to choose from, and the loss that is allowed.
 
     Raises:
         GradlabError: for several numbers of nodes or links, or without the time of computing.
@@ -58,20 +57,22 @@ def recommend(speed: SpeedForecast, most_loss: float) -> Recommendation:
         raise GradlabError(f"{len(speed.configurations)} pairs of nodes and links, expected one to recommend for")
     require_computing(speed.network.profile)
     (at,) = speed.configurations
-    allowed = [name for name, judged in speed.judged.items() if judged.ended and judged.ended.high <= most_loss]
+    allowed = speed.allowed
     best = min((name for name in allowed if _saves(at, name)), key=at.seconds.__getitem__, default=None)
     half = at.half_saves > SPEED_NOISE and (best is None or at.no_faster_than_16_bits(best))
     seconds = at.half_seconds if half else at.seconds[best] if best is not None else at.dense_seconds
     refused = {
-        name: _why_not(speed.judged[name], most_loss)
+        name: _why_not(speed.judged[name], speed.limit)
         for name in sorted(at.seconds, key=at.seconds.__getitem__)
         if name not in allowed and at.seconds[name] < seconds and _saves(at, name)
     }
     decision = HALF if half else NOTHING if best is None else COMPRESS
     plan = best if decision == COMPRESS else None
-    text = " ".join([_text(at, decision, plan, seconds, speed.judged), *_refusals(refused)])
+    text = " ".join([_text(at, decision, plan, seconds, speed), speed.break_even_text(at), *_refusals(refused)])
     text = " ".join([text, *caution_lines(speed.judged.values())])
-    return Recommendation(decision, plan, seconds, at.dense_seconds, at.half_seconds, most_loss, text, dict(refused))
+    return Recommendation(
+        decision, plan, seconds, at.dense_seconds, at.half_seconds, speed.max_loss, text, dict(refused)
+    )
 
 
 def require_computing(profile: Profile) -> None:
@@ -92,28 +93,28 @@ def _saves(at: Configuration, name: str) -> bool:
     return at.seconds[name] < (1 - SPEED_NOISE) * at.dense_seconds
 
 
-def _why_not(judged: Judged, most_loss: float) -> str:
+def _why_not(judged: Judged, limit: str) -> str:
     if judged.ended is None:
         return "what its update keeps is not known"
-    return f"its like ended {judged.ended.text} in loss, more than {format_percent(most_loss, 1)}"
+    return f"its like ended {judged.ended.text} in loss, where {limit} is allowed"
 
 
-def _text(at: Configuration, decision: str, plan: str | None, seconds: float, judged: Mapping[str, Judged]) -> str:
+def _text(at: Configuration, decision: str, plan: str | None, seconds: float, speed: SpeedForecast) -> str:
     where, dense = at.where[:1].upper() + at.where[1:], format_seconds(at.dense_seconds)
     if plan is not None:
         saves = format_percent(1 - seconds / at.dense_seconds, 0)
         return (
             f"{where} compress with {plan}: a step takes {format_seconds(seconds)} instead of {dense} ({saves} less; "
-            f"{format_seconds(at.half_seconds)} in plain 16 bits); {judged[plan].text}."
+            f"{format_seconds(at.half_seconds)} in plain 16 bits), the fastest with {speed.limit}; "
+            f"{speed.judged[plan].text}."
         )
     if decision == HALF:
         return (
             f"{where} reduce gradients in plain 16 bits: a step takes {format_seconds(seconds)} instead of {dense}, "
-            "and no plan that is allowed is faster by more than forecasts err."
+            f"and no plan with {speed.limit} is faster by more than forecasts err."
         )
-    return (
-        f"{where} do not compress: no plan that is allowed saves more than {format_percent(SPEED_NOISE, 0)} of {dense}."
-    )
+    least = format_percent(SPEED_NOISE, 0)
+    return f"{where} do not compress: no plan with {speed.limit} saves more than {least} of {dense}."
 
 
 def _refusals(refused: Mapping[str, str]) -> list[str]:

@@ -3,7 +3,7 @@
 Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
 judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
 had a like cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose like all ended within
-noise of dense, and plain reduction in 16 bits, which loses next to nothing.
+the loss that is allowed over dense (--max-loss), and plain reduction in 16 bits, which loses next to nothing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradlab.analysis.forecast.endings import EndingRange, ended_at, judgement_text
+from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
-from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast
+from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast, pays_text
 from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime
 from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_percent, format_seconds
+from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import Jsonable, plain
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Plan, Wrap, named_plan
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
 
 HALF_PLAN = "16-bit floats"
+_IN_BRIEF = 2  # configurations that the short verdict names: about 60 words
 # By name, a codec or a published method of `gradlab.plan.recipes`, with settings: one of each kind, none of which needs
 # a fit.
 USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -76,7 +77,7 @@ class Configuration(Jsonable):
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
         that it saves. None and 0: no plan does.
-    closest, closest_saves: the same, of the plans whose like all ended within noise of dense.
+    closest, closest_saves: the same, of the plans whose like all ended within the allowed loss.
     """
 
     nodes: int
@@ -102,7 +103,7 @@ class Configuration(Jsonable):
 
     @property
     def taken(self) -> str | None:
-        """The fastest plan whose like all ended within noise of dense, unless plain 16 bits are about as fast."""
+        """The fastest plan whose like all ended within the allowed loss, unless plain 16 bits are about as fast."""
         half = self.half_saves > SPEED_NOISE
         return None if self.closest is None or (half and self.no_faster_than_16_bits(self.closest)) else self.closest
 
@@ -120,7 +121,7 @@ class Configuration(Jsonable):
     @property
     def where(self) -> str:
         """Link speed and nodes in prose: "at 1 Gbit/s between 8 nodes"."""
-        return f"at {spell_rate(self.bits_per_second)} between {self.nodes} nodes"
+        return f"at {spell_rate(self.bits_per_second)} between {format_counted(self.nodes, 'node')}"
 
     def to_json(self) -> dict[str, Any]:
         """Write every field. An infinite speed is the text "unlimited".
@@ -155,10 +156,9 @@ class Judged(Jsonable):
         ended = None if cosine is None or length is None else ended_at(cosine, length, memory)
         return cls(cosine, length, memory, ended, summary.caution)
 
-    @property
-    def close(self) -> bool:
-        """Whether all trainings with like cosines ended within noise of dense."""
-        return self.ended is not None and self.ended.within_noise
+    def within(self, max_loss: float) -> bool:
+        """Whether all trainings with like cosines ended at most so far above dense: a share of its loss."""
+        return self.ended is not None and self.ended.within(max_loss)
 
     @property
     def standing(self) -> tuple[float, float]:
@@ -189,12 +189,24 @@ class SpeedForecast:
     judged: what the replays say of the plans, by name.
     forecasts: by the plan's name.
     configurations: every number of nodes with every link, the links of the first number of nodes first.
+    max_loss: by how much a plan's like may have ended above dense training, as a share of its loss.
     """
 
     network: Network
     judged: Mapping[str, Judged]
     forecasts: Mapping[str, Forecast]
     configurations: tuple[Configuration, ...]
+    max_loss: float = MAX_LOSS
+
+    @property
+    def allowed(self) -> list[str]:
+        """The plans whose like all ended within `max_loss` of dense training."""
+        return [name for name, judged in self.judged.items() if judged.within(self.max_loss)]
+
+    @property
+    def limit(self) -> str:
+        """The allowed loss in prose: "at most 1 % worse loss (--max-loss)"."""
+        return loss_limit_text(self.max_loss)
 
     @property
     def compute_seconds(self) -> float | None:
@@ -215,6 +227,7 @@ class SpeedForecast:
             "links": [json_rate(link.bits_per_second) for link in self.network.links],
             "judged": plain(self.judged),
             "forecasts": plain(self.forecasts),
+            "max_loss": self.max_loss,
             "places": plain(self.configurations),
         }
 
@@ -238,36 +251,73 @@ class SpeedForecast:
         if self.compute_seconds is None:
             return (
                 "Whether compression pays depends on how long a step computes, which is not known: give "
-                "--compute-seconds or --run, or set it below."
+                "--compute-seconds or --run, or move the slider in report.html."
             )
-        parts = [self._brief_paying(item) for item in self.configurations if item.pays]
+        paying = [item for item in self.configurations if item.pays]
+        parts = [self._brief_paying(item) for item in paying[:1]]
+        parts += [self._in_a_few_words(item) for item in paying[1:_IN_BRIEF]]
+        if len(paying) > _IN_BRIEF:
+            parts.append(f"{format_counted(len(paying) - _IN_BRIEF, 'more case')} in the report.")
         if losing := [item for item in self.configurations if not item.pays]:
             where = _where(losing)
             saved = format_percent(SPEED_NOISE, 0)
             parts.append(f"{where[:1].upper()}{where[1:]} do not compress: no plan saves more than {saved} of a step.")
-        return " ".join(parts)
+            if not paying:
+                parts.append(self.break_even_text(losing[0]))
+        return " ".join(part for part in parts if part)
+
+    def break_even_text(self, item: Configuration) -> str:
+        """Say below which link speed the plan to take pays; without one, the allowed plan that pays furthest up.
+
+        Args:
+            item: one of the configurations.
+
+        Returns:
+            A sentence; empty where no plan is allowed or nothing was forecast.
+        """
+        at = {
+            name: node.break_even
+            for name in ([item.taken] if item.taken is not None else self.allowed)
+            if name in self.forecasts
+            for node in self.forecasts[name].nodes
+            if node.job.world_size == item.nodes
+        }
+        name = max(at, key=lambda one: at[one] or 0.0, default=None)
+        if name is None:
+            return ""
+        sentence = f"{name} {pays_text(at[name])}."
+        return sentence if item.taken is not None else f"Of the plans with {self.limit}, {sentence}"
 
     def _brief_paying(self, item: Configuration) -> str:
         where, taken = f"{item.where[:1].upper()}{item.where[1:]}", item.taken
-        half = f"plain 16 bits save {format_percent(item.half_saves, 0)}"
         if taken is not None:
             saved = format_percent(item.closest_saves, 0)
-            parts = [f"{where} take {taken}: it saves {saved} of a step{self._like(taken)}", half]
+            half = f", where plain 16 bits save {format_percent(item.half_saves, 0)}"
+            first = f"{where} take {taken}: with {self.limit} it saves {saved} of a step{half}"
         elif item.half_saves > SPEED_NOISE:
-            parts = [f"{where} take plain 16 bits: they save {format_percent(item.half_saves, 0)} of a step"]
+            first = f"{where} take plain 16 bits: they save {format_percent(item.half_saves, 0)} of a step"
         else:
-            parts = [f"{where} no plan whose like ended near dense training saves time"]
-        fastest = str(item.fastest)
+            first = f"{where} no plan with {self.limit} saves time"
+        parts, fastest = [f"{first}.", self.break_even_text(item)], str(item.fastest)
         if fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
-            parts.append(f"{fastest} would save {format_percent(item.fastest_saves, 0)}{self._like(fastest)}")
-        return "; ".join(parts) + "."
+            saved = format_percent(item.fastest_saves, 0)
+            parts.append(f"{fastest} would save {saved}{self._like(fastest)}.")
+        return " ".join(part for part in parts if part)
+
+    def _in_a_few_words(self, item: Configuration) -> str:
+        where, saved = f"{item.where[:1].upper()}{item.where[1:]}", item.closest_saves
+        if item.taken is not None:
+            return f"{where} take {item.taken} ({format_percent(saved, 0)} less)."
+        if item.half_saves > SPEED_NOISE:
+            return f"{where} take plain 16 bits ({format_percent(item.half_saves, 0)} less)."
+        return f"{where} no plan with {self.limit} saves time."
 
     def _like(self, plan: str) -> str:
         ended = self.judged[plan].ended
         return "" if ended is None else f" (its like ended {ended.text} in loss)"
 
     def _paying(self, item: Configuration) -> str:
-        """Name the fastest plan, the fastest whose like ended within noise of dense, and 16 bits."""
+        """Name the fastest plan, the fastest whose like ended within the allowed loss, and 16 bits."""
         fastest, closest = str(item.fastest), item.closest
         parts = [
             f"{item.where}, {fastest} is the fastest and saves {format_percent(item.fastest_saves, 0)} of a step "
@@ -275,7 +325,10 @@ class SpeedForecast:
             f"{self.judged[fastest].text}"
         ]
         if closest is not None and closest != fastest:
-            parts.append(f"{closest} saves {format_percent(item.closest_saves, 0)}, and {self.judged[closest].text}")
+            parts.append(
+                f"with {self.limit}, {closest} saves {format_percent(item.closest_saves, 0)}, and "
+                f"{self.judged[closest].text}"
+            )
         beside = ", which is about as fast or faster" if item.no_faster_than_16_bits(fastest) else ""
         parts.append(
             f"plain 16-bit reduction, which loses next to nothing, saves {format_percent(item.half_saves, 0)} "
@@ -285,7 +338,12 @@ class SpeedForecast:
 
 
 def forecast_speed(
-    plans: Mapping[str, Plan], replays: Mapping[str, Replay], network: Network, *, progress: Progress | None = None
+    plans: Mapping[str, Plan],
+    replays: Mapping[str, Replay],
+    network: Network,
+    *,
+    max_loss: float = MAX_LOSS,
+    progress: Progress | None = None,
 ) -> SpeedForecast:
     """Forecast each plan on a network, and find the fastest plans of each configuration.
 
@@ -294,6 +352,7 @@ def forecast_speed(
         replays: of some or all of the plans, by name. A plan's codec time is that of its replay, so that a report has
             one; without a replay the codecs are timed here.
         network: the links and numbers of nodes to forecast for, and the computing time.
+        max_loss: by how much a plan's like may have ended above dense training, as a share of its loss.
         progress: called after each plan.
 
     Returns:
@@ -312,11 +371,11 @@ def forecast_speed(
             progress("forecasts", done + 1, len(compressing))
     judged = {name: Judged.of(replays[name]) if name in replays else Judged() for name in compressing}
     configurations = tuple(
-        _configuration(count, {name: item.nodes[i].links[j] for name, item in forecasts.items()}, judged)
+        _configuration(count, {name: item.nodes[i].links[j] for name, item in forecasts.items()}, judged, max_loss)
         for i, count in enumerate(network.nodes)
         for j in range(len(network.links))
     )
-    return SpeedForecast(network, judged, forecasts, configurations)
+    return SpeedForecast(network, judged, forecasts, configurations, max_loss)
 
 
 def _with_codec_time(network: Network, replay: Replay | None) -> Network:
@@ -329,8 +388,10 @@ def _with_codec_time(network: Network, replay: Replay | None) -> Network:
     return replace(network, profile=replace(network.profile, codec=codec))
 
 
-def _configuration(nodes: int, comparisons: Mapping[str, Comparison], judged: Mapping[str, Judged]) -> Configuration:
-    """Compare all plans with dense training, and find the fastest of all and of those whose like ended near dense."""
+def _configuration(
+    nodes: int, comparisons: Mapping[str, Comparison], judged: Mapping[str, Judged], max_loss: float = MAX_LOSS
+) -> Configuration:
+    """Compare all plans with dense training, and find the fastest of all and of those allowed by `max_loss`."""
     seconds = {name: pair.compressed.seconds for name, pair in comparisons.items()}
     first = next(iter(comparisons.values()))
     dense = first.dense.seconds
@@ -341,7 +402,7 @@ def _configuration(nodes: int, comparisons: Mapping[str, Comparison], judged: Ma
         return (name, saves) if saves > SPEED_NOISE else (None, 0.0)
 
     fastest, fastest_saves = fastest_of(list(seconds))
-    closest, closest_saves = fastest_of([name for name in seconds if judged[name].close])
+    closest, closest_saves = fastest_of([name for name in seconds if judged[name].within(max_loss)])
     return Configuration(
         nodes=nodes,
         bits_per_second=first.link.bits_per_second,
@@ -362,7 +423,7 @@ def _where(configurations: Sequence[Configuration]) -> str:
     for item in configurations:
         speeds.setdefault(item.nodes, []).append(spell_rate(item.bits_per_second))
     return ", ".join(
-        f"at {' and '.join(rates)} between {count} node{'s' * (count != 1)}" for count, rates in speeds.items()
+        f"at {' and '.join(rates)} between {format_counted(count, 'node')}" for count, rates in speeds.items()
     )
 
 

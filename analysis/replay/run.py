@@ -546,6 +546,8 @@ def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Ite
         )
     if steps[0] > lockstep.plan.schedule.warmup_steps:
         yield (
-            f"The plan carries memory and compresses from iteration {lockstep.plan.schedule.warmup_steps} on, but the "
-            f"replay starts cold at iteration {int(steps[0])}."
+            "The plan remembers what earlier steps left unsent. Training would have filled that memory from iteration "
+            f"{lockstep.plan.schedule.warmup_steps} on; this replay begins at iteration {int(steps[0])} with an empty "
+            "one. Its errors may therefore be smaller than those of your run, which itself is not affected. For closer "
+            "figures replay more steps (without --quick), or record from the first compressed step on."
         )

@@ -14,8 +14,9 @@ import numpy as np
 
 from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.local_speed import forecast_local_speed
-from gradlab.analysis.forecast.speed import forecast_speed, usual_plans
+from gradlab.analysis.forecast.speed import SpeedForecast, forecast_speed, usual_plans
 from gradlab.analysis.forecast.tape import forecast_tapes
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
@@ -30,7 +31,7 @@ from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.trace_report import Examination
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_count
+from gradlab.formatting import format_count, format_counted
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
@@ -49,6 +50,7 @@ def examine(
     plans: Mapping[str, Plan] | None = None,
     provenances: Mapping[str, Mapping[str, Any]] | None = None,
     network: Network | None = None,
+    max_loss: float = MAX_LOSS,
     after_addition: Sequence[str] = (),
     parts: Collection[str] = PARTS,
     look: Look = THOROUGH,
@@ -70,6 +72,7 @@ def examine(
         provenances: provenances of the plans' artifacts, by name, so that fitted plans are judged on iterations after
             their fit.
         network: what the plans' steps are forecast for. None: `Network()`.
+        max_loss: by how much a plan's like may have ended above dense training, as a share of its loss.
         after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
         parts: names out of `PARTS`.
         look: how much is measured.
@@ -123,7 +126,8 @@ def examine(
             noise = partial(_noise_scale, spectrum, trace)
             examination.measured["noise_scale"] = _attempt(examination, "No noise scale", noise)
         if "payoff" in parts:
-            _of_plans(examination, trace, plans, provenances or {}, network or Network(), for_page, workers, progress)
+            asked = partial(forecast_speed, network=network or Network(), max_loss=max_loss, progress=progress)
+            _of_plans(examination, trace, plans, provenances or {}, asked, for_page, workers, progress)
     else:
         examination.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
     if "limits" in parts:
@@ -150,7 +154,7 @@ def _what_is_quick(trace: Trace, spectrum: TraceSpectrum, look: Look, parts: Col
     recorded, between = len(trace.steps), look.between
     measured = [f"spectra of {len(spectrum.steps)} of {recorded} iterations"]
     if "between" in parts:
-        pair = f"{between.pairs} pair{'s' * (between.pairs != 1)} of ranks"
+        pair = f"{format_counted(between.pairs, 'pair')} of ranks"
         measured.append(f"{pair} in up to {between.iterations} iterations at up to {between.values} values of a layer")
     if "payoff" in parts:
         measured.append(f"plans over the last {recorded - replay_start(trace, look)} iterations")
@@ -199,7 +203,7 @@ def _of_plans(
     trace: Trace,
     plans: Mapping[str, Plan] | None,
     provenances: Mapping[str, Mapping[str, Any]],
-    network: Network,
+    forecast: Callable[..., SpeedForecast],
     for_page: bool,
     workers: Workers,
     progress: Progress | None,
@@ -215,7 +219,7 @@ def _of_plans(
             raise result
     replayed = {name: plan for name, plan in tried.items() if name in examination.replays}
     if replayed:
-        measure = partial(forecast_speed, replayed, examination.replays, network, progress=progress)
+        measure = partial(forecast, replayed, examination.replays)
         examination.speed = _attempt(examination, "No forecast", measure)
     if examination.speed is not None:
         if for_page:

@@ -30,6 +30,7 @@ from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
 from gradlab.errors import GradlabError
 from gradlab.files import write_all
+from gradlab.formatting import format_counted
 from gradlab.jsonable import plain
 from gradlab.printable import visible
 from gradlab.progress import Progress
@@ -106,7 +107,7 @@ class Section:
     def contents(self) -> str:
         """What folds out: "2 tables and 3 figures"."""
         parts = [(len(self.tables), "table"), (len(self.drawings), "figure")]
-        return " and ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in parts if count)
+        return " and ".join(format_counted(count, what) for count, what in parts if count)
 
     @property
     def all_drawings(self) -> list[Drawing]:
@@ -246,6 +247,7 @@ def render_html(
     return visible(
         environment.from_string(source).render(
             page=page,
+            counted=format_counted,
             svg=inline,
             base=base,
             scripts=scripts,

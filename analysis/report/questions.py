@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradlab.analysis.forecast.endings import EndingRange, ended_at
+from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, loss_limit_text
 from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.speed import Configuration, SpeedForecast
 from gradlab.analysis.report.between_ranks import between_ranks_section
@@ -26,10 +26,9 @@ from gradlab.analysis.report.replays import replays_section
 from gradlab.analysis.report.signs import signs_section
 from gradlab.analysis.report.step_times import range_cell, step_times_section
 from gradlab.analysis.report.tables import trend_text
-from gradlab.analysis.report.verdict import agreement_line, ranking_line, trace_brief, trace_verdict
+from gradlab.analysis.report.verdict import agreement_line, ranking_line
 from gradlab.analysis.report.within_rank import within_rank_section
-from gradlab.formatting import format_bytes, format_percent, format_ratio, format_seconds
-from gradlab.metric import RELATIVE_NOISE
+from gradlab.formatting import format_bytes, format_counted, format_percent, format_ratio, format_seconds
 from gradlab.saving import Saving
 
 Json = Mapping[str, Any]
@@ -66,10 +65,9 @@ def _known(sections: Sequence[Section | None]) -> list[Section]:
 
 
 def _pays(data: Json) -> Section | None:
-    """The report's first line answers it in short; here it is answered in full, and played with."""
+    """The report's first line answers it; here it is played with, and answered in full beneath."""
     parts = _known([step_times_section(data), local_steps_section(data)])
-    answer = trace_verdict(data) if trace_brief(data) else ""
-    return Section(PAY, "Will it pay, on my nodes and my link?", answer, parts=parts) if parts else None
+    return Section(PAY, "Will it pay, on my nodes and my link?", parts=parts) if parts else None
 
 
 # --- which plan? ------------------------------------------------------------------------------------------------------
@@ -97,7 +95,8 @@ def _choice(data: Json) -> str:
     where = at.where[:1].upper() + at.where[1:]
     if not at.pays:
         return f"{where} none: no plan saves time worth the trouble."
-    near = f"whose like all ended within {format_percent(RELATIVE_NOISE, 0)} of dense training's loss"
+    speed: SpeedForecast = data["payoff"]
+    near = f"with {speed.limit}"
     fastest, taken = str(at.fastest), at.taken
     if taken is not None:
         answer = f"{where} {_named(data, taken)}: the fastest {near}."
@@ -128,7 +127,7 @@ def _plan_table(data: Json) -> Table:
             cells += [format_seconds(took), format_ratio(at.dense_seconds / took if took else None)]
         rows.append([*cells, format_bytes(_wire(data, name)), *Saving.read(summary).cells])
     columns = ["plan", "method", *(["step", "speed-up"] if at else []), "wire/step", "ratio", "vs 16 bits"]
-    ranks = f"{at.nodes} nodes" if at else f"the {data['trace']['world_size']} recorded ranks"
+    ranks = format_counted(at.nodes, "node") if at else f"the {data['trace']['world_size']} recorded ranks"
     note = (
         f"Wire: what a rank's network interface sends per step, between {ranks}. Ratio: of the payload, against 32 "
         "bits a value."
@@ -152,7 +151,10 @@ def _accuracy(data: Json) -> Section | None:
     replays: Json = data["replays"]
     if not replays:
         return None
-    answer = " ".join([*_who_is_close(replays), _how_sure(replays), *_order(data)])
+    speed: SpeedForecast | None = data.get("payoff")
+    answer = " ".join(
+        [*_who_is_close(replays, speed.max_loss if speed is not None else MAX_LOSS), _how_sure(replays), *_order(data)]
+    )
     parts = _known([replays_section(data)])
     title = "What does it cost in accuracy, and how sure is that?"
     return Section("accuracy", title, answer, [_accuracy_table(replays)], parts=parts)
@@ -164,17 +166,17 @@ def _ended(summary: Json) -> EndingRange | None:
     return None if cosine is None or length is None else ended_at(cosine, length, summary["memory"])
 
 
-def _who_is_close(replays: Json) -> list[str]:
-    """Name the plans whose like all ended within noise of dense training, and the one whose like ended farthest."""
+def _who_is_close(replays: Json, max_loss: float) -> list[str]:
+    """Name the plans whose like all ended within the allowed loss, and the one whose like ended farthest."""
     endings = {name: ended for name, replay in replays.items() if (ended := _ended(replay["summary"])) is not None}
     if not endings:
         return ["What the plans' updates keep is not known: no later iteration with a gradient was replayed."]
-    close = [name for name, ended in endings.items() if ended.within_noise]
-    noise = format_percent(RELATIVE_NOISE, 0)
+    close = [name for name, ended in endings.items() if ended.within(max_loss)]
+    limit = loss_limit_text(max_loss)
     lines = [
-        f"In our trainings the like of {', '.join(close)} all ended within {noise} of dense training's loss."
+        f"In our trainings the like of {', '.join(close)} all ended with {limit} than dense training."
         if close
-        else f"No plan is like methods that all ended within {noise} of dense training's loss in our trainings."
+        else f"No plan is like methods that all ended with {limit} than dense training in our trainings."
     ]
     worst = max(endings, key=lambda name: endings[name].middle)
     if worst not in close:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from math import isinf
 from typing import Any
 
 from gradlab.analysis.figures import forecast as forecast_plot
 from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.link import spell_rate
+from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.speed import Judged, SpeedForecast
 from gradlab.analysis.report.page import Drawing, Section, Table
-from gradlab.analysis.report.verdict import speed_verdict
+from gradlab.analysis.report.verdict import speed_verdict, trace_brief
 from gradlab.formatting import (
     format_ratio,
     format_seconds,
@@ -41,7 +41,7 @@ def step_times_section(data: Json) -> Section | None:
             factors = [format_ratio(step / seconds if seconds else None) for _, step in uncompressed]
             rows.append([*where, name, format_seconds(seconds), *factors, *_judged_cells(speed.judged.get(name))])
     even = [
-        [name, str(node.job.world_size), _even(node.break_even), _even(node.half_break_even)]
+        [name, str(node.job.world_size), pays_text(node.break_even), pays_text(node.half_break_even)]
         for name, forecast in speed.forecasts.items()
         for node in forecast.nodes
     ]
@@ -57,7 +57,7 @@ def step_times_section(data: Json) -> Section | None:
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
-        header = ("plan", "nodes", "faster than dense", "faster than 16 bits")
+        header = ("plan", "nodes", "beside dense", "beside 16 bits")
         tables.append(Table("Break-even link speed", header, even, caution, text_columns=1))
     drawing = Drawing(
         "payoff",
@@ -66,8 +66,9 @@ def step_times_section(data: Json) -> Section | None:
         partial(forecast_plot.plot_speed, speed),
     )
     local = data.get("local_steps")
-    # Of pseudo-gradients the report's answer is about local steps, and this one about an exchange in every step.
-    answer = "" if local is None or local.recorded is None else speed_verdict(data)
+    # The report's first line is this in short; of pseudo-gradients it is about local steps.
+    short = bool(trace_brief(data)) and trace_brief(data) != speed_verdict(data)
+    answer = speed_verdict(data) if short or (local is not None and local.recorded is not None) else ""
     return Section("payoff", "Step times by plan, nodes and link", answer, tables, [drawing])
 
 
@@ -87,9 +88,3 @@ def range_cell(ended: EndingRange | None) -> str:
     if ended is None:
         return "-"
     return ", ".join(f"{100 * end:+.1f} %" for end in (ended.low, ended.middle, ended.high))
-
-
-def _even(value: float | None) -> str:
-    if value is None:
-        return "at no link speed"
-    return "at any link speed" if isinf(value) else f"below {spell_rate(value)}"

@@ -11,6 +11,7 @@ from gradlab.analysis.report.page import Table
 from gradlab.formatting import (
     format_bytes,
     format_count,
+    format_counted,
     format_number,
     format_percent,
     format_ratio,
@@ -248,7 +249,7 @@ def _window_lengths(replays: Mapping[str, Any]) -> str:
     counts: dict[int, int] = {}
     for one in (one for replay in replays.values() for one in _sums(replay["summary"])):
         counts[one["length"]] = max(one["windows"], counts.get(one["length"], 0))
-    listed = [f"{length} ({count} window{'s' * (count > 1)})" for length, count in sorted(counts.items())]
+    listed = [f"{length} ({format_counted(count, 'window')})" for length, count in sorted(counts.items())]
     return ", ".join(listed) or "no number of"
 
 

@@ -233,14 +233,15 @@ def playable_data(examination: Examination, trace: Path) -> dict[str, Any] | Non
     first = speed.configurations[0]
     finite = first.bits_per_second if math.isfinite(first.bits_per_second) else 1e12
     plans = {
-        name: {"tapes": of_plan, "text": one.text, "close": one.close, "ended": ended_cell(one)}
+        name: {"tapes": of_plan, "text": one.text, "allowed": one.within(speed.max_loss), "ended": ended_cell(one)}
         for name, of_plan in tapes["plans"].items()
         for one in [speed.judged[name]]
     }
     local = examination.local_steps
     every = 1 if local is None or local.recorded is None else local.recorded
     asked = {"every": every, "nodes": first.nodes, "bits_per_second": finite, "trace": shlex.quote(str(trace))}
-    return {**tapes, **asked, "plans": plans, "cautions": caution_lines(speed.judged.values())}
+    limit = {"max_loss": f"{100 * speed.max_loss:g}%", "limit": speed.limit}
+    return {**tapes, **asked, **limit, "plans": plans, "cautions": caution_lines(speed.judged.values())}
 
 
 def _trace_facts(recorded: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -239,12 +239,20 @@ def _hold_lines(hold: Hold | None) -> list[str]:
     if hold is None or hold.holds:
         return []
     if hold.largest is None:
-        return ["No alpha's error holds there: choose on more iterations, or on later ones."]
+        return [
+            f"That is more than was allowed ({hold.asked:g} times the uniform plan's, --alpha), and a smaller one "
+            "does not help. Expect the larger error in your run, or fit on a longer recording, or on later "
+            "iterations of it (--start)."
+        ]
     if hold.taken:
         return [
-            f"Alpha is {hold.largest:g} in place of {hold.asked:g}, the largest that holds there: it was chosen there."
+            f"With --alpha {hold.asked:g} it was more than allowed, so that the plan is that of {hold.largest:g}, the "
+            "largest that keeps its error there. These iterations were chosen on too: the figure is no check any more."
         ]
-    return [f"The largest alpha whose error holds there is {hold.largest:g}; --hold takes it."]
+    return [
+        f"That is more than was allowed ({hold.asked:g} times the uniform plan's, --alpha). Expect it in your run, or "
+        f"give --hold: it takes --alpha {hold.largest:g}, the largest whose error is as allowed there."
+    ]
 
 
 def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:

@@ -9,14 +9,17 @@ import typer
 
 from gradlab.cli.console import command_line, progress_bars, tell_of_report
 from gradlab.cli.network_options import (
+    MAX_LOSS_TEXT,
     ComputeSeconds,
     InsideLink,
     Latency,
     LocalRanks,
+    MaxLoss,
     TimedRun,
     node_counts,
     node_of,
     profile_of_step,
+    share_of_loss,
 )
 from gradlab.cli.trace_options import AverageRanks
 from gradlab.cli.worker_options import Dask, Processes, workers_of
@@ -36,6 +39,7 @@ def analyze(
     latency: Latency = "100us",
     compute_seconds: ComputeSeconds = None,
     run: TimedRun = None,
+    max_loss: MaxLoss = MAX_LOSS_TEXT,
     after_addition: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Layers that read a residual sum, e.g. 'layer*.conv1.weight'."),
@@ -83,7 +87,7 @@ def analyze(
     from gradlab.trace import Trace
 
     require_free(out, overwrite, contents=REPORT_FILES)
-    sharing = workers_of(workers, dask)
+    sharing, allowed = workers_of(workers, dask), share_of_loss(max_loss)
     delay = parse_seconds(latency)
     links = [Link(parse_bandwidth(rate), delay) for rate in bandwidth.split(",")]
     profile = profile_of_step(run, compute_seconds)
@@ -98,6 +102,7 @@ def analyze(
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
             provenances={names[path]: artifact.provenance for path, artifact in artifacts.items()},
             network=network,
+            max_loss=allowed,
             for_page=True,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],

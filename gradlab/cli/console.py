@@ -18,6 +18,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from gradlab.formatting import format_counted
 from gradlab.printable import printable
 from gradlab.progress import Progress
 
@@ -111,7 +112,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def tell_of_report(page: Path, as_json: bool) -> None:
-    """Print what a report says first, and where it is; or all of it as JSON.
+    """Print what a report says in short, and what was written; or all of it as JSON.
 
     Args:
         page: its report.html, beside which report.json lies.
@@ -121,9 +122,13 @@ def tell_of_report(page: Path, as_json: bool) -> None:
     if as_json:
         print_json(written)
         return
-    OUT.print(written["verdict"], markup=False)
-    print_warnings(written["warnings"])
-    OUT.print(str(page), markup=False)
+    OUT.print(written["brief"], markup=False)
+    if written["warnings"]:
+        OUT.print(f"{format_counted(len(written['warnings']), 'warning')}: see the report.", markup=False)
+    for path in (page, page.parent / "report.json"):
+        OUT.print(str(path), markup=False)
+    if written["figures"]:
+        OUT.print(f"{page.parent / 'figures'}/ ({format_counted(len(written['figures']), 'figure')})", markup=False)
 
 
 def command_line() -> str:

@@ -24,6 +24,14 @@ TimedRun = Annotated[
 ]
 InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
 
+MaxLoss = Annotated[
+    str,
+    typer.Option(
+        "--max-loss", metavar="PERCENT", help="By how much the final loss may be above dense training's, at most: 1%."
+    ),
+]
+MAX_LOSS_TEXT = "1%"  # `gradlab.analysis.forecast.endings.MAX_LOSS`, which a test compares
+
 
 def node_of(
     local_ranks: int, inside: str, *, fsdp: bool = False, every_rank: bool = False, device: str = "cuda"
@@ -81,6 +89,22 @@ def computing_seconds(text: str) -> float:
     if seconds >= _LONG and text.strip().isdecimal():
         warnings.warn(f"--compute-seconds {text.strip()} is {seconds:g} seconds a step", stacklevel=2)
     return seconds
+
+
+def share_of_loss(text: str) -> float:
+    """Read --max-loss: "1%" or "0.01".
+
+    Raises:
+        GradlabError: for what is no share.
+    """
+    number, percent, rest = text.strip().partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = float("nan")
+    if rest or not 0 <= share < 10:
+        raise GradlabError(f"--max-loss {text[:80]}: expected a share of the loss such as 1% or 0.01")
+    return share
 
 
 def node_counts(text: str) -> list[int]:

@@ -218,7 +218,7 @@ def _print_local_steps(
     forecasts: Sequence[LocalSteps], numbers: Sequence[int], fragments: int, delay: int | None
 ) -> None:
     from gradlab.analysis.forecast.link import spell_rate
-    from gradlab.formatting import format_seconds
+    from gradlab.formatting import format_counted, format_seconds
 
     columns = ["nodes", "link", "H", "step", "streaming", "uncompressed"]
     rows = [
@@ -236,7 +236,8 @@ def _print_local_steps(
     print_table("a step with an exchange after every H local steps", columns, rows, left=0)
     for one in forecasts:
         OUT.print(
-            f"nodes {one.nodes}, {spell_rate(one.bits_per_second)}: an exchange takes {format_seconds(one.exchange)}, "
+            f"{format_counted(one.nodes, 'node')}, {spell_rate(one.bits_per_second)}: "
+            f"an exchange takes {format_seconds(one.exchange)}, "
             f"local steps break even at H = {one.break_even} and are within 5 % of computing from H = {one.close} on",
             markup=False,
         )
@@ -244,7 +245,8 @@ def _print_local_steps(
 
 def _print(result: Forecast, out: Path | None) -> None:
     from gradlab.analysis.forecast.link import spell_rate
-    from gradlab.formatting import format_bytes, format_ratio, format_seconds
+    from gradlab.analysis.forecast.plans import pays_text
+    from gradlab.formatting import format_bytes, format_counted, format_ratio, format_seconds
 
     OUT.print(result.verdict, markup=False)
     print_warnings(result.remarks)
@@ -283,20 +285,10 @@ def _print(result: Forecast, out: Path | None) -> None:
     OUT.print(f"computing alone: {format_seconds(result.network.profile.compute_seconds)} per step", markup=False)
     for node in result.nodes:
         OUT.print(
-            f"nodes {node.job.world_size}: compression pays {_where(node.break_even)}, beside plain 16-bit reduction "
-            f"{_where(node.half_break_even)}",
+            f"{format_counted(node.job.world_size, 'node')}: compression {pays_text(node.break_even)}; "
+            f"beside plain 16-bit reduction it "
+            f"{pays_text(node.half_break_even)}",
             markup=False,
         )
     if out is not None:
         OUT.print(str(out), markup=False)
-
-
-def _where(break_even: float | None) -> str:
-    """At which link speeds compression pays."""
-    import math
-
-    from gradlab.analysis.forecast.link import spell_rate
-
-    if break_even is None:
-        return "at no link speed"
-    return "at any link speed" if math.isinf(break_even) else f"below {spell_rate(break_even)}"

@@ -12,12 +12,15 @@ import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
 from gradlab.cli.network_options import (
+    MAX_LOSS_TEXT,
     ComputeSeconds,
     InsideLink,
     Latency,
+    MaxLoss,
     TimedRun,
     node_of,
     profile_of_step,
+    share_of_loss,
     whole_numbers,
 )
 from gradlab.cli.trace_options import AverageRanks
@@ -49,9 +52,7 @@ def recommend(
     inside: InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Parameters are sharded among a node's ranks by FSDP2.")] = False,
     latency: Latency = "100us",
-    max_loss: Annotated[
-        str, typer.Option(metavar="PERCENT", help="By how much the final loss may be above dense training's: 1%.")
-    ] = "1%",
+    max_loss: MaxLoss = MAX_LOSS_TEXT,
     compute_seconds: ComputeSeconds = None,
     run: TimedRun = None,
     plan: Annotated[
@@ -95,7 +96,7 @@ def recommend(
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
-    sharing, allowed, (count, ranks) = workers_of(workers, dask), _share(max_loss), _nodes_and_ranks(nodes)
+    sharing, allowed, (count, ranks) = workers_of(workers, dask), share_of_loss(max_loss), _nodes_and_ranks(nodes)
     profile = profile_of_step(run, compute_seconds)
     require_computing(profile)
     if fsdp and ranks == 1:
@@ -120,6 +121,7 @@ def recommend(
             plans=plans,
             provenances={name: artifact.provenance for name, artifact in given.items()},
             network=network,
+            max_loss=allowed,
             parts=("payoff",),
             look=QUICK if quick else THOROUGH,
             workers=sharing,
@@ -128,7 +130,7 @@ def recommend(
     examination.remarks += [f"{name} was left out: {why}." for name, why in conflicts.items() if why is not None]
     if examination.speed is None:
         raise GradlabError(" ".join(examination.remarks) or f"{trace}: no plan could be forecast")
-    found = choose(examination.speed, allowed)
+    found = choose(examination.speed)
     chosen = _plan_to_write(found, plans, nodes_of_several=ranks > 1)
     if chosen is not None:
         artifact = given.get(chosen) or uniform_artifact(
@@ -158,18 +160,6 @@ def _check_recording(trace: Trace) -> None:
         raise GradlabError(f"{trace.path}: recorded on one rank: what plans do to an exchange is not known")
     if trace.local_steps:
         raise GradlabError(f"{trace.path}: holds {trace.local_steps}, for which gradlab analyze has the answer")
-
-
-def _share(text: str) -> float:
-    """Read "1%" or "0.01"."""
-    number, percent, rest = text.strip().partition("%")
-    try:
-        share = float(number) / (100 if percent else 1)
-    except ValueError:
-        share = float("nan")
-    if rest or not 0 <= share < 10:
-        raise GradlabError(f"--max-loss {text[:80]}: expected a share of the loss such as 1% or 0.01")
-    return share
 
 
 def _nodes_and_ranks(text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import typer
 
 from gradlab.cli.console import OUT, print_json, print_table
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_counted
 
 if TYPE_CHECKING:
     from gradlab.layout import Layer
@@ -104,7 +105,7 @@ def check(trace: Folder, as_json: AsJson = False) -> None:
     else:
         _print_check(result)
     if result.problems:
-        count = f"{len(result.problems)} problem" + "s" * (len(result.problems) > 1)
+        count = format_counted(len(result.problems), "problem")
         raise GradlabError(f"{trace}: {count}: {result.problems[0]}")
     if not result.closed:
         raise GradlabError(f"{trace}: left open by a run that was killed; close it with: gradlab trace repair {trace}")

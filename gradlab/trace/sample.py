@@ -17,7 +17,7 @@ import torch
 
 from gradlab.codec import seeded_generator
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_percent
+from gradlab.formatting import format_counted, format_percent
 from gradlab.layout import Layer
 from gradlab.roles import STACKS, TRANSPOSED
 
@@ -181,9 +181,9 @@ def describe_samples(samples: Mapping[str, LayerSample], layers: Sequence[Layer]
     ends = [format_percent(shares[0]), format_percent(shares[-1])]
     between = ends[0] if ends[0] == ends[1] else " to ".join(ends)
     names = [*list(samples)[:2], *["..."] * (len(samples) > 2)]
-    count = f"{len(samples)} layer" + "s" * (len(samples) > 1)
+    count = format_counted(len(samples), "layer")
     rest = len(layers) - len(samples)
     return (
         f"{format_percent(kept / total)} of the values: {between} of {count} ({', '.join(names)})"
-        + f", {rest} layer{'s' * (rest > 1)} whole" * (rest > 0)
+        + f", {format_counted(rest, 'layer')} whole" * (rest > 0)
     )

@@ -1103,8 +1103,8 @@ MUTANTS = (
     ),
     Mutant(
         file="analysis/forecast/speed.py",
-        old="return self.ended is not None and self.ended.within_noise",
-        new="return self.ended is None or self.ended.within_noise",
+        old="return self.ended is not None and self.ended.within(max_loss)",
+        new="return self.ended is None or self.ended.within(max_loss)",
         tests=("tests/analysis/forecast/test_speed.py",),
         what="A plan that was not replayed is named as one that trains like dense.",
         select="not_replayed",
@@ -1270,9 +1270,9 @@ MUTANTS = (
         select="leaves_is_named",
     ),
     Mutant(
-        file="analysis/forecast/recommendation.py",
-        old="judged.ended.high <= most_loss",
-        new="judged.ended.low <= most_loss",
+        file="analysis/forecast/endings.py",
+        old="return self.high <= max_loss",
+        new="return self.low <= max_loss",
         tests=("tests/analysis/forecast/test_recommendation.py",),
         what="A plan is recommended though some of its like ended above what is allowed.",
     ),

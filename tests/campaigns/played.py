@@ -27,7 +27,7 @@ from typing import Any
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.local_steps import LocalSteps
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.simulator import Node
 from gradlab.analysis.forecast.step_time import Job, compare
 from gradlab.analysis.report.beside import write_beside
@@ -61,11 +61,11 @@ START: dict[str, float] = {
 }
 
 
-def written(folder: Path, seed: int = 0) -> tuple[Path, Examination]:
+def written(folder: Path, seed: int = 0, profile: Profile | None = None) -> tuple[Path, Examination]:
     """A report of a small recording, and what was measured for it."""
     record(folder / "trace", random_gradients(seed, 12, 4, LAYERS), LAYERS)
     with Trace(folder / "trace") as trace:
-        network = Network([Link(1e9, LATENCY)], NODES, Profile(COMPUTE, "as given"))
+        network = Network([Link(1e9, LATENCY)], NODES, profile or Profile(COMPUTE, "as given"))
         examination = examine(trace, network=network, parts=["payoff", "between"], look=QUICK, for_page=True)
         return write_trace_report(trace, folder / "report", examination), examination
 
@@ -154,8 +154,44 @@ def session(page: Any, examination: Examination) -> Iterator[str]:
     if not 0 < len(visible) < count or any(first.lower() not in text.lower() for text in visible):
         yield f"filtered by {first!r} a table of {count} rows shows {visible[:3]}"
     yield from looked_at_closely(page, examination)
+    yield from ends(page)
     if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
         yield "the page runs off sideways"
+
+
+def ends(page: Any) -> Iterator[str]:
+    """Push the link's slider to both ends, which are 10 Mbit/s and 400 Gbit/s, and look for the assumed computing."""
+    for end, wanted in (("min", "10 Mbit/s"), ("max", "400 Gbit/s")):
+        page.evaluate(
+            "(end) => { const input = document.getElementById('play-rate'); input.value = input[end];"
+            " input.dispatchEvent(new Event('input')); }",
+            end,
+        )
+        page.wait_for_timeout(120)
+        got = page.locator("#play-rate-control output").inner_text()
+        if got != wanted:
+            yield f"the link's slider ends at {got}, expected {wanted}"
+    assumed = f"Computing a step is taken to last {format_seconds(COMPUTE)}."
+    if assumed not in (said := page.locator("#play-answer").inner_text()):
+        yield f"the answer {said!r} does not say {assumed!r}"
+    page.click("#play .controls button")
+    page.wait_for_timeout(120)
+    if page.locator("#play-answer").is_visible():
+        yield "the report's own answer stands twice"
+
+
+def unknown_computing(page: Any, path: Path) -> Iterator[str]:
+    """Without a computing time its slider has no value until it is moved."""
+    page.goto(path.as_uri())
+    page.wait_for_timeout(200)
+    known, thumb = page.locator("#play-compute-control output"), page.locator("#play-compute.unknown")
+    if (known.inner_text(), thumb.count()) != ("not known", 1):
+        yield f"a computing time that is not known is shown as {known.inner_text()}"
+    move(page, "compute", COMPUTE)
+    assumed = f"Computing a step is taken to last {known.inner_text()}."
+    said = page.locator("#play-answer").inner_text()
+    if thumb.count() or assumed not in said:
+        yield f"once moved the slider says {known.inner_text()}, the answer {said!r}"
 
 
 def looked_at_closely(page: Any, examination: Examination) -> Iterator[str]:
@@ -264,6 +300,7 @@ def main() -> int:
     with browser_at(options.browser) as browser, tempfile.TemporaryDirectory() as folder:
         path, examination = written(Path(folder) / "one")
         other, _ = written(Path(folder) / "other", seed=1)
+        unknown, _ = written(Path(folder) / "unknown", profile=NOT_MEASURED)
         beside = write_beside(path.parent, other.parent, Path(folder) / "beside").parent
         print(f"report.html: {path.stat().st_size / 1e6:.2f} MB")
         for view, settings in VIEWS.items():
@@ -276,7 +313,11 @@ def main() -> int:
             if options.keep:
                 options.keep.mkdir(parents=True, exist_ok=True)
                 page.screenshot(path=str(options.keep / f"{view.replace(', ', '-')}.png"), full_page=True)
-            found += [*side_by_side(page, beside), *(f"the console says: {line}" for line in errors)]
+            found += [
+                *side_by_side(page, beside),
+                *unknown_computing(page, unknown),
+                *(f"the console says: {line}" for line in errors),
+            ]
             print(f"{view}: {len(MOVES)} moves, {'all held' if not found else f'{len(found)} did not hold'}")
             for line in found:
                 print(f"  {line}")

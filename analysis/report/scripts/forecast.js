@@ -402,10 +402,12 @@ const gradlabForecast = (() => {
     return `${Number(rate.toPrecision(4))} bit/s`;
   }
 
-  // The fastest plan, the fastest whose like ended near dense training, and 16 bits; or not to compress.
-  // judged: by plan, { text, close }, what replays say.
-  function verdict(times, network, judged, every = 1) {
-    const nodes = `${network.nodes} node${network.nodes === 1 ? "" : "s"}`;
+  const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+  // The fastest plan, the fastest that is allowed, and 16 bits; or not to compress.
+  // judged: by plan, { text, allowed }, what replays say; limit: the allowed loss in prose.
+  function verdict(times, network, judged, limit, every = 1) {
+    const nodes = counted(network.nodes, "node");
     const steps = every > 1 ? ` with an exchange after every ${every} steps` : "";
     const where = `at ${spellRate(network.link.bits_per_second)} between ${nodes}${steps}`;
     const fastestOf = (names) => {
@@ -424,9 +426,9 @@ const gradlabForecast = (() => {
       `${where}, ${fastest} is the fastest and saves ${formatPercent(saves)} of a step ` +
         `(${formatSeconds(seconds)} instead of ${formatSeconds(times.dense)}); ${judged[fastest].text}`,
     ];
-    const [closest, closestSaves] = fastestOf(names.filter((name) => judged[name].close));
+    const [closest, closestSaves] = fastestOf(names.filter((name) => judged[name].allowed));
     if (closest !== null && closest !== fastest) {
-      parts.push(`${closest} saves ${formatPercent(closestSaves)}, and ${judged[closest].text}`);
+      parts.push(`with ${limit}, ${closest} saves ${formatPercent(closestSaves)}, and ${judged[closest].text}`);
     }
     const beside = seconds >= (1 - SPEED_NOISE) * times.half ? ", which is about as fast or faster" : "";
     parts.push(

@@ -20,9 +20,15 @@
     at: (value) => values.reduce((best, one, index) =>
       Math.abs(Math.log(one / value)) < Math.abs(Math.log(values[best] / value)) ? index : best, 0) });
   // A tenth of a decade has 20 positions; marks have three digits, so that what is shown is what is computed with.
-  const decades = (low, high, text, zero = false) => ({ least: Math.log10(low), most: Math.log10(high), step: 0.005, text,
-    value: (at) => (zero && at <= Math.log10(low) ? 0 : Number((10 ** at).toPrecision(3))),
-    at: (value) => Math.log10(Math.min(Math.max(value, low), high)) });
+  // Both ends are reached, and the report's own value lies between them.
+  const STEP = 0.005;
+  const decades = (lowest, highest, given, text, zero = false) => {
+    const low = given > 0 ? Math.min(lowest, given) : lowest, high = Math.max(highest, given);
+    const least = Math.floor(Math.log10(low) / STEP + 1e-6) * STEP, most = Math.ceil(Math.log10(high) / STEP - 1e-6) * STEP;
+    const value = (at) => (zero && at <= least + STEP / 2 ? 0 :
+      Number(Math.min(Math.max(10 ** at, low), high).toPrecision(3)));
+    return { least, most, step: STEP, text, value, at: (one) => Math.log10(Math.min(Math.max(one, low), high)) };
+  };
 
   const ascending = (values) => [...new Set(values)].sort((one, other) => one - other);
 
@@ -34,16 +40,17 @@
   const CONTROLS = {
     nodes: { label: "Nodes", ...choices(counts, String) },
     local: { label: "Ranks per node", ...choices(ascending([1, 2, 4, 8, begins.local]), String) },
-    rate: { label: "Link of a node", ...decades(1e6, 1e12, spellRate) },
-    inside: { label: "Link inside a node, per rank", ...decades(1e8, 1e13, spellRate) },
-    latency: { label: "Latency", ...decades(1e-6, 1e-1, formatSeconds, true) },
-    compute: { label: "Computing time of a step", ...decades(1e-4, 1e2, formatSeconds) },
+    rate: { label: "Link of a node", ...decades(1e7, 4e11, begins.rate, spellRate) },
+    inside: { label: "Link inside a node, per rank", ...decades(1e8, 1e13, begins.inside, spellRate) },
+    latency: { label: "Latency", ...decades(1e-6, 1e-1, begins.latency, formatSeconds, true) },
+    compute: { label: "Computing time of a step", ...decades(1e-4, 1e2, begins.compute, formatSeconds) },
     every: { label: "Local steps between exchanges",
       ...choices(ascending([1, 2, 4, 8, 15, 30, 50, 100, 200, 500, begins.every]), String) },
   };
   const chosen = { ...begins };
   const inputs = {};
   const shown = new Set();
+  let moved = false; // as in the report, whose first line says the answer
   let timed = data.compute_seconds !== null; // whether the computing time is the reader's own
 
   function element(tag, attributes = {}, ...children) {
@@ -60,9 +67,11 @@
     const show = () => {
       output.textContent = name === "compute" && !timed ? "not known" : control.text(chosen[name]);
       input.setAttribute("aria-valuetext", output.textContent);
+      input.classList.toggle("unknown", name === "compute" && !timed); // no thumb that looks like a value
     };
     input.addEventListener("input", () => {
       chosen[name] = control.value(Number(input.value));
+      moved = true;
       timed = timed || name === "compute";
       show();
       later();
@@ -73,7 +82,7 @@
   }
 
   const streaming = element("input", { type: "checkbox", id: "play-streaming" });
-  streaming.addEventListener("change", () => later());
+  streaming.addEventListener("change", () => { moved = true; later(); });
   const reset = element("button", { type: "button" }, "As in this report");
   reset.addEventListener("click", () => { begin(); later(); });
 
@@ -211,7 +220,7 @@
     // It chooses among plans for an exchange in every step.
     command.parentElement.hidden = chosen.every > 1 || data.every > 1;
     command.textContent = `gradlab recommend ${data.trace} --out plan.safetensors --nodes ${where} ` +
-      `--bandwidth ${spelled(chosen.rate)} ${inside}--latency ${time(chosen.latency)} --compute-seconds ${time(chosen.compute)} --max-loss 1%`;
+      `--bandwidth ${spelled(chosen.rate)} ${inside}--latency ${time(chosen.latency)} --compute-seconds ${time(chosen.compute)} --max-loss ${data.max_loss}`;
   }
 
   let waiting = false;
@@ -234,13 +243,15 @@
     document.getElementById("play-inside-control").hidden = chosen.local === 1;
     streaming.closest(".control").hidden = chosen.every === 1;
     results.hidden = !timed;
+    answer.hidden = timed && !moved;
     if (!timed) {
-      answer.textContent = "Whether compression pays depends on how long your step computes, which this recording does " +
-        "not say: set it.";
+      answer.textContent = "Set the computing time of a step, which this recording does not say, for an answer here.";
       return;
     }
     const on = network(), here = times(on);
-    answer.textContent = [gradlabForecast.verdict(here, on, data.plans, chosen.every), ...cautions()].join(" ");
+    const assumed = `Computing a step is taken to last ${formatSeconds(chosen.compute)}.`;
+    const said = gradlabForecast.verdict(here, on, data.plans, data.limit, chosen.every);
+    answer.textContent = [said, assumed, ...cautions()].join(" ");
     showTable(here);
     showCommand();
     clearTimeout(drawn); // the curve, which takes a while, once a slider rests
@@ -248,6 +259,7 @@
   }
 
   function begin() {
+    moved = false;
     timed = data.compute_seconds !== null;
     for (const [name, value] of Object.entries(begins)) inputs[name].set(value);
     streaming.checked = false;
@@ -276,8 +288,5 @@
   const first = times(network());
   [...names].sort((one, other) => first.plans[one] - first.plans[other]).slice(0, SHOWN).forEach((name) => shown.add(name));
   place.hidden = false;
-  // The answer that stands still, where the one to play with takes its place.
-  const still = place.previousElementSibling;
-  still.hidden = timed && still.classList.contains("answer");
   update();
 })();

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.forecast.endings import Ending, calibration, ended_at
 from gradlab.errors import GradlabError
-from gradlab.metric import RELATIVE_NOISE
 from support.benchmark_modules import benchmark_modules
 from support.laws import law
 
@@ -38,7 +37,8 @@ def test_neighbours_are_the_nearest_in_angle_of_the_same_kind(
     assert found.methods == min(count, len(own))
     assert min(inside) <= found.low <= found.middle <= found.high <= max(inside)
     assert abs(math.acos(found.least_cosine) - math.acos(cosine)) <= reach
-    assert found.within_noise == (found.high <= RELATIVE_NOISE)
+    assert found.within(found.high)
+    assert not found.within(found.high - 1e-9)
 
 
 def test_a_run_that_diverged_counts_as_the_worst() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.recommendation import COMPRESS, HALF, NOTHING, Recommendation, recommend
 from gradlab.analysis.forecast.speed import forecast_speed
 from gradlab.artifact import Artifact
+from gradlab.cli.network_options import MAX_LOSS_TEXT, share_of_loss
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, Wrap
@@ -37,11 +41,11 @@ REPLAYS = {"top-k": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999), "16
 
 
 def recommended(
-    link: Link, most_loss: float, plans: tuple[str, ...] = tuple(PLANS), profile: Profile = COMPUTING
+    link: Link, max_loss: float, plans: tuple[str, ...] = tuple(PLANS), profile: Profile = COMPUTING
 ) -> Recommendation:
     chosen = {name: PLANS[name] for name in plans}
     replays: Any = {name: REPLAYS[name] for name in plans}
-    return recommend(forecast_speed(chosen, replays, Network([link], (8,), profile)), most_loss)
+    return recommend(forecast_speed(chosen, replays, Network([link], (8,), profile), max_loss=max_loss))
 
 
 def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> None:
@@ -51,6 +55,29 @@ def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> 
     assert list(found.refused) == ["top-k"]
     assert "top-k would be faster, but its like ended " in found.text
     assert found.seconds < found.half_seconds < found.dense_seconds
+
+
+def test_the_allowed_loss_and_the_break_even_are_said() -> None:
+    found = recommended(SLOW, 0.01)
+    assert "the fastest with at most 1 % worse loss (--max-loss)" in found.text
+    assert " int8 pays below " in found.text
+    assert "no plan with at most 1 % worse loss (--max-loss) saves" in recommended(FAST, 0.01).text
+
+
+def test_the_option_has_the_one_default() -> None:
+    assert share_of_loss(MAX_LOSS_TEXT) == MAX_LOSS
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (None, "does not pay at any speed tried"),
+        (math.inf, "pays at every speed tried"),
+        (3.2e9, "pays below 3.2 Gbit/s between nodes"),
+    ],
+)
+def test_a_break_even_in_prose(rate: float | None, text: str) -> None:
+    assert pays_text(rate) == text
 
 
 def test_with_more_loss_allowed_a_faster_plan_is_taken() -> None:
@@ -79,7 +106,7 @@ def test_no_answer_without_the_time_of_computing_or_for_several_links() -> None:
     replays: Any = REPLAYS
     several = forecast_speed(PLANS, replays, Network([SLOW, FAST], (8,), COMPUTING))
     with pytest.raises(GradlabError, match="2 pairs of nodes and links, expected one"):
-        recommend(several, 0.01)
+        recommend(several)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +118,21 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "most_loss", "decision"),
+    ("bandwidth", "max_loss", "decision"),
     [("1mbit", "1%", COMPRESS), ("1mbit", "0%", HALF), ("100gbit", "1%", NOTHING)],
 )
 def test_what_is_printed_trains(
-    gradlab: Command, pool: ProcessPool, trace: Path, tmp_path: Path, bandwidth: str, most_loss: str, decision: str
+    gradlab: Command, pool: ProcessPool, trace: Path, tmp_path: Path, bandwidth: str, max_loss: str, decision: str
 ) -> None:
     out = tmp_path / 'a "plan".safetensors'
     words = ["recommend", trace, "--out", out, "--nodes", "2", "--bandwidth", bandwidth, "--compute-seconds", "0.2"]
-    code, printed, _ = gradlab(*words, "--max-loss", most_loss, "--json")
+    code, printed, _ = gradlab(*words, "--max-loss", max_loss, "--json")
     found = json.loads(printed)
     assert (code, found["decision"]) == (0, decision)
     assert out.exists() == (decision == COMPRESS)
     if decision == NOTHING:
         assert found["paste"] == ""
-        assert "No artifact is written" in gradlab(*words, "--max-loss", most_loss, "--quick")[1]
+        assert "No artifact is written" in gradlab(*words, "--max-loss", max_loss, "--quick")[1]
         return
     for result in pool.run("jobs.attach_tasks:pasted", 4, lines=found["paste"]):
         assert result["finite"]

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.data import figure_data
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
 from gradlab.analysis.forecast.speed import USUAL, SpeedForecast, forecast_speed, usual_plans
@@ -80,7 +81,7 @@ def test_no_cosine_alone_forbids_compression(cosine: float, memory: bool) -> Non
     slow = forecast.configurations[0]
     ended = forecast.judged["top-k 1 %"].ended
     assert slow.fastest == "top-k 1 %"
-    assert (slow.closest == "top-k 1 %") == ended.within_noise
+    assert (slow.closest == "top-k 1 %") == ended.within(MAX_LOSS)
     assert f"{ended.methods} methods nearest to that in our trainings ended {ended.text} in loss" in forecast.verdict
     assert ("summed over 4 steps" in forecast.verdict) == memory
 
@@ -91,7 +92,8 @@ def test_a_plan_whose_like_trained_as_dense_is_named_beside_a_faster_one() -> No
     forecast = forecast_speed(plans, replayed, Network([SLOW], (2,), COMPUTING))  # type: ignore[arg-type]
     (slow,) = forecast.configurations
     assert (slow.fastest, slow.closest) == ("top-k 1 %", "int8")
-    assert f"; int8 saves {100 * slow.closest_saves:.0f} %, and its update has a cosine of 1.00" in forecast.verdict
+    named = f"; with at most 1 % worse loss (--max-loss), int8 saves {100 * slow.closest_saves:.0f} %, and its update"
+    assert f"{named} has a cosine of 1.00" in forecast.verdict
     assert slow.closest_saves == pytest.approx(1 - slow.seconds["int8"] / slow.dense_seconds)
 
 

@@ -13,7 +13,7 @@ import pytest
 import quickjs
 
 from gradlab.analysis.forecast import Network, forecast
-from gradlab.analysis.forecast.endings import ended_at
+from gradlab.analysis.forecast.endings import MAX_LOSS, ended_at, loss_limit_text
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.plans import jobs
@@ -138,7 +138,7 @@ def test_words_are_the_reports_own(script: Any) -> None:
     jobs_of = {}
     for name in names:
         [jobs_of[name]] = jobs(plan_of(name), Network([Link(1e9)], [8], Profile(COMPUTE, "as given")), repeats=1)
-    words = {name: {"text": one.text, "close": one.close} for name, one in judged.items()}
+    words = {name: {"text": one.text, "allowed": one.within(MAX_LOSS)} for name, one in judged.items()}
     tapes = {name: job_tape(job) for name, job in jobs_of.items()}
     said = set()
     for rate, seconds in itertools.product((3e6, 1e8, 2e9, 1e12), (0.01, 0.4)):
@@ -147,7 +147,7 @@ def test_words_are_the_reports_own(script: Any) -> None:
         network = Network([link], [8], Profile(seconds, "as given"))
         expected = SpeedForecast(network, judged, {}, (_configuration(8, pairs, judged),)).verdict
         on = network_of(scaled["topk"], link)
-        assert script("verdict", script("stepTimes", tapes, on), on, words) == expected
+        assert script("verdict", script("stepTimes", tapes, on), on, words, loss_limit_text(MAX_LOSS)) == expected
         said.add(expected[:40])
     assert len(said) > 4
 

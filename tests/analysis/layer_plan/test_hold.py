@@ -169,8 +169,9 @@ def test_the_command_proposes_and_takes_it(gradlab: Command, trace: Trace, tmp_p
     assert code == 0, err
     expected = fitted(trace, "l2").provenance.hold
     assert expected is not None
-    assert f"The largest alpha whose error holds there is {expected.largest}; --hold takes it." in " ".join(
-        text.split()
+    assert (
+        f"give --hold: it takes --alpha {expected.largest:g}, the largest whose error is as allowed there."
+        in " ".join(text.split())
     )
     code, text, err = gradlab(*words, tmp_path / "b.safetensors", "--hold", "--json")
     assert code == 0, err
@@ -180,5 +181,8 @@ def test_the_command_proposes_and_takes_it(gradlab: Command, trace: Trace, tmp_p
     code, text, err = gradlab(*words, tmp_path / "c.safetensors", "--hold")
     assert code == 0, err
     flat = " ".join(text.split())
-    assert f"Alpha is {expected.largest} in place of 1, the largest that holds there: it was chosen there." in flat
+    assert (
+        f"With --alpha 1 it was more than allowed, so that the plan is that of {expected.largest:g}, the largest"
+        in flat
+    )
     assert "its error is no larger than the uniform plan's" in flat

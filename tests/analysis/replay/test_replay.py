@@ -306,7 +306,7 @@ def test_memory_across_gaps_and_cold_starts_is_pointed_out(tmp_path):
         assert replay(trace, forgetful).warnings == []
     with record(tmp_path / "b", gradients) as trace:
         assert replay(trace, remembering).warnings == []
-        assert "starts cold at iteration 2" in replay(trace, remembering, start=2).warnings[0]
+        assert "begins at iteration 2 with an empty one" in replay(trace, remembering, start=2).warnings[0]
 
 
 # --- plans fitted on the trace they are replayed on ---------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gradlab.analysis.forecast import Network
-from gradlab.analysis.forecast.endings import ended_at
+from gradlab.analysis.forecast.endings import MAX_LOSS, ended_at
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.local_speed import ENDED_ABOVE, MOST_WAITING, NUMBERS, UNCOMPRESSED, acceptable
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
@@ -152,9 +152,9 @@ def test_plans_to_choose_from() -> None:
         return Judged(cosine, 1, False, ended_at(cosine, 1, False))
 
     close, far, farther, unknown = judged(0.99999), judged(0.5), judged(0.2), Judged()
-    assert acceptable({"a": far, "b": close, "c": unknown}) == ["b"]
-    assert acceptable({"c": unknown, "b": farther, "a": far}) == ["a"]
-    assert acceptable({"c": unknown}) == []
+    assert acceptable({"a": far, "b": close, "c": unknown}, MAX_LOSS) == ["b"]
+    assert acceptable({"c": unknown, "b": farther, "a": far}, MAX_LOSS) == ["a"]
+    assert acceptable({"c": unknown}, MAX_LOSS) == []
 
 
 def test_what_our_trainings_ended_at_is_that_of_the_page() -> None:

@@ -85,11 +85,14 @@ def test_the_page_begins_in_short_and_says_all_beneath(report: tuple[dict[str, A
     assert len(data["brief"]) < len(data["verdict"])
     slow, fast = data["payoff"]["places"]
     # What is taken ends near dense training; what is faster and does not is named after it.
-    assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes take {slow['closest']}: it saves")
-    assert f"; {slow['fastest']} would save" in data["brief"]
+    assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes take {slow['closest']}: with at most 1 % worse loss")
+    assert f"{slow['closest']} pays below " in data["brief"]
+    assert f" {slow['fastest']} would save" in data["brief"]
     assert slow["fastest"] != slow["closest"]
     assert fast["fastest"] is None
     assert data["brief"].endswith("At 1 Tbit/s between 4 nodes do not compress: no plan saves more than 5 % of a step.")
+    assert len(data["brief"].split()) < 80
+    assert page.count(data["brief"]) == 1
     words = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert words.index(" ".join(data["brief"].split())) < words.index("Will it pay")
     assert data["verdict"].split(";")[0] in Outline(page).words["pay"]
