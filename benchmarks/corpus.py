@@ -292,7 +292,7 @@ class Campaign:
 
 # --- the table --------------------------------------------------------------------------------------------------
 
-COLUMNS = ("recording", "method", "bytes", "ratio", "vs 16 bits", "cosine", "like ended", "ended")
+COLUMNS = ("recording", "method", "bytes", "ratio", "vs 16 bits", "cosine", "similar methods ended", "ended")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -313,11 +313,11 @@ def _agreement(name: str, outcomes: Sequence[Outcome]) -> str:
     pairs = [(one.predicted, one.excess) for one in outcomes if one.predicted is not None]
     below, above = sum(end < like.low for like, end in pairs), sum(end > like.high for like, end in pairs)
     within = len(pairs) - below - above
-    text = f"{name}: of {len(pairs)} methods {within} ended as their like, {below} below, {above} above"
+    text = f"{name}: of {len(pairs)} methods {within} ended as similar methods did, {below} below, {above} above"
     if len(pairs) < 4:
         return text
     rho = rank_correlation([like.middle for like, _ in pairs], [end for _, end in pairs])
-    return f"{text}; Spearman of the like's middle with the end: {rho}"
+    return f"{text}; Spearman of the range's middle with the end: {rho}"
 
 
 def _cells(one: Outcome) -> Sequence[str]:

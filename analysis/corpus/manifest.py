@@ -293,7 +293,7 @@ def readme(recordings: Sequence[Recording], command: str, caveats: Sequence[str]
         lines.append(f"| {' | '.join(cells)} | {one.source.licence} |")
     lines += [
         "",
-        "rows.jsonl has a line per method and recording: figures of the replay, what trainings with like cosines",
+        "rows.jsonl has a line per method and recording: figures of the replay, what trainings with similar cosines",
         "ended at by gradlab's calibration, and the loss that training with the method ended at beside that of dense",
         "training with the same seed. corpus.json has the sha256 of every file. Nothing here is code.",
         "",

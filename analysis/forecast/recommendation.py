@@ -1,8 +1,8 @@
 """One answer for one network: which plan to train with, plain 16-bit reduction, or none.
 
-Of the plans whose like ended within an allowed loss of dense training (`gradlab.analysis.forecast.endings`) the fastest
-is taken, if it saves a part of a step that a forecast can tell. Where plain reduction in 16 bits is about as fast, that
-is taken instead: it loses next to nothing, and PyTorch has it.
+Of the plans whose similar methods ended within an allowed loss of dense training (`gradlab.analysis.forecast.endings`)
+the fastest is taken, if it saves a part of a step that a forecast can tell. Where plain reduction in 16 bits is about
+as fast, that is taken instead: it loses next to nothing, and PyTorch has it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def recommend(speed: SpeedForecast, most_loss: float) -> Recommendation:
 
     Args:
         speed: forecasts and judgements of the plans to choose from.
-        most_loss: the final loss over dense training's, minus 1, that a plan's like may have ended at.
+        most_loss: the final loss over dense training's, minus 1, that a plan's similar methods may have ended at.
 
     Raises:
         GradlabError: for several numbers of nodes or links, or without the time of computing.
@@ -95,7 +95,7 @@ def _saves(at: Configuration, name: str) -> bool:
 def _why_not(judged: Judged, most_loss: float) -> str:
     if judged.ended is None:
         return "what its update keeps is not known"
-    return f"its like ended {judged.ended.text} in loss, more than {format_percent(most_loss, 1)}"
+    return f"similar methods ended {judged.ended.text} in loss, more than {format_percent(most_loss, 1)}"
 
 
 def _text(at: Configuration, decision: str, plan: str | None, seconds: float, judged: Mapping[str, Judged]) -> str:
@@ -121,5 +121,6 @@ def _refusals(refused: Mapping[str, str]) -> list[str]:
     name = next(iter(refused), None)
     if name is None:
         return []
-    others = f" ({len(refused) - 1} more alike)" if len(refused) > 1 else ""
-    return [f"{name} would be faster, but {refused[name]}{others}."]
+    others = len(refused) - 1
+    same = f"; the same goes for {others} other plan{'s' if others > 1 else ''}" if others else ""
+    return [f"{name} would be faster, but {refused[name]}{same}."]

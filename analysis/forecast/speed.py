@@ -2,8 +2,8 @@
 
 Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
 judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
-had a like cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose like all ended within
-noise of dense, and plain reduction in 16 bits, which loses next to nothing.
+had a similar cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose similar methods all
+ended within noise of dense, and plain reduction in 16 bits, which loses next to nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Configuration(Jsonable):
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
         that it saves. None and 0: no plan does.
-    closest, closest_saves: the same, of the plans whose like all ended within noise of dense.
+    closest, closest_saves: the same, of the plans whose similar methods all ended within noise of dense.
     """
 
     nodes: int
@@ -102,7 +102,7 @@ class Configuration(Jsonable):
 
     @property
     def taken(self) -> str | None:
-        """The fastest plan whose like all ended within noise of dense, unless plain 16 bits are about as fast."""
+        """The fastest plan whose similar methods all ended within noise of dense, unless 16 bits are about as fast."""
         half = self.half_saves > SPEED_NOISE
         return None if self.closest is None or (half and self.no_faster_than_16_bits(self.closest)) else self.closest
 
@@ -137,7 +137,7 @@ class Judged(Jsonable):
 
     cosine: of sums over `length` steps (1: of single steps). None: not known.
     memory: whether the plan applies gradients of earlier steps.
-    ended: what trainings with like cosines ended at; None without a cosine.
+    ended: what trainings with similar cosines ended at; None without a cosine.
     caution: what limits the replay.
     """
 
@@ -157,12 +157,12 @@ class Judged(Jsonable):
 
     @property
     def close(self) -> bool:
-        """Whether all trainings with like cosines ended within noise of dense."""
+        """Whether all trainings with similar cosines ended within noise of dense."""
         return self.ended is not None and self.ended.within_noise
 
     @property
     def standing(self) -> tuple[float, float]:
-        """What sorts plans, best first: the middle of what their like ended at, then the cosine; unknown ones last."""
+        """What sorts plans, best first: the middle of what similar methods ended at, then the cosine."""
         if self.ended is None or self.cosine is None:
             return math.inf, math.inf
         return self.ended.middle, -self.cosine
@@ -220,7 +220,7 @@ class SpeedForecast:
 
     @property
     def verdict(self) -> str:
-        """A report's first line: which plan is fastest where, what its like ended at, and what 16 bits do instead."""
+        """A report's first line: which plan is fastest where, what similar methods ended at, and what 16 bits do."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
         losing = [item for item in self.configurations if not item.pays]
@@ -252,22 +252,22 @@ class SpeedForecast:
         half = f"plain 16 bits save {format_percent(item.half_saves, 0)}"
         if taken is not None:
             saved = format_percent(item.closest_saves, 0)
-            parts = [f"{where} take {taken}: it saves {saved} of a step{self._like(taken)}", half]
+            parts = [f"{where} take {taken}: it saves {saved} of a step{self._similar(taken)}", half]
         elif item.half_saves > SPEED_NOISE:
             parts = [f"{where} take plain 16 bits: they save {format_percent(item.half_saves, 0)} of a step"]
         else:
-            parts = [f"{where} no plan whose like ended near dense training saves time"]
+            parts = [f"{where} no plan whose similar methods ended near dense training saves time"]
         fastest = str(item.fastest)
         if fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
-            parts.append(f"{fastest} would save {format_percent(item.fastest_saves, 0)}{self._like(fastest)}")
+            parts.append(f"{fastest} would save {format_percent(item.fastest_saves, 0)}{self._similar(fastest)}")
         return "; ".join(parts) + "."
 
-    def _like(self, plan: str) -> str:
+    def _similar(self, plan: str) -> str:
         ended = self.judged[plan].ended
-        return "" if ended is None else f" (its like ended {ended.text} in loss)"
+        return "" if ended is None else f" (similar methods ended {ended.text} in loss)"
 
     def _paying(self, item: Configuration) -> str:
-        """Name the fastest plan, the fastest whose like ended within noise of dense, and 16 bits."""
+        """Name the fastest plan, the fastest whose similar methods ended within noise of dense, and 16 bits."""
         fastest, closest = str(item.fastest), item.closest
         parts = [
             f"{item.where}, {fastest} is the fastest and saves {format_percent(item.fastest_saves, 0)} of a step "
@@ -330,7 +330,7 @@ def _with_codec_time(network: Network, replay: Replay | None) -> Network:
 
 
 def _configuration(nodes: int, comparisons: Mapping[str, Comparison], judged: Mapping[str, Judged]) -> Configuration:
-    """Compare all plans with dense training, and find the fastest of all and of those whose like ended near dense."""
+    """Compare all plans with dense training: the fastest of all, and of those whose similar methods ended near it."""
     seconds = {name: pair.compressed.seconds for name, pair in comparisons.items()}
     first = next(iter(comparisons.values()))
     dense = first.dense.seconds

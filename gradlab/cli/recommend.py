@@ -60,9 +60,9 @@ def recommend(
     """Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
 
     Plans of every kind that needs no fit are replayed on the recording, and those given by --plan. Of the plans whose
-    like ended within --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it. If plain
-    16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it is "do not
-    compress", and no artifact is written.
+    similar methods ended within --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it.
+    If plain 16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it
+    is "do not compress", and no artifact is written.
 
     Examples:
 

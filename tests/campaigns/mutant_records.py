@@ -1274,7 +1274,7 @@ MUTANTS = (
         old="judged.ended.high <= most_loss",
         new="judged.ended.low <= most_loss",
         tests=("tests/analysis/forecast/test_recommendation.py",),
-        what="A plan is recommended though some of its like ended above what is allowed.",
+        what="A plan is recommended though some similar methods ended above what is allowed.",
     ),
     Mutant(
         file="analysis/forecast/recommendation.py",

@@ -99,7 +99,7 @@ def test_the_table_shows_what_was_predicted_beside_what_was_observed(campaign: M
     assert campaign.table([replace(row, loss=None)]).endswith("| diverged |")
     ends = [replace(row, loss=2.0 * loss) for loss in (0.9, 1.1, 3.0)]
     ends = [replace(one, predicted=EndingRange(-0.001, 0.02, 0.2, 0.4, 0.6, 5)) for one in ends]
-    assert campaign.agreement(ends) == "nanogpt: of 3 methods 1 ended as their like, 1 below, 1 above"
+    assert campaign.agreement(ends) == "nanogpt: of 3 methods 1 ended as similar methods did, 1 below, 1 above"
 
 
 def test_the_kept_rows_are_of_methods_in_their_order_on_every_recording(campaign: ModuleType) -> None:

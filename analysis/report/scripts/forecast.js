@@ -402,7 +402,7 @@ const gradlabForecast = (() => {
     return `${Number(rate.toPrecision(4))} bit/s`;
   }
 
-  // The fastest plan, the fastest whose like ended near dense training, and 16 bits; or not to compress.
+  // The fastest plan, the fastest whose similar methods ended near dense training, and 16 bits; or not to compress.
   // judged: by plan, { text, close }, what replays say.
   function verdict(times, network, judged, every = 1) {
     const nodes = `${network.nodes} node${network.nodes === 1 ? "" : "s"}`;

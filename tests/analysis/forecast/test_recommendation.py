@@ -53,7 +53,7 @@ def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> 
     assert (found.decision, found.plan) == (COMPRESS, "int8")
     assert found.text.startswith("At 1 Mbit/s between 8 nodes compress with int8: a step takes ")
     assert list(found.refused) == ["top-k"]
-    assert "top-k would be faster, but its like ended " in found.text
+    assert "top-k would be faster, but similar methods ended " in found.text
     assert found.seconds < found.half_seconds < found.dense_seconds
 
 
