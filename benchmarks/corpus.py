@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from gradlab.trace import Trace
 RANKS, WARMUP, RECORDED, BUDGET = 4, 100, 16, "11MB"
 SEED, OTHER_SEED, RECORDED_SEED = 0, 1, 7
 KNOWN = Path(__file__).parent / "results" / "corpus.jsonl"
+PAGE = Path(__file__).parents[1] / "docs" / "corpus.md"
 DENSE, OTHER_DENSE = "dense", "dense, another seed"
 # Titles and the words of `gradlab evaluate`. Two settings and more of a kind, so that a new method has neighbours.
 METHODS = {
@@ -131,6 +133,22 @@ def shortened(baseline: Baseline, steps: int) -> Baseline:
     recipe: Recipe = baseline.task.recipe
     recipe = replace(recipe, steps=steps, warmup_steps=min(steps, recipe.warmup_steps))
     return replace(baseline, task=replace(baseline.task, recipe=recipe))
+
+
+def caveats(page: str, leave_out: Collection[str] = ()) -> list[str]:
+    """Take what a reader of outcomes must know out of the docs' page on corpora: the list of its section.
+
+    Args:
+        page: in Markdown.
+        leave_out: names of recordings; what begins with one of them is left out.
+
+    Returns:
+        A paragraph per item, in one line.
+    """
+    section = page.partition("\n## What to mind\n")[2].partition("\n## ")[0]
+    _, *items = re.split(r"^- ", section, flags=re.MULTILINE)
+    paragraphs = [" ".join(item.split()) for item in items]
+    return [one for one in paragraphs if not one.startswith(tuple(f"**{name}**" for name in leave_out))]
 
 
 class Campaign:
@@ -268,12 +286,13 @@ class Campaign:
             )
             for name, one in self.chosen.items()
         ]
-        write_manifest(self.folder, recordings, command=command)
+        known = caveats(PAGE.read_text(encoding="utf-8"), leave_out=set(baselines()) - set(self.chosen))
+        write_manifest(self.folder, recordings, command=command, caveats=known)
 
 
 # --- the table --------------------------------------------------------------------------------------------------
 
-COLUMNS = ("recording", "method", "bytes", "ratio", "vs 16 bits", "cosine", "like ended", "ended")
+COLUMNS = ("recording", "method", "bytes", "ratio", "vs 16 bits", "cosine", "similar methods ended", "ended")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -294,11 +313,11 @@ def _agreement(name: str, outcomes: Sequence[Outcome]) -> str:
     pairs = [(one.predicted, one.excess) for one in outcomes if one.predicted is not None]
     below, above = sum(end < like.low for like, end in pairs), sum(end > like.high for like, end in pairs)
     within = len(pairs) - below - above
-    text = f"{name}: of {len(pairs)} methods {within} ended as their like, {below} below, {above} above"
+    text = f"{name}: of {len(pairs)} methods {within} ended as similar methods did, {below} below, {above} above"
     if len(pairs) < 4:
         return text
     rho = rank_correlation([like.middle for like, _ in pairs], [end for _, end in pairs])
-    return f"{text}; Spearman of the like's middle with the end: {rho}"
+    return f"{text}; Spearman of the range's middle with the end: {rho}"
 
 
 def _cells(one: Outcome) -> Sequence[str]:

@@ -260,8 +260,7 @@ class Campaign:
 
 
 def _named(place: Configuration) -> list[str]:
-    """The plans that the first line of a report names for a link: the fastest, and the fastest whose like ended near
-    dense."""
+    """The plans that the first line of a report names for a link: the fastest, and the fastest that is near dense."""
     return [name for name in dict.fromkeys((place.fastest, place.closest)) if name is not None]
 
 

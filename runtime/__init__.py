@@ -2,7 +2,8 @@
 
 Under DDP:
 
-    state = compress(ddp_model, "plan.safetensors", optimizer=optimizer)
+    with compress(ddp_model, "plan.safetensors", optimizer=optimizer) as state:
+        ...  # the training loop
 
 In two steps, `CompressionState.load("plan.safetensors", ddp_model, optimizer=optimizer)` and then
 `ddp_model.register_comm_hook(state, compression_hook)`.

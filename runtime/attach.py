@@ -30,8 +30,13 @@ def compress(
                 criterion(ddp_model(inputs), targets).backward()
                 optimizer.step()
 
-    All ranks call it together. After the state is closed the DDP model refuses further synchronised backward passes:
-    DDP cannot give a hook back, so training on without compression takes a new DDP model.
+    All ranks call it together, and gradients are compressed from the call on. Alone, `state = gradlab.compress(...)`
+    lasts until `state.close()` or the end of the process, which is enough for a script that trains and exits. `with`
+    closes the state after the loop, and tells the other ranks the reason if this one fails: take it where the process
+    goes on, as in a notebook or before another run.
+
+    After the state is closed the DDP model refuses further synchronised backward passes: DDP cannot give a hook back,
+    so training on without compression takes a new DDP model.
 
     >>> from gradlab import compress
     >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))

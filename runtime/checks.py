@@ -21,6 +21,7 @@ from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.plan.node_rules import conflict_between_nodes
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.runtime.engine.options import RunOptions
 
@@ -142,11 +143,8 @@ def check_nodes(plan: Plan, topology: Topology) -> None:
             f"within: all {topology.local_ranks} ranks are on one node, so that there is nothing to compress between "
             "nodes; within=None compresses between ranks"
         )
-    if plan.refresh is not None:
-        raise GradlabError(
-            "the plan has a refresh, which measures all groups on every rank; between nodes a rank holds the groups "
-            "that it owns: make the plan without refresh, or compress between ranks (within=None)"
-        )
+    if conflict := conflict_between_nodes(plan):
+        raise GradlabError(conflict)
 
 
 def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:

@@ -182,19 +182,20 @@ def describe(
         )
 
 
-def write_manifest(folder: Path, recordings: Sequence[Recording], command: str) -> None:
+def write_manifest(folder: Path, recordings: Sequence[Recording], command: str, caveats: Sequence[str] = ()) -> None:
     """Write README.md and corpus.json, which list what lies in the folder.
 
     Args:
         folder: with rows.jsonl, and a trace per recording.
         recordings: as they are to be listed.
         command: by which the corpus was made, without a path of the machine that ran it.
+        caveats: what a reader of the outcomes must know, a paragraph each.
 
     Raises:
         GradlabError: for a file that no corpus has.
         OSError: if a file cannot be read or written.
     """
-    write_whole(folder / README, readme(recordings, command).encode())
+    write_whole(folder / README, readme(recordings, command, caveats).encode())
     tops = {README, ROWS, *(one.name for one in recordings)}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     mine = [check_name(name, folder) for name in names if PurePosixPath(name).parts[0] in tops]
@@ -202,6 +203,7 @@ def write_manifest(folder: Path, recordings: Sequence[Recording], command: str) 
         "recordings": plain(recordings),
         "files": {name: _described(folder / name) for name in mine},
         "command": command,
+        "caveats": list(caveats),
         "versions": {
             "gradlab": GRADLAB,
             "torch": str(torch.__version__),
@@ -271,7 +273,7 @@ def _check_recording(folder: Path, recording: Recording) -> None:
             )
 
 
-def readme(recordings: Sequence[Recording], command: str) -> str:
+def readme(recordings: Sequence[Recording], command: str, caveats: Sequence[str] = ()) -> str:
     """Write README.md: what is in the corpus, and how a method is judged by it."""
     lines = [
         "# A corpus of small recordings",
@@ -291,10 +293,11 @@ def readme(recordings: Sequence[Recording], command: str) -> str:
         lines.append(f"| {' | '.join(cells)} | {one.source.licence} |")
     lines += [
         "",
-        "rows.jsonl has a line per method and recording: figures of the replay, what trainings with like cosines",
+        "rows.jsonl has a line per method and recording: figures of the replay, what trainings with similar cosines",
         "ended at by gradlab's calibration, and the loss that training with the method ended at beside that of dense",
         "training with the same seed. corpus.json has the sha256 of every file. Nothing here is code.",
         "",
+        *(["## What to mind", "", *(f"- {one}" for one in caveats), ""] if caveats else []),
         f"Made by: {command}",
         "",
     ]

@@ -37,8 +37,8 @@ class Outcome(Jsonable):
         cosine, length: what the replay is judged by, as `Judged` has it; None: no step had an error.
         aggregate_error: median ||mean - true mean|| / ||true mean|| of a step; None: not known.
         payload_bytes, dense_payload_bytes: per rank and step, of the plan while compressing, and of float32 gradients.
-        predicted: what trainings with like cosines ended at, by the calibration that comes with gradlab; None: not
-            known.
+        predicted: what trainings with similar cosines ended at, by the calibration that comes with gradlab; None:
+            not known.
         loss: mean over the last steps of training with the method; None: it diverged.
         dense_loss: the same of dense training with the same seed, which sees the same batches.
         steps, warmup_steps, seed: of the training; the warm-up is dense.

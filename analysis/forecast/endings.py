@@ -1,4 +1,4 @@
-"""What training ended at with plans whose replays had a like cosine: the calibration of the verdict.
+"""What training ended at with plans whose replays had a similar cosine: the calibration of the verdict.
 
 `endings.json` has a row for each method that was replayed on a recording and then trained with, on the tasks of
 docs/comparison.md and docs/text.md: the cosines of its replay, by length of the window, and how far above dense its
@@ -150,7 +150,7 @@ def _angle(cosine: float) -> float:
 
 
 def judgement_text(cosine: float, length: int, memory: bool) -> str:
-    """Write a plan's judgement in prose: its cosine, and what trainings with like cosines ended at.
+    """Write a plan's judgement in prose: its cosine, and what trainings with similar cosines ended at.
 
     Args:
         cosine, length, memory: as `ended_at` takes them.

@@ -144,16 +144,17 @@ class Forecast:
 
 
 def pays_text(break_even: float | None) -> str:
-    """Write at which link speeds a plan pays: "pays below 3.2 Gbit/s between nodes".
+    """Write at which link speeds a plan pays: "pays below about 3.2 Gbit/s between nodes".
 
     Args:
-        break_even: bits per second, as `NodeForecast.break_even` has it.
+        break_even: bits per second, as `NodeForecast.break_even` has it. Two digits of it are written: codecs' times,
+            measured again, make more of them others.
     """
     if break_even is None:
         return "does not pay at any speed tried"
     if math.isinf(break_even):
         return "pays at every speed tried"
-    return f"pays below {spell_rate(break_even)} between nodes"
+    return f"pays below about {spell_rate(float(f'{break_even:.2g}'))} between nodes"
 
 
 def _where(nodes: int, *rates: float) -> str:

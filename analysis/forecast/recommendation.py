@@ -1,8 +1,8 @@
 """One answer for one network: which plan to train with, plain 16-bit reduction, or none.
 
-Of the plans whose like ended within an allowed loss of dense training (`gradlab.analysis.forecast.endings`) the fastest
-is taken, if it saves a part of a step that a forecast can tell. Where plain reduction in 16 bits is about as fast, that
-is taken instead: it loses next to nothing, and PyTorch has it.
+Of the plans whose similar methods ended within an allowed loss of dense training (`gradlab.analysis.forecast.endings`)
+the fastest is taken, if it saves a part of a step that a forecast can tell. Where plain reduction in 16 bits is about
+as fast, that is taken instead: it loses next to nothing, and PyTorch has it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _saves(at: Configuration, name: str) -> bool:
 def _why_not(judged: Judged, limit: str) -> str:
     if judged.ended is None:
         return "what its update keeps is not known"
-    return f"its like ended {judged.ended.text} in loss, where {limit} is allowed"
+    return f"similar methods ended {judged.ended.text} in loss, where {limit} is allowed"
 
 
 def _text(at: Configuration, decision: str, plan: str | None, seconds: float, speed: SpeedForecast) -> str:
@@ -122,5 +122,6 @@ def _refusals(refused: Mapping[str, str]) -> list[str]:
     name = next(iter(refused), None)
     if name is None:
         return []
-    others = f" ({len(refused) - 1} more alike)" if len(refused) > 1 else ""
-    return [f"{name} would be faster, but {refused[name]}{others}."]
+    others = len(refused) - 1
+    same = f"; the same goes for {others} other plan{'s' if others > 1 else ''}" if others else ""
+    return [f"{name} would be faster, but {refused[name]}{same}."]

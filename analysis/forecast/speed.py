@@ -2,8 +2,9 @@
 
 Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
 judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
-had a like cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose like all ended within
-the loss that is allowed over dense (--max-loss), and plain reduction in 16 bits, which loses next to nothing.
+had a similar cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose similar methods all
+ended within the loss that is allowed over dense (--max-loss), and plain reduction in 16 bits, which loses next to
+nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Configuration(Jsonable):
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
         that it saves. None and 0: no plan does.
-    closest, closest_saves: the same, of the plans whose like all ended within the allowed loss.
+    closest, closest_saves: the same, of the plans whose similar methods all ended within the allowed loss.
     """
 
     nodes: int
@@ -103,7 +104,7 @@ class Configuration(Jsonable):
 
     @property
     def taken(self) -> str | None:
-        """The fastest plan whose like all ended within the allowed loss, unless plain 16 bits are about as fast."""
+        """The fastest plan whose similar methods all ended within the allowed loss, unless 16 bits are as fast."""
         half = self.half_saves > SPEED_NOISE
         return None if self.closest is None or (half and self.no_faster_than_16_bits(self.closest)) else self.closest
 
@@ -138,7 +139,7 @@ class Judged(Jsonable):
 
     cosine: of sums over `length` steps (1: of single steps). None: not known.
     memory: whether the plan applies gradients of earlier steps.
-    ended: what trainings with like cosines ended at; None without a cosine.
+    ended: what trainings with similar cosines ended at; None without a cosine.
     caution: what limits the replay.
     """
 
@@ -157,12 +158,12 @@ class Judged(Jsonable):
         return cls(cosine, length, memory, ended, summary.caution)
 
     def within(self, max_loss: float) -> bool:
-        """Whether all trainings with like cosines ended at most so far above dense: a share of its loss."""
+        """Whether all trainings with similar cosines ended at most so far above dense: a share of its loss."""
         return self.ended is not None and self.ended.within(max_loss)
 
     @property
     def standing(self) -> tuple[float, float]:
-        """What sorts plans, best first: the middle of what their like ended at, then the cosine; unknown ones last."""
+        """What sorts plans, best first: the middle of what similar methods ended at, then the cosine."""
         if self.ended is None or self.cosine is None:
             return math.inf, math.inf
         return self.ended.middle, -self.cosine
@@ -233,7 +234,7 @@ class SpeedForecast:
 
     @property
     def verdict(self) -> str:
-        """A report's first line: which plan is fastest where, what its like ended at, and what 16 bits do instead."""
+        """A report's first line: which plan is fastest where, what similar methods ended at, and what 16 bits do."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
         losing = [item for item in self.configurations if not item.pays]
@@ -301,7 +302,7 @@ class SpeedForecast:
         parts, fastest = [f"{first}.", self.break_even_text(item)], str(item.fastest)
         if fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
             saved = format_percent(item.fastest_saves, 0)
-            parts.append(f"{fastest} would save {saved}{self._like(fastest)}.")
+            parts.append(f"{fastest} would save {saved}{self._similar(fastest)}.")
         return " ".join(part for part in parts if part)
 
     def _in_a_few_words(self, item: Configuration) -> str:
@@ -312,12 +313,12 @@ class SpeedForecast:
             return f"{where} take plain 16 bits ({format_percent(item.half_saves, 0)} less)."
         return f"{where} no plan with {self.limit} saves time."
 
-    def _like(self, plan: str) -> str:
+    def _similar(self, plan: str) -> str:
         ended = self.judged[plan].ended
-        return "" if ended is None else f" (its like ended {ended.text} in loss)"
+        return "" if ended is None else f" (similar methods ended {ended.text} in loss)"
 
     def _paying(self, item: Configuration) -> str:
-        """Name the fastest plan, the fastest whose like ended within the allowed loss, and 16 bits."""
+        """Name the fastest plan, the fastest whose similar methods ended within the allowed loss, and 16 bits."""
         fastest, closest = str(item.fastest), item.closest
         parts = [
             f"{item.where}, {fastest} is the fastest and saves {format_percent(item.fastest_saves, 0)} of a step "

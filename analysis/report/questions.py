@@ -161,26 +161,26 @@ def _accuracy(data: Json) -> Section | None:
 
 
 def _ended(summary: Json) -> EndingRange | None:
-    """What trainings with like cosines ended at; None without a cosine."""
+    """What trainings with similar cosines ended at; None without a cosine."""
     cosine, length = summary["judged_cosine"], summary["judged_length"]
     return None if cosine is None or length is None else ended_at(cosine, length, summary["memory"])
 
 
 def _who_is_close(replays: Json, max_loss: float) -> list[str]:
-    """Name the plans whose like all ended within the allowed loss, and the one whose like ended farthest."""
+    """Name the plans whose similar methods all ended within the allowed loss, and the one farthest from dense."""
     endings = {name: ended for name, replay in replays.items() if (ended := _ended(replay["summary"])) is not None}
     if not endings:
         return ["What the plans' updates keep is not known: no later iteration with a gradient was replayed."]
     close = [name for name, ended in endings.items() if ended.within(max_loss)]
     limit = loss_limit_text(max_loss)
     lines = [
-        f"In our trainings the like of {', '.join(close)} all ended with {limit} than dense training."
+        f"In our trainings the methods similar to {', '.join(close)} all ended with {limit} than dense training."
         if close
-        else f"No plan is like methods that all ended with {limit} than dense training in our trainings."
+        else f"No plan's similar methods all ended with {limit} than dense training."
     ]
     worst = max(endings, key=lambda name: endings[name].middle)
     if worst not in close:
-        lines.append(f"The like of {worst} ended {endings[worst].text}.")
+        lines.append(f"Methods similar to {worst} ended {endings[worst].text}.")
     return lines
 
 
@@ -199,7 +199,7 @@ def _order(data: Json) -> list[str]:
 
 
 def _accuracy_table(replays: Json) -> Table:
-    """What each plan's update keeps, and what its like ended at; what ended nearest to dense comes first."""
+    """What each plan's update keeps, and what similar methods ended at; the nearest to dense comes first."""
     rows = []
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     for name in sorted(summaries, key=lambda name: _standing(summaries[name])):
@@ -208,14 +208,14 @@ def _accuracy_table(replays: Json) -> Table:
         rows.append(
             [name, cosine, str(summary["judged_length"] or "-"), range_cell(ended), trend_text(summary["trend"])]
         )
-    columns = ("plan", "cosine", "summed over", "the like ended", "error's trend")
+    columns = ("plan", "cosine", "summed over", "similar methods ended", "error's trend")
     note = (
-        "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. The like: the "
-        "methods of the same kind with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
-        "and their final loss over dense training's: least, middle and most. They are few, on small tasks. Trend: of a "
-        "rank's error, in points per 100 steps, with a 95 % interval."
+        "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. Similar "
+        "methods: those of the same kind with the nearest cosines in the trainings of docs/comparison.md and "
+        "docs/text.md, and their final loss over dense training's: least, middle and most. They are few, on small "
+        "tasks. Trend: of a rank's error, in points per 100 steps, with a 95 % interval."
     )
-    return Table("What updates keep, and what the like ended at", columns, rows, note)
+    return Table("What updates keep, and what similar methods ended at", columns, rows, note)
 
 
 def _standing(summary: Json) -> tuple[float, float]:

@@ -49,11 +49,21 @@ def step_times_section(data: Json) -> Section | None:
     note = (
         f"Forecast from computing time ({speed.network.profile.compute_source}), the codec times of the replays, "
         "and the bytes that the codecs ask for. Plain DDP in 16 bits: half the bytes, casting not counted. Cosine: of "
-        "the replayed update with the true mean, both summed over so many steps. The like ended: losses over dense "
-        "training's of the methods with the nearest cosines in the trainings of docs/comparison.md and docs/text.md, "
-        "least, middle and most. They are few, on small tasks: an observation, no bound."
+        "the replayed update with the true mean, both summed over so many steps. Similar methods ended: losses over "
+        "dense training's of the methods with the nearest cosines in the trainings of docs/comparison.md and "
+        "docs/text.md, least, middle and most. They are few, on small tasks: an observation, no bound."
     )
-    columns = ("nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine", "summed over", "the like ended")
+    columns = (
+        "nodes",
+        "link",
+        "plan",
+        what,
+        "speed-up",
+        "vs 16 bits",
+        "cosine",
+        "summed over",
+        "similar methods ended",
+    )
     tables = [Table("Step times", columns, rows, note, text_columns=3)]
     if speed.compute_seconds is not None:
         caution = "Speed alone: whether a plan's update is worth it is another question, see its cosine above."
@@ -79,7 +89,7 @@ def _judged_cells(judged: Judged | None) -> tuple[str, str, str]:
 
 
 def ended_cell(judged: Judged) -> str:
-    """Write what a plan's like ended at, over dense training: least, middle and most."""
+    """Write what a plan's similar methods ended at, over dense training: least, middle and most."""
     return range_cell(judged.ended)
 
 

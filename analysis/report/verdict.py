@@ -329,10 +329,10 @@ def lgc_warnings(measured: LgcMeasurement) -> list[str]:
 
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
-    """Say which replayed plan's like trained best, judged on iterations after its fit.
+    """Say which replayed plan's similar methods trained best, judged on iterations after its fit.
 
     Plans that apply gradients of earlier steps and plans that do not are judged by different cosines
-    (`Replay.judgement`), so what trainings with like cosines ended at decides, and the cosine between equals.
+    (`Replay.judgement`), so what trainings with similar cosines ended at decides, and the cosine between equals.
 
     Args:
         replays: `Replay.to_json()` by name.
@@ -351,7 +351,7 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
         chosen = known[best]
         sent = Saving.read(chosen).text("fewer bytes")
         mean, own = format_percent(chosen["aggregate_error"]), format_percent(chosen["contribution_error"])
-        several = f"Of the lossy plans replayed, the like of {best} trained best: it"
+        several = f"Of the lossy plans replayed, {best} is the one whose similar methods trained best: it"
         which = several if len(summaries) > 1 else best
         judged = judgement_text(chosen["judged_cosine"], chosen["judged_length"], chosen["memory"])
         lines.append(
@@ -369,7 +369,7 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
 
 
 def _standing(summary: Mapping[str, Any]) -> tuple[float, float]:
-    """What sorts plans: the middle of what their like ended at, then the cosine, largest first."""
+    """What sorts plans: the middle of what similar methods ended at, then the cosine, largest first."""
     cosine = summary["judged_cosine"]
     return ended_at(cosine, summary["judged_length"], summary["memory"]).middle, -cosine
 

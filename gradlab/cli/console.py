@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ class _Printable(Console):
 
 OUT = _Printable(highlight=False, soft_wrap=True)
 ERR = _Printable(stderr=True, highlight=False, soft_wrap=True)
+_BEGINNING = 150  # characters of a warning that is printed in short
 
 
 @contextmanager
@@ -112,7 +114,7 @@ def print_warnings(lines: Iterable[str]) -> None:
 
 
 def tell_of_report(page: Path, as_json: bool) -> None:
-    """Print what a report says in short, and what was written; or all of it as JSON.
+    """Print what a report says in short, how its warnings begin, and what was written; or all of it as JSON.
 
     Args:
         page: its report.html, beside which report.json lies.
@@ -123,8 +125,7 @@ def tell_of_report(page: Path, as_json: bool) -> None:
         print_json(written)
         return
     OUT.print(written["brief"], markup=False)
-    if written["warnings"]:
-        OUT.print(f"{format_counted(len(written['warnings']), 'warning')}: see the report.", markup=False)
+    print_warnings(textwrap.shorten(line, _BEGINNING, placeholder=" ...") for line in written["warnings"])
     for path in (page, page.parent / "report.json"):
         OUT.print(str(path), markup=False)
     if written["figures"]:

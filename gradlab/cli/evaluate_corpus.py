@@ -33,7 +33,7 @@ _JUDGED_COLUMNS = (
     "codec time",
     "by cosine",
     "by bytes",
-    "the like ended",
+    "similar methods ended",
     "nearest here ended",
 )
 _CORPUS_COLUMNS = (
@@ -43,7 +43,7 @@ _CORPUS_COLUMNS = (
     "vs 16 bits",
     "cosine",
     "error of the mean",
-    "the like ended",
+    "similar methods ended",
     "ended",
 )
 # By recording, and by the method's words: its judgement, or why it cannot be replayed there.

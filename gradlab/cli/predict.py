@@ -285,9 +285,8 @@ def _print(result: Forecast, out: Path | None) -> None:
     OUT.print(f"computing alone: {format_seconds(result.network.profile.compute_seconds)} per step", markup=False)
     for node in result.nodes:
         OUT.print(
-            f"{format_counted(node.job.world_size, 'node')}: compression {pays_text(node.break_even)}; "
-            f"beside plain 16-bit reduction it "
-            f"{pays_text(node.half_break_even)}",
+            f"{format_counted(node.job.world_size, 'node')}: compression {pays_text(node.break_even)}, "
+            f"and beside plain 16 bits {pays_text(node.half_break_even)}",
             markup=False,
         )
     if out is not None:

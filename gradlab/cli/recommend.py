@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.cli.network_options import (
     MAX_LOSS_TEXT,
     ComputeSeconds,
@@ -29,17 +29,9 @@ from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.recommendation import Recommendation
+    from gradlab.ddp.optimizers import OptimizerSettings
     from gradlab.plan import Plan
     from gradlab.trace import Trace
-
-_FSDP = (
-    "from gradlab.runtime import compress_fsdp\n"
-    'state = compress_fsdp(model, {}, between=mesh["replicate"], optimizer=optimizer)  # sharded along mesh["shard"]'
-)
-_FP16 = (
-    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
-    "ddp_model.register_comm_hook(None, fp16_compress_hook)"
-)
 
 
 def recommend(
@@ -69,9 +61,9 @@ def recommend(
     """Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
 
     Plans of every kind that needs no fit are replayed on the recording, and those given by --plan. Of the plans whose
-    like ended within --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it. If plain
-    16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it is "do not
-    compress", and no artifact is written.
+    similar methods ended within --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it.
+    If plain 16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it
+    is "do not compress", and no artifact is written.
 
     Examples:
 
@@ -84,15 +76,14 @@ def recommend(
     from gradlab.analysis.fit.uniform import uniform_artifact
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    from gradlab.analysis.forecast.recommendation import NOTHING, require_computing
     from gradlab.analysis.forecast.recommendation import recommend as choose
-    from gradlab.analysis.forecast.recommendation import require_computing
     from gradlab.analysis.forecast.speed import usual_plans
     from gradlab.analysis.outputs import require_free
     from gradlab.analysis.report.examine import examine
     from gradlab.analysis.report.look import QUICK, THOROUGH
     from gradlab.artifact import Artifact
     from gradlab.cli.fit.options import optimizer_of_training
-    from gradlab.plan.optimizer_rules import conflict_of
     from gradlab.trace import Trace
 
     require_free(out, overwrite)
@@ -114,8 +105,8 @@ def recommend(
         _check_recording(opened)
         optimizer = optimizer_of_training(opened, None)
         plans = usual_plans(opened.model_layers) | {name: artifact.plan for name, artifact in given.items()}
-        conflicts = {name: optimizer and conflict_of(one, optimizer) for name, one in plans.items()}
-        plans = {name: one for name, one in plans.items() if conflicts[name] is None}
+        conflicts = {name: _conflict(one, optimizer, ranks, fsdp) for name, one in plans.items()}
+        plans = {name: one for name, one in plans.items() if not conflicts[name]}
         examination = examine(
             opened,
             plans=plans,
@@ -127,7 +118,7 @@ def recommend(
             workers=sharing,
             progress=progress,
         )
-    examination.remarks += [f"{name} was left out: {why}." for name, why in conflicts.items() if why is not None]
+    examination.remarks += [f"{name} was left out: {why}." for name, why in conflicts.items() if why]
     if examination.speed is None:
         raise GradlabError(" ".join(examination.remarks) or f"{trace}: no plan could be forecast")
     found = choose(examination.speed)
@@ -137,20 +128,33 @@ def recommend(
             plans[chosen], examination.replays[chosen], optimizer=optimizer
         )
         artifact.save(out, overwrite)
-    lines = _lines(found.decision, out if chosen is not None else None, ranks, fsdp)
+    artifact_path = None if chosen is None else out
+    lines = "" if found.decision == NOTHING else lines_to_paste(artifact_path, count, ranks, fsdp)
     if as_json:
-        written = {"artifact": None if chosen is None else str(out), "paste": lines, "remarks": examination.remarks}
+        written = {"artifact": artifact_path and str(artifact_path), "paste": lines, "remarks": examination.remarks}
         print_json({**found.to_json(), **written})
         return
-    _tell(found, examination.remarks, lines, artifact=out if chosen is not None else None)
+    _tell(found, examination.remarks, where_to_paste(fsdp), lines, artifact_path)
 
 
-def _tell(found: Recommendation, remarks: Sequence[str], lines: str, artifact: Path | None) -> None:
+def _conflict(plan: Plan, optimizer: OptimizerSettings | None, ranks: int, fsdp: bool) -> str:
+    """Say why the lines to paste would be refused with a plan; empty: they train."""
+    from gradlab.plan.node_rules import conflict_between_nodes, conflict_on_shards
+    from gradlab.plan.optimizer_rules import conflict_of
+
+    if optimizer is not None and (conflict := conflict_of(plan, optimizer)):
+        return str(conflict)
+    if fsdp:
+        return conflict_on_shards(plan)
+    return conflict_between_nodes(plan) if ranks > 1 else ""
+
+
+def _tell(found: Recommendation, remarks: Sequence[str], where: str, lines: str, artifact: Path | None) -> None:
     """Print the answer for people, with the lines to paste and the artifact that was written."""
     OUT.print(found.text, markup=False)
     print_warnings(remarks)
     if lines:
-        OUT.print(f"\nIn the training script:\n\n{indent(lines, '    ')}", markup=False)
+        OUT.print(f"\n{where}\n\n{indent(lines, '    ')}", markup=False)
     OUT.print(f"\n{artifact or 'No artifact is written: there is no plan to load.'}", markup=False)
 
 
@@ -177,18 +181,3 @@ def _plan_to_write(found: Recommendation, plans: Mapping[str, Plan], nodes_of_se
 
     half = found.decision == HALF and nodes_of_several and HALF_PLAN in plans
     return HALF_PLAN if half else found.plan
-
-
-def _lines(decision: str, artifact: Path | None, ranks: int, fsdp: bool) -> str:
-    """Write what goes into the training script; nothing if it stays as it is."""
-    from gradlab.analysis.forecast.recommendation import NOTHING
-
-    if decision == NOTHING:
-        return ""
-    if artifact is None:
-        return _FP16
-    path = json.dumps(str(artifact))  # a text of Python too, whatever stands in the name
-    if fsdp:
-        return _FSDP.format(path)
-    note = "  # averages inside each node first" if ranks > 1 else ""
-    return f"import gradlab\nstate = gradlab.compress(ddp_model, {path}, optimizer=optimizer){note}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
+from gradlab.plan.node_rules import conflict_on_shards, groups_of_whole_layers
 from gradlab.plan.plan import Group, Plan
 
 
@@ -29,19 +30,20 @@ def shard_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]], units: Mapping
     Raises:
         GradlabError: for a codec or a wrapper that needs whole layers, naming what it needs.
     """
-    for group in plan.compressed_groups:
-        if reason := plan.build(group).needs_whole_layers:
-            layer = next(one for one in plan.layers if one.name == group.layers[0])
-            raise GradlabError(
-                f"group {group.name}: codec {group.codec} cannot work on shards, as {reason}; {layer.name} has the "
-                f"shape {list(layer.shape)}, and this rank holds {list(shapes[layer.name])} of it"
-            )
-    if plan.refresh is not None:
-        raise GradlabError("the plan has a refresh, whose tables are of whole layers; make it without for shards")
+    if conflict := conflict_on_shards(plan):
+        raise GradlabError(conflict + _first_shard(plan, shapes))
     layers = tuple(Layer(layer.name, tuple(shapes[layer.name]), layer.role) for layer in plan.layers)
     filled = {layer.name for layer in layers if math.prod(layer.shape)}
     groups = tuple(part for group in plan.groups for part in _parts(group, filled, units))
     return replace(plan, layers=layers, groups=groups)
+
+
+def _first_shard(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Say what a rank holds of the first layer that has to be whole; nothing if none has to."""
+    for group, _ in groups_of_whole_layers(plan):
+        layer = next(one for one in plan.layers if one.name == group.layers[0])
+        return f"; {layer.name} has the shape {list(layer.shape)}, and this rank holds {list(shapes[layer.name])} of it"
+    return ""
 
 
 def _parts(group: Group, filled: Collection[str], units: Mapping[str, str]) -> list[Group]:

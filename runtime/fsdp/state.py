@@ -329,7 +329,10 @@ def compress_fsdp(
         for block in model.blocks:
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
-        state = compress_fsdp(model, "plan.safetensors", between=mesh["replicate"], optimizer=optimizer)
+        with compress_fsdp(model, "plan.safetensors", between=mesh["replicate"], optimizer=optimizer) as state:
+            ...  # the training loop
+
+    Without `with`, keep what it returns: if it is dropped, backward is refused.
 
     Shard along one dimension, inside a node: under native HSDP (a mesh of two dimensions for `fully_shard`) FSDP has
     averaged the gradients before any hook sees them. Gradients are summed inside the node by FSDP's reduce-scatter.

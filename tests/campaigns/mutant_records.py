@@ -1274,7 +1274,7 @@ MUTANTS = (
         old="return self.high <= max_loss",
         new="return self.low <= max_loss",
         tests=("tests/analysis/forecast/test_recommendation.py",),
-        what="A plan is recommended though some of its like ended above what is allowed.",
+        what="A plan is recommended though some similar methods ended above what is allowed.",
     ),
     Mutant(
         file="analysis/forecast/recommendation.py",

@@ -11,15 +11,11 @@ held; 1 something did not; 3 there is no browser.
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,19 +33,14 @@ from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.formatting import format_bytes, format_percent, format_seconds
 from gradlab.layout import Layer
 from gradlab.trace import Trace
+from support.browser import VIEWS, browser_at, browser_options, take_picture
 from support.recorded import random_gradients, record
 
-NO_BROWSER = 3
 LAYERS = (
     *(Layer(f"blocks.{n}.weight", (160, 128), "linear") for n in range(12)),
     Layer("head.weight", (40, 160), "linear"),
 )
 NODES, COMPUTE, LATENCY = (2, 4, 8), 0.02, 1e-4
-VIEWS: dict[str, dict[str, Any]] = {
-    "desk": {"viewport": {"width": 1280, "height": 900}},
-    "desk, dark": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
-    "phone": {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True},
-}
 # Sliders that are moved, one after another from where the one before left them, and what they then mean.
 MOVES: list[tuple[str, float]] = [
     ("nodes", 4), ("rate", 3e7), ("rate", 2.5e9), ("compute", 0.004), ("compute", 0.25), ("latency", 2e-3),
@@ -273,29 +264,9 @@ def column(table: Any, number: int) -> list[str]:
     return [str(text) for text in table.locator(f"tbody tr > :nth-child({number + 1})").all_inner_texts()]
 
 
-@contextmanager
-def browser_at(path: str | None) -> Iterator[Any]:
-    """A headless browser."""
-    try:
-        start = importlib.import_module("playwright.sync_api").sync_playwright
-    except ImportError:
-        print("no browser: this needs playwright (pip install playwright) and Chromium")
-        raise SystemExit(NO_BROWSER) from None
-    if path is None:
-        print("no browser: name one by --browser")
-        raise SystemExit(NO_BROWSER)
-    with start() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 def main() -> int:
     """Run the session in every view, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--browser", default=shutil.which("chromium") or shutil.which("google-chrome"))
-    parser.add_argument("--keep", type=Path, help="folder for pictures of every view")
-    options = parser.parse_args()
+    options = browser_options(__doc__)
     failed = 0
     with browser_at(options.browser) as browser, tempfile.TemporaryDirectory() as folder:
         path, examination = written(Path(folder) / "one")
@@ -310,9 +281,7 @@ def main() -> int:
             page.goto(path.as_uri())
             page.wait_for_timeout(300)
             found = list(session(page, examination))
-            if options.keep:
-                options.keep.mkdir(parents=True, exist_ok=True)
-                page.screenshot(path=str(options.keep / f"{view.replace(', ', '-')}.png"), full_page=True)
+            take_picture(page, options.keep, view)
             found += [
                 *side_by_side(page, beside),
                 *unknown_computing(page, unknown),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradlab.analysis.corpus.manifest import read_corpus
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes
 from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.cli.named_method import parse_method
@@ -98,7 +99,7 @@ def test_the_table_shows_what_was_predicted_beside_what_was_observed(campaign: M
     assert campaign.table([replace(row, loss=None)]).endswith("| diverged |")
     ends = [replace(row, loss=2.0 * loss) for loss in (0.9, 1.1, 3.0)]
     ends = [replace(one, predicted=EndingRange(-0.001, 0.02, 0.2, 0.4, 0.6, 5)) for one in ends]
-    assert campaign.agreement(ends) == "nanogpt: of 3 methods 1 ended as their like, 1 below, 1 above"
+    assert campaign.agreement(ends) == "nanogpt: of 3 methods 1 ended as similar methods did, 1 below, 1 above"
 
 
 def test_the_kept_rows_are_of_methods_in_their_order_on_every_recording(campaign: ModuleType) -> None:
@@ -120,3 +121,22 @@ def test_a_method_that_was_not_trained_is_left_out_and_told(
     chosen = {"nanogpt": campaign.baselines()["nanogpt"]}
     assert campaign.Campaign(tmp_path, tmp_path, chosen, {"top-k 1 %": "topk"}).outcomes() == []
     assert "nanogpt: top-k 1 % is left out" in capsys.readouterr().err
+
+
+def test_a_corpus_says_what_the_page_says_is_to_be_minded(campaign: ModuleType, tmp_path: Path) -> None:
+    """One text: the page's own, without the items of recordings that are not there."""
+    page = campaign.PAGE.read_text()
+    items = campaign.caveats(page)
+    flat = " ".join(page.split())
+    assert len(items) >= 5
+    assert all(f"- {item}" in flat for item in items)
+    assert all(one.source.name in " ".join(items) for one in campaign.baselines().values())
+    (folder := tmp_path / "corpus" / "nanogpt").parent.mkdir()
+    record(folder, random_gradients(0, 3, 2)).close()
+    one = campaign.Campaign(tmp_path, tmp_path, {"nanogpt": campaign.baselines()["nanogpt"]}, {})
+    one.assemble([], "python benchmarks/corpus.py")
+    found = read_corpus(tmp_path / "corpus").manifest["caveats"]
+    assert found == [item for item in items if not item.startswith(("**cifar-resnet**", "**bert**"))]
+    assert len(found) == len(items) - 2
+    readme = (tmp_path / "corpus" / "README.md").read_text()
+    assert [line[2:] for line in readme.splitlines() if line.startswith("- ")] == found

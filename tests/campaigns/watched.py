@@ -8,10 +8,8 @@ log and with the recording's trace. Exit codes: 0 all held; 1 something did not;
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import shutil
 import sys
 import tempfile
 import threading
@@ -20,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from campaigns.played import VIEWS, browser_at
 from gradlab.cli.watch.log import WatchedLog
 from gradlab.cli.watch.recording import WatchedTrace
 from gradlab.cli.watch.server import ADDRESS, listen
 from gradlab.cli.watch.view import Watched, written
 from gradlab.trace import Trace
+from support.browser import VIEWS, browser_at, browser_options, take_picture
 from support.recorded import random_gradients, record
 
 HOSTILE = '<img src=x onerror="console.error(1)">'
@@ -116,9 +114,12 @@ def of_a_log(page: Any, log: Path) -> Iterator[str]:
         norms = [value for name, value in last.items() if name.startswith("residual_norm/")]
         if shown.get("residual norm") != written("residual_norm", math.hypot(*norms)):
             yield f"step {step}: the norm of all residuals is {shown.get('residual norm')}"
-    curves = page.locator("#curves figure").count()
-    if curves < 6:
+    figures, curves = page.locator("#curves figure").count(), page.locator("#curves svg").count()
+    if curves < 5:
         yield f"{curves} curves are drawn"
+    bare = page.locator("#curves figure:not(:has(svg))").all_inner_texts()
+    if len(bare) != figures - curves or not bare or any("constant" not in text for text in bare):
+        yield f"without a curve are {bare}"
     rules = page.locator("#rules-list li").all_inner_texts()
     if len(rules) != 1 or HOSTILE not in rules[0]:
         yield f"the rules that fired are {rules}"
@@ -139,27 +140,22 @@ def of_a_recording(page: Any, folder: Path) -> Iterator[str]:
             yield f"{page.locator('#tables tbody tr').count()} ranks are listed, the trace has {trace.world_size}"
 
 
-def session(context: Any, address: str, checks: Any, dark: bool, picture: Path | None) -> Iterator[str]:
-    """Open one page, and say what is not as it should be."""
+def session(context: Any, address: str, checks: Any, dark: bool, keep: Path | None, name: str) -> Iterator[str]:
+    """Open one page, say what is not as it should be, and keep a picture under a name."""
     page, errors = context.new_page(), []
     page.on("console", lambda message: errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(address)
     yield from checks(page)
     yield from layout(page, dark)
-    if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=str(picture), full_page=True)
+    take_picture(page, keep, name)
     yield from (f"the console says: {error}" for error in errors)
     page.close()
 
 
 def main() -> int:
     """Open both pages in every view, and print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--browser", default=shutil.which("chromium") or shutil.which("google-chrome"))
-    parser.add_argument("--keep", type=Path, help="folder for pictures of every view")
-    options = parser.parse_args()
+    options = browser_options(__doc__)
     failed = 0
     with browser_at(options.browser) as browser, tempfile.TemporaryDirectory() as place:
         trace = Path(place) / "trace"
@@ -172,9 +168,8 @@ def main() -> int:
                 ("log", WatchedLog(log), lambda page, log=log: of_a_log(page, log)),
                 ("recording", WatchedTrace(trace), lambda page: of_a_recording(page, trace)),
             ):
-                picture = options.keep / f"{what}-{view.replace(', ', '-')}.png" if options.keep else None
                 with served(watched, "run.jsonl" if what == "log" else "trace") as address:
-                    found = list(session(context, address, checks, dark, picture))
+                    found = list(session(context, address, checks, dark, options.keep, f"{what}-{view}"))
                 print(f"{view}, {what}: {'all held' if not found else f'{len(found)} did not hold'}")
                 for one in found:
                     print(f"  {one}")

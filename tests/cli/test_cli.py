@@ -229,7 +229,7 @@ def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_p
     record(tmp_path / "trace", random_gradients(0, 6, 2, [unknown]), [unknown]).close()
     code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report", "--only", "within")
     assert code == 0, err
-    assert "1 warning: see the report." in out
+    assert "warning: No GradiVeQ fit: " in out
     assert str(tmp_path / "report" / "report.json") in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["fit"] is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import http.client
+import io
 import json
 import re
 import signal
@@ -20,12 +21,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from gradlab.cli.watch.command import pause
 from gradlab.cli.watch.log import WatchedLog
 from gradlab.cli.watch.recording import WatchedTrace
 from gradlab.cli.watch.server import ADDRESS, Numbers, PageServer, listen
-from gradlab.cli.watch.view import Series, Watched, curve_json, height
+from gradlab.cli.watch.terminal import BARS, drawn
+from gradlab.cli.watch.view import Series, View, Watched, curve_json, height
 from gradlab.errors import GradlabError
 from support.command_line import Command
 from support.recorded import random_gradients, record
@@ -250,8 +253,8 @@ def every_text(value: Any) -> Iterator[str]:
 
 
 def test_many_numbers_and_many_steps_stay_small(tmp_path: Path) -> None:
-    names = {f"number {number}": 1.0 for number in range(500)}
-    lines = [{"step": step, "time": float(step), **names, "loss": float(step)} for step in range(1, 401)]
+    names = [f"number {number}" for number in range(500)]
+    lines = [{"step": step, "time": float(step), **dict.fromkeys((*names, "loss"), step)} for step in range(1, 401)]
     with served(WatchedLog(log(tmp_path / "run.jsonl", lines))) as get:
         view = get("/numbers.json").json
     assert len(view["curves"]) == 24
@@ -262,14 +265,37 @@ def test_many_numbers_and_many_steps_stay_small(tmp_path: Path) -> None:
 def test_a_curve_lies_between_its_lowest_and_its_highest(values: list[float | None]) -> None:
     curve = curve_json(Series("x", range(len(values)), values))
     points = [point for point in curve["points"] if point is not None]
-    assert len(curve["points"]) == min(len(values), 160)
+    assert len(curve["points"]) == (0 if curve["without_line"] else min(len(values), 160))
     assert all(0 <= point <= 1 for point in points)
-    if len(values) <= 160:
+    if len(values) <= 160 and not curve["without_line"]:
         assert [point is None for point in curve["points"]] == [value is None for value in values]
         known = [value for value in values if value is not None]
         if known and height(max(known), min(known), max(known)) == 1:
             assert (min(points), max(points)) == (0, 1)
     json.dumps(curve, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0.0, 0.0, 0.0], "constant"),
+        ([1.0, 1.00000001, 1.0], "constant"),
+        ([1.0, 1.01], ""),
+        ([None, 2.0, None, 2.0], "constant where known"),
+        ([None, 2.0, None, 2.5], ""),
+        ([2.0], "one value so far"),
+        ([None, None], "never finite"),
+    ],
+)
+def test_what_does_not_change_has_words_in_place_of_a_line(values: list[float | None], words: str) -> None:
+    series = Series("x", range(len(values)), values)
+    curve = curve_json(series)
+    assert (curve["without_line"], bool(curve["points"])) == (words, not words)
+    terminal = io.StringIO()
+    Console(file=terminal, width=120).print(drawn(View("run", "step 1", series=[series])))
+    row = terminal.getvalue().splitlines()[-1].rstrip()
+    assert not words or row.endswith(words)
+    assert any(bar in row for bar in BARS) != bool(words)
 
 
 def test_a_recording_is_served_too(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradlab
@@ -22,7 +23,7 @@ from gradlab.artifact import Artifact
 from gradlab.capture import TraceRecorder
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime import CompressionState, compression_hook
+from gradlab.runtime import CompressionState, Exchange, compression_hook
 from gradlab.trace import Trace
 from support.pool_groups import SPARE
 
@@ -250,20 +251,39 @@ def refusal(attempt: Callable[[Any], Any], given: Any) -> str:
     return ""
 
 
-def pasted(group: dist.ProcessGroup, lines: str) -> dict[str, Any]:
-    """Train with lines that a command printed, as a script that has them."""
-    model = DistributedDataParallel(network(WIDTH))
-    names = {"ddp_model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+def pasted(group: dist.ProcessGroup, lines: str, fsdp: bool = False) -> dict[str, Any]:
+    """Train with lines that a command printed, as a script that has them.
+
+    fsdp: shard the model inside two nodes of two ranks each; otherwise it is in DDP.
+    """
+    names, parameters = to_paste_into(fsdp)
     exec(lines, names)
     for inputs in batches(group):
         names["optimizer"].zero_grad()
-        model(inputs).square().mean().backward()
+        names["called"](inputs).square().mean().backward()
         names["optimizer"].step()
-    state = names.get("state")
-    if isinstance(state, CompressionState):
+    state, result = names.get("state"), {"ratio": None, "nodes": None}
+    if isinstance(state, Exchange):
         with state:
-            ratio = state.report()["compression_ratio"]
+            report = state.report()
+            result = {"ratio": report["compression_ratio"], "nodes": report.get("nodes")}
+    trained = parameters().double()
+    return result | {"finite": bool(torch.isfinite(trained).all()), "sum": float(trained.sum())}
+
+
+def to_paste_into(fsdp: bool) -> tuple[dict[str, Any], Callable[[], torch.Tensor]]:
+    """A script's names before it is trained, and its parameters as one vector."""
+    model: Any = network(WIDTH)
+    names: dict[str, Any] = {}
+    if fsdp:
+        names["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        names["model"] = names["called"] = fully_shard(model, mesh=names["mesh"]["shard"])
     else:
-        ratio = None
-    finite = all(bool(torch.isfinite(one).all()) for one in model.parameters())
-    return {"finite": finite, "ratio": ratio}
+        names["ddp_model"] = names["called"] = DistributedDataParallel(model)
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def parameters() -> torch.Tensor:
+        whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
+        return torch.cat([one.detach().reshape(-1) for one in whole])
+
+    return names, parameters

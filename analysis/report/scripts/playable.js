@@ -265,7 +265,7 @@
     streaming.checked = false;
   }
 
-  const heads = ["plan", "step", "speed-up", "vs 16 bits", "waits", "the like ended"];
+  const heads = ["plan", "step", "speed-up", "vs 16 bits", "waits", "similar methods ended"];
   place.append(
     element("form", { class: "controls", "aria-label": "Your nodes and your link" },
       ...Object.keys(CONTROLS).map(slider),

@@ -13,7 +13,7 @@ from gradlab.cli.watch.view import RECENT, Rows, Series, View, height, stretch_m
 
 POINTS = 40  # of a sparkline
 _MOST_RULES = 6  # of which are shown
-_BARS = "▁▂▃▄▅▆▇█"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def drawn(view: View) -> Group:
@@ -34,7 +34,7 @@ def _numbers(series: Sequence[Series]) -> Table:
     for column, side in (("", "left"), ("last", "right"), (f"mean of {RECENT}", "right"), ("", "left")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for one in series:
-        table.add_row(_text(one.title), one.last, one.mean, sparkline(one.values))
+        table.add_row(_text(one.title), one.last, one.mean, one.without_line or sparkline(one.values))
     return table
 
 
@@ -56,7 +56,7 @@ def sparkline(series: Sequence[float | None]) -> str:
     """Draw a series in one line: means of as many stretches as there is room for, blank where nothing is finite.
 
     Args:
-        series: values in order.
+        series: values in order, at least two of which differ; see `Series.without_line` of others.
 
     Returns:
         At most `POINTS` characters.
@@ -64,7 +64,5 @@ def sparkline(series: Sequence[float | None]) -> str:
     means = stretch_means(series, POINTS)
     known = [value for value in means if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
-    if not high > low:
-        return "".join(" " if value is None else _BARS[0] for value in means)
-    top = len(_BARS) - 1
-    return "".join(" " if value is None else _BARS[round(height(value, low, high) * top)] for value in means)
+    top = len(BARS) - 1
+    return "".join(" " if value is None else BARS[round(height(value, low, high) * top)] for value in means)

@@ -64,6 +64,26 @@ class Series:
         known = [value for value in self.values[-RECENT:] if value is not None]
         return written(self.name, sum(known) / len(known) if known else None)
 
+    @property
+    def range(self) -> tuple[str, str] | None:
+        """The lowest and the highest value with their unit; None: no value is known."""
+        known = [value for value in self.values if value is not None]
+        return (written(self.name, min(known)), written(self.name, max(known))) if known else None
+
+    @property
+    def without_line(self) -> str:
+        """What is said in place of a line that would show nothing; empty: there is a line to draw.
+
+        Values that are written the same are constant: a line would blow their last digits up to its full height.
+        """
+        if self.range is None:
+            return "never finite"
+        if self.range[0] != self.range[1]:
+            return ""
+        if len(self.values) == 1:
+            return "one value so far"
+        return "constant where known" if None in self.values else "constant"
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -127,19 +147,24 @@ def curve_json(series: Series) -> dict[str, Any]:
     """Write a series as a curve of at most 160 points, with the texts that stand around it.
 
     Returns:
-        "points": heights from 0 (the lowest) to 1 (the highest), null where no value is known.
+        "points": heights from 0 (the lowest) to 1 (the highest), null where no value is known; none of a series without
+        a line. "without_line" says why it has none, and is empty otherwise.
     """
     means = stretch_means(series.values, _CURVE_POINTS)
     known = [value for value in series.values if value is not None]  # a mean hides the lowest and the highest
     low, high = min(known, default=0.0), max(known, default=0.0)
+    lowest, highest = series.range or ("", "")
     return {
         "name": series.title,
         "last": series.last,
-        "low": written(series.name, low) if known else "",
-        "high": written(series.name, high) if known else "",
+        "low": lowest,
+        "high": highest,
+        "without_line": series.without_line,
         "first_step": str(series.steps[0]),
         "last_step": str(series.steps[-1]),
-        "points": [None if value is None else height(value, low, high) for value in means],
+        "points": []
+        if series.without_line
+        else [None if value is None else height(value, low, high) for value in means],
     }
 
 

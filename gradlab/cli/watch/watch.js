@@ -18,7 +18,7 @@
 
   // --- curves --------------------------------------------------------------------------------------------------------
 
-  // Where nothing is known the line breaks; a single point is a dot, which a line of no length with round ends draws.
+  // Where nothing is known the line breaks. A point between two breaks is a dot: a line of no length with round ends.
   function pathOf(points) {
     const across = (position) => MARGIN + (WIDTH - 2 * MARGIN) * (points.length > 1 ? position / (points.length - 1) : 0.5);
     const down = (height) => HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * height;
@@ -38,18 +38,21 @@
     svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("role", "img");
     svg.setAttribute("aria-label",
-      `${curve.name}: ${curve.last}; from ${curve.low} to ${curve.high} over steps ${curve.first_step} to ${curve.last_step}`);
+      `${curve.name}: ${curve.last}; from ${curve.low} to ${curve.high} over ${stepsOf(curve)}`);
     path.setAttribute("d", pathOf(curve.points));
     svg.append(path);
     return svg;
   }
 
+  const stepsOf = ({ first_step: first, last_step: last }) => first === last ? `step ${first}` : `steps ${first} to ${last}`;
+
   function figure(curve) {
+    const bare = curve.without_line !== "";
     return element("figure", { class: "curve" },
       element("h2", {}, element("span", {}, curve.name), element("span", { class: "last" }, curve.last)),
-      drawing(curve),
-      element("figcaption", {}, element("span", {}, `${curve.low} to ${curve.high}`),
-        element("span", {}, `steps ${curve.first_step} to ${curve.last_step}`)));
+      ...(bare ? [] : [drawing(curve)]),
+      element("figcaption", {}, element("span", {}, bare ? curve.without_line : `${curve.low} to ${curve.high}`),
+        element("span", {}, stepsOf(curve))));
   }
 
   // --- tables and lists ----------------------------------------------------------------------------------------------

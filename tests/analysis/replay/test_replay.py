@@ -454,11 +454,13 @@ def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are
         "lossless": summary(0.0, 1e-9, 1.0),
     }
     said = replay_verdict(replays)
-    assert said.startswith("Of the lossy plans replayed, the like of sums trained best: it sends 4.00x fewer bytes")
+    assert said.startswith(
+        "Of the lossy plans replayed, sums is the one whose similar methods trained best: it sends 4.00x fewer bytes"
+    )
     assert "its update summed over 4 steps has a cosine of 0.97 with the true mean as replayed" in said
     assert "Median errors of a step: 20.0 % of the mean, 90.0 % of a rank's own." in said
     said = replay_verdict({"zeros": summary(0.5, None, 0.0), "sums": replays["sums"]})
-    assert "the like of sums trained best" in said
+    assert "sums is the one whose similar methods trained best" in said
     assert "Nothing is known about zeros: no finite iteration with a gradient" in said
     assert replay_verdict({"sums": replays["sums"]}).startswith("sums sends 4.00x fewer bytes")
     rising = summary(0.3, 0.1, 0.9, trend={"slope": 2e-3, "low": 1e-3, "high": 3e-3, "steps": 40}, caution="few")
