@@ -1,16 +1,18 @@
 """Time of a local step on limited links, beside steps that exchange gradients, and beside the forecast.
 
     python benchmarks/local_step_time.py --netbench FOLDER --rows ROWS.jsonl [--rates 20mbit 100mbit] [--ways diloco]
-        [--ranks 4] [--every 30]
+        [--ranks 4] [--every 30] [--turns 8]
     python benchmarks/local_step_time.py --rows ROWS.jsonl --table
 
 FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters), 4 ranks on this machine's cores, or as
-many as are asked for. Every way has a run of its own, and is timed over two whole rounds of H steps, outer steps
-included, by rank 0 between the ends of optimizer steps: workers wait for each other in every round. Just before, as
-many steps of the same model without any exchange are timed alike. The forecast is `forecast_local_steps`'s, of the step
-without exchange, and, for ways that exchange gradients, `forecast`'s. The way "again" exchanges nothing either: what it
-differs by from the run before is the measurement's own error. Links are calibrated on all-reduces of `SIZES` that are
-timed at the same number of ranks over links without a limit, as `gradlab predict --measured` would. It needs root.
+many as are asked for. Ways take turns of a whole round of H steps, outer steps included, and so does the same model
+without any exchange, so that a slow spell of the machine falls on all; rank 0 times a turn, and the median one counts.
+A turn begins when nothing is on its way. The forecast is `forecast_local_steps`'s, of the step without exchange, and,
+for ways that exchange gradients, `forecast`'s. The way "again" exchanges nothing either: what it takes more or less
+than the other is the measurement's own error. Links are calibrated on all-reduces of `SIZES` that are timed at the same
+number of ranks over links without a limit, as `gradlab predict --measured` would. It needs root.
+
+Rows without "turns" are of an earlier form: each way by itself over two rounds, computing alone before it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -33,10 +36,10 @@ if TYPE_CHECKING:
     from gradlab.analysis.forecast.calibration import Calibration
 
 EVERY = int(os.environ.get("LOCAL_STEPS", 30))  # of the processes that `run.sh` starts
-FIRST, LAST = EVERY, 3 * EVERY  # optimizer steps between whose ends is timed
+UNTIMED = 5  # steps of each way before its first turn, as `run.sh` takes them: what was sent has then been applied
 STREAMING = {"fragments": 3, "delay": 5}
 INT4: Mapping[str, Any] = {"codec": "block_scaled", "dtype": "int4"}
-AGAIN = "again"  # what measures the measurement: a second model without any exchange, beside the first one
+ALONE, AGAIN = "alone", "again"  # without any exchange; the second measures the measurement
 WAYS: dict[str, Mapping[str, Any]] = {
     AGAIN: {},
     "diloco": {"codec": "identity"},
@@ -60,32 +63,28 @@ def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Make the function that attaches a way to a model, as link_table's do."""
 
     def attach(model: torch.nn.Module, group: Any) -> tuple[Any, Any]:
-        outer = None if name == AGAIN else _outer_step(model, group, **WAYS[name])
+        outer = None if name in (ALONE, AGAIN) else _outer_step(model, group, **WAYS[name])
         fragments = outer.fragments if outer is not None else ()
-        ends: list[tuple[float, float]] = []  # by step, the moment and this process's processor time
-        alone: list[tuple[float, float]] = []  # of the model that `run.sh` trains before, without an exchange
-        first = next(model.parameters())
+        first, begins, turns = next(model.parameters()), [], []
+        kept = Path(f"{os.environ['LOCAL_STEP_ROW']}.{name}")
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameters = optimizer.param_groups[0]["params"]
             if any(one is common for part in fragments for common in part.parameters.values() for one in parameters):
                 return  # the outer optimizer's own step
             if not any(first is one for one in parameters):
-                alone.append((time.perf_counter(), time.process_time()))
-                return
+                return  # another way's
             if outer is not None:
                 outer.step()
-            ends.append((time.perf_counter(), time.process_time()))
-            if len(ends) == LAST + 1 and torch.distributed.get_rank() == 0:
-                count = LAST - FIRST
-                (seconds, processor), (without, processor_without) = (
-                    [(last - first) / count for first, last in zip(one[-1 - count], one[-1], strict=True)]
-                    for one in (ends, alone)
-                )
-                told = {"seconds": seconds, "alone": without}
-                told |= {"processor": processor, "processor alone": processor_without}
-                Path(os.environ["LOCAL_STEP_ROW"]).write_text(json.dumps(told))
+            timed = len(begins) - UNTIMED
+            if timed > 0 and timed % EVERY == 0 and torch.distributed.get_rank() == 0:
+                began = begins[-EVERY]
+                now = time.perf_counter(), time.process_time()
+                turns.append([(end - start) / EVERY for start, end in zip(began, now, strict=True)])
+                seconds, processor = map(statistics.median, zip(*turns, strict=True))
+                kept.write_text(json.dumps({"seconds": seconds, "processor": processor, "turns": len(turns)}))
 
+        model.register_forward_pre_hook(lambda *_: begins.append((time.perf_counter(), time.process_time())))
         register_optimizer_step_post_hook(stepped)
         # DDP looks at a hook's annotations, which are words here: a lambda has none.
         return None, lambda _, bucket: _no_exchange(bucket)
@@ -107,7 +106,7 @@ def _no_exchange(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-globals().update({name: _way(name) for name in WAYS})
+globals().update({name: _way(name) for name in (ALONE, *WAYS)})
 
 
 def run(
@@ -121,7 +120,7 @@ def run(
 ) -> list[Row]:
     """Run some ways over a link of this rate. also: more options of `run.sh`."""
     command = ["bash", str(folder / "run.sh"), "--ranks", str(ranks), "--rate", rate, "--model", "transformer"]
-    command += ["--steps", str(steps), "--rounds", "1", "--timeout", "900", *also]
+    command += ["--steps", str(steps), "--timeout", "900", *also]
     for hook in hooks:
         command += ["--hook" if ":" not in hook else "--hook-from", hook]
     done = subprocess.run(
@@ -152,25 +151,31 @@ def measured(options: argparse.Namespace) -> None:
                 told = {"seconds": row["step_s"], "alone": row["compute_s"], "sent": row["tx_bytes"]}
                 expected = predicted(rate, ranks, told["alone"], calibration)[title]
                 add(options.rows, {**place, "way": title, **told, "forecast": expected})
+        steps = in_turns(options, rate)
+        alone = steps[ALONE]
         for way in options.ways:
-            kept = options.rows.with_suffix(".part")
-            hook = f"{Path(__file__).stem}:{way}"
-            # The hook without an exchange comes first.
-            told_to = {"LOCAL_STEP_ROW": str(kept.resolve()), "LOCAL_STEPS": str(options.every)}
-            rows = run(options.netbench, rate, ranks, ["noop", hook], 3 * options.every, told_to)
-            [told] = [one for one in rows if one["hook"] == hook]
-            if "error" in told:
-                raise SystemExit(f"{way}: {told['error']}")
-            row = {
-                **place,
-                "way": way,
-                "every": options.every,
-                **json.loads(kept.read_text()),
-                "sent": told["tx_bytes"],
-            }
-            expected = predicted(rate, ranks, row["alone"], calibration, options.every)[way]
-            add(options.rows, row | {"forecast": expected})
-            kept.unlink()
+            told = steps[way] | {"alone": alone["seconds"], "processor alone": alone["processor"]}
+            expected = predicted(rate, ranks, alone["seconds"], calibration, options.every)[way]
+            add(options.rows, {**place, "way": way, "every": options.every, **told, "forecast": expected})
+
+
+def in_turns(options: argparse.Namespace, rate: str) -> dict[str, dict[str, float]]:
+    """Run all ways over a link of this rate, in turns with computing alone: their seconds and bytes, by name."""
+    names, kept = [ALONE, *options.ways], options.rows.resolve().with_suffix(".part")
+    hooks = {f"{Path(__file__).stem}:{name}": name for name in names}
+    told_to = {"LOCAL_STEP_ROW": str(kept), "LOCAL_STEPS": str(options.every)}
+    # The hook without an exchange comes first: between turns its model computes.
+    also = ["--rounds", str(options.turns)]
+    rows = run(options.netbench, rate, options.ranks, ["noop", *hooks], options.every, told_to, also)
+    found = {}
+    for row in rows:
+        if "error" in row:
+            raise SystemExit(f"{row['hook']}: {row['error']}")
+        if row["hook"] in hooks:
+            part = Path(f"{kept}.{hooks[row['hook']]}")
+            found[hooks[row["hook"]]] = {**json.loads(part.read_text()), "sent": row["tx_bytes"]}
+            part.unlink()
+    return found
 
 
 def calibrated(rows: list[Row], ranks: int) -> Calibration:
@@ -232,6 +237,7 @@ def table(rows: list[Row]) -> None:
         print("|---" * len(titles) + "|")
         for row in here:
             title = TITLES.get(row["way"], row["way"]).replace("H = 30", f"H = {row.get('every', 30)}")
+            title += ", in turns" if "turns" in row else ""
             cells = [f"{row['seconds']:.3f}", f"{row['seconds'] / row['alone']:.2f}"]
             cells += [f"{row['forecast']:.3f}", f"{row['forecast'] / row['seconds']:.2f}"]
             print(f"| {title} | " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f}"]) + " |")
@@ -246,6 +252,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--every", type=int, default=EVERY, help="local steps, H")
+    parser.add_argument("--turns", type=int, default=8, help="of each way")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:

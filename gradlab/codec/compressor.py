@@ -305,6 +305,9 @@ class Sparsifier(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._each: EachLayer | None = None  # where a share of each layer of a group is selected
+        self._sent: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # encoded positions, and what they are
+        )
         self._of_groups: dict[tuple[int, ...], Any] = {}
 
     def for_layers(self: SomeSparsifier, shapes: Sequence[Sequence[int]]) -> SomeSparsifier:
@@ -330,11 +333,15 @@ class Sparsifier(Compressor):
         """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
         if self._each is not None and self._each.numel == vector.numel():
             positions = self._each.largest(vector)
-            return vector[positions], self._each.encode(positions)
-        positions, coding = self.select(vector, generator), self.settings.index_coding
-        if in_order(coding, len(positions), vector.numel()):
-            positions = positions.sort().values
-        return vector[positions], encode(positions, vector.numel(), coding)
+            encoded = self._each.encode(positions)
+        else:
+            positions, coding = self.select(vector, generator), self.settings.index_coding
+            if in_order(coding, len(positions), vector.numel()):
+                positions = positions.sort().values
+            encoded = encode(positions, vector.numel(), coding)
+        # On a GPU they may lie in a recorded graph's memory, which is used again.
+        self._sent = (encoded, positions) if encoded.is_cpu else None
+        return vector[positions], encoded
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         self._add(total, [payload], scale)
@@ -361,6 +368,9 @@ class Sparsifier(Compressor):
 
     def _decoded(self, payloads: Sequence[Sequence[torch.Tensor]], numel: int) -> list[torch.Tensor]:
         """Return the positions of each payload, those of as many values in one pass."""
+        if self._sent is not None and len(payloads) == 1 and payloads[0][1] is self._sent[0]:
+            (_, positions), self._sent = self._sent, None
+            return [positions]
         if self._each is not None and self._each.numel == numel:
             return self._each.decode([encoded for _, encoded in payloads])
         coding, counts = self.settings.index_coding, {len(values) for values, _ in payloads}
