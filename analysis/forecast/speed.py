@@ -268,16 +268,19 @@ class SpeedForecast:
         return " ".join(part for part in parts if part)
 
     def break_even_text(self, item: Configuration) -> str:
-        """Say below which link speed the plan to take pays; without one, the allowed plan that pays furthest up.
+        """Say at which link speeds a plan pays.
 
         Args:
             item: one of the configurations.
 
         Returns:
-            A sentence; empty where no plan is allowed or nothing was forecast.
+            A sentence. It is of the plan to take; beside plain 16 bits, where these are the answer, of the allowed plan
+            that is faster than they up to the highest speed; else of the allowed plan that pays up to the highest.
+            Empty where no plan is allowed or nothing was forecast.
         """
+        half = item.taken is None and item.half_saves > SPEED_NOISE
         at = {
-            name: node.break_even
+            name: node.half_break_even if half else node.break_even
             for name in ([item.taken] if item.taken is not None else self.allowed)
             if name in self.forecasts
             for node in self.forecasts[name].nodes
@@ -286,6 +289,8 @@ class SpeedForecast:
         name = max(at, key=lambda one: at[one] or 0.0, default=None)
         if name is None:
             return ""
+        if half:
+            return f"Beside plain 16 bits, {name} {pays_text(at[name])}."
         sentence = f"{name} {pays_text(at[name])}."
         return sentence if item.taken is not None else f"Of the plans with {self.limit}, {sentence}"
 

@@ -305,9 +305,7 @@ class Sparsifier(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._each: EachLayer | None = None  # where a share of each layer of a group is selected
-        self._sent: tuple[torch.Tensor, torch.Tensor] | None = (
-            None  # encoded positions, and what they are
-        )
+        self._sent: tuple[torch.Tensor, torch.Tensor] | None = None  # encoded positions, and what they are
         self._of_groups: dict[tuple[int, ...], Any] = {}
 
     def for_layers(self: SomeSparsifier, shapes: Sequence[Sequence[int]]) -> SomeSparsifier:
