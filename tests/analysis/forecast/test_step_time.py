@@ -1035,7 +1035,7 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
     code, out, _ = gradlab(*words)
     assert code == 0
     assert "16-bit" in out
-    assert "beside plain 16-bit reduction " in out
+    assert "and beside plain 16 bits " in out
     assert out.splitlines()[0] == result["verdict"] or out.startswith("Compression")  # times differ from run to run
 
 
