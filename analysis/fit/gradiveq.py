@@ -609,12 +609,12 @@ def _poor_fit(measured: GradiveqMeasurement) -> list[str]:
     lines = []
     if threshold is not None and later > _TOLERATED * threshold:
         lines.append(
-            f"The fit may lose {format_percent(threshold)} of the gradient's energy (lambda, --loss-threshold), and "
-            f"does so on what it was fitted on: {format_percent(measured.fitted_slices_loss)} on the fitted slices of "
-            f"{format_counted(len(measured.fitted_on), 'iteration')}, {format_percent(measured.in_sample_loss)} on all "
-            f"slices there. On later iterations it loses {format_percent(later)} (random bases of the same size: "
-            f"{format_percent(control)}), and so it will in your run. Fit on more, or on later, iterations "
-            "(--samples), or take another method."
+            f"The fit was asked to lose at most {format_percent(threshold)} of the gradient's energy (lambda, "
+            f"--loss-threshold). It loses {format_percent(measured.fitted_slices_loss)} on the slices of "
+            f"{format_counted(len(measured.fitted_on), 'iteration')} that it was fitted on, "
+            f"{format_percent(measured.in_sample_loss)} on all slices there, and {format_percent(later)} on later "
+            f"iterations (random bases of the same size: {format_percent(control)}). Expect the loss of later "
+            "iterations in training. Fit on more, or on later, iterations (--samples), or take another method."
         )
     if control is not None and later >= control:
         lines.append("On later iterations these bases are no better than random ones of their size: do not use them.")
