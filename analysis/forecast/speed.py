@@ -98,6 +98,11 @@ class Configuration(Jsonable):
         return self.fastest is not None
 
     @property
+    def takes_16_bits(self) -> bool:
+        """Whether no plan saves more than `SPEED_NOISE` of a step, and plain 16 bits do."""
+        return not self.pays and self.half_saves > SPEED_NOISE
+
+    @property
     def half_saves(self) -> float:
         """The share of the dense step that plain 16-bit reduction saves."""
         return 1 - self.half_seconds / self.dense_seconds if self.dense_seconds > 0 else 0.0
@@ -237,8 +242,14 @@ class SpeedForecast:
         """A report's first line: which plan is fastest where, what similar methods ended at, and what 16 bits do."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
-        losing = [item for item in self.configurations if not item.pays]
+        losing = [item for item in self.configurations if not item.pays and not item.takes_16_bits]
         parts = [self._paying(item) for item in self.configurations if item.pays]
+        parts += [
+            f"{item.where} take plain 16 bits, which save {format_percent(item.half_saves, 0)} of a step: no plan "
+            f"saves more than {format_percent(SPEED_NOISE, 0)}"
+            for item in self.configurations
+            if item.takes_16_bits
+        ]
         if losing:
             parts.append(
                 f"{_where(losing)} do not compress: no plan saves more than {format_percent(SPEED_NOISE, 0)} of a step"
@@ -254,12 +265,12 @@ class SpeedForecast:
                 "Whether compression pays depends on how long a step computes, which is not known: give "
                 "--compute-seconds or --run, or move the slider in report.html."
             )
-        paying = [item for item in self.configurations if item.pays]
+        paying = [item for item in self.configurations if item.pays or item.takes_16_bits]
         parts = [self._brief_paying(item) for item in paying[:1]]
         parts += [self._in_a_few_words(item) for item in paying[1:_IN_BRIEF]]
         if len(paying) > _IN_BRIEF:
             parts.append(f"{format_counted(len(paying) - _IN_BRIEF, 'more case')} in the report.")
-        if losing := [item for item in self.configurations if not item.pays]:
+        if losing := [item for item in self.configurations if item not in paying]:
             where = _where(losing)
             saved = format_percent(SPEED_NOISE, 0)
             parts.append(f"{where[:1].upper()}{where[1:]} do not compress: no plan saves more than {saved} of a step.")
@@ -290,7 +301,7 @@ class SpeedForecast:
         if name is None:
             return ""
         if half:
-            return f"Beside plain 16 bits, {name} {pays_text(at[name])}."
+            return f"Compared with plain 16 bits, {name} {pays_text(at[name])}."
         sentence = f"{name} {pays_text(at[name])}."
         return sentence if item.taken is not None else f"Of the plans with {self.limit}, {sentence}"
 
@@ -304,8 +315,8 @@ class SpeedForecast:
             first = f"{where} take plain 16 bits: they save {format_percent(item.half_saves, 0)} of a step"
         else:
             first = f"{where} no plan with {self.limit} saves time"
-        parts, fastest = [f"{first}.", self.break_even_text(item)], str(item.fastest)
-        if fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
+        parts, fastest = [f"{first}.", self.break_even_text(item)], item.fastest
+        if fastest is not None and fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
             saved = format_percent(item.fastest_saves, 0)
             parts.append(f"{fastest} would save {saved}{self._similar(fastest)}.")
         return " ".join(part for part in parts if part)

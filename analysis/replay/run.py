@@ -549,5 +549,5 @@ def _remarks(trace: Trace, lockstep: LockstepPlan, start: int, stop: int) -> Ite
             "The plan remembers what earlier steps left unsent. Training would have filled that memory from iteration "
             f"{lockstep.plan.schedule.warmup_steps} on; this replay begins at iteration {int(steps[0])} with an empty "
             "one. Its errors may therefore be smaller than those of your run, which itself is not affected. For closer "
-            "figures replay more steps (without --quick), or record from the first compressed step on."
+            "figures replay more steps (--quick replays few), or record from the first compressed step on."
         )

@@ -93,6 +93,8 @@ def _choice(data: Json) -> str:
     if at is None:
         return "Which plan is fastest depends on the time of computing, which is not known here: see the bytes of each."
     where = at.where[:1].upper() + at.where[1:]
+    if at.takes_16_bits:
+        return f"{where} plain 16 bits: no plan saves time worth the trouble, and they do."
     if not at.pays:
         return f"{where} none: no plan saves time worth the trouble."
     speed: SpeedForecast = data["payoff"]

@@ -127,8 +127,7 @@ def predict(
 
       gradlab predict powersgd.safetensors --nodes 8 --local-ranks 8 --fsdp --bandwidth 25gbit --run run.json
 
-      gradlab predict int4.safetensors --nodes 4 --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30,100 \\
-        --streaming 3,5
+      gradlab predict int4.safetensors --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30 --streaming 3,5
 
       gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
     """

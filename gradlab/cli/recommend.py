@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -154,7 +154,7 @@ def _tell(found: Recommendation, remarks: Sequence[str], where: str, lines: str,
     OUT.print(found.text, markup=False)
     print_warnings(remarks)
     if lines:
-        OUT.print(f"\n{where}\n\n{indent(lines, '    ')}", markup=False)
+        OUT.print(f"\n{where}\n\n{lines}", markup=False)  # not indented: it is pasted
     OUT.print(f"\n{artifact or 'No artifact is written: there is no plan to load.'}", markup=False)
 
 
@@ -168,6 +168,10 @@ def _check_recording(trace: Trace) -> None:
 
 def _nodes_and_ranks(text: str) -> tuple[int, int]:
     """Read "8" or "8x8": nodes, and ranks on each."""
+    if not re.fullmatch(r"\d+(x\d+)?", text.lower()):
+        raise GradlabError(
+            f"--nodes {text[:80]!r}: expected one number of nodes, such as 8, or with the ranks of each, such as 8x8"
+        )
     nodes, cross, ranks = text.lower().partition("x")
     [count] = whole_numbers(nodes, "--nodes", "8 or 8x8")[:1]
     [on_each] = whole_numbers(ranks, "--nodes", "8 or 8x8")[:1] if cross else [1]

@@ -469,7 +469,7 @@ def test_a_codec_that_is_no_kind_of_fit_is_explained(gradlab: Command, codec: st
     code, printed, error = gradlab("fit", codec, "trace", "--out", "plan.safetensors")
     assert (code, printed) == (2, "")
     assert error.startswith(f"gradlab: fit {codec}: no kind of fit")
-    assert error.strip().endswith(how)
+    assert error.strip().endswith(f"{how} --out FILE")
 
 
 @pytest.mark.parametrize(

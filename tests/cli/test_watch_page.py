@@ -368,6 +368,7 @@ def test_looking_takes_a_tenth_of_the_time_at_most() -> None:
 
 
 def test_a_wrong_log_is_refused_before_anything_is_served(tmp_path: Path) -> None:
-    (tmp_path / "run.jsonl").write_text("no log\n")
-    with pytest.raises(GradlabError, match="is no log"):
-        WatchedLog(tmp_path / "run.jsonl")
+    for text in ("no log\n", "an artifact has no end of a line"):
+        (tmp_path / "run.jsonl").write_text(text)
+        with pytest.raises(GradlabError, match="is no log"):
+            WatchedLog(tmp_path / "run.jsonl")

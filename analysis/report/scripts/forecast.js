@@ -418,6 +418,11 @@ const gradlabForecast = (() => {
     const names = Object.keys(times.plans);
     const [fastest, saves] = fastestOf(names);
     const upper = (text) => text[0].toUpperCase() + text.slice(1);
+    const halfSaves = 1 - times.half / times.dense;
+    if (fastest === null && halfSaves > SPEED_NOISE) {
+      const most = `no plan saves more than ${formatPercent(SPEED_NOISE)}`;
+      return upper(`${where} take plain 16 bits, which save ${formatPercent(halfSaves)} of a step: ${most}.`);
+    }
     if (fastest === null) {
       return upper(`${where} do not compress: no plan saves more than ${formatPercent(SPEED_NOISE)} of a step.`);
     }

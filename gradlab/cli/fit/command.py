@@ -37,7 +37,9 @@ class Fits(TyperGroup):
 
             if name in codecs.names():
                 how = "lgc TRACE" if codecs.get(name).learns else f"uniform TRACE --codec {name}"
-                raise GradlabError(f"fit {args[0]}: no kind of fit; of {name} it is: gradlab fit {how}")
+                raise GradlabError(
+                    f"fit {args[0]}: no kind of fit; a plan of {name} is made by: gradlab fit {how} --out FILE"
+                )
         return super().resolve_command(ctx, args)
 
 

@@ -54,6 +54,9 @@ class Tail:
                     self._whole.extend(whole)
                     while self._whole:
                         yield self._parsed(self._whole.popleft())
+                if self._rest[:1] not in (b"", b"{"):  # a line that no more text makes one of a log is not waited for
+                    rest, self._rest = self._rest, b""
+                    self._parsed(rest)
         except OSError as error:
             raise GradlabError(f"cannot read {self._path}: {error.strerror or error}") from None
 

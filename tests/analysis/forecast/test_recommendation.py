@@ -251,3 +251,11 @@ def test_a_plan_that_cannot_run_there_is_left_out_with_the_reason(
     assert found["plan"] != "anew"
     [remark] = [one for one in found["remarks"] if one.startswith("anew was left out: the plan has a refresh, ")]
     assert why in remark
+
+
+@pytest.mark.parametrize("nodes", ["4,8", "4x", "x8", "8x8x8", ""])
+def test_other_nodes_are_refused_as_they_were_given(gradlab: Command, trace: Path, tmp_path: Path, nodes: str) -> None:
+    words = ["recommend", trace, "--out", tmp_path / "plan", "--nodes", nodes, "--bandwidth", "1mbit"]
+    code, out, error = gradlab(*words, "--compute-seconds", "0.2s")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert f"--nodes {nodes!r}: expected one number of nodes" in error
