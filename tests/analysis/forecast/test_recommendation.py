@@ -105,6 +105,23 @@ def test_where_the_link_is_fast_nothing_is_to_be_compressed() -> None:
     assert "do not compress" in found.text
 
 
+@pytest.mark.parametrize("plans", [tuple(PLANS), ("top-k",), ("16-bit floats",), ("top-k", "16-bit floats")])
+def test_a_report_takes_what_is_recommended_on_every_link(plans: tuple[str, ...]) -> None:
+    seen, chosen, replays = set(), {name: PLANS[name] for name in plans}, {name: REPLAYS[name] for name in plans}
+    for exponent in range(24, 48):
+        network = Network([Link(10 ** (exponent / 4), 1e-5)], (8,), COMPUTING)
+        speed = forecast_speed(chosen, replays, network, max_loss=0.01)  # type: ignore[arg-type]
+        found = recommend(speed)
+        taken = {COMPRESS: f"take {found.plan}: ", HALF: "take plain 16 bits: ", NOTHING: "do not compress: "}
+        other = "saves time."  # where a plan that is not allowed would
+        assert taken[found.decision] in speed.brief or (found.decision == NOTHING and other in speed.brief)
+        if not speed.configurations[0].pays:
+            assert taken[found.decision].rstrip(": ") in speed.verdict
+        seen.add((found.decision, speed.configurations[0].takes_16_bits))
+    assert (NOTHING, False) in seen
+    assert (HALF, True) in seen
+
+
 def test_no_answer_without_the_time_of_computing_or_for_several_links() -> None:
     with pytest.raises(GradlabError, match="how long a step computes, which is not known: give --compute-seconds"):
         recommended(SLOW, 0.01, profile=NOT_MEASURED)
