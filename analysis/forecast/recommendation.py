@@ -14,7 +14,7 @@ from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_percent, format_seconds
+from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import Jsonable
 
 COMPRESS, HALF, NOTHING = "compress", "16 bits", "do not compress"
@@ -123,5 +123,5 @@ def _refusals(refused: Mapping[str, str]) -> list[str]:
     if name is None:
         return []
     others = len(refused) - 1
-    same = f"; the same goes for {others} other plan{'s' if others > 1 else ''}" if others else ""
+    same = f"; the same goes for {format_counted(others, 'other plan')}" if others else ""
     return [f"{name} would be faster, but {refused[name]}{same}."]

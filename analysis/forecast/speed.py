@@ -195,7 +195,7 @@ class SpeedForecast:
     judged: what the replays say of the plans, by name.
     forecasts: by the plan's name.
     configurations: every number of nodes with every link, the links of the first number of nodes first.
-    max_loss: by how much a plan's like may have ended above dense training, as a share of its loss.
+    max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
     """
 
     network: Network
@@ -206,7 +206,7 @@ class SpeedForecast:
 
     @property
     def allowed(self) -> list[str]:
-        """The plans whose like all ended within `max_loss` of dense training."""
+        """The plans whose similar methods all ended within `max_loss` of dense training."""
         return [name for name, judged in self.judged.items() if judged.within(self.max_loss)]
 
     @property
@@ -369,7 +369,7 @@ def forecast_speed(
         replays: of some or all of the plans, by name. A plan's codec time is that of its replay, so that a report has
             one; without a replay the codecs are timed here.
         network: the links and numbers of nodes to forecast for, and the computing time.
-        max_loss: by how much a plan's like may have ended above dense training, as a share of its loss.
+        max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
         progress: called after each plan.
 
     Returns:

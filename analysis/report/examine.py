@@ -72,7 +72,7 @@ def examine(
         provenances: provenances of the plans' artifacts, by name, so that fitted plans are judged on iterations after
             their fit.
         network: what the plans' steps are forecast for. None: `Network()`.
-        max_loss: by how much a plan's like may have ended above dense training, as a share of its loss.
+        max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
         after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
         parts: names out of `PARTS`.
         look: how much is measured.
