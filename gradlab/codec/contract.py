@@ -22,7 +22,7 @@ import torch
 from gradlab.codec.kept import Kept
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
-from gradlab.codec.vectors import Tensors, concatenate, consecutive, separate
+from gradlab.codec.vectors import Tensors, concatenate, consecutive, evenly_spaced, separate
 from gradlab.collectives import Coroutine, Mean, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import ROLES, Layer, layer_of
@@ -128,6 +128,13 @@ class Context:
         if spare is None or spare.dtype != like.dtype or not spare.is_contiguous():
             return self.workspace.empty_like(like)
         return spare if spare.shape == like.shape else spare.view(like.shape)
+
+    def memory_for_stack(self, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """Return memory for the means of several layers of one shape, like a tensor (layers, ...)."""
+        spare = [self.spare[name] for name in names if name in self.spare]
+        fits = len(spare) == len(names) and all(one.dtype == like.dtype for one in spare)
+        together = evenly_spaced(spare) if fits else None
+        return self.workspace.empty_like(like) if together is None else together.view(like.shape)
 
     def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
         """Make a CPU generator that is in the same state on every rank.

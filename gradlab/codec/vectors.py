@@ -63,3 +63,35 @@ def cut_like(vector: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[tor
         return _unflatten_dense_tensors(vector, like)
     pieces = vector.split([one.numel() for one in like])  # the call forgets the shape of what is empty
     return [piece.view(one.shape) for piece, one in zip(pieces, like, strict=True)]
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack tensors of one shape (...) to (len(tensors), ...): a view where they lie at equal distances in memory.
+
+    >>> from gradlab.codec.vectors import stacked
+    >>> stacked([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    view = evenly_spaced(tensors)
+    return torch.stack(list(tensors)) if view is None else view
+
+
+def evenly_spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor (len(tensors), ...) whose rows contiguous tensors of one shape and dtype are, or None."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.unsqueeze(0)
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    distance = addresses[1] - addresses[0]
+    if distance < first.nbytes or distance % first.element_size():
+        return None
+    if addresses != list(range(addresses[0], addresses[0] + len(tensors) * distance, distance)):
+        return None
+    memory = first.untyped_storage()
+    # They may lie so by chance in several memories: then that of the first ends before the last one does.
+    if addresses[-1] + first.nbytes > memory.data_ptr() + memory.nbytes() or not all(
+        map(torch.Tensor.is_contiguous, tensors)
+    ):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (distance // first.element_size(), *first.stride()))

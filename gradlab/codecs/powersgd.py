@@ -7,6 +7,7 @@ Karimireddy, Jaggi, "Practical low-rank communication compression in decentraliz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,13 +18,16 @@ from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
 from gradlab.codec.contract import means_of
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import require, setting
+from gradlab.codec.vectors import stacked
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer, layer_of
 from gradlab.layout import matrices as matrices_of
 from gradlab.roles import STACKS
 
-# Left factors (..., n, r) and right ones (..., r, m) of the mean, of the own contribution; the new state; what was sent
-# dense.
+Shapes = dict[str, tuple[int, ...]]  # of matrices, or of an expert stack's, by layer name
+Alike = tuple[list[str], tuple[int, ...]]  # layers of one shape, and that of each one's matrix
+# By stack, left factors (..., n, r) and right ones (..., r, m) of the mean, and of the own contribution; the new state;
+# what was sent dense.
 Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tensors]
 
 
@@ -33,7 +37,7 @@ class PowerSGD(Codec):
     A layer of shape (n, ...) is a matrix M (n, m), where m is the product of the other dimensions. An expert stack
     (B, n, m) is a batch of B matrices, each with factors of its own. A layer is sent dense, together with the first
     factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m). Layers of one shape in a group
-    are orthogonalized together, and on a GPU multiplied together.
+    make one stack, whose products are computed together: on a GPU all of them, on a CPU small ones.
 
     Alternating: one iteration computes P = mean(M orth(Q)) and mean = P orth(Q)^T, the next one Q = mean(M^T orth(P))
     and mean = orth(P) Q^T. That takes half the bytes, half the arithmetic and one message, and is made for error
@@ -72,7 +76,8 @@ class PowerSGD(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._spares: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._shapes: tuple[Sequence[Layer], dict[str, tuple[int, ...]]] = ((), {})  # the last of `matrix_shapes`
+        self._shapes: tuple[Sequence[Layer], Shapes] = ((), {})  # the last of `matrix_shapes`
+        self._stacks: tuple[Shapes, Any, list[Alike]] = ({}, None, [])  # the last of `_alike`
 
     def matrix_shape(self, shape: Sequence[int], role: str = "other") -> tuple[int, int, int] | None:
         """Return (n, m, r) of the matrices of a layer that is compressed, or None for one that is sent dense."""
@@ -82,7 +87,7 @@ class PowerSGD(Codec):
         rank = min(n, m, self.settings.rank)
         return (n, m, rank) if n * m > self.settings.minimum_ratio * rank * (n + m) else None
 
-    def matrix_shapes(self, grads: Tensors) -> dict[str, tuple[int, ...]]:
+    def matrix_shapes(self, grads: Tensors) -> Shapes:
         """Return the shapes (n, m), or (B, n, m) of an expert stack, of layers that are compressed, by name."""
         layers = self.layers_of(grads)
         if self._shapes[0] is not layers:
@@ -95,67 +100,103 @@ class PowerSGD(Codec):
         return self._shapes[1]
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        matrices = {name: _shaped(grads[name], shape) for name, shape in self.matrix_shapes(grads).items()}
-        dense = {name: grad for name, grad in grads.items() if name not in matrices}
+        shapes = self.matrix_shapes(grads)
+        stacks = {names[0]: _Stack.of(names, shape, grads) for names, shape in self._alike(shapes, grads, state)}
+        dense = {name: grad for name, grad in grads.items() if name not in shapes}
         run = self._alternate if self.settings.alternating else self._iterate
-        means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
+        means, own, kept, sent_dense = yield from run(stacks, dense, state, context)
 
-        def products(left: Tensors, right: Tensors, others: Tensors, mean: bool = False) -> Tensors:
-            decoded = dict(others)
-            for name, matrix in matrices.items():
-                out = context.memory_for_layer(matrix, name) if mean else context.workspace.empty_like(matrix)
-                decoded[name] = torch.matmul(left[name], right[name], out=out)
-            return {name: _shaped(decoded[name], grad.shape) for name, grad in grads.items()}
+        def separated(whole: Tensors, others: Tensors) -> Tensors:
+            parts = dict(others)
+            for first, stack in stacks.items():
+                parts |= stack.separated(whole[first])
+            return {name: parts[name] for name in grads}
+
+        def products(left: Tensors, right: Tensors, out: Callable[[_Stack], torch.Tensor]) -> Tensors:
+            return {first: torch.matmul(left[first], right[first], out=out(stack)) for first, stack in stacks.items()}
+
+        def memory(stack: _Stack) -> torch.Tensor:
+            return context.workspace.empty_like(stack.matrices)
 
         def errors() -> Tensors:
-            left, right = own
-            found = {name: torch.zeros_like(grad) for name, grad in dense.items()}
-            for name, matrix in matrices.items():
-                out = matrix if context.reuse else context.workspace.empty_like(matrix)
-                less_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
-                found[name] = less_product(matrix, left[name], right[name], alpha=-1, out=out)
-            return {name: _shaped(found[name], grad.shape) for name, grad in grads.items()}
+            found: Tensors = {}
+            for first, stack in stacks.items():
+                out = stack.matrices if context.reuse else memory(stack)
+                less_product = torch.addmm if out.ndim == 2 else torch.baddbmm
+                found[first] = less_product(stack.matrices, own[0][first], own[1][first], alpha=-1, out=out)
+            return separated(found, {name: torch.zeros_like(grad) for name, grad in dense.items()})
 
-        average = context.alike(lambda: products(*means, sent_dense, mean=True))
-        return Exchanged(average, Deferred(grads, lambda: products(*own, dense), errors), kept)
+        def mean() -> Tensors:
+            return separated(products(*means, lambda stack: stack.memory_for_mean(context)), sent_dense)
+
+        own_contributions = Deferred(grads, lambda: separated(products(*own, memory), dense), errors)
+        return Exchanged(context.alike(mean), own_contributions, kept)
+
+    def _alike(self, shapes: Shapes, grads: Tensors, state: Tensors) -> Sequence[Alike]:
+        """List the layers of each stack, with the shape of each one's matrix, or matrices.
+
+        On a CPU a large matrix is as fast alone, and need not be copied.
+        """
+        turned = frozenset(name for name in shapes if _key(name, "p") in state) if self.settings.alternating else None
+        one_dtype = len({grad.dtype for grad in grads.values()}) == 1
+        on_cpu = all(grads[name].is_cpu for name in shapes)
+        if self._stacks[0] is not shapes or self._stacks[1] != (turned, one_dtype, on_cpu):
+            stacks: dict[Any, Alike] = {}
+            for name, shape in shapes.items():
+                alone = len(shape) > 2 or not one_dtype or (on_cpu and math.prod(shape) > _STACKED)
+                key = name if alone else (grads[name].shape, turned and name in turned)
+                stacks.setdefault(key, ([], shape))[0].append(name)
+            self._stacks = shapes, (turned, one_dtype, on_cpu), list(stacks.values())
+        return self._stacks[2]
 
     # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
     # Those of an expert stack are (B, r, n) and (B, r, m).
 
-    def _iterate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
+    def _iterate(
+        self, stacks: Mapping[str, _Stack], dense: Tensors, state: Tensors, context: Context
+    ) -> Coroutine[Factors]:
         """Compute both factors in one iteration (Algorithm 1)."""
-        start = {name: self._start(name, matrix, state, context) for name, matrix in matrices.items()}
+        matrices = {first: stack.matrices for first, stack in stacks.items()}
+        start = {first: self._starts(stack, state, context) for first, stack in stacks.items()}
         # Q is as large as the gradient: a product with the next one might over- or underflow.
-        unit = _stacked(normalized, start)
-        left = multiplied(unit, {name: matrix.mT for name, matrix in matrices.items()})
+        unit = _together(normalized, start)
+        left = multiplied(unit, {first: matrix.mT for first, matrix in matrices.items()})
         means = yield from means_of({**left, **dense})
-        left = context.alike(lambda: orthogonalized({name: means[name] for name in left}))
+        left = context.alike(lambda: orthogonalized({first: means[first] for first in left}))
         right = multiplied(left, matrices)
         mean = yield from means_of(right)
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
-        kept = context.alike(lambda: _stacked(_with_spares, mean, start))
-        kept = {_key(name, "q"): q for name, q in kept.items()}
-        columns = {name: rows.mT for name, rows in left.items()}
-        return (columns, mean), (columns, right), kept, {name: means[name] for name in dense}
+        kept = context.alike(lambda: _together(_with_spares, mean, start))
+        columns = {first: rows.mT for first, rows in left.items()}
+        sent_dense = {name: means[name] for name in dense}
+        return (columns, mean), (columns, right), _by_layer(stacks, kept, lambda first: "q"), sent_dense
 
-    def _alternate(self, matrices: Tensors, dense: Tensors, state: Tensors, context: Context) -> Coroutine[Factors]:
+    def _alternate(
+        self, stacks: Mapping[str, _Stack], dense: Tensors, state: Tensors, context: Context
+    ) -> Coroutine[Factors]:
         """Compute one factor from the other one, which the last iteration left."""
-        flipped = {name for name in matrices if _key(name, "p") in state}  # those whose turn it is to compute Q
-        start = {name: self._start(name, matrix, state, context, name in flipped) for name, matrix in matrices.items()}
+        matrices = {first: stack.matrices for first, stack in stacks.items()}
+        flipped = {first for first in stacks if _key(first, "p") in state}  # those whose turn it is to compute Q
+        start = {first: self._starts(stack, state, context, first in flipped) for first, stack in stacks.items()}
         basis = context.alike(lambda: orthogonalized(start))
-        factors = multiplied(basis, {name: m if name in flipped else m.mT for name, m in matrices.items()})
+        factors = multiplied(basis, {first: m if first in flipped else m.mT for first, m in matrices.items()})
         means = yield from means_of({**factors, **dense})
-        mean = {name: means[name] for name in factors}
-        spares = {name: self._spare(name, factor, context) for name, factor in mean.items()}
-        kept = context.alike(lambda: _stacked(_with_spares, mean, spares))
-        kept = {_key(name, "q" if name in flipped else "p"): factor for name, factor in kept.items()}
+        mean = {first: means[first] for first in factors}
+        spares = {first: self._spare(first, factor, context) for first, factor in mean.items()}
+        kept = context.alike(lambda: _together(_with_spares, mean, spares))
 
         def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
             """Return the left and right factors of each product."""
-            left = {name: basis[name].mT if name in flipped else factor.mT for name, factor in computed.items()}
-            return left, {name: factor if name in flipped else basis[name] for name, factor in computed.items()}
+            left = {first: basis[first].mT if first in flipped else factor.mT for first, factor in computed.items()}
+            return left, {first: factor if first in flipped else basis[first] for first, factor in computed.items()}
 
-        return ordered(mean), ordered(factors), kept, {name: means[name] for name in dense}
+        by_layer = _by_layer(stacks, kept, lambda first: "q" if first in flipped else "p")
+        return ordered(mean), ordered(factors), by_layer, {name: means[name] for name in dense}
+
+    def _starts(self, stack: _Stack, state: Tensors, context: Context, flipped: bool = False) -> torch.Tensor:
+        """Return the last factors of a stack's layers, see `_start`."""
+        like = stack.matrices if len(stack.names) == 1 else stack.matrices[0]
+        return stack.joined([self._start(name, like, state, context, flipped) for name in stack.names])
 
     def _start(
         self, name: str, matrix: torch.Tensor, state: Tensors, context: Context, flipped: bool = False
@@ -289,6 +330,7 @@ def low_rank_errors(
 
 
 LOW_RANK_METHODS = ("cheaper", "svd", "power")
+_STACKED = 2**14  # elements of a matrix up to which, on a CPU, a call takes longer than the arithmetic
 _SPARE_COLUMNS = 4  # of the subspace, so that the largest rank comes out as well as the others
 _PIECE = 2**22  # elements converted to float64 at a time
 
@@ -335,16 +377,69 @@ def _with_spares(rows: torch.Tensor, spares: torch.Tensor) -> torch.Tensor:
 
 def orthogonalized(factors: Tensors) -> Tensors:
     """Orthonormalize factors, each given as rows (..., r, n); those of one shape in one call."""
-    return _stacked(lambda rows: orthogonalize(rows.mT).mT.contiguous(), factors)
+    return _together(lambda rows: orthogonalize(rows.mT).mT.contiguous(), factors)
 
 
-def _stacked(function: Callable[..., torch.Tensor], *factors: Tensors) -> Tensors:
-    """Apply a function to stacks of the factors of one shape: to the same names of each argument."""
+def _together(function: Callable[..., torch.Tensor], *factors: Tensors) -> Tensors:
+    """Apply a function to all factors of one shape at once: to the same names of each argument."""
     found: Tensors = {}
     for names in _of_one_shape(factors[0]):
-        stacks = [torch.stack([given[name] for name in names]) for given in factors]
-        found |= dict(zip(names, function(*stacks).unbind(), strict=True))
+        if len(names) == 1:
+            found[names[0]] = function(*(given[names[0]] for given in factors))
+        else:
+            stacks = [stacked([given[name] for name in names]) for given in factors]
+            found |= dict(zip(names, function(*stacks).unbind(), strict=True))
     return {name: found[name] for name in factors[0]}
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Layers of one shape, whose matrices are computed with together.
+
+    names: the layers'.
+    shape: a layer's own.
+    matrices: of several layers (layers, n, m), of one layer (n, m), or of an expert stack (B, n, m).
+    """
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    matrices: torch.Tensor
+
+    @classmethod
+    def of(cls, names: Sequence[str], shape: tuple[int, ...], grads: Tensors) -> _Stack:
+        first = grads[names[0]]
+        if len(names) == 1:
+            return cls(names, first.shape, _shaped(first, shape))
+        return cls(names, first.shape, _shaped(stacked([grads[name] for name in names]), (len(names), *shape)))
+
+    def joined(self, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Stack factors (..., r, n), one per layer."""
+        return factors[0] if len(self.names) == 1 else stacked(factors)
+
+    def separated(self, whole: torch.Tensor) -> Tensors:
+        """Cut a tensor with the shape of all matrices into those of the layers, by name."""
+        if len(self.names) == 1:
+            return {self.names[0]: _shaped(whole, self.shape)}
+        return dict(zip(self.names, _shaped(whole, (len(self.names), *self.shape)).unbind(), strict=True))
+
+    def factors(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the factors of each layer, from those of all."""
+        return [whole] if len(self.names) == 1 else whole.unbind()
+
+    def memory_for_mean(self, context: Context) -> torch.Tensor:
+        """Return memory for the mean of all matrices."""
+        if len(self.names) == 1:
+            return context.memory_for_layer(self.matrices, self.names[0])
+        return context.memory_for_stack(self.matrices, self.names)
+
+
+def _by_layer(stacks: Mapping[str, _Stack], kept: Tensors, side: Callable[[str], str]) -> Tensors:
+    """Return the state's entries for factors by stack. side: which factor a stack's are."""
+    return {
+        _key(name, side(first)): factor
+        for first, stack in stacks.items()
+        for name, factor in zip(stack.names, stack.factors(kept[first]), strict=True)
+    }
 
 
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
@@ -353,7 +448,7 @@ def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
         return {name: factor @ matrices[name] for name, factor in factors.items()}
     products: Tensors = {}
     for names in _of_one_shape(matrices):
-        left, right = (torch.stack([tensors[name] for name in names]) for tensors in (factors, matrices))
+        left, right = (stacked([tensors[name] for name in names]) for tensors in (factors, matrices))
         products |= dict(zip(names, torch.matmul(left, right), strict=True))
     return {name: products[name] for name in factors}
 
@@ -363,9 +458,10 @@ def _shaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _of_one_shape(tensors: Tensors) -> list[list[str]]:
-    groups: dict[torch.Size, list[str]] = {}
+    """List the names of tensors of one shape and dtype."""
+    groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault(tensor.shape, []).append(name)
+        groups.setdefault((tensor.shape, tensor.dtype), []).append(name)
     return list(groups.values())
 
 

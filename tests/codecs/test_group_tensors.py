@@ -12,7 +12,7 @@ from gradlab import codecs
 from gradlab.codec import Tensors, concatenate, separate
 from gradlab.codec.contract import means_of
 from gradlab.codec.measures import all_finite
-from gradlab.codec.vectors import consecutive
+from gradlab.codec.vectors import consecutive, stacked
 from gradlab.collectives import run_lockstep, sum_in_rank_order
 from support.laws import law
 
@@ -41,6 +41,42 @@ def test_what_only_looks_like_parts_of_a_vector_is_not_taken_for_one() -> None:
     assert consecutive([vector[:4], vector[4:8].view(torch.int32)]) is None
     assert consecutive([vector[:4], vector[5:]]) is None
     assert consecutive([torch.empty(0), torch.empty(0)]) is None
+
+
+@law(
+    st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    st.sampled_from([(3,), (2, 3), (2, 3, 1)]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_tensors_at_equal_distances_are_a_stack_without_a_copy(
+    gaps: list[int], shape: tuple[int, ...], even: bool, turned: bool
+) -> None:
+    """The first gap is before them all; where `even`, the others are alike."""
+    numel = math.prod(shape)
+    between = [gaps[-1]] * (len(gaps) - 1) if even else gaps[1:]
+    memory = torch.arange(float(gaps[0] + len(gaps) * numel + sum(between)))
+    begins, at = [], gaps[0]
+    for gap in [*between, 0]:
+        begins.append(at)
+        at += numel + gap
+    tensors = [memory[begin : begin + numel].view(shape) for begin in begins]
+    tensors = tensors[::-1] if turned else tensors
+    stack = stacked(tensors)
+    assert torch.equal(stack, torch.stack(tensors))
+    evenly = len(set(between)) < 2 and (not turned or len(tensors) == 1)
+    assert (stack.data_ptr() == tensors[0].data_ptr()) == evenly
+
+
+def test_what_only_looks_like_a_stack_is_copied() -> None:
+    vector = torch.arange(12.0)
+    overlapping = [vector[:4], vector[2:6], vector[4:8]]
+    turned = [vector[:4].view(2, 2).T, vector[4:8].view(2, 2)]
+    same = [vector[:4], vector[:4]]
+    for tensors in (overlapping, turned, same):
+        stack = stacked(tensors)
+        assert torch.equal(stack, torch.stack(tensors))
+        assert stack.data_ptr() != vector.data_ptr()
 
 
 @law(

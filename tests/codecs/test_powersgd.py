@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Context, Tensors
+from gradlab.codec import Context, Tensors, concatenate, separate
 from gradlab.codecs.powersgd import PowerSGD, orthogonalize
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
@@ -271,6 +271,44 @@ def test_layers_of_one_shape_are_treated_together_and_alike() -> None:
         alone = exchange(codec, [{name: g[name]} for g in grads])
         torch.testing.assert_close(together[0].value.mean[name], alone[0].value.mean[name])
         torch.testing.assert_close(together[1].value.own[name], alone[1].value.own[name])
+
+
+@law(
+    st.lists(st.sampled_from([(6, 4), (4, 6), (8,), (3, 2, 2, 1), (6, 2, 2), (130, 140)]), min_size=1, max_size=7),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_stack_gives_each_layer_what_it_gets_alone(
+    shapes: list[tuple[int, ...]], alternating: bool, apart: bool, mixed: bool
+) -> None:
+    """Layers that lie beside one another or apart, of one dtype or of two, small and large, for three steps."""
+    settings = PowerSGD.Settings(rank=2, alternating=alternating)
+    together, states = ErrorFeedback(PowerSGD(settings)), [Tensors(), Tensors()]
+    alone = {str(at): (ErrorFeedback(PowerSGD(settings)), [Tensors(), Tensors()]) for at in range(len(shapes))}
+    for iteration in range(3):
+        grads = [
+            {
+                str(at): matrix(100 * iteration + 10 * rank + at, *shape).to(
+                    torch.float32 if mixed and at % 2 else None
+                )
+                for at, shape in enumerate(shapes)
+            }
+            for rank in range(2)
+        ]
+        if not apart and not mixed:
+            grads = [separate(concatenate(one), one) for one in grads]
+        results = exchange(together, grads, states, iteration)
+        states = [result.value.state for result in results]
+        for name, (codec, before) in alone.items():
+            single = exchange(codec, [{name: one[name]} for one in grads], before, iteration)
+            alone[name] = codec, [result.value.state for result in single]
+            for of_all, of_one in zip(results, single, strict=True):
+                for what in ("mean", "own", "compression_error"):
+                    found, expected = (getattr(result.value, what)[name] for result in (of_all, of_one))
+                    assert found.shape == expected.shape
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert {key for key in states[0] if key.startswith(f"{name}/")} == alone[name][1][0].keys()
 
 
 @law(st.integers(1, 3), st.integers(0, 2), st.integers(0, 30))
