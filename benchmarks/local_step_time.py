@@ -1,7 +1,7 @@
 """Time of a local step on limited links, beside steps that exchange gradients, and beside the forecast.
 
     python benchmarks/local_step_time.py --netbench FOLDER --rows ROWS.jsonl [--rates 20mbit 100mbit] [--ways diloco]
-        [--ranks 4] [--every 30] [--turns 8]
+        [--ranks 4] [--every 30] [--turns 8] [--batch 8]
     python benchmarks/local_step_time.py --rows ROWS.jsonl --table
 
 FOLDER holds `run.sh`, see `link_table.py`. A small transformer (5 M parameters), 4 ranks on this machine's cores, or as
@@ -144,9 +144,10 @@ def measured(options: argparse.Namespace) -> None:
             add(options.rows, key | {"all_reduce_s": row["all_reduce_s"]})
     calibration = calibrated(read(options.rows), ranks)
     for rate in options.rates:
-        place = {"rate": rate, "ranks": ranks}
+        place = {"rate": rate, "ranks": ranks, "batch": options.batch}
         if not has(read(options.rows), {**place, "way": next(iter(HOOKS))}):
-            plain = run(options.netbench, rate, ranks, [",".join(HOOKS.values())], 3, {})
+            also = ["--batch", str(options.batch)]
+            plain = run(options.netbench, rate, ranks, [",".join(HOOKS.values())], 3, {}, also)
             for title, row in zip(HOOKS, plain, strict=True):
                 told = {"seconds": row["step_s"], "alone": row["compute_s"], "sent": row["tx_bytes"]}
                 expected = predicted(rate, ranks, told["alone"], calibration)[title]
@@ -165,7 +166,7 @@ def in_turns(options: argparse.Namespace, rate: str) -> dict[str, dict[str, floa
     hooks = {f"{Path(__file__).stem}:{name}": name for name in names}
     told_to = {"LOCAL_STEP_ROW": str(kept), "LOCAL_STEPS": str(options.every)}
     # The hook without an exchange comes first: between turns its model computes.
-    also = ["--rounds", str(options.turns)]
+    also = ["--rounds", str(options.turns), "--batch", str(options.batch)]
     rows = run(options.netbench, rate, options.ranks, ["noop", *hooks], options.every, told_to, also)
     found = {}
     for row in rows:
@@ -221,12 +222,16 @@ def _transformer() -> torch.nn.Module:
 
 
 def table(rows: list[Row]) -> None:
-    """Print a table for each rate and number of ranks: times over computing alone, and the forecast over them."""
+    """Print a table for each rate, number of ranks and batch: times over computing alone, and the forecast."""
+
+    def place(row: Row) -> tuple[str, int, int]:
+        return row["rate"], row.get("ranks", 4), row.get("batch", 8)
+
     rows = [row for row in rows if "way" in row]
-    for rate, ranks in dict.fromkeys((row["rate"], row.get("ranks", 4)) for row in rows):
-        here = [row for row in rows if (row["rate"], row.get("ranks", 4)) == (rate, ranks)]
+    for rate, ranks, batch in dict.fromkeys(map(place, rows)):
+        here = [row for row in rows if place(row) == (rate, ranks, batch)]
         titles = (
-            f"{rate}, {ranks} ranks",
+            f"{rate}, {ranks} ranks" + (f", batch {batch}" if batch != 8 else ""),
             "a step, s",
             "over computing alone",
             "forecast, s",
@@ -253,6 +258,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--every", type=int, default=EVERY, help="local steps, H")
     parser.add_argument("--turns", type=int, default=8, help="of each way")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a rank's step")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:

@@ -269,7 +269,8 @@ class BlockCompressor(PiecewiseCompressor):
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""
         if self._sizes is None and _WORTH_A_ROW <= self.block <= CACHED and vector.device.type == "cpu":
-            return torch.cat([largest_of_rows(rows) for rows in self.rows(vector)])
+            parts = [largest_of_rows(rows) for rows in self.rows(vector)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.reduced(vector, largest_of_rows, largest_of_blocks)
 
     def _runs(self, numel: int) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
@@ -345,16 +346,16 @@ class BlockCompressor(PiecewiseCompressor):
         start: int,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = values if out is None else out
-        if not len(values):
+        out, numel = values if out is None else out, values.numel()
+        if not numel:
             return out
-        first, last = self.blocks_of(start, start + len(values))
+        first, last = self.blocks_of(start, start + numel)
         if first == last:
             return function(values, numbers[first], out=out)
         if self._sizes is None:
             _blockwise(function, values, numbers, start, self.block, out)
             return out
-        *_, counts = self._counts(start, start + len(values))
+        *_, counts = self._counts(start, start + numel)
         if numbers.device.type == "cpu":
             return function(values, torch.from_numpy(numbers.numpy()[first : last + 1].repeat(counts)), out=out)
         # A GPU repeats a number by 32 threads, however often. And it would have to be given the counts.
@@ -412,6 +413,8 @@ def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
     On a CPU each matrix fits the cache.
     """
     whole = vector.numel() // size * size
+    if whole == vector.numel() <= _ROWS_CACHED:
+        return [vector.view(-1, size)]
     most = max(1, _ROWS_CACHED // size) * size if vector.device.type == "cpu" else max(1, whole)
     matrices = [vector[a:b].view(-1, size) for a, b in pairwise([*range(0, whole, most), whole])]
     rest = vector[whole:]
@@ -433,8 +436,14 @@ def _blockwise(
     out: torch.Tensor,
 ) -> None:
     first, offset = divmod(start, size)
-    head = min(len(values), size - offset) if offset else 0
-    whole = head + (len(values) - head) // size * size
+    numel = values.numel()
+    if not offset and not numel % size:
+        rows, count = values.view(-1, size), numel // size
+        of_rows = numbers[first : first + count].unsqueeze(1)
+        function(rows, of_rows, out=rows if out is values else out.view(-1, size))
+        return
+    head = min(numel, size - offset) if offset else 0
+    whole = head + (numel - head) // size * size
     if head:
         function(values[:head], numbers[first], out=out[:head])
         first += 1
@@ -443,5 +452,5 @@ def _blockwise(
         of_rows = numbers[first : first + count, None]
         function(values[head:whole].view(count, size), of_rows, out=out[head:whole].view(count, size))
         first += count
-    if whole < len(values):
+    if whole < numel:
         function(values[whole:], numbers[first], out=out[whole:])

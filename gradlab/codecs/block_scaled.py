@@ -148,7 +148,7 @@ class BlockScaled(BlockCompressor):
         plain = chosen.dtype in INTEGERS and chosen.scale is None and not chosen.stochastic and dtype == torch.float32
         # A scale below the normal numbers is far from what the largest value asks for. NaN is not above it either.
         on_cpu = divisors.device.type == "cpu" and divisors.numel() > 0
-        return plain and on_cpu and bool(divisors.min() >= torch.finfo(dtype).tiny)
+        return plain and on_cpu and divisors.min().item() >= torch.finfo(dtype).tiny
 
     def _scales(self, vector: torch.Tensor) -> torch.Tensor:
         """Return the blocks' divisors, float32: (blocks,), or (1,); not finite for values that are not finite."""
@@ -193,11 +193,12 @@ class BlockScaled(BlockCompressor):
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         scales, packed = payload
-        return packed, scales.to(like.dtype) * scale
+        factors = scales.to(like.dtype)
+        return packed, factors if scale == 1.0 else factors * scale
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, factors = prepared
-        stop = start + len(values)
+        stop = start + values.numel()
         # Subtracted from bytes, which costs less than from floats.
         codes = packed[start:stop] if self.bits == 8 else unpack(packed, 4, start, stop).view(torch.int8).sub_(8)
         self._write_values(values, codes)

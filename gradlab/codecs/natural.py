@@ -84,8 +84,8 @@ class Natural(PiecewiseCompressor):
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         exponents, packed, scale = prepared
-        write_signs(values, packed[start // 8 : -(-(start + len(values)) // 8)], scale)
-        powers = exponents[start : start + len(values)].to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
+        write_signs(values, packed[start // 8 : -(-(start + values.numel()) // 8)], scale)
+        powers = exponents[start : start + values.numel()].to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
         return values.mul_(powers)
 
     def compressed_bytes(self, numel: int) -> int:

@@ -102,7 +102,7 @@ class NUQSGD(BlockCompressor):
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, norms, levels = prepared
-        codes = unpack(packed, self.settings.bits, start, start + len(values)).to(torch.int64)
+        codes = unpack(packed, self.settings.bits, start, start + values.numel()).to(torch.int64)
         return self.scale(torch.index_select(levels, 0, codes.clamp_(max=2 * self.levels), out=values), norms, start)
 
     def compressed_bytes(self, numel: int) -> int:

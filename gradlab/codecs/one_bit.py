@@ -90,7 +90,7 @@ class OneBit(BlockCompressor):
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, half, middle = prepared
-        write_signs(values, packed[start // 8 : -(-(start + len(values)) // 8)], 1.0)
+        write_signs(values, packed[start // 8 : -(-(start + values.numel()) // 8)], 1.0)
         return self.shift(self.scale(values, half, start), middle, start)
 
     def compressed_bytes(self, numel: int) -> int:

@@ -211,7 +211,7 @@ class QSGD(BlockCompressor):
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, steps = prepared
-        values.copy_(unpack(packed, self.settings.bits, start, start + len(values)))
+        values.copy_(unpack(packed, self.settings.bits, start, start + values.numel()))
         if self._stride > 1:
             values.mul_(self._stride)
         return self.scale(values.sub_(self.levels), steps, start)

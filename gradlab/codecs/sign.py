@@ -125,7 +125,7 @@ class Sign(BlockCompressor):
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, factors = prepared
-        stop = start + len(values)
+        stop = start + values.numel()
         packed = packed[start // 8 : -(-stop // 8)]
         if self.settings.scale == "one":
             return write_signs(values, packed, factors)

@@ -168,7 +168,7 @@ class TernGrad(BlockCompressor):
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         codes, zero, factors = prepared
-        values.copy_(codes(start, start + len(values))).sub_(zero)
+        values.copy_(codes(start, start + values.numel())).sub_(zero)
         return self.scale(values, factors, start)
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:

@@ -15,9 +15,10 @@ _TOGETHER = {1: 0x0102040810204080, 2: 0x01041040, 4: 0x0110}  # by width
 _WIDER = {4: 0x0F0F, 2: 0x0303}  # by width of two codes in a pair of bytes: the bits that they have there
 
 
-def fields(bits: int) -> list[int]:
+@functools.cache
+def fields(bits: int) -> tuple[int, ...]:
     """Split a number of bits into whole bytes and then smaller powers of two: 22 -> 8, 8, 4, 2."""
-    return [8] * (bits // 8) + [width for width in (4, 2, 1) if bits & width]
+    return (8,) * (bits // 8) + tuple(width for width in (4, 2, 1) if bits & width)
 
 
 def packed_bytes(numel: int, bits: int) -> int:
@@ -41,7 +42,7 @@ class Packer:
 
     def __init__(self, numel: int, bits: int, device: torch.device) -> None:
         self.packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=device)
-        self._bytes, self._rest, self._bits = _cut_bytes(self.packed, bits)
+        self._bits = bits
 
     def write(self, start: int, codes: torch.Tensor) -> None:
         """Pack a part of the codes.
@@ -50,17 +51,21 @@ class Packer:
             start: the part's first code, a multiple of 8.
             codes: uint8, or int64 for more than 8 bits. Unless the part is the last one, a multiple of 8.
         """
-        if rest := -len(codes) % 8:
-            codes = torch.nn.functional.pad(codes, (0, rest))
-        stop, whole = start + len(codes), len(self._bytes)
-        if whole:
+        if missing := -codes.numel() % 8:
+            codes = torch.nn.functional.pad(codes, (0, missing))
+        stop, bits = start + codes.numel(), self._bits
+        if fields(bits) == (bits,):
+            _fold(codes, self.packed[start // 8 * bits : stop // 8 * bits], bits)
+            return
+        planes, rest, bits = _cut_bytes(self.packed, bits)
+        if whole := len(planes):
             columns = codes.view(torch.uint8).view(-1, 8)
-            self._bytes[:, start:stop] = columns[:, :whole].T
-            codes = columns[:, whole].contiguous() if self._bits else codes[:0]
+            planes[:, start:stop] = columns[:, :whole].T
+            codes = columns[:, whole].contiguous() if bits else codes[:0]
         shift = 0
-        for width, plane in _planes(self._rest, self._bits):
+        for width, plane in _planes(rest, bits):
             field = codes.bitwise_right_shift(shift) if shift else codes
-            if shift + width < self._bits:
+            if shift + width < bits:
                 field = field.bitwise_and(2**width - 1)
             _fold(field.to(torch.uint8), plane[start // 8 * width : stop // 8 * width], width)
             shift += width
@@ -110,6 +115,9 @@ def unpack(packed: torch.Tensor, bits: int, start: int = 0, stop: int | None = N
     numel = 8 * (packed.numel() // max(1, bits))
     stop = numel if stop is None else stop
     end = stop + -stop % 8
+    if fields(bits) == (bits,):
+        alone = _unfold(packed[start // 8 * bits : end // 8 * bits], bits)
+        return alone if stop == end else alone[: stop - start]
     planes, rest, bits = _cut_bytes(packed, bits)
     codes, shift = None, 0
     for width, plane in _planes(rest, bits):
