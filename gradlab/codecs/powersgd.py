@@ -36,8 +36,8 @@ class PowerSGD(Codec):
 
     A layer of shape (n, ...) is a matrix M (n, m), where m is the product of the other dimensions. An expert stack
     (B, n, m) is a batch of B matrices, each with factors of its own. A layer is sent dense, together with the first
-    factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m). Layers of one shape in a group
-    make one stack, whose products are computed together: on a GPU all of them, on a CPU small ones.
+    factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m). The products of a group's
+    layers of one shape are computed together: on a GPU of all of them, on a CPU of small ones.
 
     Alternating: one iteration computes P = mean(M orth(Q)) and mean = P orth(Q)^T, the next one Q = mean(M^T orth(P))
     and mean = orth(P) Q^T. That takes half the bytes, half the arithmetic and one message, and is made for error

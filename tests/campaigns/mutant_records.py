@@ -286,8 +286,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/powersgd.py",
-        old="return (columns, mean), (columns, right), kept",
-        new="return (columns, right), (columns, right), kept",
+        old="return (columns, mean), (columns, right), _by_layer",
+        new="return (columns, right), (columns, right), _by_layer",
         tests=("tests/codecs/test_powersgd.py",),
         what="PowerSGD applies a rank's own factor in place of the mean.",
     ),
@@ -300,7 +300,7 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/block_scaled.py",
-        old="bool(divisors.min() >= torch.finfo(dtype).tiny)",
+        old="divisors.min().item() >= torch.finfo(dtype).tiny",
         new="True",
         tests=("tests/codecs/test_quantizers.py",),
         what="Codes leave int8 where a block's scale is below the normal numbers.",
