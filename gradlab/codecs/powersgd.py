@@ -121,7 +121,9 @@ class PowerSGD(Codec):
         def errors() -> Tensors:
             found: Tensors = {}
             for first, stack in stacks.items():
-                out = stack.matrices if context.reuse else memory(stack)
+                # What is written between other layers is rounded in another way, and a replay has it elsewhere.
+                in_place = context.reuse and stack.matrices.is_contiguous()
+                out = stack.matrices if in_place else memory(stack)
                 less_product = torch.addmm if out.ndim == 2 else torch.baddbmm
                 found[first] = less_product(stack.matrices, own[0][first], own[1][first], alpha=-1, out=out)
             return separated(found, {name: torch.zeros_like(grad) for name, grad in dense.items()})
@@ -407,6 +409,7 @@ class _Stack:
 
     @classmethod
     def of(cls, names: Sequence[str], shape: tuple[int, ...], grads: Tensors) -> _Stack:
+        """Stack layers. shape: of each one's matrix, or of an expert stack's matrices."""
         first = grads[names[0]]
         if len(names) == 1:
             return cls(names, first.shape, _shaped(first, shape))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Context, Tensors, concatenate, separate
+from gradlab.codec import Context, Tensors, concatenate, exchange_group, separate
 from gradlab.codecs.powersgd import PowerSGD, orthogonalize
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
@@ -288,14 +288,11 @@ def test_a_stack_gives_each_layer_what_it_gets_alone(
     alone = {str(at): (ErrorFeedback(PowerSGD(settings)), [Tensors(), Tensors()]) for at in range(len(shapes))}
     for iteration in range(3):
         grads = [
-            {
-                str(at): matrix(100 * iteration + 10 * rank + at, *shape).to(
-                    torch.float32 if mixed and at % 2 else None
-                )
-                for at, shape in enumerate(shapes)
-            }
+            {str(at): matrix(100 * iteration + 10 * rank + at, *shape) for at, shape in enumerate(shapes)}
             for rank in range(2)
         ]
+        if mixed:
+            grads = [{name: one.float() if int(name) % 2 else one for name, one in of.items()} for of in grads]
         if not apart and not mixed:
             grads = [separate(concatenate(one), one) for one in grads]
         results = exchange(together, grads, states, iteration)
@@ -309,6 +306,28 @@ def test_a_stack_gives_each_layer_what_it_gets_alone(
                     assert found.shape == expected.shape
                     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
             assert {key for key in states[0] if key.startswith(f"{name}/")} == alone[name][1][0].keys()
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("between", [(), (7,), (9, 20)])
+def test_where_a_stack_lies_and_what_is_written_in_it_changes_no_bit(rank: int, between: tuple[int, ...]) -> None:
+    """An engine lends gradients' memory, a replay keeps them. Layers of one shape may have others between them."""
+    shapes = [shape for _ in range(4) for shape in ((24, 31), between) if shape]
+    codec, states = ErrorFeedback(PowerSGD(PowerSGD.Settings(rank=rank))), [Tensors(), Tensors(), Tensors()]
+    for iteration in range(3):
+        apart = {str(at): matrix(10 * iteration + at, *shape).float() for at, shape in enumerate(shapes)}
+        beside = [separate(concatenate(apart).clone(), apart) for _ in range(2)]
+        runs = [
+            exchange_group(codec, given, state, Context(0, 1, iteration), reuse=reuse)
+            for given, state, reuse in zip((apart, *beside), states, (False, False, True), strict=True)
+        ]
+        [first], *others = [run_lockstep([run]) for run in runs]
+        states = [first.value.state, *(one.value.state for [one] in others)]
+        for [other] in others:
+            for name in apart:
+                assert torch.equal(other.value.mean[name], first.value.mean[name])
+            for key, kept in first.value.state.items():
+                assert torch.equal(other.value.state[key], kept), key
 
 
 @law(st.integers(1, 3), st.integers(0, 2), st.integers(0, 30))
