@@ -331,42 +331,37 @@ def unflatten(
     return result
 
 
-def flatten_alike(tensors: Sequence[torch.Tensor], workspace: Workspace, role: str) -> list[torch.Tensor]:
-    """Flatten gradients of one shape and dtype in GradiVeQ's order, see `flatten`: small ones in few calls for all.
+def flatten_alike(tensors: Sequence[torch.Tensor], workspace: Workspace, role: str) -> torch.Tensor:
+    """Flatten gradients of one shape and dtype in GradiVeQ's order, see `flatten`: in few calls for all.
 
     Args:
-        tensors: at least one.
+        tensors: at least one, each as small as a copy that takes less time than a call.
         workspace: where memory for copies comes from.
         role: of the layers.
 
     Returns:
-        Vectors (numel,), in order.
+        Their vectors, (tensors, numel). One tensor alone may be of any size, and its vector a view.
     """
     first, axes = tensors[0], _filters_last(tensors[0].ndim, role)
-    if not _worth_joining(len(tensors), first.numel(), axes):
-        return [flatten(tensor, "gradiveq", workspace, role) for tensor in tensors]
+    if len(tensors) == 1:
+        return flatten(first, "gradiveq", workspace, role).unsqueeze(0)
     joined = workspace.empty((len(tensors), *(first.shape[axis] for axis in axes)), first)
     native = joined.permute(0, *(1 + axes.index(axis) for axis in range(len(axes))))
     torch._foreach_copy_(list(native.unbind()), list(tensors))
-    return list(joined.view(len(tensors), -1).unbind())
+    return joined.view(len(tensors), first.numel())
 
 
-def unflatten_alike(
-    vectors: Sequence[torch.Tensor], shape: Sequence[int], workspace: Workspace, role: str
-) -> list[torch.Tensor]:
-    """Turn vectors back into gradients of one shape, the inverse of `flatten_alike`."""
-    axes = _filters_last(len(shape), role)
-    if not _worth_joining(len(vectors), vectors[0].numel(), axes):
-        return [unflatten(vector, shape, "gradiveq", workspace, role) for vector in vectors]
-    joined = torch.stack(list(vectors)).view(len(vectors), *(shape[axis] for axis in axes))
-    result = workspace.empty((len(vectors), *shape), joined)
-    result.permute(0, *(1 + axis for axis in axes)).copy_(joined)
+def unflatten_alike(vectors: torch.Tensor, shape: Sequence[int], workspace: Workspace, role: str) -> list[torch.Tensor]:
+    """Turn vectors (tensors, numel) back into gradients of one shape, the inverse of `flatten_alike`."""
+    count, axes = len(vectors), _filters_last(len(shape), role)
+    if count == 1:
+        return [unflatten(vectors[0], shape, "gradiveq", workspace, role)]
+    ordered = vectors.reshape(count, *(shape[axis] for axis in axes))
+    if axes == tuple(range(len(axes))):
+        return list(ordered.unbind())
+    result = workspace.empty((count, *shape), vectors)
+    result.permute(0, *(1 + axis for axis in axes)).copy_(ordered)
     return list(result.unbind())
-
-
-def _worth_joining(count: int, numel: int, axes: Sequence[int]) -> bool:
-    """Return whether gradients are copied to another order, and are so small that calls take longer than copies."""
-    return count > 1 and numel < _IN_PASSES_FROM and tuple(axes) != tuple(range(len(axes)))
 
 
 @functools.cache

@@ -61,7 +61,7 @@ class RecyclingWorkspace(Workspace):
     Small tensors get new memory, and so do tensors on a GPU, where the caching allocator reuses it.
     """
 
-    _SMALLEST = 64 * 1024  # bytes
+    _SMALLEST = 2**20  # bytes, from which on new memory takes longer than the lending does
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}

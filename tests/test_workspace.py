@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradlab.workspace import RecyclingWorkspace
 from support.laws import law
 
-LARGE = torch.zeros(64 * 1024)
+LARGE = torch.zeros(2**18)  # 1 MiB, the least that is lent
 
 
 def test_memory_comes_back_only_when_no_tensor_is_in_it() -> None:

@@ -8,6 +8,7 @@ learned from data are kept apart, in `learned`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 
 from gradlab.codec.kept import Kept
@@ -55,6 +57,12 @@ def stream_seed(*key: object) -> int:
     """Return the seed of the stream that follows from `key`, see `seeded_generator`."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+@functools.lru_cache(maxsize=2**12)
+def _seeds_of(keys: tuple[str, ...]) -> np.ndarray:
+    """Return the seed of each key's stream, uint64 (keys,): worked out once, as keys stay."""
+    return np.array([stream_seed(key) for key in keys], dtype=np.uint64)
 
 
 def alone(compute: Callable[[], Result]) -> Result:
@@ -145,10 +153,9 @@ class Context:
         when = self.iteration if every_iteration else "start"
         return seeded_generator("shared", self.seed, when, self.group, *key)
 
-    def shared_seeds(self, keys: Iterable[object]) -> list[int]:
-        """Give the seeds of `shared_generator` for several keys in this iteration: one generator can take them all."""
-        before = f"shared/{self.seed}/{self.iteration}/{self.group}"
-        return [stream_seed(before, key) for key in keys]
+    def shared_seeds(self, keys: tuple[str, ...]) -> np.ndarray:
+        """Give a seed for each key in this iteration, the same on every rank: uint64 (keys,)."""
+        return _seeds_of(keys) ^ np.uint64(stream_seed("shared", self.seed, self.iteration, self.group))
 
     def rank_generator(self, *key: object) -> torch.Generator:
         """Make a CPU generator whose stream is another one on every rank and in every iteration.

@@ -30,9 +30,9 @@ from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, flatten_alike, split_slices, unflatten_alike
-from gradlab.learning.alike_layers import AlikeCodes, SlicedGradient, alike_batches, split_alike, stacked
-from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
+from gradlab.layout import Layer, flatten_alike, unflatten_alike
+from gradlab.learning.alike_layers import SMALL, AlikeCodes, SlicedGradients
+from gradlab.learning.slice_code import SliceCode, SliceCoder, WholeCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
     Spectrum,
@@ -57,11 +57,11 @@ COMPLEMENTS = ("axes", "coordinates")
 
 @dataclass(frozen=True)
 class _Done:
-    """One layer's exchange: vectors (numel,) in GradiVeQ's order, and the layer's new state without its name."""
+    """The exchange of L alike layers: vectors (L, numel) in GradiVeQ's order, and new states without layers' names."""
 
     mean: torch.Tensor
     own: Callable[[], torch.Tensor]
-    state: Tensors
+    states: Sequence[Tensors]
 
 
 class GradiVeQ(Codec):
@@ -202,8 +202,8 @@ class GradiVeQ(Codec):
         # coordinates, by the first of layers that are coded together: what they belong to, and the draw.
         self._last_axes: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
         self._last_coordinates: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
-        self._views: tuple[Sequence[Layer], dict[str, tuple[Layer, Layer, int]]] = ((), {})  # the last of `_seen_as`
-        self._of_one_view: list[list[str]] = []  # of these layers
+        # The last layers and dtypes, and what `_views_of` says of them.
+        self._views: tuple[Any, list[torch.dtype], list[tuple[Layer, int, tuple[str, ...]]]] = ((), [], [])
         self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
         self._empty_bases: dict[tuple[object, ...], Tensors] = {}
         self._alike_codes = AlikeCodes()
@@ -237,21 +237,12 @@ class GradiVeQ(Codec):
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         states = _by_layer(state)
-        vectors = self._flattened(grads, context)
-        seen = self._seen_as(grads)
-        opened = [self._opened(*seen[name], vector, states.get(name, {})) for name, vector in vectors.items()]
-        batches = self._batches(opened)
+        batches = [batch for alike in self._flattened(grads, context) for batch in self._opened(alike, states)]
         parts = yield from together([self._exchanged(batch, context) for batch in batches])
-        done: dict[str, tuple[SlicedGradient, _Done]] = {
-            one.name: (one, layer)
-            for batch, layers_done in zip(batches, parts, strict=True)
-            for one, layer in zip(batch, layers_done, strict=True)
-        }
-
         return Exchanged(
-            self._unflattened({name: done[name][1].mean for name in grads}, grads, context),
-            Deferred(grads, lambda: self._unflattened({name: done[name][1].own() for name in grads}, grads, context)),
-            {key: value for name in grads for key, value in self._kept(name, done[name][1].state)},
+            self._unflattened(batches, [done.mean for done in parts], grads, context),
+            Deferred(grads, lambda: self._unflattened(batches, [done.own() for done in parts], grads, context)),
+            self._kept(grads, batches, parts),
         )
 
     def _of(self, name: str, layer_state: Tensors) -> Tensors:
@@ -272,97 +263,121 @@ class GradiVeQ(Codec):
             self._learned_by_layer = (self.learned, _by_layer(self.learned))
         return self._learned_by_layer[1].get(name, {})
 
-    def _kept(self, name: str, layer_state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a layer's state under the layer's name, without tensors that are still the learned ones."""
-        for key, value in layer_state.items():
-            if value is not self.learned.get(f"{name}/{key}"):
-                yield f"{name}/{key}", value
+    def _kept(self, grads: Tensors, batches: Sequence[SlicedGradients], parts: Sequence[_Done]) -> Tensors:
+        """Collect new states under their layers' names, without tensors that are still the learned ones."""
+        states = {
+            name: state
+            for batch, done in zip(batches, parts, strict=True)
+            for name, state in zip(batch.names, done.states, strict=True)
+            if state
+        }
+        return {
+            f"{name}/{key}": value
+            for name in grads
+            if name in states
+            for key, value in states[name].items()
+            if value is not self.learned.get(f"{name}/{key}")
+        }
 
-    def _seen_as(self, grads: Tensors) -> dict[str, tuple[Layer, Layer, int]]:
-        """Return each layer, how slices see it, and K where no basis says otherwise: once for the same layers."""
-        layers = self.layers_of(grads)
-        if self._views[0] is not layers:
-            views = {layer.name: (layer, self.slice_view(layer), self.slice_size(layer)) for layer in layers}
-            alike: dict[Any, list[str]] = {}
-            for name, (_, view, _) in views.items():
-                alike.setdefault((view.shape, view.role), []).append(name)
-            self._views, self._of_one_view = (layers, views), list(alike.values())
-        return self._views[1]
+    def _views_of(self, grads: Tensors) -> list[tuple[Layer, int, tuple[str, ...]]]:
+        """List how slices see layers, K where no basis says otherwise, and the names of layers that they see so.
 
-    def _alike(self, grads: Tensors) -> Iterator[tuple[Layer, list[str]]]:
-        """Yield how slices see layers, and the names of all layers that they see so and that have one dtype."""
-        views, several = self._seen_as(grads), len({grad.dtype for grad in grads.values()}) > 1
-        for names in [[name] for name in grads] if several else self._of_one_view:
-            yield views[names[0]][1], names
+        Names are of several layers if these are small and of one dtype. It is worked out once for the same layers.
+        """
+        layers, dtypes = self.layers_of(grads), [grad.dtype for grad in grads.values()]
+        if self._views[0] is not layers or self._views[1] != dtypes:
+            alike: dict[Any, list[Layer]] = {}
+            for layer, dtype in zip(layers, dtypes, strict=True):
+                view = self.slice_view(layer)
+                alone = layer.name if layer.numel >= SMALL else ""
+                alike.setdefault((view.shape, view.role, dtype, alone), []).append(layer)
+            seen = [
+                (self.slice_view(some[0]), self.slice_size(some[0]), tuple(one.name for one in some))
+                for some in alike.values()
+            ]
+            self._views = layers, dtypes, seen
+        return self._views[2]
 
-    def _flattened(self, grads: Tensors, context: Context) -> Tensors:
-        """Flatten gradients in GradiVeQ's order, by layer name."""
-        vectors: Tensors = {}
-        for view, names in self._alike(grads):
+    def _flattened(self, grads: Tensors, context: Context) -> Iterator[SlicedGradients]:
+        """Flatten gradients in GradiVeQ's order, those of alike layers together. States are yet to be looked at."""
+        for view, size, names in self._views_of(grads):
             seen = [_shaped(grads[name], view.shape) for name in names]
-            vectors |= zip(names, flatten_alike(seen, context.workspace, view.role), strict=True)
-        return {name: vectors[name] for name in grads}
+            vectors = flatten_alike(seen, context.workspace, view.role)
+            yield SlicedGradients(names, view, vectors, size, [{}] * len(names), *self._first({}))
 
-    def _unflattened(self, vectors: Tensors, grads: Tensors, context: Context) -> Tensors:
-        """Turn vectors in GradiVeQ's order into tensors of the gradients' shapes, by layer name."""
+    def _unflattened(
+        self, batches: Sequence[SlicedGradients], vectors: Sequence[torch.Tensor], grads: Tensors, context: Context
+    ) -> Tensors:
+        """Turn vectors of batches, in GradiVeQ's order, into tensors of the gradients' shapes, by layer name."""
         found: Tensors = {}
-        for view, names in self._alike(grads):
-            of_view = unflatten_alike([vectors[name] for name in names], view.shape, context.workspace, view.role)
-            found |= zip(names, of_view, strict=True)
+        for batch, of_batch in zip(batches, vectors, strict=True):
+            shaped = unflatten_alike(of_batch, batch.view.shape, context.workspace, batch.view.role)
+            found |= zip(batch.names, shaped, strict=True)
         return {name: _shaped(found[name], grad.shape) for name, grad in grads.items()}
 
-    def _opened(
-        self, layer: Layer, view: Layer, size: int, vector: torch.Tensor, layer_state: Tensors
-    ) -> SlicedGradient:
-        """Cut a layer's gradient into slices, and read what its state says is to be done."""
-        if self.settings.complement == 1 and not layer_state and not self.learned and vector.numel() >= size:
-            mode, position = self._first({})  # such a layer has no state, not even a clock
-        else:
-            layer_state = self._of(layer.name, layer_state)
-            mode, position = map(int, layer_state["clock"].tolist())
-            size = layer_state["basis"].shape[1] if "basis" in layer_state else size
-        slices, tail = split_slices(vector, size)
-        mode = mode if slices.numel() else DENSE
-        return SlicedGradient(layer.name, view, vector, slices, tail, layer_state, mode, position)
+    def _opened(self, alike: SlicedGradients, states: Mapping[str, Tensors]) -> list[SlicedGradients]:
+        """Read what the states of alike layers say, and put together those that are exchanged alike."""
+        every, elements = range(len(alike.names)), alike.vectors.shape[1]
+        if not self.learned and elements < alike.size:  # such layers have nothing to keep
+            return [alike.some(every, states=[states.get(name, {}) for name in alike.names], mode=DENSE)]
+        if self.settings.complement == 1 and not self.learned and states.keys().isdisjoint(alike.names):
+            return [alike] if self._in_batches(COMPRESSING) else [alike.some([place]) for place in every]
+        known = [self._of(name, states.get(name, {})) for name in alike.names]
+        batches: dict[Any, list[int]] = {}
+        for place, (name, state) in enumerate(zip(alike.names, known, strict=True)):
+            mode, position = map(int, state["clock"].tolist())
+            size = state["basis"].shape[1] if "basis" in state else alike.size
+            mode = mode if elements >= size else DENSE
+            which = self._exchanged_like(name, state) if self._in_batches(mode) else name
+            batches.setdefault((size, mode, position, which), []).append(place)
+        return [
+            alike.some(places, size=size, states=[known[place] for place in places], mode=mode, position=position)
+            for (size, mode, position, _), places in batches.items()
+        ]
 
-    def _batches(self, layers: Sequence[SlicedGradient]) -> list[list[SlicedGradient]]:
-        """Put together the small layers that are compressed alike: they take as many calls as one."""
+    def _exchanged_like(self, name: str, state: Tensors) -> object:
+        """Return what is the same of layers that one code may serve, besides their shape and clock."""
+        widths = self._widths(name, state["width"]) if "width" in state else ()
+        return widths, *[(what, state[what].shape) for what in ("basis", "mean") if what in state]
 
-        def widths_of(one: SlicedGradient) -> tuple[int, ...] | None:
-            alone = one.mode != COMPRESSING or self.settings.reuse is not None or self.settings.ring
-            return None if alone else self._widths(one.name, one.state["width"]) if "width" in one.state else ()
+    def _in_batches(self, mode: int) -> bool:
+        """Return whether alike layers in a mode are exchanged together: they take as many calls as one."""
+        alone = self.settings.reuse is not None or self.settings.ring
+        return mode == DENSE or (mode == COMPRESSING and not alone)
 
-        return alike_batches(layers, [widths_of(one) for one in layers])
-
-    def _exchanged(self, batch: Sequence[SlicedGradient], context: Context) -> Coroutine[list[_Done]]:
+    def _exchanged(self, batch: SlicedGradients, context: Context) -> Coroutine[_Done]:
         """Exchange layers that are compressed alike, or one of any kind."""
-        one = batch[0]
-        if one.mode == DENSE:
-            mean = yield Mean(one.vector)
-            return [_Done(mean, lambda: one.vector, one.state)]
-        if one.mode == SAMPLING:
-            return [(yield from self._sample(one, context))]
+        if batch.mode == DENSE:
+            mean = yield Mean(batch.vectors.reshape(-1))
+            return _Done(mean.view(batch.vectors.shape), lambda: batch.vectors, batch.states)
+        if batch.mode == SAMPLING:
+            return (yield from self._sample(batch, context))
         return (yield from self._compress(batch, context))
 
     # --- sampling ---
 
-    def _sample(self, layer: SlicedGradient, context: Context) -> Coroutine[_Done]:
+    def _sample(self, layer: SlicedGradients, context: Context) -> Coroutine[_Done]:
         """Exchange an iteration whose mean is a sample, and fit the bases after the last one."""
-        layer_state, position, shape = layer.state, layer.position, layer.slices.shape
-        mean, own = yield from self._quantized(layer.name, layer.vector, context)
+        (name,), (layer_state,), position = layer.names, layer.states, layer.position
+        mean, own = yield from self._quantized(name, layer.vectors[0], context)
+
+        def done(state: Tensors) -> _Done:
+            return _Done(mean.unsqueeze(0), lambda: own().unsqueeze(0), [state])
+
         if position < 0:
-            return _Done(mean, own, layer_state | {"clock": _clock(SAMPLING, position + 1)})
-        layer_state = self._with_sample(layer_state, position, mean[: shape.numel()].view(shape), context)
+            return done(layer_state | {"clock": _clock(SAMPLING, position + 1)})
+        slices = mean[: layer.count * layer.size].view(layer.count, layer.size)
+        layer_state = self._with_sample(layer_state, position, slices, context)
         number = position + 1
         stable = False
         if self._looks_for_stability(number):
-            widths = self._dimensions(self._spectra(*_samples(layer_state, number), shape[0]))
+            widths = self._dimensions(self._spectra(*_samples(layer_state, number), layer.count))
             agreed = yield Gather(torch.tensor(widths, dtype=torch.float32, device=mean.device))
             stable = torch.equal(layer_state.get("dimension", agreed[0] * 0), agreed[0])
             layer_state |= {"dimension": agreed[0]}
         if stable or number >= self.settings.sample_steps:
-            return _Done(mean, own, (yield from self._fit(layer_state, number, shape[0])))
-        return _Done(mean, own, layer_state | {"clock": _clock(SAMPLING, number)})
+            return done((yield from self._fit(layer_state, number, layer.count)))
+        return done(layer_state | {"clock": _clock(SAMPLING, number)})
 
     def _looks_for_stability(self, number: int) -> bool:
         """Return whether d is compared after `number` samples."""
@@ -453,70 +468,69 @@ class GradiVeQ(Codec):
 
     # --- compression ---
 
-    def _compress(self, batch: Sequence[SlicedGradient], context: Context) -> Coroutine[list[_Done]]:
+    def _compress(self, batch: SlicedGradients, context: Context) -> Coroutine[_Done]:
         """Exchange codes of layers that are compressed alike: slices of all, one basis after another."""
-        names = [one.name for one in batch]
-        slices, tail = stacked([one.slices for one in batch]), stacked([one.tail for one in batch])
-        states = [one.state for one in batch]
+        slices, tail, states = batch.slices, batch.tail, batch.states
         if self.settings.complement == 1:
-            states = [self._nothing_fitted(one.slices) for one in batch]
-        code = self._code_of(batch, states, slices.dtype, context)
-        mean = stacked([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
-        dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
-        segments = context.world_size if self.settings.ring else 1
-        turn = zlib.crc32(names[0].encode())  # the same on all ranks, another one for each layer
-        coder = SliceCoder(slices, code, mean, dtype, segments, turn, context.workspace)
-        requests: list[Request] = [self._codes(coder), Mean(tail)]
+            states = [self._nothing_fitted(batch)] * len(batch.names)
+        code = self._code_of(batch, states, context)
+        mean = torch.cat([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
+        coder = self._coder(batch.names[0], slices, code, mean, context)
+        requests: list[Request] = [self._codes(coder)]
+        if tail.numel():
+            requests.append(Mean(tail))
         if self.settings.monitor != "off":
-            requests.append(Mean(self._votes(batch, coder.own())))
-        summed, rest, *votes = yield tuple(requests)
+            requests.append(Mean(self._votes(batch, slices, coder.own())))
+        summed, *others = yield tuple(requests)
+        decode = coder.decoded if isinstance(coder, SliceCoder) else functools.partial(coder.decode, summed)
+        average = context.alike(decode)
+        outvoted = [vote > 0.5 for vote in others[-1].tolist()] if self.settings.monitor != "off" else []
+        new: Sequence[Tensors] = [{}] * len(states)
+        if self.settings.complement < 1 or any(outvoted):  # else nothing is fitted, and nothing kept
+            rows = zip(batch.names, states, batch.of_each(average), outvoted or [False] * len(states), strict=True)
+            new = yield from together([self._after(*row, batch.position, context) for row in rows])
+        ended = others[0] if tail.numel() else tail
+        return _Done(batch.joined(average, ended), lambda: batch.joined(coder.own(), tail), new)
+
+    def _coder(
+        self, name: str, slices: torch.Tensor, code: SliceCode, mean: torch.Tensor | None, context: Context
+    ) -> WholeCoder | SliceCoder:
+        """Return what codes the slices of alike layers, of which `name` is the first: at once, or in a ring's parts."""
+        dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
         if not self.settings.ring:
-            coder.receive(*coder.bounds[0], summed)
-        averages, rests = split_alike(context.alike(coder.decoded), batch), rest.chunk(len(batch))
-        outvoted = [vote > 0.5 for vote in votes[0].tolist()] if votes else [False] * len(batch)
-        rows = zip(names, states, [batch[0].position] * len(batch), averages, outvoted, strict=True)
-        if self.settings.complement == 1 and not any(outvoted):
-            new: list[Tensors] = [{} for _ in batch]  # nothing is fitted, and nothing kept
-        else:
-            new = yield from together([self._after(*row, context) for row in rows])
-        own = functools.cache(lambda: split_alike(coder.own(), batch))  # of all layers, decoded once
+            return WholeCoder(slices, code, mean, dtype, context.workspace)
+        turn = zlib.crc32(name.encode())  # the same on all ranks, another one for each layer
+        return SliceCoder(slices, code, mean, dtype, context.world_size, turn, context.workspace)
 
-        def own_of(number: int) -> torch.Tensor:
-            return joined(own()[number], batch[number].tail)
-
-        return [
-            _Done(joined(average, ended), functools.partial(own_of, number), state)
-            for number, (average, ended, state) in enumerate(zip(averages, rests, new, strict=True))
-        ]
-
-    def _codes(self, coder: SliceCoder) -> Request:
+    @staticmethod
+    def _codes(coder: WholeCoder | SliceCoder) -> Request:
         """Request the mean of codes: at once, or segment by segment."""
-        if not self.settings.ring:
-            return Mean(coder.encode(*coder.bounds[0]))
+        if isinstance(coder, WholeCoder):
+            return Mean(coder.codes)
         return Ring(SummedRing(coder.bounds, coder.encode, coder.receive, 1, coder.dtype))
 
-    def _nothing_fitted(self, slices: torch.Tensor) -> Tensors:
+    def _nothing_fitted(self, batch: SlicedGradients) -> Tensors:
         """Return bases without axes, which random axes complete: they need no state."""
-        key = (slices.shape, slices.dtype, slices.device)
+        like = batch.vectors
+        key = (batch.count, batch.size, like.dtype, like.device)
         if key not in self._empty_bases:  # the same tensors in every iteration, so that what follows from them is known
-            bases = len(fitted_slices(len(slices), self.settings.reuse))
+            bases = len(fitted_slices(batch.count, self.settings.reuse))
             self._empty_bases[key] = {
-                "basis": slices.new_zeros(bases, slices.shape[1], 0),
-                "width": torch.tensor(float(self._width(slices.shape[1]))),
+                "basis": like.new_zeros(bases, batch.size, 0),
+                "width": torch.tensor(float(self._width(batch.size))),
             }
         return self._empty_bases[key]
 
-    def _code_of(
-        self, batch: Sequence[SlicedGradient], states: Sequence[Tensors], dtype: torch.dtype, context: Context
-    ) -> SliceCode:
+    def _code_of(self, batch: SlicedGradients, states: Sequence[Tensors], context: Context) -> SliceCode:
         """Return the code of layers that are compressed alike in this iteration: fitted axes, and what is drawn."""
-        basis, width = states[0]["basis"], self._widths(batch[0].name, states[0]["width"])[0]
+        dtype, basis = batch.vectors.dtype, states[0]["basis"]
+        width = self._widths(batch.names[0], states[0]["width"])[0]
         if self.settings.complement == 0 or self.settings.drawn == "axes" or width == basis.shape[2]:
-            pairs = zip(batch, states, strict=True)
-            return self._alike_codes.of([self._code(one.name, state, dtype, context) for one, state in pairs], batch)
-        drawn = self._coordinates(batch, basis, width - basis.shape[2], context)
-        bases = self._alike_codes.bases_of([state["basis"].to(dtype) for state in states], batch)
-        reuse = self.settings.reuse if len(batch) == 1 else len(batch[0].slices)
+            pairs = zip(batch.names, states, strict=True)
+            return self._alike_codes.of([self._code(name, state, dtype, context) for name, state in pairs], batch)
+        drawn = self._coordinates(batch.names, basis, width - basis.shape[2], context)
+        bases = self._alike_codes.bases_of([state["basis"].to(dtype) for state in states], batch.names)
+        reuse = self.settings.reuse if len(batch.names) == 1 else batch.count
         return SliceCode(bases, (basis.shape[2],) * len(bases), reuse, drawn)
 
     def _code(self, name: str, layer_state: Tensors, dtype: torch.dtype, context: Context) -> SliceCode:
@@ -549,27 +563,21 @@ class GradiVeQ(Codec):
             last = self._last_axes[name] = (key, basis, drawn)
         return last[2]
 
-    def _coordinates(
-        self, batch: Sequence[SlicedGradient], basis: torch.Tensor, count: int, context: Context
-    ) -> torch.Tensor:
+    def _coordinates(self, names: tuple[str, ...], basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
         """Draw `count` coordinates for each basis of alike layers, (L B, count), where one layer's are (B, K, d)."""
         bases, size, _ = basis.shape
-        names = tuple(one.name for one in batch)
         key = (context.seed, context.iteration, context.group, names, bases, size, count, basis.device)
         last = self._last_coordinates.get(names[0])
         if last is None or last[0] != key:  # ranks that are played in one process share them, too
             drawn = random_coordinates(context.shared_seeds(names), bases, size, count)
-            last = self._last_coordinates[names[0]] = (key, drawn.to(basis.device))
+            # The host goes on: memory that is not pinned is read before the call returns.
+            last = self._last_coordinates[names[0]] = (key, drawn.to(basis.device, non_blocking=True))
         return last[1]
 
-    def _votes(self, batch: Sequence[SlicedGradient], decoded: torch.Tensor) -> torch.Tensor:
+    def _votes(self, batch: SlicedGradients, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Return for each layer 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (layers,)."""
-        return decoded.new_tensor(
-            [
-                float(self._votes_for(one.slices, own))
-                for one, own in zip(batch, split_alike(decoded, batch), strict=True)
-            ]
-        )
+        pairs = zip(batch.of_each(slices), batch.of_each(decoded), strict=True)
+        return decoded.new_tensor([float(self._votes_for(*pair)) for pair in pairs])
 
     def _votes_for(self, slices: torch.Tensor, decoded: torch.Tensor) -> bool:
         loss, norm = squared_norm(slices - decoded), 1.0
@@ -578,7 +586,7 @@ class GradiVeQ(Codec):
         return bool(loss > self.settings.monitor_threshold * norm)
 
     def _after(
-        self, name: str, layer_state: Tensors, position: int, average: torch.Tensor, outvoted: bool, context: Context
+        self, name: str, layer_state: Tensors, average: torch.Tensor, outvoted: bool, position: int, context: Context
     ) -> Coroutine[Tensors]:
         """Return the state after a compressed iteration. average: the decoded mean, (M, K)."""
         if outvoted and self.settings.on_loss == "stop":
@@ -763,11 +771,6 @@ def _samples(layer_state: Tensors, number: int) -> tuple[torch.Tensor, torch.Ten
     # If the last one is not finite, neither is this iteration, and what comes of it is thrown away.
     samples = torch.stack([layer_state[f"sample {n}"] for n in range(number)]).nan_to_num(0, 0, 0)
     return samples, (layer_state["sum"] / number).nan_to_num(0, 0, 0) if "sum" in layer_state else None
-
-
-def joined(slices: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """Join slices (M, K) and the elements that fill no slice to one vector."""
-    return torch.cat([slices.reshape(-1), tail]) if tail.numel() else slices.reshape(-1)
 
 
 def _clock(mode: int, position: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ whenever the recording runs, as they would have been without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -133,7 +132,7 @@ class _FixedContext(Context):
             return _Changing(_RANDOM_NUMBERS)
         return super().shared_generator(*key, every_iteration=False)
 
-    def shared_seeds(self, keys: Iterable[object]) -> Any:
+    def shared_seeds(self, keys: tuple[str, ...]) -> Any:
         return _Changing(_RANDOM_NUMBERS)
 
     def rank_generator(self, *key: object) -> Any:

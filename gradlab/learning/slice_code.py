@@ -7,9 +7,7 @@ own, and so that a ring's segments can be cut between any two codes.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -19,6 +17,8 @@ import torch
 from gradlab.collectives.ring import segment_bounds
 from gradlab.learning.slice_pca import served_rows
 from gradlab.workspace import Workspace
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what SplitMix64 adds to its state for each number
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SliceCode:
     reuse: int | None = None
     coordinates: torch.Tensor | None = None
 
-    @functools.cached_property
+    @property
     def widths(self) -> tuple[int, ...]:
         """Codes of a slice, for each basis."""
         more = 0 if self.coordinates is None else self.coordinates.shape[1]
@@ -130,6 +130,42 @@ class SliceCode:
             out.index_add_(1, self.coordinates[b], codes[:, axes.shape[1] :])
 
 
+class WholeCoder:
+    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5), of all at once.
+
+    Args:
+        slices: (M, K).
+        code: of these slices.
+        mean: (M, K), or None.
+        dtype: of codes.
+        workspace: where memory comes from.
+    """
+
+    def __init__(
+        self,
+        slices: torch.Tensor,
+        code: SliceCode,
+        mean: torch.Tensor | None,
+        dtype: torch.dtype,
+        workspace: Workspace,
+    ) -> None:
+        self._slices, self._code, self._mean, self._workspace = slices, code, mean, workspace
+        self.codes = code.encode(_centred(slices, mean, workspace)).to(dtype)
+
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the slices (M, K) that codes of all of them stand for."""
+        out = self._code.decode(codes.to(self._slices.dtype), self._workspace.empty_like(self._slices))
+        return out if self._mean is None else out.add_(self._mean)
+
+    def own(self) -> torch.Tensor:
+        """Decode this rank's own codes: (M, K)."""
+        return self.decode(self.codes)
+
+
+def _centred(slices: torch.Tensor, mean: torch.Tensor | None, workspace: Workspace) -> torch.Tensor:
+    return slices if mean is None else torch.sub(slices, mean, out=workspace.empty_like(slices))
+
+
 class SliceCoder:
     """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5), run by run.
 
@@ -194,9 +230,8 @@ class SliceCoder:
     def _encode(self, first: int, last: int) -> None:
         if first == last:
             return
-        centred = self._slices[first:last]
-        if self._mean is not None:
-            centred = torch.sub(centred, self._mean[first:last], out=self._workspace.empty_like(centred))
+        mean = None if self._mean is None else self._mean[first:last]
+        centred = _centred(self._slices[first:last], mean, self._workspace)
         self._codes[self._edges[first] : self._edges[last]].copy_(self._code.encode(centred, first))
 
     def receive(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
@@ -236,20 +271,30 @@ class SliceCoder:
         return out
 
 
-def random_coordinates(seeds: Sequence[int], bases: int, size: int, count: int) -> torch.Tensor:
+def random_coordinates(seeds: np.ndarray, bases: int, size: int, count: int) -> torch.Tensor:
     """Draw `count` different ones of `size` coordinates for each of B bases of L layers, uniformly.
 
-    seeds: of each layer's stream on the CPU, the same on every rank.
+    Every coordinate gets a random number of 64 bits, and those with the smallest numbers are drawn. The numbers follow
+    from a layer's seed and their place alone (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014: SplitMix64), so that those of all layers are computed in a few calls.
+
+    seeds: of each layer's stream, uint64 (L,), the same on every rank.
 
     Returns:
-        int64 (L B, count), ascending: the first numbers of the stream's permutations.
+        int64 (L B, count), ascending.
     """
-    generator, drawn = torch.Generator(), torch.empty(size, dtype=torch.int64)
-    chosen, found = drawn.numpy()[:count], np.empty((len(seeds) * bases, count), np.int64)
-    for layer, seed in enumerate(seeds):
-        generator.manual_seed(seed)
-        for row in range(layer * bases, (layer + 1) * bases):
-            torch.randperm(size, generator=generator, out=drawn)
-            found[row] = chosen
-    found.sort(axis=1)  # a tenth of torch's time for so few
-    return torch.from_numpy(found)
+    places = np.arange(1, bases * size + 1, dtype=np.uint64) * _GOLDEN
+    numbers = _mixed(np.add.outer(_mixed(seeds.copy()), places)).reshape(len(seeds) * bases, size)
+    found = numbers.argpartition(count - 1, axis=1)[:, :count]
+    return torch.from_numpy(np.sort(found, axis=1))
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 numbers, in place: SplitMix64's function of its state."""
+    shifted = numbers >> np.uint64(30)
+    numbers ^= shifted
+    numbers *= np.uint64(0xBF58476D1CE4E5B9)
+    numbers ^= np.right_shift(numbers, np.uint64(27), out=shifted)
+    numbers *= np.uint64(0x94D049BB133111EB)
+    numbers ^= np.right_shift(numbers, np.uint64(31), out=shifted)
+    return numbers
