@@ -353,7 +353,7 @@ def flatten_alike(tensors: Sequence[torch.Tensor], workspace: Workspace, role: s
 
 def unflatten_alike(vectors: torch.Tensor, shape: Sequence[int], workspace: Workspace, role: str) -> list[torch.Tensor]:
     """Turn vectors (tensors, numel) back into gradients of one shape, the inverse of `flatten_alike`."""
-    count, axes = len(vectors), _filters_last(len(shape), role)
+    count, axes = vectors.shape[0], _filters_last(len(shape), role)
     if count == 1:
         return [unflatten(vectors[0], shape, "gradiveq", workspace, role)]
     ordered = vectors.reshape(count, *(shape[axis] for axis in axes))

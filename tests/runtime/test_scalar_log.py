@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -25,6 +24,7 @@ from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.runtime import ScalarLog
 from support.command_line import Command
+from support.warm_python import python
 
 STEPS = 12
 
@@ -45,9 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--log",
         folder / "run.jsonl",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "gradlab", *map(str, words)], capture_output=True, text=True, cwd=folder
-    )
+    done = subprocess.run([python(), "-m", "gradlab", *map(str, words)], capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run.jsonl"
 
@@ -81,7 +79,7 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
     """A real process that watches, a log that grows, in pieces of lines too."""
     path = tmp_path / "run.jsonl"
     path.write_text("")
-    watching = subprocess.Popen([sys.executable, "-m", "gradlab", "watch", path], stdout=subprocess.PIPE, text=True)
+    watching = subprocess.Popen([python(), "-m", "gradlab", "watch", path], stdout=subprocess.PIPE, text=True)
     with open(path, "a") as file:
         for piece in ('{"step": 1, "time": 1.0, "loss": 2', '.5}\n{"step": 2,', ' "time": 3.0, "loss": 1.5}\n'):
             file.write(piece)
