@@ -13,7 +13,6 @@ bytes (`slice_axis`).
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten_alike, unflatten_alike
 from gradlab.learning.alike_layers import SMALL, AlikeCodes, SlicedGradients
-from gradlab.learning.slice_code import SliceCode, SliceCoder, WholeCoder, random_coordinates
+from gradlab.learning.slice_code import CodedSlices, SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
     Spectrum,
@@ -474,40 +473,40 @@ class GradiVeQ(Codec):
         if self.settings.complement == 1:
             states = [self._nothing_fitted(batch)] * len(batch.names)
         code = self._code_of(batch, states, context)
-        mean = torch.cat([state["mean"].to(slices.dtype) for state in states]) if "mean" in states[0] else None
-        coder = self._coder(batch.names[0], slices, code, mean, context)
-        requests: list[Request] = [self._codes(coder)]
+        means = [state["mean"].to(slices.dtype) for state in states if "mean" in state]
+        mean = (means[0] if len(means) == 1 else torch.cat(means)) if means else None
+        dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
+        coded = CodedSlices(slices, code, mean, dtype, context.workspace)
+        request, decoded, own = self._asked(coded, batch.names[0], context)
+        requests = [request]
         if tail.numel():
             requests.append(Mean(tail))
         if self.settings.monitor != "off":
-            requests.append(Mean(self._votes(batch, slices, coder.own())))
+            requests.append(Mean(self._votes(batch, slices, own())))
         summed, *others = yield tuple(requests)
-        decode = coder.decoded if isinstance(coder, SliceCoder) else functools.partial(coder.decode, summed)
-        average = context.alike(decode)
+        average = context.alike(lambda: decoded(summed))
         outvoted = [vote > 0.5 for vote in others[-1].tolist()] if self.settings.monitor != "off" else []
         new: Sequence[Tensors] = [{}] * len(states)
         if self.settings.complement < 1 or any(outvoted):  # else nothing is fitted, and nothing kept
             rows = zip(batch.names, states, batch.of_each(average), outvoted or [False] * len(states), strict=True)
             new = yield from together([self._after(*row, batch.position, context) for row in rows])
         ended = others[0] if tail.numel() else tail
-        return _Done(batch.joined(average, ended), lambda: batch.joined(coder.own(), tail), new)
+        return _Done(batch.joined(average, ended), lambda: batch.joined(own(), tail), new)
 
-    def _coder(
-        self, name: str, slices: torch.Tensor, code: SliceCode, mean: torch.Tensor | None, context: Context
-    ) -> WholeCoder | SliceCoder:
-        """Return what codes the slices of alike layers, of which `name` is the first: at once, or in a ring's parts."""
-        dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
+    def _asked(
+        self, coded: CodedSlices, name: str, context: Context
+    ) -> tuple[Request, Callable[[Any], torch.Tensor], Callable[[], torch.Tensor]]:
+        """Return the request for the mean of codes, what decodes its answer, and what decodes this rank's own codes.
+
+        They travel at once, or in a ring's segments. name: of the first of the layers.
+        """
         if not self.settings.ring:
-            return WholeCoder(slices, code, mean, dtype, context.workspace)
+            codes = coded.encode()
+            return Mean(codes), coded.decode, lambda: coded.decode(codes)
         turn = zlib.crc32(name.encode())  # the same on all ranks, another one for each layer
-        return SliceCoder(slices, code, mean, dtype, context.world_size, turn, context.workspace)
-
-    @staticmethod
-    def _codes(coder: WholeCoder | SliceCoder) -> Request:
-        """Request the mean of codes: at once, or segment by segment."""
-        if isinstance(coder, WholeCoder):
-            return Mean(coder.codes)
-        return Ring(SummedRing(coder.bounds, coder.encode, coder.receive, 1, coder.dtype))
+        coder = SliceCoder(coded, context.world_size, turn)
+        ring = Ring(SummedRing(coder.bounds, coder.encode, coder.receive, 1, coded.dtype))
+        return ring, lambda _: coder.decoded(), coder.own
 
     def _nothing_fitted(self, batch: SlicedGradients) -> Tensors:
         """Return bases without axes, which random axes complete: they need no state."""

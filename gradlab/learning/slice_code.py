@@ -130,44 +130,39 @@ class SliceCode:
             out.index_add_(1, self.coordinates[b], codes[:, axes.shape[1] :])
 
 
-class WholeCoder:
-    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5), of all at once.
+@dataclass(frozen=True)
+class CodedSlices:
+    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5).
 
-    Args:
-        slices: (M, K).
-        code: of these slices.
-        mean: (M, K), or None.
-        dtype: of codes.
-        workspace: where memory comes from.
+    slices: (M, K).
+    code: of these slices.
+    mean: (M, K), or None.
+    dtype: of codes.
+    workspace: where memory comes from.
     """
 
-    def __init__(
-        self,
-        slices: torch.Tensor,
-        code: SliceCode,
-        mean: torch.Tensor | None,
-        dtype: torch.dtype,
-        workspace: Workspace,
-    ) -> None:
-        self._slices, self._code, self._mean, self._workspace = slices, code, mean, workspace
-        self.codes = code.encode(_centred(slices, mean, workspace)).to(dtype)
+    slices: torch.Tensor
+    code: SliceCode
+    mean: torch.Tensor | None
+    dtype: torch.dtype
+    workspace: Workspace
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the slices (M, K) that codes of all of them stand for."""
-        out = self._code.decode(codes.to(self._slices.dtype), self._workspace.empty_like(self._slices))
-        return out if self._mean is None else out.add_(self._mean)
+    def encode(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Return the codes of slices `first` to `last`, or of all, a vector."""
+        centred = self.slices[first:last]
+        if self.mean is not None:
+            centred = torch.sub(centred, self.mean[first:last], out=self.workspace.empty_like(centred))
+        return self.code.encode(centred, first).to(self.dtype)
 
-    def own(self) -> torch.Tensor:
-        """Decode this rank's own codes: (M, K)."""
-        return self.decode(self.codes)
-
-
-def _centred(slices: torch.Tensor, mean: torch.Tensor | None, workspace: Workspace) -> torch.Tensor:
-    return slices if mean is None else torch.sub(slices, mean, out=workspace.empty_like(slices))
+    def decode(self, codes: torch.Tensor, out: torch.Tensor | None = None, first: int = 0) -> torch.Tensor:
+        """Return the slices (m, K) that codes stand for: all of them, or those from `first` on, in `out`."""
+        out = self.workspace.empty_like(self.slices) if out is None else out
+        self.code.decode(codes.to(self.slices.dtype), out, first)
+        return out if self.mean is None else out.add_(self.mean[first : first + out.shape[0]])
 
 
 class SliceCoder:
-    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5), run by run.
+    """Codes and decodes one rank's slices run by run.
 
     The codes of all slices are cut into segments of equal length, to one code, wherever slices begin and end: then a
     ring's segments are equal too, whatever layers are fused. (Whole slices would leave segments of small layers empty.)
@@ -176,32 +171,18 @@ class SliceCoder:
     it.
 
     Args:
-        slices: (M, K).
-        code: of these slices.
-        mean: (M, K), or None.
-        dtype: of codes.
+        coded: the slices, (M, K), and what codes them.
         segments: to cut the codes into.
         turn: see `segment_bounds`.
-        workspace: where memory comes from.
     """
 
-    def __init__(
-        self,
-        slices: torch.Tensor,
-        code: SliceCode,
-        mean: torch.Tensor | None,
-        dtype: torch.dtype,
-        segments: int,
-        turn: int,
-        workspace: Workspace,
-    ) -> None:
-        self._slices, self._code, self._mean, self._workspace = slices, code, mean, workspace
-        self.dtype = dtype
-        self._edges = code.edges(len(slices))
+    def __init__(self, coded: CodedSlices, segments: int, turn: int) -> None:
+        self._of, slices = coded, coded.slices
+        self._edges = coded.code.edges(len(slices))
         self.bounds = segment_bounds(self._edges[-1], segments, turn)
         self._runs = self._slice_runs()
-        self._codes = slices.new_empty(self._edges[-1], dtype=dtype)
-        self._means = slices.new_empty(self._edges[-1], dtype=dtype)
+        self._codes = slices.new_empty(self._edges[-1], dtype=coded.dtype)
+        self._means = slices.new_empty(self._edges[-1], dtype=coded.dtype)
         self._coded = [False] * len(self._runs)
         self._missing = [self._edges[last] - self._edges[first] for first, last in self._runs]
         self._decoded: torch.Tensor | None = None
@@ -209,7 +190,7 @@ class SliceCoder:
     def _slice_runs(self) -> list[tuple[int, int]]:
         """List for each segment the slices [first, last) whose first code lies in it."""
         starts = [bisect_left(self._edges, first) for first, _ in self.bounds]
-        return list(pairwise([*starts, len(self._slices)]))
+        return list(pairwise([*starts, len(self._of.slices)]))
 
     def _runs_of(self, first: int, last: int) -> range:
         """List the runs that codes first to last belong to."""
@@ -228,11 +209,8 @@ class SliceCoder:
         return self._codes[first:last]
 
     def _encode(self, first: int, last: int) -> None:
-        if first == last:
-            return
-        mean = None if self._mean is None else self._mean[first:last]
-        centred = _centred(self._slices[first:last], mean, self._workspace)
-        self._codes[self._edges[first] : self._edges[last]].copy_(self._code.encode(centred, first))
+        if first < last:
+            self._codes[self._edges[first] : self._edges[last]].copy_(self._of.encode(first, last))
 
     def receive(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
         """Take in the mean codes `first` to `last`, decode slices whose codes are complete now; return the codes."""
@@ -246,16 +224,12 @@ class SliceCoder:
 
     def _whole(self) -> torch.Tensor:
         if self._decoded is None:
-            self._decoded = self._workspace.empty_like(self._slices)
+            self._decoded = self._of.workspace.empty_like(self._of.slices)
         return self._decoded
 
     def _decode(self, codes: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
-        if first == last:
-            return
-        numbers = codes[self._edges[first] : self._edges[last]].to(self._slices.dtype)
-        self._code.decode(numbers, out[first:last], first)
-        if self._mean is not None:
-            out[first:last].add_(self._mean[first:last])
+        if first < last:
+            self._of.decode(codes[self._edges[first] : self._edges[last]], out[first:last], first)
 
     def decoded(self) -> torch.Tensor:
         """Return the slices (M, K) that all mean codes stand for, once they are received."""
@@ -265,7 +239,7 @@ class SliceCoder:
 
     def own(self) -> torch.Tensor:
         """Decode this rank's own codes: (M, K)."""
-        out, codes = self._workspace.empty_like(self._slices), self.encode(0, self._edges[-1])
+        out, codes = self._of.workspace.empty_like(self._of.slices), self.encode(0, self._edges[-1])
         for run in self._runs:
             self._decode(codes, *run, out)
         return out

@@ -383,6 +383,14 @@ MUTANTS = (
         what="Alike layers are coded under bases of an earlier cycle.",
     ),
     Mutant(
+        file="gradlab/learning/alike_layers.py",
+        old="self.vectors[list(places)]",
+        new="self.vectors[: len(places)]",
+        tests=("tests/codecs/test_gradiveq.py",),
+        what="Where states part alike layers, one's gradient is sent as another's.",
+        select="part_where",
+    ),
+    Mutant(
         file="gradlab/codecs/powersgd.py",
         old='if method == "power" else 0.0',
         new='if method == "svd" else 0.0',

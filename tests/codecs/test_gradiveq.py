@@ -404,6 +404,31 @@ def test_layers_that_are_alike_give_together_what_each_gives_alone(settings: dic
                     assert_close(result.value.state[key], value)
 
 
+@pytest.mark.parametrize("drawn", ["axes", "coordinates"])
+def test_alike_layers_part_where_their_states_do(drawn: str) -> None:
+    """One of three is sent dense, say since most ranks voted so: the two others are still coded together."""
+    method, names = codec(ratio=3.0, complement=1.0, drawn=drawn, compressed_steps=0), ["a", "b", "c"]
+    grads = [{name: gradient(rank + 10 * at, 0) for at, name in enumerate(names)} for rank in range(2)]
+    state = {"b/clock": torch.tensor([float(DENSE), 0.0])}
+
+    def run(chosen: list[str]) -> list[Exchanged]:
+        of_chosen = {key: value for key, value in state.items() if key.split("/")[0] in chosen}
+        exchanges = [
+            exchange_group(method, {name: grads[rank][name] for name in chosen}, of_chosen, Context(rank, 2, 3, "g"))
+            for rank in range(2)
+        ]
+        return [result.value for result in run_lockstep(exchanges)]
+
+    of_all, of_each = run(names), {name: run([name]) for name in names}
+    for rank, done in enumerate(of_all):
+        assert done.state.keys() == {"b/clock"}
+        torch.testing.assert_close(done.mean["b"], (grads[0]["b"] + grads[1]["b"]) / 2)
+        for name in names:
+            torch.testing.assert_close(done.mean[name], of_each[name][rank].mean[name], rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(done.own[name], of_each[name][rank].own[name], rtol=1e-11, atol=1e-13)
+    assert not torch.allclose(of_all[0].mean["a"], (grads[0]["a"] + grads[1]["a"]) / 2)
+
+
 @pytest.mark.parametrize(
     ("basis", "width", "settings", "said"),
     [

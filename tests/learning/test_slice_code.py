@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of
-from gradlab.learning.slice_code import SliceCode, SliceCoder, random_coordinates
+from gradlab.learning.slice_code import CodedSlices, SliceCode, SliceCoder, random_coordinates
 from gradlab.workspace import Workspace
 from support.laws import law
 
@@ -110,7 +110,8 @@ def test_segments_in_any_order_give_the_same_bits(
     """Every rank of a ring comes to the segments in another order; what it codes and decodes is what one pass gives."""
     code, rows = drawn_code(seed, slices, reuse, coordinates)
     mean = rows.flip(0) / 2 if whitening else None
-    coders = [SliceCoder(rows, code, mean, rows.dtype, segments, seed, Workspace()) for _ in range(2)]
+    coded = CodedSlices(rows, code, mean, rows.dtype, Workspace())
+    coders = [SliceCoder(coded, segments, seed) for _ in range(2)]
     orders = [list(range(segments)), random.Random(seed).sample(range(segments), segments)]
     for coder, order in zip(coders, orders, strict=True):
         for segment in order:
@@ -121,11 +122,12 @@ def test_segments_in_any_order_give_the_same_bits(
     centred = rows if mean is None else rows - mean
     expected = code.decode(code.encode(centred), torch.empty_like(rows)) + (rows * 0 if mean is None else mean)
     torch.testing.assert_close(coders[0].decoded(), expected)
+    assert torch.equal(coded.decode(coded.encode()), expected)
 
 
 def test_codes_that_are_missing_are_noticed() -> None:
     code, rows = drawn_code(0, 4, None, 2)
-    coder = SliceCoder(rows, code, None, rows.dtype, 3, 0, Workspace())
+    coder = SliceCoder(CodedSlices(rows, code, None, rows.dtype, Workspace()), 3, 0)
     coder.receive(*coder.bounds[0], coder.encode(*coder.bounds[0]))
     with pytest.raises(RuntimeError, match="codes have not been received"):
         coder.decoded()
@@ -143,15 +145,9 @@ def test_algorithm_1_has_equal_segments_over_all_fused_layers(ranks: int, ratio:
     for layer in layers:
         size = codec.slice_size(layer)
         code = SliceCode(torch.zeros(1, size, size // ratio), (size // ratio,))
-        coder = SliceCoder(
-            torch.zeros(layer.numel // size, size),
-            code,
-            None,
-            torch.float32,
-            ranks,
-            crc32(layer.name.encode()),
-            Workspace(),
-        )
+        slices = torch.zeros(layer.numel // size, size)
+        coded = CodedSlices(slices, code, None, torch.float32, Workspace())
+        coder = SliceCoder(coded, ranks, crc32(layer.name.encode()))
         lengths.append(torch.tensor([last - first for first, last in coder.bounds]))
     for fused in (lengths, lengths[:-4], lengths[-4:], lengths[:12]):
         total = torch.stack(fused).sum(0)
