@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from gradlab.capture.recorder import TraceRecorder
-from gradlab.ddp.frameworks import bare_optimizer, ddp_of_accelerate
+from gradlab.ddp.frameworks import ddp_of_accelerate
+from gradlab.ddp.optimizers import bare_optimizer
 
 try:
     from accelerate import Accelerator

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from gradlab.capture.recorder import TraceRecorder
-from gradlab.ddp.frameworks import bare_optimizer, ddp_of_trainer, wrap_again
+from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
+from gradlab.ddp.optimizers import bare_optimizer
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

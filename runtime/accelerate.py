@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp.frameworks import bare_optimizer, ddp_of_accelerate
+from gradlab.ddp.frameworks import ddp_of_accelerate
+from gradlab.ddp.optimizers import bare_optimizer
 from gradlab.ddp.wrapping import bare_module
 from gradlab.plan import Plan
 from gradlab.runtime import attach

@@ -17,7 +17,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from gradlab.ddp.frameworks import bare_optimizer, ddp_of_trainer, wrap_again
+from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
+from gradlab.ddp.optimizers import bare_optimizer
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress

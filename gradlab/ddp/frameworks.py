@@ -92,20 +92,6 @@ def only_optimizer(trainer: Any, caller: str) -> torch.optim.Optimizer:
     return optimizer
 
 
-def bare_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside Accelerate's wrapper; any other as it is.
-
-    Args:
-        optimizer: as `prepare` returned it, or None.
-
-    Returns:
-        torch's optimizer, or None.
-    """
-    while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inside
-    return optimizer
-
-
 def wrap_again(trainer: Any) -> None:
     """Have a Hugging Face Trainer wrap its model anew in its next `train`: DDP never gives a communication hook back.
 

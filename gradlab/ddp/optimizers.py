@@ -70,6 +70,33 @@ class OptimizerSettings(Jsonable):
         return f"{self.name} ({', '.join(settings)})" if settings else self.name
 
 
+def all_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
+    """Collect the optimizers of a run.
+
+    Args:
+        given: one optimizer, several (a list, a tuple, any iterable, the values of a dict), or None. A framework's
+            wrapper around one is taken off.
+
+    Returns:
+        Each optimizer once, in the order given; empty for None.
+
+    Raises:
+        GradlabError: naming what came instead of an optimizer.
+    """
+    if given is None:
+        return ()
+    if hasattr(given, "param_groups"):
+        return (bare_optimizer(given),)
+    expected = "expected a torch optimizer, or a list of them"
+    if isinstance(given, (str, bytes, torch.nn.Module)) or not isinstance(given, Iterable):
+        raise GradlabError(f"optimizer is {type(given).__name__}, {expected}")
+    several = list(given.values() if isinstance(given, Mapping) else given)
+    for number, one in enumerate(several):
+        if not hasattr(one, "param_groups"):
+            raise GradlabError(f"optimizer[{number}] is {type(one).__name__}, {expected}")
+    return tuple({id(one): one for one in map(bare_optimizer, several)}.values())
+
+
 def check_optimizer_and_scaler(optimizer: object, scaler: object) -> None:
     """Refuse what is no optimizer, and what is no loss scaler. None is neither, and accepted.
 
@@ -115,14 +142,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str)) else None
 
 
-def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def bare_optimizer(optimizer: Any) -> Any:
     """Return the optimizer that a framework has wrapped, as Accelerate and Lightning do.
 
     Args:
-        optimizer: wrapped or not.
+        optimizer: wrapped or not, or None.
 
     Returns:
-        The innermost one.
+        The innermost one, or None.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

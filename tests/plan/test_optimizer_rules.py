@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from gradlab.cli.fit.options import optimizer_of_training, require_trainable
-from gradlab.ddp.optimizers import OptimizerSettings, bare_optimizer, describe_optimizer, is_plain_sgd
+from gradlab.ddp.optimizers import (
+    OptimizerSettings,
+    all_optimizers,
+    bare_optimizer,
+    describe_optimizer,
+    is_plain_sgd,
+)
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap, method_plan
@@ -64,6 +70,26 @@ def test_a_frameworks_wrapper_is_taken_off() -> None:
     assert bare_optimizer(outer) is inner
     assert is_plain_sgd(outer)
     assert settings_of(outer) == SGD
+    other = torch.optim.AdamW([parameter()])
+    assert all_optimizers(None) == all_optimizers([]) == ()
+    assert all_optimizers(outer) == (inner,)
+    for several in ([outer, other, inner], (inner, other), iter([outer, other]), {"a": inner, "b": other}):
+        assert all_optimizers(several) == (inner, other)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("sgd", "optimizer is str"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), "optimizer is Sequential"),
+        (3, "optimizer is int"),
+        ([torch.optim.SGD([parameter()], lr=0.1), None], r"optimizer\[1\] is NoneType"),
+        (iter([parameter()]), r"optimizer\[0\] is Parameter"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_by_name(given: object, named: str) -> None:
+    with pytest.raises(GradlabError, match=f"^{named}, expected a torch optimizer, or a list of them$"):
+        all_optimizers(given)
 
 
 @pytest.mark.parametrize(
