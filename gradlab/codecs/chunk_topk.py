@@ -3,8 +3,9 @@
 A. Sarfi, B. Therien, J. Lidin, E. Belilovsky, "Communication efficient LLM pre-training with SparseLoCo",
 arXiv:2508.15706, 2025: chunks of 4,096 values, of which 32, 64 or 128 are sent; at 64 a message is 146 times smaller
 than 32 bits a value. Inside `error_feedback` with `carried` = 0.95, between workers that take local steps
-(`gradlab.runtime.OuterStep` with an outer optimizer of plain SGD), it is SparseLoCo, but for the two bits: how values
-become these is a choice of ours, a sign and one of two magnitudes.
+(`gradlab.runtime.OuterStep` with an outer optimizer of plain SGD), it is SparseLoCo, but for two things. How values
+become two bits is a choice of ours, a sign and one of two magnitudes. And the published code's chunks are blocks of a
+matrix, 64 x 64 or the next smaller divisors, and of a vector 64 values; here a chunk is 4,096 consecutive values.
 """
 
 from __future__ import annotations

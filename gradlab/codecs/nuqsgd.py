@@ -31,7 +31,8 @@ class NUQSGD(BlockCompressor):
         E||C(x) - x||^2 <= (1/8 + min(4^-s n / 4, 2^-s sqrt(n))) ||x||^2:
     between 2^a and 2^(a + 1) the variance is at most an eighth of the square, below 2^-s at most 4^-s / 4 of the
     norm's. Of `qsgd`'s uniform levels the largest are nearer to each other: these are for gradients most of whose
-    values are far below the norm. The published code and experiments take the l2 norm.
+    values are far below the norm. The published code and experiments take the l2 norm. The published code has no level
+    at 0: its smallest two are 2^-s and -2^-s, between which it rounds small values.
 
     >>> done = codecs.make("nuqsgd", bits=3, norm="max").apply(torch.tensor([4.0, -2.0, 1.0, 0.0]))  # levels are exact
     >>> done.decoded.tolist()

@@ -47,7 +47,8 @@ FEEDBACK_BOTH_WAYS = (Wrap("error_feedback", FOLLOWS), Wrap("two_way", FOLLOWS))
 VOTE = (Wrap("two_way", {"error_feedback": False}),)
 BARE_SIGNS = {"scale": "one", "zeros": "random"}  # a coin ends the ties of an even number of ranks
 NESTEROV = Wrap("local_momentum", {"nesterov": True})
-SIGNUM = Wrap("local_momentum", {"nesterov": False, "dampening": True})
+DAMPENED = Wrap("local_momentum", {"nesterov": False, "dampening": True})
+SIGNUM = Wrap("local_momentum", {**DAMPENED.settings, "start": "zero"})
 WHOLE_MODEL = {"across_layers": True}
 SIGN_METHODS: dict[str, Method] = {
     "SGD": Method("identity", every_tensor=True),
@@ -89,7 +90,7 @@ METHODS: dict[str, Method] = {
     "IntSGD": Method("intsgd", {"bits": 32, "scale": "running"}, every_tensor=True),
     "THC, uniform": Method("intsgd", {}, (Wrap("hadamard"),)),
     "EF21": Method("topk", {}, (Wrap("ef21"),)),
-    "EF21-SGDM": Method("topk", {}, (Wrap("ef21"),), SIGNUM),
+    "EF21-SGDM": Method("topk", {}, (Wrap("ef21"),), DAMPENED),
     "SparseLoCo": Method("chunk_topk", {}, (SPARSE_LOCO,)),
 }
 

@@ -41,9 +41,10 @@ class Dion(Wrapper):
 
     The mean of the M_i is the momentum of the algorithm on one rank, and P, R and Q are that one's, to rounding. A rank
     sends r (m + n) values in place of m n. Where these are not fewer, and in iterations that the schedule leaves dense,
-    B_i travels whole, and all ranks go on with the same M. A convolution is a matrix with a row per filter. Each expert
-    of a stack is a matrix of its own. Columns of R that are rounding errors beside the others add nothing to the
-    update, and their columns of Q stay.
+    B_i travels whole, and all ranks go on with the same M. The published code transposes wide matrices, and so
+    orthonormalizes the factor of their inputs; here that is the rows' factor, as in Algorithm 1. A convolution is a
+    matrix with a row per filter. Each expert of a stack is a matrix of its own. Columns of R that are rounding errors
+    beside the others add nothing to the update, and their columns of Q stay.
 
     Other layers (biases, norms, embeddings) have Lion's update: the sign of beta1 m + (1 - beta1) g, with g the mean
     gradient, which travels uncompressed, and beta2 m + (1 - beta2) g as the next m. The paper trains a language model's

@@ -3,6 +3,9 @@
 P. Richtarik, I. Sokolov, I. Fatkhullin, "EF21: A new, simpler, theoretically better, and practically faster error
 feedback", NeurIPS 2021, Algorithm 2. Its momentum form, EF21-SGDM (I. Fatkhullin, A. Tyurin, P. Richtarik, "Momentum
 provably improves error feedback!", NeurIPS 2023, Algorithm 1), is `local_momentum` with dampening around it.
+
+That algorithm begins with estimates that are the whole first momentum, which travels uncompressed: `warmup_steps` of
+at least 1 does so. Without a warm-up the first estimate is C(g_i), as in EF21.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ class EF21(Wrapper):
     applied later. So the method needs gradients that change slowly: full batches, large ones, or the momentum form.
     The paper proves it for gradient descent and contractive C, with the optimizer's own step; a codec that does not
     contract is scaled until it does (`contraction`).
+
+    A dense iteration applies the mean gradient, and every e_i becomes the gradient g_i. Compression after a warm-up
+    thus begins from estimates of the last dense iteration.
 
     Law: own + compression error == gradient, and the mean is the mean of all ranks' `own`, to rounding.
 
@@ -57,9 +63,16 @@ class EF21(Wrapper):
         return replace(done, mean=mean, own=own, state=kept, compressor_input=grads, compression_error=errors)
 
     def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        done = yield from self.codec.dense_exchange(grads, self.inner_state(state), context)
+        # What a server kept back is missing from the estimates' mean, which is known whole now: it is not sent again.
+        inner = {
+            key: value for key, value in self.inner_state(state).items() if "server_" not in key.rpartition("/")[2]
+        }
+        done = yield from self.codec.dense_exchange(grads, inner, context)
         own = {name: grad.clone() for name, grad in grads.items()}
         return replace(done, state={**done.state, **_kept(own, done.mean)}, compressor_input=grads)
+
+    def acts_when_dense(self, state: Tensors) -> bool:
+        return True
 
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
         state: Tensors = {}

@@ -2,8 +2,8 @@
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
 Algorithm 4, lines 5 and 6: around `error_feedback` with the step-size ratio, which is around `two_way`. Without error
-feedback and with dampening it is signum: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with majority vote is
-communication efficient and fault tolerant", ICLR 2019, Algorithm 1.
+feedback, with dampening and from zero it is signum: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with
+majority vote is communication efficient and fault tolerant", ICLR 2019, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class LocalMomentum(Wrapper):
     """m_t = mu m_(t-1) + g; the codec gets m_t, or in Nesterov's form mu m_t + g.
 
     The optimizer's own momentum must be 0. Unlike `momentum_correction`, this wrapper keeps no residual and masks
-    nothing. While the schedule is dense, the ranks' momenta are averaged, which is momentum SGD up to rounding.
+    nothing. While the schedule is dense, the ranks' momenta are averaged, which is momentum SGD up to rounding. The
+    first m is g, with dampening too, as in torch.optim.SGD and in EF21-SGDM; `start` has signum's.
 
     >>> wrappers.get("local_momentum")(codecs.make("sign"))
     LocalMomentum(Sign(block_size=None))
@@ -38,6 +39,11 @@ class LocalMomentum(Wrapper):
         momentum: float = setting(0.9, least=0, below=1, symbol="mu", help="weight of the last m in the next")
         nesterov: bool = setting(True, help="look ahead along m")
         dampening: bool = setting(False, help="the weight of g in m is 1 - mu (signum), not 1")
+        start: str = setting(
+            "gradient",
+            choices=("gradient", "zero"),
+            help='with dampening, the first m: "gradient": g; "zero": (1 - mu) g, as m before is 0 (signum)',
+        )
         buffer: str = buffer_setting("m is")
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -60,7 +66,8 @@ class LocalMomentum(Wrapper):
             before = load_buffer(state, name, "velocity")
             added = grad * (1 - mu) if self.settings.dampening else grad
             m = memory.empty_like(grad)
-            velocity[name] = m.copy_(added) if before is None else torch.add(added, before, alpha=mu, out=m)
+            first = grad if self.settings.start == "gradient" else added
+            velocity[name] = m.copy_(first) if before is None else torch.add(added, before, alpha=mu, out=m)
             # A copy where it is sent as it is: what a codec does with it must not reach the state.
             out = memory.empty_like(grad)
             sent[name] = torch.add(added, m, alpha=mu, out=out) if self.settings.nesterov else out.copy_(m)

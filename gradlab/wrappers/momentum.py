@@ -16,6 +16,8 @@ from gradlab.collectives import Coroutine
 class Momentum(Wrapper):
     """u = m u + mean, as torch.optim.SGD does it; every rank applies u, or in Nesterov's form mean + m u.
 
+    The first u is the mean itself, with dampening too.
+
     The optimizer's own momentum must be 0. u is the same on every rank.
 
     >>> wrappers.get("momentum")(codecs.make("identity")).apply(torch.tensor([1.0, 2.0])).decoded
@@ -47,11 +49,11 @@ class Momentum(Wrapper):
         m, applied, kept = self.settings.momentum, {}, {}
         for name, mean in done.mean.items():
             before = state.get(f"{name}/momentum")
-            added = mean * (1 - m) if self.settings.dampening else mean
-            u = added.clone() if before is None else (before * m).add_(added)
+            weight = 1 - m if self.settings.dampening else 1
+            u = mean.clone() if before is None else (before * m).add_(mean, alpha=weight)
             kept[f"{name}/momentum"] = u
             # A copy: the mean may be changed in place later (clipping does), which must not reach the state.
-            applied[name] = added.add(u, alpha=m) if self.settings.nesterov else u.clone()
+            applied[name] = (mean * weight).add_(u, alpha=m) if self.settings.nesterov else u.clone()
         return replace(done, mean=applied, state={**done.state, **kept})
 
     def _redistribute_own(self, own: list[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:  # type: ignore[override]

@@ -34,9 +34,11 @@ class OneBitAdam(Wrapper):
     first gradient, which travels uncompressed.
 
     Coordinates that have not moved have v = 0, and signs of a momentum that is 0 there would move them by 1 / eps: it
-    ends in NaN. `mask` holds them where they are. With `variance="zero_one"` v moves on in iterations ever farther
-    apart, in which gradients travel uncompressed: 0, 1, ..., kappa, then kappa times 2 apart, kappa times 4, and so on.
-    0/1 Adam's skipped exchanges are `gradlab.runtime.OuterStep`'s matter, as parameters differ between ranks meanwhile.
+    ends in NaN. `mask` holds them where they are. The published code (DeepSpeed's) divides by sqrt(v) + eps without
+    either bias correction, and applies only masks that its user passes in. With `variance="zero_one"` v moves on in
+    iterations ever farther apart, in which gradients travel uncompressed: 0, 1, ..., kappa, then kappa times 2 apart,
+    kappa times 4, and so on. 0/1 Adam's skipped exchanges are `gradlab.runtime.OuterStep`'s matter, as parameters
+    differ between ranks meanwhile.
 
     It belongs under torch.optim.SGD without momentum, whose weight decay is then AdamW's, and is refused under others.
     What backward leaves are updates, of Adam's size: do not clip their norm.

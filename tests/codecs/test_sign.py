@@ -514,7 +514,7 @@ def test_a_majority_decides_and_ties_are_as_the_setting_says(zeros: str, workers
 
 def test_signum_votes_on_dampened_momentum() -> None:
     vote = TwoWay(sign(scale="one"), TwoWay.Settings(error_feedback=False))
-    codec = LocalMomentum(vote, LocalMomentum.Settings(0.9, nesterov=False, dampening=True))
+    codec = LocalMomentum(vote, LocalMomentum.Settings(0.9, nesterov=False, dampening=True, start="zero"))
     states: list[Tensors] = [{}] * 3
     m = np.zeros((3, 30))
     for step in range(6):
@@ -570,10 +570,11 @@ def test_a_mean_is_finite_where_its_sum_is_not() -> None:
     assert compressed(sign(), vector)[0] == pytest.approx(1e34, rel=1e-6)
 
 
-def test_dense_layers_beside_signum_are_dampened_too() -> None:
+def test_dense_layers_beside_dampened_momentum_are_dampened_too() -> None:
     around = [Wrap("local_momentum", {"nesterov": False, "dampening": True}), Wrap("two_way")]
     plan = Plan.uniform(LAYERS, "sign", roles=("linear",), wrappers=around)
     (rest,) = [group for group in plan.groups if group.codec == "identity"]
-    grad = torch.tensor([1.0, -2.0])
-    (result,) = run_lockstep([exchange_group(plan.build(rest), {"b": grad}, {}, Context(0, 1, 0, "b"))])
-    torch.testing.assert_close(result.value.mean["b"], 0.1 * grad)
+    codec, first, second = plan.build(rest), torch.tensor([1.0, -2.0]), torch.tensor([4.0, 8.0])
+    (begun,) = run_lockstep([exchange_group(codec, {"b": first}, {}, Context(0, 1, 0, "b"))])
+    (result,) = run_lockstep([exchange_group(codec, {"b": second}, begun.value.state, Context(0, 1, 1, "b"))])
+    torch.testing.assert_close(result.value.mean["b"], 0.9 * first + 0.1 * second)

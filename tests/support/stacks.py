@@ -128,7 +128,7 @@ def all_stacks() -> list[Stack]:
     """Every codec in every wrapping, with the refusal where there is one."""
     stateful = [Stack(case, "feedback") for case in STATEFUL]
     return [
-        _judged(stack) for stack in [*(Stack(c, wrapping) for c in codecs.names() for wrapping in WRAPPINGS), *stateful]
+        judged(stack) for stack in [*(Stack(c, wrapping) for c in codecs.names() for wrapping in WRAPPINGS), *stateful]
     ]
 
 
@@ -137,7 +137,8 @@ def valid_stacks() -> list[Stack]:
     return [stack for stack in all_stacks() if not stack.refusal]
 
 
-def _judged(stack: Stack) -> Stack:
+def judged(stack: Stack) -> Stack:
+    """The stack with the refusal, if its plan is refused."""
     try:
         stack.plan([Layer("weight", (24, 40), "linear"), Layer("bias", (24,), "bias")])
     except GradlabError as error:

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codecs.topk import TopK
+from gradlab.collectives import run_lockstep
 from gradlab.executor import LockstepPlan
 from gradlab.layout import Layer
-from gradlab.plan import Plan, Wrap
+from gradlab.plan import Plan, Wrap, method_plan
 from gradlab.wrappers.ef21 import EF21
+from gradlab.wrappers.two_way import TwoWay
 from support.wrapper_oracles import keep_largest
 
 NUMEL, DENSITY = 60, 0.1
@@ -35,7 +39,7 @@ def named(vectors: list[np.ndarray]) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("momentum", [0.0, 0.8])
 def test_it_is_the_algorithm(ranks: int, momentum: float) -> None:
-    """Algorithm 2 of EF21, and with momentum Algorithm 1 of EF21-SGDM with eta = 1 - momentum, from v = 0."""
+    """Algorithm 2 of EF21, and with momentum Algorithm 1 of EF21-SGDM with eta = 1 - momentum, from v = g."""
     around = [Wrap("local_momentum", {"momentum": momentum, "nesterov": False, "dampening": True})] if momentum else []
     lockstep = LockstepPlan(plan_of(*around, Wrap("ef21")), ranks)
     estimates, velocities = [np.zeros(NUMEL) for _ in range(ranks)], [np.zeros(NUMEL) for _ in range(ranks)]
@@ -43,7 +47,7 @@ def test_it_is_the_algorithm(ranks: int, momentum: float) -> None:
         grads = gradients(ranks, step)
         result = lockstep.step(step, named(grads))
         for rank, grad in enumerate(grads):
-            velocities[rank] = momentum * velocities[rank] + (1 - momentum) * grad
+            velocities[rank] = momentum * velocities[rank] + (1 - momentum) * grad if step else grad
             estimates[rank] = estimates[rank] + keep_largest(velocities[rank] - estimates[rank], DENSITY)
         [exchanged] = result.exchanged.values()
         for done, estimate in zip(exchanged, estimates, strict=True):
@@ -51,6 +55,59 @@ def test_it_is_the_algorithm(ranks: int, momentum: float) -> None:
             np.testing.assert_allclose(done.mean["w"].reshape(-1), np.mean(estimates, 0), atol=1e-12)
             left = done.compressor_input["w"] - done.own["w"]
             np.testing.assert_allclose(done.compression_error["w"], left, atol=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+@pytest.mark.parametrize("method", ["EF21", "EF21-SGDM"])
+def test_compression_begins_from_the_estimates_of_the_warm_up(method: str, warmup: int) -> None:
+    """After dense steps the first error is that of C of the last change, and nothing where nothing changes."""
+    momentum = 0.9 if method == "EF21-SGDM" else 0.0
+    lockstep = LockstepPlan(method_plan(LAYERS, method, density=DENSITY, minimum_numel=1, warmup_steps=warmup), 2)
+    estimates, velocities = [np.zeros(NUMEL)] * 2, [np.zeros(NUMEL)] * 2
+    for step in range(warmup + 2):
+        grads = gradients(2, step)
+        result = lockstep.step(step, named(grads))
+        velocities = [momentum * v + (1 - momentum) * g if step else g for v, g in zip(velocities, grads, strict=True)]
+        moved = [
+            v if step < warmup else e + keep_largest(v - e, DENSITY) for v, e in zip(velocities, estimates, strict=True)
+        ]
+        estimates = moved
+        for state, estimate in zip(lockstep.states, estimates, strict=True):
+            np.testing.assert_allclose(state["w"]["w/estimate"].reshape(-1), estimate, atol=1e-12)
+            np.testing.assert_allclose(state["w"]["w/aggregate"].reshape(-1), np.mean(estimates, 0), atol=1e-12)
+    np.testing.assert_allclose(result.exchanged["w"][0].mean["w"].reshape(-1), np.mean(estimates, 0), atol=1e-12)
+
+
+def test_a_layer_that_is_held_in_the_warm_up_keeps_its_estimate() -> None:
+    layers = (*LAYERS, Layer("v", (6, 10), "linear"))
+    plan = Plan.uniform(layers, "topk", density=DENSITY, wrappers=[Wrap("ef21")], minimum_numel=1, warmup_steps=9)
+    lockstep = LockstepPlan(plan, 2, hold_unused=True)
+    first, second = named(gradients(2, 0)), named(gradients(2, 1))
+    lockstep.step(0, [{**own, "v": own["w"]} for own in first])
+    lockstep.step(1, [{**own, "v": torch.zeros_like(own["w"])} for own in second])
+    for state, before, now in zip(lockstep.states, first, second, strict=True):
+        held = {key: value for of_group in state.values() for key, value in of_group.items()}
+        assert torch.equal(held["v/estimate"], before["w"])
+        assert torch.equal(held["w/estimate"], now["w"])
+
+
+def test_a_dense_iteration_applies_the_mean_whatever_a_server_kept_back() -> None:
+    codec = EF21(TwoWay(TopK(TopK.Settings(DENSITY))))
+    states: list[Tensors] = [{}, {}]
+    for step, dense in enumerate([False, True, False, False]):
+        grads = named(gradients(2, step))
+        contexts = [Context(rank, 2, step, "w") for rank in range(2)]
+        results = run_lockstep(
+            [exchange_group(codec, *one, dense=dense) for one in zip(grads, states, contexts, strict=True)]
+        )
+        states = [result.value.state for result in results]
+        aggregate = states[0]["w/aggregate"].reshape(-1)
+        kept_back = torch.cat(
+            [state["w/server_residual"] for state in states if "w/server_residual" in state] or [torch.zeros(NUMEL)]
+        )
+        estimates = torch.stack([state["w/estimate"] for state in states]).mean(0).reshape(-1)
+        torch.testing.assert_close(aggregate + kept_back, estimates)
+        torch.testing.assert_close(results[1].value.mean["w"].reshape(-1), aggregate)
 
 
 def test_gradients_that_stand_still_are_applied_as_they_are() -> None:

@@ -33,6 +33,7 @@ from gradlab.codecs.random_k import RandomK
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
+from gradlab.executor import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.local_momentum import LocalMomentum
@@ -41,6 +42,7 @@ from gradlab.wrappers.momentum_correction import MomentumCorrection
 from gradlab.wrappers.sparsity_warmup import SparsityWarmup
 from gradlab.wrappers.two_way import TwoWay
 from support.laws import law
+from support.stacks import WRAPPINGS, Stack, judged
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (12, 9), "empty": (0, 3), "vector": (5,), "scalar": ()}
 Results = list[LockstepResult[Exchanged]]
@@ -237,14 +239,16 @@ rates = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from([0.0, 
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
-def test_dampened_momentum_is_an_average_of_gradients(mu: float) -> None:
-    """At a constant gradient g it is (1 - mu^t) g, and tends to g."""
-    codec = LocalMomentum(Identity(), LocalMomentum.Settings(momentum=mu, nesterov=False, dampening=True))
+@pytest.mark.parametrize("start", ["gradient", "zero"])
+def test_dampened_momentum_is_an_average_of_gradients(mu: float, start: str) -> None:
+    """At a constant gradient g it is g, or from zero (1 - mu^t) g, which tends to g."""
+    codec = LocalMomentum(Identity(), LocalMomentum.Settings(mu, nesterov=False, dampening=True, start=start))
     states: list[Tensors] = [{}]
     for step in range(5):
         results = run(codec, drawn(1, 0), states, step)
         states = states_of(results)
-        np.testing.assert_allclose(flat(results[0].value.mean), (1 - mu ** (step + 1)) * flat(drawn(1, 0)[0]))
+        share = 1 if start == "gradient" else 1 - mu ** (step + 1)
+        np.testing.assert_allclose(flat(results[0].value.mean), share * flat(drawn(1, 0)[0]))
 
 
 @law(rates, rates, st.sampled_from([True, False, None]), st.booleans(), st.booleans(), examples=25)
@@ -380,6 +384,27 @@ def test_ranks_agree_on_whether_a_dense_iteration_needs_them(codec: Codec) -> No
     assert len({tuple(state) for state in states}) == 1
 
 
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_the_warm_up_runs_what_does_more_than_average(wrapping: str) -> None:
+    """A group takes part in dense steps wherever `dense_exchange` changes the mean or the state."""
+    stacks = [stack for codec in ("topk", "sign", "identity") if not (stack := judged(Stack(codec, wrapping))).refusal]
+    for stack in stacks[:1]:
+        plan = stack.plan([Layer("w", (16, 20), "linear")], warmup_steps=3)
+        lockstep, codec, states = LockstepPlan(plan, 2), plan.build(plan.groups[0]), [dict[str, torch.Tensor]()] * 2
+        for step in range(3):
+            grads = drawn(2, step, {"w": (16, 20)})
+            asked, parameters = lockstep.runs[0].active, {"w": grads[0]["w"]}
+            context = Context(0, 2, step, "w", plan.seed, start=3, parameters=parameters)
+            of_ranks = zip(grads, states, (context, replace(context, rank=1)), strict=True)
+            results = run_lockstep([exchange_group(codec, *one, dense=True) for one in of_ranks])
+            states, mean = states_of(results), (grads[0]["w"] + grads[1]["w"]) / 2
+            assert asked or (not states[0] and torch.allclose(results[0].value.mean["w"], mean))
+            lockstep.step(step, grads, parameters=parameters)
+            for state, own in zip(states, lockstep.states, strict=True):
+                assert state.keys() == own.get("w", {}).keys()
+                assert all(torch.equal(value, own["w"][key]) for key, value in state.items())
+
+
 # --- 8-bit buffers --------------------------------------------------------------------------------------------------
 
 magnitudes = st.one_of(st.floats(-(2.0**100), 2.0**100, width=32), st.floats(-(2.0**-120), 2.0**-120, width=32))
@@ -448,14 +473,14 @@ def test_feedback_with_an_8_bit_buffer_is_feedback_on_what_the_buffer_holds() ->
 # --- momentum -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("nesterov", "dampening"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_momentum_after_the_average_is_torchs_bit_for_bit(ranks: int, nesterov: bool) -> None:
-    codec = Momentum(Identity(), Momentum.Settings(0.9, nesterov))
+def test_momentum_after_the_average_is_torchs_bit_for_bit(ranks: int, nesterov: bool, dampening: bool) -> None:
+    codec = Momentum(Identity(), Momentum.Settings(0.9, nesterov, dampening))
     shapes, states, rate = {"w": (40, 7)}, [{}] * ranks, 0.05
     ours, theirs = (torch.nn.Parameter(draw(9, 9, shapes, torch.float32)["w"]) for _ in range(2))
     plain = torch.optim.SGD([ours], lr=rate)
-    reference = torch.optim.SGD([theirs], lr=rate, momentum=0.9, nesterov=nesterov)
+    reference = torch.optim.SGD([theirs], rate, 0.9, dampening=0.9 * dampening, nesterov=nesterov)
     for step in range(20):
         for group in (*plain.param_groups, *reference.param_groups):
             group["lr"] = rate / (1 + step % 5)
@@ -471,12 +496,21 @@ def test_momentum_after_the_average_is_torchs_bit_for_bit(ranks: int, nesterov: 
         assert all(torch.equal(state["w/momentum"], states[0]["w/momentum"]) for state in states)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+BEFORE_COMPRESSION: dict[str, tuple[Codec, dict[str, Any]]] = {
+    "correction": (correction(Identity()), {}),
+    "correction, Nesterov": (correction(Identity(), nesterov=True), {"nesterov": True}),
+    "local": (LocalMomentum(Identity(), LocalMomentum.Settings(nesterov=False)), {}),
+    "local, Nesterov": (LocalMomentum(Identity()), {"nesterov": True}),
+    "local, dampened": (LocalMomentum(Identity(), LocalMomentum.Settings(0.9, False, True)), {"dampening": 0.9}),
+}
+
+
+@pytest.mark.parametrize("form", BEFORE_COMPRESSION)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_momentum_correction_without_compression_is_torchs_momentum(ranks: int, nesterov: bool) -> None:
-    codec = correction(Identity(), momentum=0.9, nesterov=nesterov)
+def test_momentum_before_compression_is_torchs_without_compression(ranks: int, form: str) -> None:
+    codec, theirs = BEFORE_COMPRESSION[form]
     states, parameter = [{}] * ranks, torch.nn.Parameter(torch.zeros(114, dtype=torch.float64))
-    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, nesterov=nesterov)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, **theirs)
     moved = np.zeros(114)
     for step in range(12):
         grads = drawn(ranks, step)
