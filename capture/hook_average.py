@@ -1,7 +1,8 @@
 """The average that plain DDP computes, done by a hook: same operations, same order, same bits.
 
 Plain DDP multiplies every gradient by 1/N while it copies it into the bucket, then sums the bucket's whole buffer
-over the ranks. A hook finds the bucket unscaled. (PyTorch's own allreduce_hook divides by N instead, which differs
+over the ranks. N is the number of ranks, or under join(divide_by_initial_world_size=False) of those that have input
+left. A hook finds the bucket unscaled. (PyTorch's own allreduce_hook divides by N instead, which differs
 in the last bit where N is not a power of two.) One case cannot be told apart from inside a hook: with
 gradient_as_bucket_view=True and gradients that are zeroed rather than dropped, plain DDP divides too.
 """
@@ -12,20 +13,40 @@ import torch
 import torch.distributed as dist
 
 
-def average_as_ddp(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def average_as_ddp(
+    group: dist.ProcessGroup, bucket: dist.GradBucket, divisor: int
+) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over the group, bit for bit as DDP without a hook does.
 
     Args:
         group: the process group.
         bucket: DDP's.
+        divisor: N.
 
     Returns:
         A future of `bucket.buffer()`.
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        buffer.div_(group.size())
+        buffer.div_(divisor)
     else:
-        buffer.mul_(1.0 / group.size())
+        buffer.mul_(1.0 / divisor)
     work = dist.all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def ranks_with_input(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Count the ranks that have input left, in a hook under `join`: the others run it outside of a backward pass.
+
+    A collective.
+
+    Args:
+        group: the process group.
+        device: of DDP's gradients.
+
+    Returns:
+        Their number.
+    """
+    flag = torch.tensor([float(torch._C._current_graph_task_id() != -1)], device=device)
+    dist.all_reduce(flag, group=group)
+    return int(flag.item())

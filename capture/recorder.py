@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.hook_average import average_as_ddp
 from gradlab.capture.layers import LayerChoice
 from gradlab.capture.settings import RecorderSettings, optimizer_metadata
 from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
+from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
 from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
@@ -49,7 +49,7 @@ def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futur
     return state._reduce(bucket)
 
 
-class TraceRecorder:
+class TraceRecorder(Uncopied):
     """Records the gradients of a model in DDP or under FSDP2. It attaches itself. Every rank makes one, together.
 
         with TraceRecorder(ddp_model, "trace", optimizer=optimizer) as recorder:
@@ -145,14 +145,16 @@ class TraceRecorder:
         self._settings = replace(self._settings, every=self.size.settings.every, max_steps=self.size.settings.max_steps)
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
+        self._names = [layer.name for layer, _ in chosen]
+        self._warned = False  # of layers that DDP does not average
         self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
-        self._optimizer, self._scaler, self._wrap, self._group = optimizer, scaler, wrap, source.ranks.group
+        self._optimizer, self._scaler, self._wrap = optimizer, scaler, wrap
         self._iteration, self._taken = -1, 0
         self._due = False  # whether the iteration in progress is recorded: the same on all ranks
         self._buffer: StepBuffer | None = None  # the step that the hook is filling, on a rank that writes
         self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
         self._forward_passes = _ForwardPasses()
-        self._counting = source.model.register_forward_pre_hook(self._forward_passes)
+        self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
         self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting)
         self._finalizer.atexit = False
@@ -210,11 +212,13 @@ class TraceRecorder:
         """
         self._discard_step()
         self._finalizer.detach()
+        self._warn_of(self._source.unaveraged(closing=True))
         return _finish(self._writer, self._counting, None)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._wrap is None:
-            return average_as_ddp(self._group, bucket)
+            assert isinstance(self._source, BucketSource)
+            return self._source.average(bucket)
         state, hook = self._wrap
         return hook(state, bucket)
 
@@ -271,6 +275,7 @@ class TraceRecorder:
         self._due = False
         passes = self._forward_passes.take()
         self._writer.send_pending()
+        self._warn_of(self._source.unaveraged())
         self._discard_step()  # of a backward pass that failed half-way
         if self._settings.finished(self._taken):
             self._writer.stop()
@@ -285,6 +290,12 @@ class TraceRecorder:
                 record["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
             if self._scaler is not None:
                 record["loss_scale"] = self._scaler.get_scale()
+
+    def _warn_of(self, unaveraged: str) -> None:
+        """Warn, once and on the first rank, of layers that are trained and that ranks do not average."""
+        if unaveraged and not self._warned and self._source.ranks.rank == 0:
+            self._warned = True
+            warnings.warn(f"gradlab: recording {self.path}: {unaveraged}", stacklevel=3)
 
     def _discard_step(self) -> None:
         if self._buffer is not None:
@@ -322,7 +333,7 @@ class TraceRecorder:
         if buffer.seen.all():
             self._writer.hold(buffer)
         else:
-            self._writer.discard()
+            self._writer.discard([self._names[position] for position in np.flatnonzero(~buffer.seen)[:3]])
 
 
 def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:

@@ -7,6 +7,7 @@ first rank, which writes them: ranks of the trace are nodes then.
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.capture.hook_average import average_as_ddp, ranks_with_input
 from gradlab.collectives import mean_of_node
 from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.groups import part_of
-from gradlab.ddp.model import attached_hook, bucket_gradients, synchronised_layers
-from gradlab.ddp.sharded_units import Unit, attached_hooks, shard_group, units_of
+from gradlab.ddp.model import attached_hook, bucket_gradients, divides_by_inputs, synchronised_layers
+from gradlab.ddp.sharded_units import SHARDED, Unit, attached_hooks, averaged_units, shard_group, units_of
 from gradlab.ddp.topology import Topology, find_grid, find_topology, group_along
 from gradlab.ddp.wrapping import bare_module
 from gradlab.errors import GradlabError
@@ -48,6 +51,8 @@ class BucketSource:
         self._model = weakref.ref(model)
         device = next(model.parameters()).device
         self.ranks = Ranks(model.process_group, device)
+        self._averaged = AveragedLayers(model)
+        self._divisor = self.ranks.size
         self.topology: Topology | None = None
         if within is not None:
             self.topology = find_topology(within, model.process_group, device)
@@ -78,6 +83,22 @@ class BucketSource:
             )
         if getattr(self.model, "_use_python_reducer", False):
             raise GradlabError("recording needs DDP's own reducer; switch compiled autograd's DDP mode off")
+
+    def require_averaged(self, chosen: Sequence[tuple[Layer, nn.Parameter]]) -> None:
+        """Refuse layers that DDP does not average."""
+        self._averaged.require(chosen)
+
+    def unaveraged(self, closing: bool = False) -> str:
+        """Say which trained layers ranks do not average, see `AveragedLayers.look`; "" if there are none."""
+        missing = self._averaged.missing() if closing else self._averaged.look()
+        return not_averaged(missing) if missing else ""
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket as DDP without a hook does; a future of its buffer."""
+        if bucket.index() == 0:
+            by_inputs = divides_by_inputs(self.model)
+            self._divisor = ranks_with_input(self.ranks.group, self.model.device) if by_inputs else self.ranks.size
+        return average_as_ddp(self.ranks.group, bucket, self._divisor)
 
     def metadata(self) -> dict[str, Any]:
         """What a manifest says of the way of training."""
@@ -134,6 +155,7 @@ class ShardSource:
         caller = "TraceRecorder"
         self.model = model
         self.units = units_of(model, caller)
+        self._averaged = averaged_units(model, self.units)
         device, self._row = self.units[0].device, shard_group(self.units, caller)
         column = group_along(between, "between")
         if column is None:
@@ -156,6 +178,14 @@ class ShardSource:
     def metadata(self) -> dict[str, Any]:
         """What a manifest says of the way of training."""
         return {"fully_shard": True, **_nodes(self.topology)}
+
+    def require_averaged(self, chosen: Sequence[tuple[Layer, nn.Parameter]]) -> None:
+        """Do nothing: `units_of` has refused layers of no unit."""
+
+    def unaveraged(self, closing: bool = False) -> str:
+        """Do as `BucketSource.unaveraged`."""
+        missing = self._averaged.missing() if closing else self._averaged.look()
+        return not_averaged(missing, *SHARDED) if missing else ""
 
     def gradients(self, unit: Unit, flat: torch.Tensor) -> list[Gradient]:
         """Put a unit's gradients together from their shards. A collective of the node's ranks.

@@ -63,6 +63,7 @@ def start_recording(
         source.check()
         chosen = choose_layers(source.pairs, layers)
         refuse_complex(chosen)
+        source.require_averaged(chosen)
         size = plan_recording([layer for layer, _ in chosen], world_size, settings, metadata)
         require_free(path, overwrite)
     except GradlabError as error:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec import Tensors
+from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizers import learning_rates
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 Own = TypeVar("Own", bound="Exchange")
 
 
-class Exchange:
+class Exchange(Uncopied):
     """A plan at work on one model's gradients, between the ranks of a process group. It knows nothing of DDP.
 
         exchange = Exchange(plan, model.named_parameters(), group)

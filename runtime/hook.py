@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from gradlab.ddp.copies import Detached
 from gradlab.errors import GradlabError
 from gradlab.runtime.state import CompressionState
 
@@ -18,8 +19,8 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
         A future of the bucket's buffer, averaged.
 
     Raises:
-        GradlabError: if it was registered with anything but a CompressionState.
+        GradlabError: if it was registered with anything but a CompressionState, a copy of one among it.
     """
-    if not isinstance(state, CompressionState):
+    if not isinstance(state, (CompressionState, Detached)):
         raise GradlabError(f"compression_hook needs a CompressionState, it was registered with {type(state).__name__}")
     return state.submit(bucket)

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.groups import group_like
 from gradlab.ddp.model import bucket_gradients, synchronised_layers
 from gradlab.ddp.topology import NODE, find_topology
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
+from gradlab.executor.rules import Finding
 from gradlab.plan import Plan
 from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan
 from gradlab.runtime.engine.assembly import make_driver
@@ -26,7 +28,7 @@ from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
-from gradlab.runtime.unreached import UnreachedHook
+from gradlab.runtime.unreached import UnreachedHook, drifting
 
 
 class CompressionState(Exchange):
@@ -80,12 +82,15 @@ class CompressionState(Exchange):
         ddp_model = require_ddp(ddp_model, "CompressionState")
         chosen = RunOptions(hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph, **options)
         pairs, ranks = synchronised_layers(ddp_model), ddp_model.process_group
+        averaged = AveragedLayers(ddp_model)
 
         topology = find_topology(within, ranks, next(ddp_model.parameters()).device)
 
         def attempt() -> None:
             check(plan, pairs, ranks.size() if topology is None else len(topology.nodes), chosen)
             check_ddp(ddp_model, process_group, timeout)
+            averaged.require(pairs)
+            averaged.refuse_frozen()
             if topology is not None:
                 check_nodes(plan, topology)
 
@@ -102,8 +107,9 @@ class CompressionState(Exchange):
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self.engine = Engine(self._driver, self._device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
+        self._averaged, self._not_come = averaged, set(self._names.values())
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
-        self._finalizer = weakref.finalize(self, partial(_end, self.engine, self._driver, self._unreached))
+        self._finalizer = weakref.finalize(self, partial(_end, self.engine, self._driver, self._unreached, averaged))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
@@ -156,15 +162,38 @@ class CompressionState(Exchange):
             A future of the bucket's buffer, averaged.
 
         Raises:
-            GradlabError: for a parameter that is not in the plan's model, or a sparse gradient.
+            GradlabError: for a layer that the plan does not have, a layer of the plan that DDP does not average, or a
+                sparse gradient.
         """
         self._unreached.reached()
+        if bucket.index() == 0:
+            self._tell_of(self._averaged.look())
+            self._averaged.refuse_uneven_division()
         # Buckets are rebuilt after the first iteration, so look up each time which layers one holds.
-        try:
-            gradients = {self._names[parameter]: gradient for parameter, gradient in bucket_gradients(bucket)}
-        except KeyError:
-            raise GradlabError("a bucket holds a parameter that this state's model does not have") from None
+        found = bucket_gradients(bucket)
+        gradients = {self._names[parameter]: gradient for parameter, gradient in found if parameter in self._names}
+        if len(gradients) < len(found):
+            self._averaged.refuse_thawed(parameter for parameter, _ in found if parameter not in self._names)
+        if self._not_come:
+            self._not_come -= gradients.keys()
+            if bucket.is_last() and self._not_come:
+                raise GradlabError(not_averaged(sorted(self._not_come)))
         return self.engine.submit(bucket.index(), bucket.is_last(), bucket.buffer(), gradients)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Return what the rules have found so far, the same on all ranks."""
+        self._tell_of(self._averaged.missing())
+        return super().findings
+
+    def _tell_of(self, missing: list[str]) -> None:
+        """Find layers that DDP does not average. All ranks see the same ones, unless they train different models."""
+        if missing:
+            found = [drifting(missing, self.iteration)]
+            if self.run.groups:
+                self._rules.add(found)
+            else:  # no codec, so no agreement that would carry it
+                self._rules.tell(found)
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Refuse `begin`, `add`, `finish` and `step`: the worker drives the steps."""
@@ -175,10 +204,12 @@ def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict
     agree_on(model.process_group, next(model.parameters()).device, attempt, settings)
 
 
-def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook) -> None:
-    """Stop the worker; tell if backward passes came and none reached the hook. An error on its way says more."""
+def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook, averaged: AveragedLayers) -> None:
+    """Stop the worker; tell of backward passes and layers that the hook did not get. An error on its way says more."""
     unreached.end()
     failed = driver.broken is not None
     engine.close()
-    if not failed and (seen := unreached.finding()):
-        driver.rules.tell([seen])
+    if not failed:
+        missing = averaged.missing()
+        found = [unreached.finding(), drifting(missing, driver.run.iteration) if missing else None]
+        driver.rules.tell([one for one in found if one is not None])

@@ -1,4 +1,4 @@
-"""Notice backward passes that never reach DDP's hook, so that a run without compression does not pass for one with it.
+"""Notice backward passes and layers that never reach DDP's hook: what is not compressed shall not pass for it.
 
 Until the hook gets its first bucket, every parameter counts how often its gradient was accumulated, and the DDP model
 how often it was called. The first bucket ends the counting: from then on a step costs nothing more.
@@ -15,8 +15,20 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.ddp.averaged import not_averaged
+from gradlab.ddp.copies import Hook
 from gradlab.ddp.model import attached_hook
-from gradlab.executor.rules import Finding
+from gradlab.executor.rules import Finding, finding
+
+
+def drifting(missing: Sequence[str], step: int) -> Finding:
+    """Return the finding of layers that are trained and that DDP does not average.
+
+    Args:
+        missing: names of the layers.
+        step: at which they were seen.
+    """
+    return finding("layer_not_averaged", not_averaged(missing), len(missing), 0, step=step)
 
 
 class UnreachedHook:
@@ -33,7 +45,7 @@ class UnreachedHook:
         self._model = weakref.ref(model)
         self._accumulated: Counter[int] = Counter()
         self._calls = self._synchronised_calls = 0
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._forward)]
+        self._handles: list[Any] = [model.register_forward_pre_hook(Hook(self._forward))]
         for number, parameter in enumerate(parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._backward, number)))
 

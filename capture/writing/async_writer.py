@@ -9,6 +9,7 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradlab.capture.settings import RecorderSettings
@@ -114,11 +115,16 @@ class AsyncWriter:
             self._queue.put(self.pending)
             self.pending = None
 
-    def discard(self) -> None:
-        """Count a step as lost in which not all layers reached the hook. The next one gets its buffer."""
+    def discard(self, missing: Sequence[str] = ()) -> None:
+        """Count a step as lost in which not all layers reached the hook. The next one gets its buffer.
+
+        Args:
+            missing: names of layers that did not, as far as they are known.
+        """
         self._dropped += 1
         if self._dropped == 1 and not self.failed:
-            logger.warning("recording %s: a step in which not all layers reached the hook is lost", self._where)
+            layers = ", ".join(missing) or "some layers"
+            logger.warning("recording %s: a step in which %s did not reach the hook is lost", self._where, layers)
 
     def stop(self) -> None:
         """Ask the thread to write what it has, close the trace, and end. Do not wait for it."""

@@ -89,6 +89,15 @@ def _as_parameter_lies(parameter: torch.Tensor, gradient: torch.Tensor) -> torch
     return gradient.as_strided(parameter.shape, parameter.stride())
 
 
+def divides_by_inputs(model: DistributedDataParallel) -> bool:
+    """Say whether DDP's averages divide by the ranks that have input left: `join(divide_by_initial_world_size=False)`.
+
+    Args:
+        model: in DDP.
+    """
+    return model._join_config.enable and not model._divide_by_initial_world_size
+
+
 def attached_hook(model: DistributedDataParallel) -> str | None:
     """Find the communication hook that a model has. DDP takes one, and never gives it back.
 
@@ -98,6 +107,5 @@ def attached_hook(model: DistributedDataParallel) -> str | None:
     Returns:
         The hook's name; None: the model has no hook.
     """
-    # DDP keeps its hooks private; its logger is the only place that knows of a built-in one.
-    attached = [hook.__qualname__ for hook, _ in getattr(model, "_comm_hooks", [])]
-    return attached[0] if attached else (model._get_ddp_logging_data().get("comm_hook") or None)
+    # DDP's logger knows of built-in ones too; a copy keeps the original's list of hooks, and its reducer has none.
+    return model._get_ddp_logging_data().get("comm_hook") or None

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradlab.ddp.averaged import AveragedLayers
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 
 _MESH = 'mesh = init_device_mesh("cuda", (nodes, local_ranks), mesh_dim_names=("replicate", "shard"))'
+SHARDED = ("fully_shard was called", "call fully_shard")  # for `not_averaged`
 HOW_TO = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]); compress_fsdp(model, plan, between=mesh["replicate"])'
 
 
@@ -206,6 +208,18 @@ def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "set_all_reduce_hook") and id(module) not in busy and _param_groups(module):
             module.set_all_reduce_hook(partial(_fail_thawed, _titled(name)))
+
+
+def averaged_units(model: nn.Module, units: Iterable[Unit]) -> AveragedLayers:
+    """Return what is averaged of a model: the parameters of its units, those included that are frozen."""
+    groups = [group for unit in units for group in _param_groups(unit.module)]
+
+    def parameters() -> list[torch.Tensor]:
+        """Both forms of each: the model has the gathered ones from a unit's forward pass to its backward pass."""
+        forms = ((one.sharded_param, getattr(one, "_unsharded_param", None)) for g in groups for one in g.fsdp_params)
+        return [parameter for both in forms for parameter in both if parameter is not None]
+
+    return AveragedLayers(model, parameters)
 
 
 def _fail_thawed(title: str, flat: torch.Tensor) -> None:

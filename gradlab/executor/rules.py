@@ -88,6 +88,11 @@ RULES: dict[str, Rule] = {
             "see the reason",
         ),
         Rule(
+            "layer_not_averaged",
+            "a trainable layer that DDP's reducer does not have: looked for in the first 16 steps, then in every 16th",
+            "then make the plan and attach anew",
+        ),
+        Rule(
             "rates_change",
             "learning rate changed by more than 2 times in a step, while residuals are kept as they are",
             "change the rate in smaller steps, begin compression after the warm-up (warmup_steps), or let residuals "

@@ -351,13 +351,18 @@ class Step:
         return empty
 
     def require_whole(self) -> None:
-        """Refuse a step in which a group has gradients of some of its layers only.
+        """Refuse a step in which layers of groups have no gradient.
 
         Raises:
-            GradlabError: naming the group.
+            GradlabError: naming the layers of one group.
         """
         if missing := sorted(name for name, left in self._waiting.items() if left):
-            raise GradlabError(f"group {missing[0]}: only some of its layers had gradients in this step")
+            layers = self._run.groups[missing[0]].layers
+            absent = [layer for layer in layers if layer not in self.gradients]
+            raise GradlabError(
+                f"group {missing[0]}: no gradient of {', '.join(absent[:3])} came in this step ({len(absent)} of "
+                f"{len(layers)} layers missing); hand over all layers of a group, or make a plan of those that come"
+            )
 
     def agree(self, device: torch.device | str = "cpu", *, notice: bool = False) -> Coroutine[None]:
         """Learn whether gradients were finite on every rank, and which layers have none on any.

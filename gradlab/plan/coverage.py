@@ -63,7 +63,10 @@ def require_compressed(method: str, layers: Sequence[Layer], compressed: Sequenc
         GradlabError: listing the roles that there are, with their bytes.
     """
     if not compressed and any(layer.numel for layer in layers):
-        raise GradlabError(f"{method} would compress nothing: it takes {wanted}; there are {list_roles(layers)}")
+        raise GradlabError(
+            f"{method} would compress nothing: it takes {wanted}; there are {list_roles(layers)}; lower "
+            "minimum_numel or minimum_dimensions, or name further roles"
+        )
 
 
 def left_dense(

@@ -161,7 +161,8 @@ def _between(layers: Sequence[Layer], first: str, last: str) -> tuple[str, ...]:
     if not middle:
         raise GradlabError(
             f"LGC: {len(large)} layers of two dimensions and 256 elements: the first stays dense and the last is sent "
-            f"without the autoencoder, so that no layer is left to learn from; there are {list_roles(layers)}"
+            f"without the autoencoder, so that no layer is left to learn from; there are {list_roles(layers)}; take "
+            "another method, such as powersgd"
         )
     return middle
 

@@ -301,7 +301,8 @@ class Plan:
         ):
             choice = replace(choice, group_bytes=_on_gpu(choice.group_bytes))
         compressed = _compressed(layers, choice)
-        if roles is None or roles:
+        averages = Group("", (), codec, settings).plainly_dense  # layers of any size: there is nothing to compress
+        if (roles is None or roles) and not averages:
             _check_coverage(codec, layers, compressed, choice)
         members = _consecutive(compressed, choice.group_bytes)
         # Where layers share a group only to travel together, each keeps its own selection.
@@ -477,7 +478,8 @@ class Plan:
         if difference := describe_difference(self.layers, layers):
             shown = difference[:20] + ([f"... and {len(difference) - 20} more"] if len(difference) > 20 else [])
             raise GradlabError(
-                f"this plan is for another model ({len(difference)} differences):\n  " + "\n  ".join(shown)
+                f"this plan is for another model ({len(difference)} differences; make one of this model's trainable "
+                "layers):\n  " + "\n  ".join(shown)
             )
 
     def to_json(self) -> dict[str, Any]:

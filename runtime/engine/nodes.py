@@ -146,8 +146,9 @@ class NodeDriver(StepDriver):
         carried = range(inside.world_size)
         sizes = [sum(ownership.numel(name, local_rank) for name in flat) for local_rank in carried]
         pieces = [flat[name][ownership.share(name, local_rank)] for local_rank in carried for name in flat]
-        sent = self._workspace.empty((sum(sizes),), pieces[0])
-        torch.cat(pieces, out=sent)
+        sent = self._workspace.empty((sum(sizes),), part.memory[0])
+        if pieces:  # DDP's bucket may hold layers alone that were frozen after DDP was made
+            torch.cat(pieces, out=sent)
         return Addends(sizes, *inside.all_to_all(sent, sizes))
 
     def begin(self) -> None:

@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.sharded_units import (
     HOW_TO,
+    SHARDED,
     Unit,
     attached_hooks,
+    averaged_units,
     custom_reductions,
     has_hooks,
     layers_of_units,
@@ -127,11 +130,14 @@ class FSDPCompression(Exchange):
             self._hooks.append((unit, partial(_hook, me, unit), reduction))
             set_hooks(*self._hooks[-1])
         refuse_thawed(inner, self._units)
+        self._averaged = averaged_units(inner, self._units)
 
     def _require_attached(self) -> None:
         """Refuse what would let nodes drift apart: modules that have other hooks by now, or none."""
         if lost := [unit.title for unit, *hooks in self._hooks if not has_hooks(unit, *hooks)]:
             raise GradlabError(f"{lost[0]} has another hook now than the one that {CALLER} set, and nodes drift apart")
+        if missing := self._averaged.look():
+            raise GradlabError(f"{CALLER}: {not_averaged(missing, *SHARDED)}")
         model = self._model()
         if model is not None and sharded_modules(model) != self._modules:
             raise GradlabError(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.ddp.copies import Uncopied
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -47,7 +48,7 @@ class LocalSteps:
         self._model, self._optimizer = model, optimizer
         self.outer = OuterStep(plan, model.module, group=model.process_group, within=within, **options)
         try:
-            model.register_comm_hook(self.outer.workers.inside, _average_within)
+            model.register_comm_hook(_Inside(self.outer.workers.inside), _average_within)
         except RuntimeError as error:  # DDP takes one hook only
             self.outer.close()
             raise GradlabError(f"local steps: the model takes no communication hook: {error}") from error
@@ -112,13 +113,20 @@ class LocalSteps:
         self.outer.close()
 
 
+class _Inside(Uncopied):
+    """The ranks of a worker, or None, as the state of DDP's hook: a copy of DDP has no use for it."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+
 def _average_within(inside, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with the classes
     """Average a bucket over the ranks of a worker; leave it as it is where that is one rank."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    if inside is None:
+    if inside.group is None:
         future.set_result(bucket.buffer())
         return future
-    bucket.buffer().div_(dist.get_world_size(inside))
-    work = dist.all_reduce(bucket.buffer(), group=inside, async_op=True)
+    bucket.buffer().div_(dist.get_world_size(inside.group))
+    work = dist.all_reduce(bucket.buffer(), group=inside.group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.codec import Tensors, separate
 from gradlab.codec.measures import all_finite
 from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -75,7 +76,7 @@ class Fragment:
     steps: int = field(default=0)
 
 
-class OuterStep:
+class OuterStep(Uncopied):
     """Local steps between workers that exchange how far they came, through a plan.
 
         outer = OuterStep(plan, model, every=30)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan import Plan
+from gradlab.plan import Plan, Wrap
 from gradlab.plan.lgc_recipe import lgc_plan
 from gradlab.roles import ROLES
 from support.laws import law
@@ -25,7 +25,9 @@ TRANSFORMER = (
 
 
 def test_a_plan_that_compresses_nothing_lists_the_roles_there_are() -> None:
-    message = "topk would compress nothing: it takes layers of role linear .* 256 elements on; there are (.*)$"
+    wanted = "it takes layers of role linear .* 256 elements on"
+    remedy = "lower minimum_numel or minimum_dimensions, or name further roles"
+    message = f"topk would compress nothing: {wanted}; there are (.*); {remedy}$"
     with pytest.raises(GradlabError) as refused:
         Plan.uniform(TRANSFORMER, "topk", roles=("linear",))
     found = re.search(message, str(refused.value))
@@ -45,6 +47,10 @@ def test_a_plan_whose_roles_leave_most_dense_warns_and_names_them() -> None:
 def test_what_is_made_dense_on_purpose_is_no_error() -> None:
     assert not Plan.uniform(TRANSFORMER, "topk", roles=()).compressed_groups
     assert not Plan.uniform(TRANSFORMER, "identity").compressed_groups
+    small = [Layer("weight", (4, 4), "linear"), Layer("scale", ())]
+    assert not Plan.uniform(small, "identity").groups
+    decayed = Plan.uniform(small, "identity", wrappers=[Wrap("momentum")])
+    assert [group.layers for group in decayed.groups] == [("weight",), ("scale",)]
     assert not Plan.uniform((), "topk").groups
     assert not Plan(TRANSFORMER).groups
 

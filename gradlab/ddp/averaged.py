@@ -1,0 +1,151 @@
+"""Which layers ranks average: those that needed a gradient when DDP was made, whatever the model trains today.
+
+A layer that is unfrozen, added or replaced later gets no all-reduce: each rank trains it on its own gradient, and ranks
+drift apart in silence, with or without a hook. Under FSDP2 the same holds for layers that are added after fully_shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.model import divides_by_inputs, synchronised_layers
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer, bare_name, named_layers
+
+_EVERY = 16  # steps from one look at all parameters to the next, after as many steps with one each
+
+
+class AveragedLayers:
+    """The layers of a model that ranks average, and the trainable ones that they do not.
+
+    It does not keep the model alive.
+
+    Args:
+        model: in DDP, or that `fully_shard` was called on.
+        sharded: under FSDP2, lists the parameters that its units have, those that it gathers among them.
+    """
+
+    def __init__(self, model: nn.Module, sharded: Callable[[], list[torch.Tensor]] | None = None) -> None:
+        self._model, self._sharded = weakref.ref(model), sharded
+        self._looks = 0
+        self._reducer = _of_reducer(model) if isinstance(model, DistributedDataParallel) else []
+        self._known = {id(parameter) for parameter in self._reducer or _passing_for_it(model)}
+
+    def require(self, pairs: Iterable[tuple[Layer, torch.Tensor]]) -> None:
+        """Refuse layers that DDP does not average.
+
+        Args:
+            pairs: layers with their parameters.
+
+        Raises:
+            GradlabError: naming the layers.
+        """
+        if missing := [layer.name for layer, parameter in pairs if id(parameter) not in self._known]:
+            raise GradlabError(not_averaged(missing))
+
+    def refuse_frozen(self) -> None:
+        """Refuse a model in which DDP waits for gradients of layers that were frozen after DDP was made.
+
+        Raises:
+            GradlabError: naming the layers.
+        """
+        model = self._model()
+        assert isinstance(model, DistributedDataParallel)
+        if model.find_unused_parameters or model.static_graph:
+            return
+        names = {id(parameter): bare_name(name) for name, parameter in model.module.named_parameters()}
+        frozen = [p for p in self._reducer if not p.requires_grad or id(p) not in names]
+        if frozen:
+            listed = _listed([names.get(id(p), f"a removed layer {list(p.shape)}") for p in frozen])
+            raise GradlabError(
+                f"DDP waits for gradients of {listed}: frozen or removed after the DDP model was made; freeze layers "
+                "first, then make the DDP model (or make it with find_unused_parameters=True)"
+            )
+
+    def refuse_thawed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse gradients of layers that no plan knows. Those of a layer that is frozen still are zeros.
+
+        Args:
+            parameters: DDP's, of no layer of the plan.
+
+        Raises:
+            GradlabError: naming one of them.
+        """
+        model = self._model()
+        names = {} if model is None else {id(one): bare_name(name) for name, one in model.named_parameters()}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                name = names.get(id(parameter), f"a removed layer {list(parameter.shape)}")
+                raise GradlabError(
+                    f"{name} was frozen when compression was attached, and has a gradient now; unfreeze layers first, "
+                    "then make the plan and attach"
+                )
+
+    def refuse_uneven_division(self) -> None:
+        """Refuse averages over the ranks that have input left, as compressed gradients are averaged over all.
+
+        Raises:
+            GradlabError: saying what to call instead.
+        """
+        model = self._model()
+        if isinstance(model, DistributedDataParallel) and divides_by_inputs(model):
+            raise GradlabError(
+                "join(divide_by_initial_world_size=False) averages over the ranks that have input left, and compressed "
+                "gradients are averaged over all ranks; leave it at True, the default"
+            )
+
+    def missing(self) -> list[str]:
+        """List the layers that are trained now, and that ranks do not average."""
+        model = self._model()
+        if self._sharded is not None:
+            self._known = {id(parameter) for parameter in self._sharded()}
+        if model is None or all(id(p) in self._known or not p.requires_grad for p in model.parameters()):
+            return []
+        pairs = synchronised_layers(model) if isinstance(model, DistributedDataParallel) else named_layers(model)
+        return [layer.name for layer, parameter in pairs if id(parameter) not in self._known]
+
+    def look(self) -> list[str]:
+        """Do as `missing` in each of the first 16 steps, and then in every 16th, as it looks at all parameters."""
+        self._looks += 1
+        return self.missing() if self._looks <= _EVERY or self._looks % _EVERY == 0 else []
+
+
+def not_averaged(missing: Sequence[str], made: str = "the DDP model was made", make: str = "make the DDP model") -> str:
+    """Say which layers ranks do not average, why, and what to do.
+
+    Args:
+        missing: names of the layers, at least one.
+        made: what came before the layers did.
+        make: what should come after them.
+    """
+    return (
+        f"{_listed(missing)}: unfrozen, added or replaced after {made}, so that ranks do not average it and drift "
+        f"apart; do that first, then {make}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
+
+
+def _of_reducer(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """The parameters that a reducer has; none where it does not show them.
+
+    Its buckets tell, which `join` shows to ranks without input, with zeros for gradients. It shows none of sparse ones.
+    """
+    try:
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+    except (AttributeError, RuntimeError):
+        return []
+    return [parameter for bucket in buckets for parameter in bucket.parameters()]
+
+
+def _passing_for_it(model: nn.Module) -> list[torch.Tensor]:
+    """What passes for a reducer's parameters: those that were in the model when DDP was made, and are trained now."""
+    before = getattr(model, "_module_parameters", None) or model.parameters()
+    return [parameter for parameter in before if parameter.requires_grad]

@@ -1,0 +1,76 @@
+"""What becomes of gradlab's states and hooks in a copy of the model that they are attached to.
+
+`copy.deepcopy`, `torch.save` and `AveragedModel` copy a module with all that is registered on it. A state holds threads
+and process groups, of which there are no copies. DDP makes a copy a reducer of its own, without communication hook. So
+a copy trains and evaluates as one of a plain DDP model does: states become a `Detached`, hooks do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradlab.errors import GradlabError
+
+
+class DetachedError(GradlabError, AttributeError):
+    """A copy of a state was used; an AttributeError too, so that `hasattr` answers."""
+
+
+class Detached:
+    """Stands in a copy for a state that is attached to the original.
+
+    >>> import copy
+    >>> from gradlab.ddp.copies import Detached
+    >>> copy.deepcopy(Detached("CompressionState"))
+    Detached('CompressionState')
+
+    Args:
+        kind: the name of the state's class.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"Detached({self.kind!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise DetachedError(
+            f"{name}: this is a copy of a {self.__dict__.get('kind')}, and copies are detached: use the original, or "
+            "attach a new one to the copied model"
+        )
+
+
+class Uncopied:
+    """A base of what is attached to a running model: copied or pickled, it becomes a `Detached`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Detached, (type(self).__name__,)
+
+
+class Hook:
+    """A hook for a module, parameter or optimizer, which in a copy does nothing.
+
+    Args:
+        act: what it does where it was registered.
+    """
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._act(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle, ()
+
+
+def _idle() -> Callable[..., None]:
+    return do_nothing
+
+
+def do_nothing(*arguments: object) -> None:
+    """Do nothing: what a `Hook` is in a copy."""

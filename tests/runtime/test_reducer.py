@@ -1,0 +1,55 @@
+"""Layers that DDP's reducer lacks, or has beyond the model; uneven inputs; and copies of a model with a hook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.process_pool import ProcessPool
+
+LACKING = {"unfrozen bias": "0.bias", "adapter": "0.down, 0.up", "replaced": "2.weight, 2.bias", "swapped": "2.weight"}
+
+
+def test_layers_that_came_after_ddp_are_refused_by_name(pool: ProcessPool, tmp_path: Path) -> None:
+    for refusals in pool.run("jobs.reducer_tasks:changed_before", 2, folder=str(tmp_path)):
+        assert "0.bias: unfrozen, added or replaced" in refusals.pop("not shown")[0]  # with the first step
+        for name, messages in refusals.items():
+            for message in messages:
+                assert message.startswith(f"{LACKING[name]}: unfrozen, added or replaced after the DDP model was made")
+                assert "then make the DDP model" in message
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", ["identity", "powersgd", "recorder", "at close", "error"])
+def test_layers_that_come_in_training_are_told_of(pool: ProcessPool, tmp_path: Path, way: str) -> None:
+    change = "adapter" if way == "recorder" else "unfrozen bias"
+    first, second = pool.run(
+        "jobs.reducer_tasks:changed_while_attached", 2, folder=str(tmp_path), change=change, way=way
+    )
+    assert f"{LACKING[change]}: unfrozen, added or replaced" in first
+    assert (way == "error") == bool(second)
+
+
+def test_layers_frozen_after_ddp_are_refused_unless_ddp_looks_for_unused_ones(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.reducer_tasks:frozen_after_ddp", 2):
+        assert result["refused"].startswith("DDP waits for gradients of 0.weight, 0.bias: frozen")
+        assert result["equal"]
+        assert "0.weight was frozen when compression was attached" in result["thawed"]
+
+
+def test_a_layer_added_after_fully_shard_is_told_of(pool: ProcessPool, tmp_path: Path) -> None:
+    by_rank = pool.run("jobs.reducer_tasks:added_under_fsdp", 4, folder=str(tmp_path))
+    assert all("0.scale: unfrozen, added or replaced after fully_shard" in messages[0] for messages in by_rank)
+    assert "0.scale: unfrozen, added or replaced after fully_shard" in by_rank[0][1]
+
+
+def test_a_recorder_averages_over_the_ranks_with_input_as_ddp_does(pool: ProcessPool, tmp_path: Path) -> None:
+    for result in pool.run("jobs.reducer_tasks:uneven_inputs", 3, folder=str(tmp_path)):
+        assert result["equal"]
+        assert "join(divide_by_initial_world_size=False)" in result["refused"]
+
+
+@pytest.mark.parametrize("way", ["compress", "recorder", "local steps"])
+def test_copies_are_those_of_plain_ddp(pool: ProcessPool, tmp_path: Path, way: str) -> None:
+    pool.run("jobs.reducer_tasks:copies", 4, folder=str(tmp_path), way=way)
