@@ -1,8 +1,8 @@
-"""What a payload saves, against the gradients as they are and against plain 16-bit reduction.
+"""What compression saves, against the gradients as they are and against plain 16-bit reduction.
 
-Without any codec, gradients can be reduced in bfloat16 or float16, and where mixed precision is used they often are.
-A codec that sends 4 times fewer bytes than 32 bits sends half of what such a training sends. So both factors stand
-wherever one does.
+What counts are the bytes that a rank sends, beside those of a ring all-reduce between as many ranks. Without any codec,
+gradients can be reduced in bfloat16 or float16, and where mixed precision is used they often are. A codec that sends 4
+times fewer bytes than 32 bits sends half of what such a training sends. So both factors stand wherever one does.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradlab.collectives import ring_sends
 from gradlab.formatting import format_ratio
 
 _BYTES = 2  # of a real number in bfloat16 or float16
@@ -33,7 +34,7 @@ def bytes_in_16_bits(parameter: torch.Tensor, numel: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Saving:
-    """How many times smaller a payload is.
+    """How many times fewer bytes are sent.
 
     >>> print(Saving.of(payload_bytes=100, dense_bytes=400))
     4.00x (2.00x vs 16 bits)
@@ -62,6 +63,27 @@ class Saving:
         if not payload_bytes:
             return cls(None, None)
         return cls(dense_bytes / payload_bytes, (dense_bytes / 2 if half_bytes is None else half_bytes) / payload_bytes)
+
+    @classmethod
+    def of_sent(cls, sent_bytes: float, dense_bytes: float, world_size: int, half_bytes: float | None = None) -> Saving:
+        """Divide what a ring all-reduce sends by what is sent. One rank sends nothing: neither factor is known.
+
+        >>> print(Saving.of_sent(sent_bytes=600, dense_bytes=400, world_size=4))
+        1.00x (0.50x vs 16 bits)
+
+        Args:
+            sent_bytes: of a rank, mean over ranks.
+            dense_bytes: of the gradients as they are.
+            world_size: number of ranks N.
+            half_bytes: as in `of`.
+
+        Returns:
+            Both factors.
+        """
+        sends = ring_sends(world_size)
+        return cls.of(
+            sent_bytes if sends else 0, sends * dense_bytes, None if half_bytes is None else sends * half_bytes
+        )
 
     @classmethod
     def read(cls, report: Mapping[str, Any]) -> Saving:

@@ -19,10 +19,12 @@ from gradlab.ddp.model import attached_hook, refuse_complex, sparse_layers
 from gradlab.ddp.optimizers import bare_optimizer, describe_optimizer
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
+from gradlab.executor.rules import RULES, Finding, finding
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.plan.node_rules import conflict_between_nodes
 from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.plan.traffic import excess_of
 from gradlab.runtime.engine.options import RunOptions
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
@@ -50,6 +52,32 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
     _check_optimizer(plan, options.optimizer)
     _warn_of_other_parameters(pairs, options.optimizer)
     plan.payload_bytes(world_size)  # refuses what makes no sense at this world size
+    _refuse_more_than_plain_ddp(plan, world_size, options)
+
+
+def excess_finding(plan: Plan, world_size: int) -> Finding | None:
+    """Find the groups of a plan that send more than 16-bit reduction does between as many ranks.
+
+    Args:
+        plan: to be run.
+        world_size: number of ranks, or of nodes, that it runs between.
+
+    Returns:
+        The finding of the rule bytes_sent; None if there are no such groups, or they hardly matter.
+    """
+    excess = excess_of(plan, world_size)
+    if excess is None:
+        return None
+    return finding("bytes_sent", excess.sentence(world_size), excess.to_16_bits, 1)
+
+
+def _refuse_more_than_plain_ddp(plan: Plan, world_size: int, options: RunOptions) -> None:
+    asked_for = isinstance(options.rules, str) or "bytes_sent" in (options.rules or {})
+    if not asked_for and (excess := excess_of(plan, world_size, bits=32)):
+        raise GradlabError(
+            f"{excess.sentence(world_size)}: {RULES['bytes_sent'].remedy}; rules={{'bytes_sent': 'warn'}} runs it as "
+            "it is"
+        )
 
 
 def given_plan(plan: object, caller: str) -> Plan:

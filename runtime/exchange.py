@@ -21,7 +21,7 @@ from gradlab.layout import Layer, bare_name
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model
+from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, excess_finding
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
@@ -134,6 +134,8 @@ class Exchange(Uncopied):
         self._rules = self._driver.rules
         try:
             findings = compare_versions(self._driver.everyone.ranks)
+            if excess := excess_finding(plan, self._communicator.world_size):
+                findings.append(excess)
             if plan.follows_learning_rate and not options.plain_sgd:
                 findings.append(finding("rates_followed", str(self._residuals), 1, 0))
             self._rules.tell(findings)
@@ -379,13 +381,12 @@ class Exchange(Uncopied):
 
     def scalars(self) -> dict[str, float]:
         """Return the last step's numbers by name; `gradlab.runtime.log_scalars` hands them to a logger."""
-        return reporting.scalars(self.statistics, *self._dense_and_half_bytes)
+        return reporting.scalars(self.statistics, self._fixed_place)
 
     @cached_property
-    def _dense_and_half_bytes(self) -> tuple[int, int]:
-        """What this rank's gradients take, as they are and in 16 bits: asked for in every step, and always the same."""
-        place = self._place()
-        return place.dense_payload_bytes, place.half_payload_bytes
+    def _fixed_place(self) -> reporting.Place:
+        """`_place`, which is needed after every step. Its forecast alone may change."""
+        return self._place()
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -122,6 +122,11 @@ class Place:
     forecast_payload_bytes: float
     nodes: NodePlace | None = None
 
+    def saving(self, sent_bytes: float) -> Saving:
+        """Compare the bytes that this rank sends in a step with a ring all-reduce between as many ranks, or nodes."""
+        ring = self.world_size if self.nodes is None else self.nodes.nodes
+        return Saving.of_sent(sent_bytes, self.dense_payload_bytes, ring, self.half_payload_bytes)
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -152,13 +157,13 @@ class RunReport:
 
     @property
     def saving(self) -> Saving:
-        """How many times smaller the payload is; not known before the first step, or if nothing was sent."""
-        payload = self.summary.means.payload_bytes_per_step if self.summary.means else 0.0
-        return Saving.of(payload, self.place.dense_payload_bytes, self.place.half_payload_bytes)
+        """How many times fewer bytes are sent; not known before the first step, or if nothing was sent."""
+        sent = self.summary.means.wire_bytes_per_step if self.summary.means else 0.0
+        return self.place.saving(sent)
 
     @property
     def compression_ratio(self) -> float | None:
-        """Dense payload over payload; None where it is not known."""
+        """Bytes that a ring all-reduce of the gradients sends over those sent; None where it is not known."""
         return self.saving.ratio
 
     def to_json(self) -> dict[str, Any]:
@@ -383,7 +388,7 @@ def _step_lines(report: RunReport) -> list[str]:
         where = [f"node {nodes.node} of {nodes.nodes}, local rank {nodes.local_rank} of {nodes.local_ranks}"]
     return [
         *where,
-        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{saving}{inside}",
+        f"sent {means.wire_bytes_per_step:,.0f} B{saving}, payload {means.payload_bytes_per_step:,.0f} B{inside}",
         f"{spent} per step",
     ]
 
@@ -394,13 +399,12 @@ def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
     return [remark for remark in remarks if remark is not None]
 
 
-def scalars(statistics: Statistics, dense_bytes: int, half_bytes: int) -> dict[str, float]:
+def scalars(statistics: Statistics, place: Place) -> dict[str, float]:
     """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first.
 
     Args:
         statistics: of the steps.
-        dense_bytes: of the gradients that this rank carries, uncompressed.
-        half_bytes: of them in plain 16-bit reduction.
+        place: which rank this is, and what it carries.
     """
     if not statistics.steps:
         return {}
@@ -413,7 +417,7 @@ def scalars(statistics: Statistics, dense_bytes: int, half_bytes: int) -> dict[s
         "gradlab/loss_scale": last.loss_scale,
         **{f"gradlab/{name}": float(getattr(last, name)) for name in TIMES},
     }
-    saving = Saving.of(last.payload_bytes, dense_bytes, half_bytes).to_json()
+    saving = place.saving(last.wire_bytes).to_json()
     values |= {f"gradlab/{name}": ratio for name, ratio in saving.items() if ratio is not None}
     measured = next((step for step in reversed(statistics.steps) if step.errors and step.finite), None)
     if measured is not None:

@@ -36,7 +36,7 @@ from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.knapsack import Allocation, allocate
-from gradlab.plan import Plan
+from gradlab.plan import Plan, sent_bytes
 from gradlab.plan.accordion import Accordion
 from gradlab.plan.layer_errors import Candidate
 from gradlab.plan.refresh import Refresh
@@ -270,6 +270,7 @@ def fit_lgreco(
         gap=allocation.gap,
         **_sizes(problem, allocation, fastest),
         payload_bytes=plan.payload_bytes(ranks),
+        sent_bytes=sent_bytes(plan, ranks),
         uniform_payload_bytes=base.payload_bytes(ranks),
         dense_payload_bytes=plan.payload_bytes(ranks, compressing=False),
         relative_error=_plan_errors(problem, allocation.choice, options.metric),

@@ -71,6 +71,7 @@ class LgrecoProvenance(Jsonable):
         gap: share of its size that the plan may be too large by; 0: no plan is smaller.
         gain: uniform_size / size.
         payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
+        sent_bytes: what a rank sends for the first of these; None in an artifact of an earlier version.
         relative_error: of both plans.
         windows: first and last iteration of each window.
         windows_chosen_on: how many of them, from the first, the plan was chosen on.
@@ -115,11 +116,14 @@ class LgrecoProvenance(Jsonable):
     alone: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
     hold: Hold | None = None
+    sent_bytes: float | None = None
 
     @property
     def saving(self) -> Saving:
-        """How many times smaller a compressed step's payload of the whole model is."""
-        return Saving.of(self.payload_bytes, self.dense_payload_bytes)
+        """How many times fewer bytes a rank sends in a compressed step, of the whole model."""
+        if self.sent_bytes is None:
+            return Saving.of(self.payload_bytes, self.dense_payload_bytes)
+        return Saving.of_sent(self.sent_bytes, self.dense_payload_bytes, self.world_size)
 
     @property
     def layer_cost(self) -> str:
@@ -127,6 +131,6 @@ class LgrecoProvenance(Jsonable):
         return "seconds" if self.cost == "step" else self.cost
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, by field; `step`, `alone`, `sample` and `hold` only where there are any."""
-        missing = {name for name in ("step", "alone", "sample", "hold") if not getattr(self, name)}
+        """Plain JSON, by field; those with a default only where there are any."""
+        missing = {name for name in ("step", "alone", "sample", "hold", "sent_bytes") if not getattr(self, name)}
         return {name: value for name, value in super().to_json().items() if name not in missing}

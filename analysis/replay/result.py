@@ -319,7 +319,7 @@ class Replay:
         steps = self.compressed
         payload = _mean(step.payload_bytes_mean for step in steps)
         wire = _mean(step.wire_bytes_mean for step in steps)
-        saving, judged = Saving.of(payload, self.dense_payload_bytes), self.judgement
+        saving, judged = Saving.of_sent(wire, self.dense_payload_bytes, self.world_size), self.judgement
         return ReplaySummary(
             **{**vars(median_errors(self.judged)), "steps": len(self.steps)},
             methods=self.methods,

@@ -23,17 +23,22 @@ def inspect(
     """
     from gradlab.analysis.replay import methods_of
     from gradlab.artifact import Artifact
+    from gradlab.collectives import ring_sends
     from gradlab.formatting import format_bytes
+    from gradlab.plan import most_ranks, pays_up_to, saving_of_sent, sent_bytes
     from gradlab.saving import Saving
 
     loaded = Artifact.load(artifact)
     plan = loaded.plan
     payload, dense = plan.payload_bytes(ranks), plan.payload_bytes(ranks, compressing=False)
-    saving = Saving.of(payload, dense)
+    sent, saving = sent_bytes(plan, ranks), saving_of_sent(plan, ranks)
     if as_json:
         sizes = {
             "payload_bytes": payload,
             "dense_payload_bytes": dense,
+            "sent_bytes": sent,
+            "dense_sent_bytes": ring_sends(ranks) * dense,
+            "most_ranks": most_ranks(plan),
             **saving.to_json(),
             "world_size": ranks,
             "estimated": plan.varying,
@@ -41,27 +46,30 @@ def inspect(
         print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.provenance, "expected": sizes})
         return
 
-    def row(name: str, method: str, before: float, after: float) -> tuple[str, ...]:
-        return (name, method, format_bytes(before), format_bytes(after), *Saving.of(after, before).cells)
+    def row(name: str, method: str, before: float, payload: float, sent: float) -> tuple[str, ...]:
+        saved = Saving.of_sent(sent, before, ranks)
+        return (name, method, *map(format_bytes, (before, payload, sent)), *saved.cells)
 
     rows = []
     for group in plan.groups:
-        codec, members = plan.build(group), plan.members(group)
-        before = 4 * sum(layer.numel for layer in members)
-        rows.append(row(group.name, methods_of([group])[0], before, codec.payload_bytes(members, ranks)))
+        before = 4 * sum(layer.numel for layer in plan.members(group))
+        payload, sends = plan.group_payload_bytes(group, ranks), plan.group_sent_bytes(group, ranks)
+        rows.append(row(group.name, methods_of([group])[0], before, payload, sends))
     rows += [
-        row(layer.name, "dense", 4 * layer.numel, 4 * layer.numel)
+        row(layer.name, "dense", 4 * layer.numel, 4 * layer.numel, ring_sends(ranks) * 4 * layer.numel)
         for layer in plan.dense_layers
         if not any(layer.name in group.layers for group in plan.groups)
     ]
-    columns = ("group", "method", "dense", "payload", "ratio", "vs 16 bits")
+    columns = ("group", "method", "dense", "payload", "sent", "ratio", "vs 16 bits")
     print_table(f"{artifact} ({plan.digest[:12]})", columns, rows, left=2)
     OUT.print(
-        f"per step and rank at {ranks} ranks: {format_bytes(payload)} instead of {format_bytes(dense)}, "
-        f"{saving.text('fewer')}, after {plan.schedule.warmup_steps} dense steps; "
-        f"made by {loaded.provenance.get('method', 'hand')}",
+        f"sent per step and rank at {ranks} ranks: {format_bytes(sent)} instead of "
+        f"{format_bytes(ring_sends(ranks) * dense)}, {saving.text('fewer')}, after {plan.schedule.warmup_steps} dense "
+        f"steps; made by {loaded.provenance.get('method', 'hand')}",
         markup=False,
     )
+    if limit := pays_up_to(plan):
+        OUT.print(f"this plan {limit}", markup=False)
     if plan.varying:
         OUT.print(
             f"messages of {', '.join(plan.varying)} vary in size with the gradients: their bytes are an estimate, "

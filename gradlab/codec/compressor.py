@@ -20,7 +20,7 @@ from gradlab.codec.shards import Payload, Shard, Shards, averaged_in_shards
 from gradlab.codec.sparsifier import count_of
 from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
-from gradlab.collectives import Coroutine, Gather
+from gradlab.collectives import Coroutine, Gather, ring_sends
 from gradlab.layout import Layer
 
 SomeCompressor = TypeVar("SomeCompressor", bound="Compressor")
@@ -204,6 +204,12 @@ class Compressor(Codec):
         return sum(codec.part(a, b).compressed_bytes(b - a) for a, b in codec.shards(numel, world_size)) * (
             1 + 1 / world_size
         )
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        payload = self.payload_bytes(layers, world_size)
+        if self.for_layers(self.shapes_of(layers)).sums_in_shards(world_size):
+            return payload * ring_sends(world_size) / (1 + 1 / world_size)
+        return payload * (world_size - 1)
 
     def compressed_position_bytes(self, numel: int) -> int:
         """Return how many of `compressed_bytes` name the elements whose values are sent."""

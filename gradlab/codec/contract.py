@@ -25,7 +25,7 @@ from gradlab.codec.kept import Kept
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
 from gradlab.codec.vectors import Tensors, concatenate, consecutive, evenly_spaced, separate
-from gradlab.collectives import Coroutine, Mean, run_lockstep
+from gradlab.collectives import Coroutine, Mean, ring_sends, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import ROLES, Layer, layer_of
 from gradlab.workspace import Workspace
@@ -475,6 +475,20 @@ class Codec(ABC):
         Returns:
             Bytes that a rank contributes, mean over the ranks and over a run.
         """
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        """Forecast the bytes that a rank sends in one exchange, for float32 gradients and without padding.
+
+        A codec that asks for anything but means overrides this: a gathered byte is sent N - 1 times.
+
+        Args:
+            layers: of the group.
+            world_size: number of ranks N.
+
+        Returns:
+            Bytes, mean over the ranks and over a run.
+        """
+        return ring_sends(world_size) * self.payload_bytes(layers, world_size)
 
     def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         """Return how many of `payload_bytes` name the elements whose values are sent; 0 unless positions travel."""

@@ -118,6 +118,9 @@ class Wrapper(Codec):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.codec.payload_bytes(layers, world_size)
 
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return self.codec.sent_bytes(layers, world_size)
+
     def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self.codec.position_bytes(layers, world_size)
 

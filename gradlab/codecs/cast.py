@@ -15,7 +15,7 @@ import torch
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
-from gradlab.collectives import AllToAll, Coroutine, Gather, Mean
+from gradlab.collectives import AllToAll, Coroutine, Gather, Mean, ring_sends
 from gradlab.collectives.ring import segment_bounds
 from gradlab.layout import Layer
 from gradlab.workspace import Workspace
@@ -77,6 +77,9 @@ class Cast(Codec):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         shard = 1 / world_size if self.settings.accumulate == "float32" else 0.0  # of the mean, which is sent too
         return 2 * (1 + shard) * sum(layer.numel for layer in layers)
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 2 * ring_sends(world_size) * sum(layer.numel for layer in layers)  # however it is summed
 
 
 def _mean_of_shards(sent: Sequence[torch.Tensor], context: Context) -> Coroutine[list[torch.Tensor]]:

@@ -28,7 +28,7 @@ from gradlab.codec.sparsifier import (
     with_non_finite,
 )
 from gradlab.codecs.block_scaled import BlockScaled
-from gradlab.collectives import Broadcast, Coroutine, Gather, Mean
+from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, ring_sends
 from gradlab.layout import Layer
 
 _INT8 = BlockScaled(BlockScaled.Settings("int8", aggregation="gather"))
@@ -143,6 +143,12 @@ class CLTK(Codec):
         int8 = self.settings.values == "int8"
         values = _INT8.payload_bytes([Layer("values", (count,))], world_size) if int8 else 4 * count
         return values + self.position_bytes(layers, world_size)
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        positions = self.position_bytes(layers, world_size)
+        values = self.payload_bytes(layers, world_size) - positions
+        gathered = self.settings.values == "int8"
+        return (world_size - 1) * positions + (world_size - 1 if gathered else ring_sends(world_size)) * values
 
     def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return self._places([layer.numel for layer in layers]).nbytes / world_size

@@ -26,7 +26,7 @@ from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.settings import require, setting
 from gradlab.codecs.qsgd import QSGD
-from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
+from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, ring_sends, together
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten_alike, unflatten_alike
@@ -632,23 +632,38 @@ class GradiVeQ(Codec):
         return Guarantees(linear=True)  # while it compresses
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Average the payload bytes over a cycle. A layer without bases and with unknown d counts as sampled."""
+        return self._over_a_cycle(layers, lambda layer, state: self._bytes(layer, state, world_size))
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        quantizer = QSGD(self._sample_settings)
+
+        def sent(layer: Layer, state: Tensors) -> float:
+            payload = ring_sends(world_size) * self._bytes(layer, state, world_size)
+            sampled = int(state["clock"][0]) == SAMPLING and layer.numel >= self.slice_size(layer)
+            if not sampled or not self.settings.sample_bits:
+                return payload
+            samples = quantizer.payload_bytes([layer], world_size)
+            return payload - ring_sends(world_size) * samples + quantizer.sent_bytes([layer], world_size)
+
+        return self._over_a_cycle(layers, sent)
+
+    def _over_a_cycle(self, layers: Sequence[Layer], bytes_of: Callable[[Layer, Tensors], float]) -> float:
+        """Average bytes over a cycle. A layer without bases and with unknown d counts as sampled."""
         sampled, compressed = self.settings.sample_steps, self.settings.compressed_steps
         share = compressed / (sampled + compressed) if compressed else 1.0
         total = 0.0
         for layer in layers:
             start = self._of(layer.name, {})
-            mode, first = int(start["clock"][0]), self._bytes(layer, start, world_size)
-            sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)}, world_size)
+            mode, first = int(start["clock"][0]), bytes_of(layer, start)
+            sampling = bytes_of(layer, {"clock": _clock(SAMPLING, 0)})
             refitted = mode == COMPRESSING and self.settings.refresh == "decoded"
             if mode == DENSE or refitted or self.settings.complement == 1:
                 total += first  # to the end of the run
             elif mode == COMPRESSING:
                 total += share * first + (1 - share) * sampling
             elif self.settings.ratio is not None:
-                total += (
-                    share * self._bytes(layer, {"clock": _clock(COMPRESSING, 0)}, world_size) + (1 - share) * sampling
-                )
+                compressing = bytes_of(layer, {"clock": _clock(COMPRESSING, 0)})
+                total += share * compressing + (1 - share) * sampling
             else:
                 total += sampling
         return total

@@ -15,7 +15,7 @@ import torch
 from gradlab.codec import About, Context, Exchanged, Tensors, concatenate, separate
 from gradlab.codec.settings import setting
 from gradlab.coding.positions import index_bytes
-from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
+from gradlab.collectives import Coroutine, Gather, Mean, ring_sends, sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.learning.autoencoder import Architecture, Loss, ring_loss
@@ -145,6 +145,11 @@ class LgcRing(LearnedSelection):
         last = mode == TRAINING and position + 1 == self._steps
         led += last * 4 * (self.architecture().numel + 1)
         return values + self._position_bytes(layers, world_size, mode) + led / world_size
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        positions = self.position_bytes(layers, world_size)  # which the leader sends; codes are averaged
+        codes = self.payload_bytes(layers, world_size) - positions
+        return ring_sends(world_size) * codes + (world_size - 1) * positions
 
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
         return (index_bytes(self.coding, *self._selected(layers)) + 8 * self.varying) / world_size

@@ -261,6 +261,9 @@ class LgcServer(LearnedSelection):
         learned = last * 4 * (self.architecture(world_size).numel + 1) / world_size
         return values + scales + self._position_bytes(layers, world_size, mode) + learned
 
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return (world_size - 1) * self.payload_bytes(layers, world_size)
+
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
         """Those of the selected values, and in the third phase the innovation's among them."""
         coding, (count, numel) = self.settings.index_coding, self._selected(layers)

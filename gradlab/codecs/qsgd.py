@@ -29,7 +29,7 @@ from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
-from gradlab.collectives import Coroutine, Ring
+from gradlab.collectives import Coroutine, Ring, ring_sends
 from gradlab.collectives.ring import RingCode, segment_bounds
 from gradlab.layout import Layer
 
@@ -228,6 +228,11 @@ class QSGD(BlockCompressor):
         if not self.settings.ring:
             return super().payload_bytes(layers, world_size)
         return sum(self.compressed_bytes(b - a) for a, b in pairwise(ring_edges(numel, world_size)))
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        if not self.settings.ring:
+            return super().sent_bytes(layers, world_size)
+        return ring_sends(world_size) * self.payload_bytes(layers, world_size)
 
     def compressed_bytes(self, numel: int) -> int:
         """Count the bytes of a vector's norms and codes."""

@@ -215,6 +215,14 @@ class TernGrad(BlockCompressor):
         codes = sum(packed_bytes(size, 2) for size in sizes)
         return scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size
 
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        if not self.settings.shared_scale:
+            return super().sent_bytes(layers, world_size)
+        numel = sum(layer.numel for layer in layers)
+        scales = 4 * self.for_layers(self.shapes_of(layers)).blocks(numel)
+        codes = packed_bytes(numel, 2) + packed_bytes(numel, (2 * world_size).bit_length())
+        return (world_size - 1) * (scales + codes / world_size)
+
 
 def shard_sizes(numel: int, world_size: int) -> list[int]:
     """Return the elements of each rank's part of a vector: whole groups of eight, as equal as possible."""

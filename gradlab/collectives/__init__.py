@@ -30,6 +30,7 @@ from gradlab.collectives.requests import (
     check_request,
     fusion_key,
     payload_bytes,
+    ring_sends,
     signature,
     wire_bytes,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "mean_of_node",
     "observed",
     "payload_bytes",
+    "ring_sends",
     "run_lockstep",
     "signature",
     "sum_in_rank_order",

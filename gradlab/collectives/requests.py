@@ -333,6 +333,22 @@ def all_reduce_wire_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * math.ceil(nbytes / world_size)
 
 
+def ring_sends(world_size: int) -> float:
+    """Return how many times a rank sends a byte in a ring all-reduce, 2 (N - 1) / N, without padding.
+
+    >>> from gradlab.collectives import ring_sends
+    >>> [ring_sends(world_size) for world_size in (1, 2, 4)]
+    [0.0, 1.0, 1.5]
+
+    Args:
+        world_size: number of ranks N.
+
+    Returns:
+        Bytes sent per byte of the tensor.
+    """
+    return 2 * (world_size - 1) / world_size
+
+
 def all_gather_wire_bytes(nbytes: int, world_size: int) -> int:
     """Count the bytes that a rank sends in an all-gather: every block travels N - 1 hops.
 

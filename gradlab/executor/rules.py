@@ -104,6 +104,13 @@ RULES: dict[str, Rule] = {
             "leave step_size_ratio out, so that residuals follow the rate where that has a law",
         ),
         Rule(
+            "bytes_sent",
+            "when the run begins: groups that send more than a ring all-reduce in 16 bits between as many ranks; more "
+            "than plain DDP is an error, unless this rule is set",
+            "put two_way around the codec (wrappers=[Wrap('error_feedback'), Wrap('two_way')]), whose messages do not "
+            "grow with the ranks, or send 16 bits (codec cast)",
+        ),
+        Rule(
             "versions",
             "ranks with different versions of gradlab or torch",
             "install the same versions on all machines: codecs' bits and random draws may differ between versions",

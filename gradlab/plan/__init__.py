@@ -13,6 +13,7 @@ from gradlab.plan.plan import (
     groups_of_the_rest,
 )
 from gradlab.plan.recipes import method_plan, named_plan
+from gradlab.plan.traffic import most_ranks, pays_up_to, saving_of_sent, sent_bytes
 
 __all__ = [
     "FEEDBACK",
@@ -27,6 +28,10 @@ __all__ = [
     "groups_of_the_rest",
     "lgc_plan",
     "method_plan",
+    "most_ranks",
     "named_plan",
     "payload_parts",
+    "pays_up_to",
+    "saving_of_sent",
+    "sent_bytes",
 ]

@@ -448,6 +448,18 @@ class Plan:
             return codec.payload_bytes(members, world_size)
         return codec.next_payload_bytes(members, world_size, state)
 
+    def group_sent_bytes(self, group: Group, world_size: int) -> float:
+        """Forecast the bytes that a rank sends for one group in a compressed step, see `Codec.sent_bytes`.
+
+        Args:
+            group: of the plan.
+            world_size: number of ranks.
+
+        Returns:
+            Bytes.
+        """
+        return self._forecasting(group).sent_bytes(self.members(group), world_size)
+
     @property
     def digest(self) -> str:
         """Sha256 (hex) of the plan with its learned tensors: equal plans, and only they, have one digest."""

@@ -32,7 +32,7 @@ from gradlab.codec.wrapper import (
     store_buffer,
     store_buffers,
 )
-from gradlab.collectives import Broadcast, Coroutine, Gather
+from gradlab.collectives import Broadcast, Coroutine, Gather, ring_sends
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -256,6 +256,9 @@ class TwoWay(Wrapper):
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         sizes = [codec.compressed_bytes(numel) for codec, numel in self._parts(layers, world_size)]
         return sum(sizes) + sum(sizes) / world_size
+
+    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return ring_sends(world_size) * self.payload_bytes(layers, world_size) / (1 + 1 / world_size)
 
     def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         sizes = [codec.compressed_position_bytes(numel) for codec, numel in self._parts(layers, world_size)]

@@ -326,6 +326,24 @@ def test_a_skipped_iteration_keeps_its_number_and_its_draws(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_bytes_sent_are_those_forecast(codec: str) -> None:
+    """Of a steady exchange at 2 and 5 ranks: within a thirtieth and what padding adds."""
+    shapes = {"wide": (64, 96)}
+    plan = plan_for(codec, "layer", feedback=False, shapes=shapes)
+    (group,) = plan.groups
+    built, members = plan.build(group), plan.members(group)
+    for ranks in (2, 5):
+        *_, results = lockstep(plan, ranks, 3, lambda rank, step: gradients(shapes, rank, step))
+        payload, sent = (
+            sum(getattr(result, name) for result in results[group.name]) / ranks
+            for name in ("payload_bytes", "wire_bytes")
+        )
+        within = 0.05 if sizes_vary(codec) else 1e-3
+        steady = payload == pytest.approx(built.payload_bytes(members, ranks), rel=within)  # else a mean over a cycle
+        assert not steady or sent == pytest.approx(built.sent_bytes(members, ranks), rel=1 / 30, abs=8 * ranks)
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_many_ranks(codec: str) -> None:
     """At 33 ranks ranks agree, nothing is beyond what they have, forecast == count."""
     shapes, ranks = {"wide": (6, 24)}, 33

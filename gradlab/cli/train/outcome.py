@@ -123,8 +123,8 @@ class CompressionMeasures:
         time: of a compressed step.
         payload_bytes_per_step: what a rank contributes.
         wire_bytes_per_step: what its network interface sends.
-        compression_ratio: dense payload over mean payload, of the compressed steps.
-        ratio_to_16_bits: the same, of the dense payload in 16 bits.
+        compression_ratio: bytes that a ring all-reduce of the gradients sends over those sent, of the compressed steps.
+        ratio_to_16_bits: the same, of that all-reduce in 16 bits.
         compression_ratio_whole_run, ratio_to_16_bits_whole_run: the same, of all steps.
         non_finite_steps: in which a rank's gradients were not finite.
         errors: by compressed step.
@@ -333,8 +333,8 @@ def _measured(ranks: Sequence[RankOutcome], chosen: Sequence[int], dense_payload
     wire = [fmean(record.wire_bytes for record in row) for row in records]
     wait = fmean(median(record.wait_seconds for record in row) for row in records)
     errors, layer_errors = _errors(records if compressed else [])
-    all_steps = fmean(fmean(record.payload_bytes for record in rank.records) for rank in ranks)
-    saving, whole_run = (Saving.of(sent, dense_payload_bytes) for sent in (fmean(payload), all_steps))
+    all_steps = fmean(fmean(record.wire_bytes for record in rank.records) for rank in ranks)
+    saving, whole_run = (Saving.of_sent(sent, dense_payload_bytes, len(ranks)) for sent in (fmean(wire), all_steps))
     return CompressionMeasures(
         warmup_steps=chosen[0] if compressed else 0,
         time=StepTime(

@@ -1,0 +1,140 @@
+"""What a plan sends at N ranks, beside a ring all-reduce of the same gradients in 32 and in 16 bits.
+
+A gathered payload is sent N - 1 times. A ring all-reduce sends each byte 2 (N - 1) / N times, which hardly grows with
+N. So a plan whose payloads are gathered pays up to some number of ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradlab.collectives import ring_sends
+from gradlab.formatting import format_ratio
+from gradlab.plan.plan import FINITE_FLAG_BYTES, Group, Plan
+from gradlab.saving import Saving
+
+MOST_RANKS = 4096  # up to which a plan is looked at
+_SLACK = 1.01  # vectors that travel in 32 bits beside matrices in 16 are no excess
+_MATTERS = 0.01  # share of the gradients' bytes from which on groups are worth a warning
+
+
+def sent_bytes(plan: Plan, world_size: int, groups: Sequence[Group] | None = None) -> float:
+    """Forecast the bytes that a rank sends in a compressed step, mean over ranks, for float32 gradients.
+
+    >>> from gradlab.plan import sent_bytes
+    >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4")
+    >>> [round(sent_bytes(plan, world_size)) for world_size in (2, 32)]
+    [51570, 1598546]
+
+    Args:
+        plan: any plan.
+        world_size: number of ranks N.
+        groups: those that count. None: all, with uncompressed layers and the ranks' agreement on finite gradients.
+
+    Returns:
+        Bytes.
+    """
+    chosen = plan.compressed_groups if groups is None else groups
+    total = sum(plan.group_sent_bytes(group, world_size) for group in chosen)
+    if groups is None:
+        dense = 4.0 * sum(layer.numel for layer in plan.dense_layers)
+        total += ring_sends(world_size) * (dense + FINITE_FLAG_BYTES * bool(chosen))
+    return total
+
+
+def saving_of_sent(plan: Plan, world_size: int) -> Saving:
+    """Compare what a plan sends with a ring all-reduce of its float32 gradients, and of the same in 16 bits.
+
+    Args:
+        plan: any plan.
+        world_size: number of ranks N.
+    """
+    return Saving.of_sent(sent_bytes(plan, world_size), 4 * sum(layer.numel for layer in plan.layers), world_size)
+
+
+def most_ranks(plan: Plan, bits: int = 16) -> int | None:
+    """Find up to how many ranks a plan sends no more than a ring all-reduce does.
+
+    >>> from gradlab.plan import most_ranks
+    >>> most_ranks(Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4"))
+    7
+
+    Args:
+        plan: any plan.
+        bits: of a value in that all-reduce, 16 or 32.
+
+    Returns:
+        The number of ranks, 1 if it sends more between any two; None: more than `MOST_RANKS`.
+    """
+    dense = _SLACK * bits / 8 * sum(layer.numel for layer in plan.layers)
+
+    def pays(world_size: int) -> bool:
+        return sent_bytes(plan, world_size) <= ring_sends(world_size) * dense
+
+    low, high = 1, 2
+    while pays(high):
+        if high >= MOST_RANKS:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
+
+
+def pays_up_to(plan: Plan) -> str:
+    """Say up to how many ranks a plan sends less than 16-bit reduction does; empty if that is always so."""
+    most = most_ranks(plan)
+    if most is None:
+        return ""
+    if most == 1:
+        return "sends more than 16-bit reduction does, between any number of ranks"
+    return f"sends less than 16-bit reduction does between up to {most} ranks; two_way around it does so between any"
+
+
+@dataclass(frozen=True)
+class Excess:
+    """Groups that send more than a ring all-reduce does.
+
+    Attributes:
+        groups: their names.
+        to_16_bits, to_32_bits: what they send over what that all-reduce sends of the same layers in 16 and in 32 bits.
+    """
+
+    groups: tuple[str, ...]
+    to_16_bits: float
+    to_32_bits: float
+
+    def sentence(self, world_size: int) -> str:
+        """Say what they send between so many ranks."""
+        which = self.groups[0] if len(self.groups) == 1 else f"{self.groups[0]} and {len(self.groups) - 1} more groups"
+        return (
+            f"between {world_size} ranks {which} would send {format_ratio(self.to_16_bits)} the bytes of 16-bit "
+            f"reduction, {format_ratio(self.to_32_bits)} those of plain DDP"
+        )
+
+
+def excess_of(plan: Plan, world_size: int, bits: int = 16) -> Excess | None:
+    """Find the groups that send more than a ring all-reduce; None if there are none, or they hardly matter.
+
+    Args:
+        plan: any plan.
+        world_size: number of ranks N.
+        bits: of a value in that all-reduce, 16 or 32.
+    """
+
+    def ring(groups: Sequence[Group], of: int) -> float:
+        numel = sum(layer.numel for group in groups for layer in plan.members(group))
+        return ring_sends(world_size) * numel * of / 8
+
+    over = [
+        group
+        for group in plan.compressed_groups
+        if plan.group_sent_bytes(group, world_size) > _SLACK * ring([group], bits)
+    ]
+    half, everything = ring(over, 16), ring_sends(world_size) * 2 * sum(layer.numel for layer in plan.layers)
+    if not half or half < _MATTERS * everything:
+        return None
+    share = sent_bytes(plan, world_size, over) / half
+    return Excess(tuple(group.name for group in over), share, share / 2)
