@@ -388,7 +388,7 @@ def _step_lines(report: RunReport) -> list[str]:
         where = [f"node {nodes.node} of {nodes.nodes}, local rank {nodes.local_rank} of {nodes.local_ranks}"]
     return [
         *where,
-        f"sent {means.wire_bytes_per_step:,.0f} B{saving}, payload {means.payload_bytes_per_step:,.0f} B{inside}",
+        f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{saving}{inside}",
         f"{spent} per step",
     ]
 

@@ -128,10 +128,10 @@ def _plan_table(data: Json) -> Table:
             took = seconds.get(name)
             cells += [format_seconds(took), format_ratio(at.dense_seconds / took if took else None)]
         rows.append([*cells, *_sent(data, name)])
-    columns = ["plan", "method", *(["step", "speed-up"] if at else []), "sent/step", "ratio", "vs 16 bits"]
+    columns = ["plan", "method", *(["step", "speed-up"] if at else []), "wire/step", "ratio", "vs 16 bits"]
     ranks = format_counted(at.nodes, "node") if at else f"the {data['trace']['world_size']} recorded ranks"
     note = (
-        f"Sent: by a rank's network interface per step, between {ranks}. Ratio: how many times fewer bytes those are "
+        f"Wire: what a rank's network interface sends per step, between {ranks}. Ratio: how many times fewer bytes it is "
         "than plain DDP's, in 32 bits a value."
     )
     if at is not None:

@@ -60,7 +60,7 @@ def inspect(
         for layer in plan.dense_layers
         if not any(layer.name in group.layers for group in plan.groups)
     ]
-    columns = ("group", "method", "dense", "payload", "sent", "ratio", "vs 16 bits")
+    columns = ("group", "method", "dense", "payload", "wire", "ratio", "vs 16 bits")
     print_table(f"{artifact} ({plan.digest[:12]})", columns, rows, left=2)
     OUT.print(
         f"sent per step and rank at {ranks} ranks: {format_bytes(sent)} instead of "

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 from gradlab.collectives import ring_sends
 from gradlab.formatting import format_ratio
+from gradlab.layout import Layer
 from gradlab.plan.plan import FINITE_FLAG_BYTES, Group, Plan
 from gradlab.saving import Saving
 
 MOST_RANKS = 4096  # up to which a plan is looked at
-_SLACK = 1.01  # vectors that travel in 32 bits beside matrices in 16 are no excess
+# Vectors that travel in 32 bits beside matrices in 16 are no excess, nor are positions beside all values.
+_SLACK = {16: 1.01, 32: 1.1}
+_FEWEST = 1024  # elements of groups below which a message costs its latency, not its bytes
 _MATTERS = 0.01  # share of the gradients' bytes from which on groups are worth a warning
 
 
@@ -67,7 +70,7 @@ def most_ranks(plan: Plan, bits: int = 16) -> int | None:
     Returns:
         The number of ranks, 1 if it sends more between any two; None: more than `MOST_RANKS`.
     """
-    dense = _SLACK * bits / 8 * sum(layer.numel for layer in plan.layers)
+    dense = _SLACK[bits] * bits / 8 * sum(layer.numel for layer in plan.layers)
 
     def pays(world_size: int) -> bool:
         return sent_bytes(plan, world_size) <= ring_sends(world_size) * dense
@@ -124,17 +127,20 @@ def excess_of(plan: Plan, world_size: int, bits: int = 16) -> Excess | None:
         bits: of a value in that all-reduce, 16 or 32.
     """
 
+    def theirs(groups: Sequence[Group]) -> list[Layer]:
+        return [layer for group in groups for layer in plan.members(group)]
+
     def ring(groups: Sequence[Group], of: int) -> float:
-        numel = sum(layer.numel for group in groups for layer in plan.members(group))
-        return ring_sends(world_size) * numel * of / 8
+        return ring_sends(world_size) * sum(layer.numel for layer in theirs(groups)) * of / 8
 
     over = [
         group
         for group in plan.compressed_groups
-        if plan.group_sent_bytes(group, world_size) > _SLACK * ring([group], bits)
+        if plan.group_sent_bytes(group, world_size) > _SLACK[bits] * ring([group], bits)
     ]
-    half, everything = ring(over, 16), ring_sends(world_size) * 2 * sum(layer.numel for layer in plan.layers)
-    if not half or half < _MATTERS * everything:
+    numel, everything = (sum(layer.numel for layer in layers) for layers in (theirs(over), plan.layers))
+    if not ring_sends(world_size) or numel < max(_FEWEST, _MATTERS * everything):
         return None
+    half = ring(over, 16)
     share = sent_bytes(plan, world_size, over) / half
     return Excess(tuple(group.name for group in over), share, share / 2)

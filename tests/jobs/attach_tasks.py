@@ -106,6 +106,25 @@ def dense_steps_of(group: dist.ProcessGroup, bits: int) -> dict[str, Any]:
     return {key: report[key] for key in ("compression_ratio", "ratio_to_16_bits")} | {"line": line}
 
 
+def groups_that_send_too_much(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What attaching says of plans whose gathered messages are larger than 16-bit reduction's, and plain DDP's."""
+    options: dict[str, Any] = {"process_group": SPARE.get(dist.get_world_size(group))}
+    results: dict[str, Any] = {}
+    for density, rules in ((0.1, None), (0.4, None), (0.9, None), (0.9, {"bytes_sent": "warn"}), (0.9, "ignore")):
+        model = DistributedDataParallel(nn.Linear(64, 64), process_group=group)
+        plan = Plan.uniform(model, "topk", density=density)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with gradlab.compress(model, plan, rules=rules, **options) as state:
+                    found = [(one.rule, one.seen) for one in state.findings]
+            except GradlabError as error:
+                found = str(error)
+        told = [str(one.message) for one in caught if "bytes of 16-bit" in str(one.message)]
+        results[f"{density}, {rules}"] = {"found": found, "told": told}
+    return results
+
+
 def compiled_models_train_compressed(group: dist.ProcessGroup) -> dict[str, Any]:
     plan = Plan.uniform(network(), "powersgd", rank=2)
 

@@ -34,6 +34,20 @@ def test_a_report_sets_dense_gradients_beside_16_bits(pool: ProcessPool, bits: i
         assert f", 1.00x ({format_ratio(16 / bits)} vs 16 bits)" in result["line"]
 
 
+def test_groups_that_send_more_than_16_bits_are_warned_of_and_more_than_plain_ddp_refused(pool: ProcessPool) -> None:
+    ranks = pool.run("jobs.attach_tasks:groups_that_send_too_much", 4)
+    for rank, results in enumerate(ranks):
+        assert results["0.1, None"] == results["0.9, ignore"] == {"found": [], "told": []}
+        refused = results["0.9, None"]["found"]
+        assert isinstance(refused, str)
+        assert "those of plain DDP" in refused
+        assert "two_way" in refused
+        for case in ("0.4, None", "0.9, {'bytes_sent': 'warn'}"):
+            ((rule, seen),) = results[case]["found"]
+            assert (rule, "between 4 ranks weight would send" in seen) == ("bytes_sent", True)
+            assert len(results[case]["told"]) == (rank == 0)
+
+
 def test_compiled_models_train_as_the_model_itself_does(pool: ProcessPool) -> None:
     """torch.compile inside DDP, of a module in it, and around DDP: bit for bit, and compressed."""
     for results in pool.run("jobs.attach_tasks:compiled_models_train_compressed", 2):

@@ -175,6 +175,7 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
         0,
         True,
         payload_bytes=8,
+        wire_bytes=8,
         errors={"a": (math.inf, 1.0)},
         group_payload_bytes={"a": 8},
         group_seconds={"a": (1, 2)},
@@ -214,4 +215,4 @@ def test_collectives_that_travel_at_once_get_rows_of_their_own() -> None:
 
 
 def test_scalars_before_the_first_step() -> None:
-    assert scalars(Statistics(3), dense_bytes=16, half_bytes=8) == {}
+    assert scalars(Statistics(3), Place(0, 2, 16, 8, 8.0)) == {}

@@ -91,11 +91,19 @@ def _help_of(reference: str) -> str:
 def print_fit(
     provenance: dict[str, Any], as_json: bool, show: Callable[[], None], *paths: Path | None, note: str | None = None
 ) -> None:
-    """Print an artifact's metadata as JSON; or call `show` for its tables, then print the note and files written."""
+    """Print an artifact's metadata as JSON; or call `show` for its tables, then print the note and files written.
+
+    The first path is the artifact's. Up to how many ranks its plan pays is said, where there is such a number.
+    """
+    from gradlab.artifact import Artifact
+    from gradlab.plan import pays_up_to
+
     if as_json:
         print_json(provenance)
         return
     show()
+    if paths[0] is not None and (limit := pays_up_to(Artifact.load(paths[0]).plan)):
+        OUT.print(f"this plan {limit}", markup=False)
     if note:
         OUT.print(note, markup=False)
     for path in paths:
