@@ -136,13 +136,13 @@ class FSDPCompression(Exchange):
         """Refuse what would let nodes drift apart: modules that have other hooks by now, or none."""
         if lost := [unit.title for unit, *hooks in self._hooks if not has_hooks(unit, *hooks)]:
             raise GradlabError(f"{lost[0]} has another hook now than the one that {CALLER} set, and nodes drift apart")
-        if missing := self._averaged.look():
-            raise GradlabError(f"{CALLER}: {not_averaged(missing, *SHARDED)}")
         model = self._model()
         if model is not None and sharded_modules(model) != self._modules:
             raise GradlabError(
                 f"fully_shard was called on modules after {CALLER}, and their gradients stay in the node; call it first"
             )
+        if missing := self._averaged.look():
+            raise GradlabError(f"{CALLER}: {not_averaged(missing, *SHARDED)}")
 
     # --- steps ---
 
