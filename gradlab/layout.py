@@ -25,9 +25,10 @@ from gradlab.roles import ROLES, STACKS, TRANSPOSED, module_role
 from gradlab.workspace import Workspace
 
 Order = Literal["native", "gradiveq"]
-# Names that wrappers put into a parameter's own: DDP at the front, torch.compile wherever a module is compiled.
+# Names that wrappers put into a parameter's own: DDP at the front; torch.compile, activation checkpointing and torch's
+# first FSDP wherever a module is wrapped.
 _DDP_NAME = "module"
-_WRAPPERS_NAMES = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, of activation checkpointing
+_WRAPPERS_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # More elements than any layer has; beyond it sizes no longer fit the integers and floats they are counted in.
 _MOST_DIMENSIONS = 32  # numpy and torch end at 64, and some work adds dimensions of its own
 _LARGEST_LAYER = 2**48
@@ -125,19 +126,64 @@ def fingerprint(layers: Iterable[Layer]) -> str:
     return hashlib.sha256(canonical_json(rows).encode()).hexdigest()
 
 
-def bare_name(name: str) -> str:
-    """Remove from a parameter's name what DDP, torch.compile and activation checkpointing (of modules in it) add.
+def bare_names(names: Sequence[str]) -> list[str]:
+    """Remove from the names of a model's parameters what DDP, torch.compile and activation checkpointing add.
+
+    DDP's `module` stands in front of all names. A model may have a `module` of its own beside other parameters.
+
+    >>> bare_names(["module.up.weight", "module._orig_mod.module.weight"])
+    ['up.weight', 'module.weight']
 
     Args:
-        name: as the wrapped model has it.
+        names: of all parameters, as the wrapped model has them.
 
     Returns:
-        As the bare model has it.
+        As the bare model has them, in the same order; they differ from each other if the names do.
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS_NAMES]
-    while len(parts) > 1 and parts[0] == _DDP_NAME:
-        parts.pop(0)
-    return ".".join(parts)
+    split = [name.split(".") for name in names]
+    parts = [[*(part for part in modules if part not in _WRAPPERS_NAMES), own] for *modules, own in split]
+    if len({tuple(one) for one in parts}) < len(set(names)):  # a model that calls modules so itself
+        parts = split
+    while parts and all(len(one) > 1 and one[0] == _DDP_NAME for one in parts):
+        parts = [one[1:] for one in parts]
+    return [".".join(one) for one in parts]
+
+
+def names_as_in(expected: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return layers' names as a plan has them, if it is of these layers.
+
+    Older plans and traces have names without any `module` in front, also where it is a part of the model.
+
+    Args:
+        expected: the plan's.
+        names: the layers', bare.
+
+    Returns:
+        The names in the same order; as they are if the plan has others.
+    """
+    wanted, before = set(expected), [_without_modules(name) for name in names]
+    return before if wanted != set(names) and wanted == set(before) else list(names)
+
+
+def _without_modules(name: str) -> str:
+    while name.startswith(f"{_DDP_NAME}."):
+        name = name.removeprefix(f"{_DDP_NAME}.")
+    return name
+
+
+def names_of_parameters(model: nn.Module) -> dict[int, str]:
+    """Name every parameter of a model as the bare model does.
+
+    A parameter that several modules share has its first name.
+
+    Args:
+        model: bare, in DDP, or compiled.
+
+    Returns:
+        Names by id of the parameter, in registration order, those without gradient included.
+    """
+    named = list(model.named_parameters())
+    return {id(p): name for (_, p), name in zip(named, bare_names([name for name, _ in named]), strict=True)}
 
 
 def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
@@ -151,15 +197,14 @@ def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
     Returns:
         Layers with their parameters, in registration order.
     """
-    pairs, seen, modules = [], set(), dict(model.named_modules())
+    pairs, seen, modules, names = [], set(), dict(model.named_modules()), names_of_parameters(model)
     for module_name, module in modules.items():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen or not parameter.requires_grad:
                 continue
             seen.add(id(parameter))
-            name = bare_name(f"{module_name}.{parameter_name}" if module_name else parameter_name)
             role = module_role(*_owner(modules, module_name, parameter_name), parameter)
-            pairs.append((Layer(name, tuple(parameter.shape), role), parameter))
+            pairs.append((Layer(names[id(parameter)], tuple(parameter.shape), role), parameter))
     return pairs
 
 

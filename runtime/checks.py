@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from gradlab.ddp.optimizers import bare_optimizer, describe_optimizer
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import RULES, Finding, finding
-from gradlab.layout import Layer
+from gradlab.layout import Layer, names_as_in
 from gradlab.plan import Plan
 from gradlab.plan.node_rules import conflict_between_nodes
 from gradlab.plan.optimizer_rules import conflict_of
@@ -78,6 +79,19 @@ def _refuse_more_than_plain_ddp(plan: Plan, world_size: int, options: RunOptions
             f"{excess.sentence(world_size)}: {RULES['bytes_sent'].remedy}; rules={{'bytes_sent': 'warn'}} runs it as "
             "it is"
         )
+
+
+def named_as_in(plan: object, pairs: Pairs) -> Pairs:
+    """Return layers under the names that a plan has for them, see `names_as_in`.
+
+    Args:
+        plan: what the user gave as a plan.
+        pairs: the model's layers with their parameters.
+    """
+    if not isinstance(plan, Plan):
+        return pairs
+    names = names_as_in([layer.name for layer in plan.layers], [layer.name for layer, _ in pairs])
+    return [(replace(layer, name=name), tensor) for (layer, tensor), name in zip(pairs, names, strict=True)]
 
 
 def given_plan(plan: object, caller: str) -> Plan:

@@ -17,11 +17,11 @@ from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import Finding, finding
-from gradlab.layout import Layer, bare_name
+from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, excess_finding
+from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, excess_finding, named_as_in
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
@@ -104,7 +104,7 @@ class Exchange(Uncopied):
         **options: Any,
     ) -> None:
         chosen = RunOptions(**options)
-        pairs = _layers_with_parameters(named_parameters)
+        pairs = _layers_with_parameters(plan, named_parameters)
         group = dist.group.WORLD if group is None else group
         if group is None:
             raise GradlabError("Exchange: there is no process group; call torch.distributed.init_process_group first")
@@ -426,14 +426,14 @@ class Exchange(Uncopied):
         self.close()
 
 
-def _layers_with_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
+def _layers_with_parameters(plan: object, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
     """Trainable parameters as layers; one that several modules share counts once."""
-    pairs, seen = [], set()
-    for name, parameter in named_parameters:
+    pairs, seen, named = [], set(), list(named_parameters)
+    for name, (_, parameter) in zip(bare_names([name for name, _ in named]), named, strict=True):
         if parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
-            pairs.append((Layer(bare_name(name), tuple(parameter.shape)), parameter))
-    return pairs
+            pairs.append((Layer(name, tuple(parameter.shape)), parameter))
+    return named_as_in(plan, pairs)
 
 
 def surroundings_of(pairs: Pairs, options: RunOptions, names: Mapping[torch.Tensor, str] | None = None) -> Surroundings:

@@ -21,7 +21,7 @@ from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding
 from gradlab.plan import Plan
-from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan
+from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan, named_as_in
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
@@ -81,7 +81,7 @@ class CompressionState(Exchange):
     ) -> None:
         ddp_model = require_ddp(ddp_model, "CompressionState")
         chosen = RunOptions(hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph, **options)
-        pairs, ranks = synchronised_layers(ddp_model), ddp_model.process_group
+        pairs, ranks = named_as_in(plan, synchronised_layers(ddp_model)), ddp_model.process_group
         averaged = AveragedLayers(ddp_model)
 
         topology = find_topology(within, ranks, next(ddp_model.parameters()).device)

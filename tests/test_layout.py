@@ -15,7 +15,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import (
     ROLES,
     Layer,
-    bare_name,
+    bare_names,
     canonical_json,
     describe_difference,
     filter_axes,
@@ -24,6 +24,7 @@ from gradlab.layout import (
     flatten_alike,
     layers_of,
     named_layers,
+    names_as_in,
     split_slices,
     unflatten,
     unflatten_alike,
@@ -242,8 +243,52 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     ],
 )
 def test_bare_names(name: str, bare: str) -> None:
-    assert bare_name(name) == bare
-    assert bare_name(bare) == bare
+    assert bare_names([name]) == [bare]
+    assert bare_names([bare]) == [bare]
+
+
+_PARTS = st.sampled_from(["module", "_orig_mod", "up", "weight"])
+_NAMES = st.lists(st.lists(_PARTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=6, unique=True)
+
+
+@law(_NAMES, st.integers(0, 2))
+def test_bare_names_differ_as_the_names_do_and_know_no_ddp(names: list[str], times: int) -> None:
+    bare = bare_names(names)
+    assert len(set(bare)) == len(names)
+    assert bare_names([f"{'module.' * times}{name}" for name in names]) == bare
+    assert bare_names(bare) == bare
+
+
+class WithModule(nn.Module):
+    """Calls a part `module`, as DDP does, beside a parameter of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.module = nn.Linear(4, 4)
+        self.module.module = nn.Linear(4, 4)  # type: ignore[assignment]
+
+
+def test_a_part_that_is_called_module_keeps_its_name() -> None:
+    names = [name for name, _ in WithModule().named_parameters()]
+    forms = (
+        WithModule(),
+        Wrapper(WithModule()),
+        torch.compile(WithModule(), backend="eager"),
+        Wrapper(torch.compile(WithModule(), backend="eager")),
+    )
+    for form in forms:
+        assert sorted(layer.name for layer in layers_of(form)) == sorted(names)
+    frozen = WithModule()
+    frozen.weight.requires_grad_(False)
+    assert {layer.name for layer in layers_of(frozen)} < set(names), "no name depends on what is trained"
+
+
+def test_plans_that_name_no_module_are_known_again() -> None:
+    names = ["head.weight", "module.weight"]
+    assert names_as_in(["head.weight", "weight"], names) == ["head.weight", "weight"]
+    assert names_as_in(names, names) == names
+    assert names_as_in(["other"], names) == names
 
 
 # --- descriptions ---------------------------------------------------------------------------------------------------

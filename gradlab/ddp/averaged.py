@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.model import divides_by_inputs, synchronised_layers
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, bare_name, named_layers
+from gradlab.layout import Layer, named_layers, names_of_parameters
 
 _EVERY = 16  # steps from one look at all parameters to the next, after as many steps with one each
 
@@ -58,7 +58,7 @@ class AveragedLayers:
         assert isinstance(model, DistributedDataParallel)
         if model.find_unused_parameters or model.static_graph:
             return
-        names = {id(parameter): bare_name(name) for name, parameter in model.module.named_parameters()}
+        names = names_of_parameters(model)
         frozen = [p for p in self._reducer if not p.requires_grad or id(p) not in names]
         if frozen:
             listed = _listed([names.get(id(p), f"a removed layer {list(p.shape)}") for p in frozen])
@@ -77,13 +77,17 @@ class AveragedLayers:
             GradlabError: naming one of them.
         """
         model = self._model()
-        names = {} if model is None else {id(one): bare_name(name) for name, one in model.named_parameters()}
+        names = {} if model is None else names_of_parameters(model)
         for parameter in parameters:
-            if parameter.requires_grad:
-                name = names.get(id(parameter), f"a removed layer {list(parameter.shape)}")
+            if parameter.requires_grad and id(parameter) in names:
                 raise GradlabError(
-                    f"{name} was frozen when compression was attached, and has a gradient now; unfreeze layers first, "
-                    "then make the plan and attach"
+                    f"{names[id(parameter)]} was frozen when compression was attached, and has a gradient now; "
+                    "unfreeze layers first, then make the plan and attach"
+                )
+            if parameter.requires_grad:
+                raise GradlabError(
+                    f"a bucket holds a layer {list(parameter.shape)} that this state's model does not have; register "
+                    "a state with the model that it was made for"
                 )
 
     def refuse_uneven_division(self) -> None:

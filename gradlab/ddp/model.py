@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, bare_name, named_layers
+from gradlab.layout import Layer, named_layers
 
 
 def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.Parameter]]:
@@ -22,13 +22,11 @@ def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.
     Returns:
         Layers with their parameters, in registration order.
     """
-    ignored = {bare_name(name) for name in model.parameters_to_ignore}
-    return [pair for pair in named_layers(model.module) if _as_ddp_names_it(pair[0].name) not in ignored]
-
-
-def _as_ddp_names_it(name: str) -> str:
-    # "<module>.<parameter>" even where the module is the model itself and has no name.
-    return name if "." in name else f".{name}"
+    ignored, modules = model.parameters_to_ignore, model.module.named_modules()
+    # DDP writes "<module>.<parameter>" even where the module is the model itself and has no name.
+    named = ((f"{name}.{own}", p) for name, part in modules for own, p in part.named_parameters(recurse=False))
+    kept = {id(parameter) for name, parameter in named if name not in ignored}
+    return [pair for pair in named_layers(model.module) if id(pair[1]) in kept]
 
 
 def sparse_layers(model: DistributedDataParallel) -> list[str]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from gradlab.codec import Tensors
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, layers_of
+from gradlab.layout import Layer, bare_names, layers_of
 from gradlab.plan.coverage import list_roles
 from gradlab.plan.plan import Group, Plan, Schedule, Wrap, groups_of_the_rest
 
@@ -38,17 +38,18 @@ def graph_order(model: nn.Module) -> list[str]:
         Names of parameters.
     """
     registered = [name for name, _ in model.named_parameters()]
+    bare = dict(zip(registered, bare_names(registered), strict=True))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph = torch.fx.symbolic_trace(model).graph
     except Exception:  # whatever a model's own code makes of a proxy
-        return registered
+        return list(bare.values())
     called = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
     ordered = dict.fromkeys(
         name for target in called for name in registered if name == target or name.startswith(f"{target}.")
     )
-    return list(ordered)
+    return [bare[name] for name in ordered]
 
 
 @dataclass(frozen=True, kw_only=True)

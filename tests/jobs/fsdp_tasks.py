@@ -25,7 +25,7 @@ from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.ddp.groups import part_of
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
-from gradlab.layout import bare_name, layers_of
+from gradlab.layout import layers_of, names_of_parameters
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
@@ -107,7 +107,8 @@ def backward(model: Any, rank: int, step: int, **forward: Any) -> None:
 
 def local_gradients(model: Any) -> dict[str, torch.Tensor]:
     """A rank's shards of the gradients."""
-    named = ((bare_name(name), parameter.grad) for name, parameter in model.named_parameters())
+    names = names_of_parameters(model)
+    named = ((names[id(parameter)], parameter.grad) for parameter in model.parameters())
     return {name: gradient.to_local().clone() for name, gradient in named if gradient is not None}
 
 
@@ -259,9 +260,9 @@ def against_lockstep(
             same.append(all(torch.equal(given[name], wanted[name]) for name in given) or not finite[-1])
             same_states.append(_same_states(state, reference, node))
             for model, optimizer in zip((plain, ours), optimizers, strict=True):
-                for name, parameter in model.named_parameters():
+                for parameter in model.parameters():
                     if parameter.grad is not None and finite[-1]:
-                        parameter.grad.to_local().copy_(given[bare_name(name)])
+                        parameter.grad.to_local().copy_(given[names_of_parameters(model)[id(parameter)]])
                 if finite[-1]:
                     optimizer.step()
     return {"same": same, "states": same_states, "finite": finite}

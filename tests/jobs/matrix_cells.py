@@ -26,7 +26,7 @@ from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
-from gradlab.layout import bare_name, layers_of
+from gradlab.layout import layers_of, names_of_parameters
 from gradlab.runtime import CompressionState, compression_hook
 from support.pool_groups import SPARE
 from support.stacks import Stack
@@ -318,14 +318,15 @@ class _Training:
         if not self.finite:
             assert all(p.grad is None or p.grad.isnan().all() for p in self.ddp.parameters()), "one rank's infinity"
             return worst
+        names = names_of_parameters(self.ddp)
         for full, parameter in self.ddp.named_parameters():
-            wanted = expected[bare_name(full)]
+            wanted = expected[name := names[id(parameter)]]
             if wanted is None:
                 assert parameter.grad is None or not parameter.grad.any(), f"{full} got a gradient from nowhere"
                 continue
             got = parameter.grad / scale
-            if bare_name(full) in self.applied:
-                self.applied[bare_name(full)] = self.applied[bare_name(full)] + got.double()
+            if name in self.applied:
+                self.applied[name] = self.applied[name] + got.double()
             assert got.isfinite().all(), f"{full}: not finite"
             if not torch.equal(got, wanted):
                 worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +24,7 @@ import gradlab
 from gradlab.capture import TraceRecorder
 from gradlab.ddp.copies import Detached
 from gradlab.errors import GradlabError
+from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.runtime import compress_fsdp
 from gradlab.runtime.outer.in_ddp import LocalSteps
@@ -58,7 +61,7 @@ def add_adapter(net: nn.Sequential) -> None:
     net[0] = Adapter(net[0])  # type: ignore[arg-type]
 
 
-def replace(net: nn.Sequential) -> None:
+def exchange_head(net: nn.Sequential) -> None:
     net[2] = nn.Linear(32, 8)
 
 
@@ -70,7 +73,7 @@ def swap(net: nn.Sequential) -> None:
 CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
     "unfrozen bias": unfreeze_bias,
     "adapter": add_adapter,
-    "replaced": replace,
+    "replaced": exchange_head,
     "swapped": swap,
 }
 
@@ -192,6 +195,44 @@ def added_under_fsdp(group: dist.ProcessGroup, folder: str) -> list[str]:
 
         messages.append(said(train))
     return messages
+
+
+class WithModule(nn.Module):
+    """Has a part called `module`, as DDP has, beside a parameter of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(16, 32))
+        self.module = nn.Linear(32, 16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.module(inputs @ self.weight)
+        return result
+
+
+def a_module_called_module(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
+    """Record a model with a part called `module`, and train it by plans that name it so, and as plans did before."""
+    model = DistributedDataParallel(WithModule(), process_group=group)
+    with TraceRecorder(model, folder):
+        backward(model, group, 0)
+    dist.barrier(group)
+    with Trace(folder) as trace:
+        recorded = [layer.name for layer in trace.layers]
+        found = torch.from_numpy(trace.read("module.weight", dist.get_rank(group))[0])
+    model = DistributedDataParallel(WithModule(), process_group=group)
+    with model.no_sync():
+        backward(model, group, 0)
+    same = torch.equal(found, model.module.module.weight.grad.flatten())
+    before = nn.Sequential(OrderedDict(module=nn.Linear(16, 32), head=nn.Linear(32, 16)))
+    renamed = [replace(layer, name=layer.name.removeprefix("module.")) for layer in layers_of(before)]
+    measured = []
+    for net, plan in ((WithModule(), WithModule()), (before, renamed)):
+        wrapped = DistributedDataParallel(net, process_group=group)
+        with gradlab.compress(wrapped, Plan.uniform(plan, "powersgd", rank=1), **spare(group)) as state:
+            backward(wrapped, group, 1)
+            measured.append(sorted(state.statistics.steps[-1].errors))
+    return {"recorded": recorded, "same": same, "measured": measured}
 
 
 # --- join -------------------------------------------------------------------------------------------------------------

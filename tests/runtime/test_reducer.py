@@ -44,6 +44,13 @@ def test_a_layer_added_after_fully_shard_is_told_of(pool: ProcessPool, tmp_path:
     assert "0.scale: unfrozen, added or replaced after fully_shard" in by_rank[0][1]
 
 
+def test_a_part_called_module_keeps_its_name(pool: ProcessPool, tmp_path: Path) -> None:
+    for result in pool.run("jobs.reducer_tasks:a_module_called_module", 2, folder=str(tmp_path / "trace")):
+        assert result["recorded"] == ["weight", "module.weight", "module.bias"]
+        assert result["same"]
+        assert result["measured"] == [["module.weight", "weight"], ["head.weight", "weight"]]
+
+
 def test_a_recorder_averages_over_the_ranks_with_input_as_ddp_does(pool: ProcessPool, tmp_path: Path) -> None:
     for result in pool.run("jobs.reducer_tasks:uneven_inputs", 3, folder=str(tmp_path)):
         assert result["equal"]
