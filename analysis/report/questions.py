@@ -131,8 +131,8 @@ def _plan_table(data: Json) -> Table:
     columns = ["plan", "method", *(["step", "speed-up"] if at else []), "wire/step", "ratio", "vs 16 bits"]
     ranks = format_counted(at.nodes, "node") if at else f"the {data['trace']['world_size']} recorded ranks"
     note = (
-        f"Wire: what a rank's network interface sends per step, between {ranks}. Ratio: how many times fewer bytes it is "
-        "than plain DDP's, in 32 bits a value."
+        f"Wire: what a rank's network interface sends per step, between {ranks}. Ratio: how many times fewer bytes it "
+        "is than plain DDP's, in 32 bits a value."
     )
     if at is not None:
         note += f" Step: forecast {at.where}; a dense one takes {format_seconds(at.dense_seconds)}."
