@@ -24,15 +24,18 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.layers import LayerChoice
+from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import RecorderSettings, optimizer_metadata
 from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.copies import Hook, Uncopied
+from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
 from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
+from gradlab.executor.rules import RULES
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -147,6 +150,7 @@ class TraceRecorder(Uncopied):
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
         self._names = [layer.name for layer, _ in chosen]
         self._warned = False  # of layers that DDP does not average
+        self._warned_of_passes = False
         self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
         self._optimizer, self._scaler, self._wrap = optimizer, scaler, wrap
         self._iteration, self._taken = -1, 0
@@ -155,8 +159,9 @@ class TraceRecorder(Uncopied):
         self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
         self._forward_passes = _ForwardPasses()
         self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
+        self._steps = StepCount(all_optimizers(optimizer))
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
-        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting)
+        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps)
         self._finalizer.atexit = False
         self._source = source
         if isinstance(source, ShardSource):
@@ -213,7 +218,7 @@ class TraceRecorder(Uncopied):
         self._discard_step()
         self._finalizer.detach()
         self._warn_of(self._source.unaveraged(closing=True))
-        return _finish(self._writer, self._counting, None)
+        return _finish(self._writer, self._counting, self._steps, None)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._wrap is None:
@@ -283,13 +288,26 @@ class TraceRecorder(Uncopied):
             self._taken += 1
             self._due = True
             self._buffer = self._writer.acquire()
+        is_read = self._scaler is not None and (self._buffer is not None or self._steps.is_open)
+        scale = self._scaler.get_scale() if is_read else None
+        optimizer_step = self._steps.begin_pass(scale)
+        self._warn_of_passes()
         if self._buffer is not None:
             record = self._buffer.record
             record["index"], record["accumulation"] = self._iteration, passes
+            record["optimizer_step"] = optimizer_step
             if self._optimizer is not None:
                 record["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
-            if self._scaler is not None:
-                record["loss_scale"] = self._scaler.get_scale()
+            if scale is not None:
+                record["loss_scale"] = scale
+
+    def _warn_of_passes(self) -> None:
+        """Warn, once and on the first rank, of several passes for an optimizer step."""
+        if not self._warned_of_passes and (remark := self._steps.remark()):
+            self._warned_of_passes = True
+            if self._source.ranks.rank == 0:
+                line = f"{remark}; {RULES['several_backwards'].remedy}"
+                warnings.warn(f"gradlab: recording {self.path}: {line}", stacklevel=3)
 
     def _warn_of(self, unaveraged: str) -> None:
         """Warn, once and on the first rank, of layers that are trained and that ranks do not average."""
@@ -368,6 +386,9 @@ class _ForwardPasses:
         return count
 
 
-def _finish(writer: AsyncWriter | NoWriter, counting: Any, timeout: float | None = EXIT_SECONDS) -> RecorderReport:
+def _finish(
+    writer: AsyncWriter | NoWriter, counting: Any, steps: StepCount, timeout: float | None = EXIT_SECONDS
+) -> RecorderReport:
     counting.remove()
+    steps.close()
     return writer.close(timeout)

@@ -18,7 +18,7 @@ from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_together
 from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.ddp.model import refuse_complex
-from gradlab.ddp.optimizers import check_optimizer_and_scaler
+from gradlab.ddp.optimizers import all_optimizers, check_optimizer_and_scaler
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.schema import Manifest
@@ -74,7 +74,8 @@ def start_recording(
     settings = replace(settings, every=size.settings.every, max_steps=size.settings.max_steps)
     metadata = _metadata(source, settings, wrap) | metadata
     samples = {sample.layer.name: sample for sample in size.samples}
-    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples)
+    known = bool(all_optimizers(training[0]))
+    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples, optimizer_steps=known)
     manifest = start_together(path, manifest, overwrite, ranks)
     if ranks.rank == 0:
         announce(path, size, settings)

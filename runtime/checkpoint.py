@@ -37,13 +37,14 @@ def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Plain values and tensors.
     """
-    check_kept(run, {group: [state] for group, state in run.states.items()}, [(run.rank, run.world_size)])
-    states = {f"{group}::{key}": t.clone() for group, kept in run.states.items() for key, t in kept.items()}
+    held, iteration = run.since_step
+    check_kept(run, {group: [state] for group, state in held.items()}, [(run.rank, run.world_size)])
+    states = {f"{group}::{key}": t.clone() for group, kept in held.items() for key, t in kept.items()}
     return sealed(
         {
             "format": _FORMAT,
             **identity,
-            "iteration": run.iteration,
+            "iteration": iteration,
             "learning_rates": dict(run.learning_rates),
             "states": states,
             **({} if run.replanner is None else {"refresh": run.replanner.state()}),
@@ -347,5 +348,4 @@ def _continue(
         plan = run.replanner.load(refresh)
         run.states = {}  # those of the settings before; the ones below are of the settings that come
         run.adopt(plan)
-    run.states, run.iteration = states, saved["iteration"]
-    run.learning_rates = {name: float(rate) for name, rate in rates.items()}
+    run.go_on_from(states, saved["iteration"], {name: float(rate) for name, rate in rates.items()})

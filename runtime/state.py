@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.groups import group_like
 from gradlab.ddp.model import bucket_gradients, synchronised_layers
+from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.topology import NODE, find_topology
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
@@ -25,6 +26,7 @@ from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, devi
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
+from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
@@ -108,8 +110,12 @@ class CompressionState(Exchange):
         self.engine = Engine(self._driver, self._device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
+        parameters = {layer.name: parameter for layer, parameter in pairs}
+        optimizers = all_optimizers(chosen.optimizer)
+        self._steps = OptimizerSteps(self._driver, optimizers, parameters, around.loss_scale, ddp_model)
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
-        self._finalizer = weakref.finalize(self, partial(_end, self.engine, self._driver, self._unreached, averaged))
+        ends = self.engine, self._driver, self._unreached, averaged, self._steps
+        self._finalizer = weakref.finalize(self, partial(_end, *ends))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
@@ -169,6 +175,7 @@ class CompressionState(Exchange):
         if bucket.index() == 0:
             self._tell_of(self._averaged.look())
             self._averaged.refuse_uneven_division()
+            self._steps.before_exchange()
         # Buckets are rebuilt after the first iteration, so look up each time which layers one holds.
         found = bucket_gradients(bucket)
         gradients = {self._names[parameter]: gradient for parameter, gradient in found if parameter in self._names}
@@ -204,9 +211,12 @@ def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict
     agree_on(model.process_group, next(model.parameters()).device, attempt, settings)
 
 
-def _end(engine: Engine, driver: StepDriver, unreached: UnreachedHook, averaged: AveragedLayers) -> None:
+def _end(
+    engine: Engine, driver: StepDriver, unreached: UnreachedHook, averaged: AveragedLayers, steps: OptimizerSteps
+) -> None:
     """Stop the worker; tell of backward passes and layers that the hook did not get. An error on its way says more."""
     unreached.end()
+    steps.close()
     failed = driver.broken is not None
     engine.close()
     if not failed:

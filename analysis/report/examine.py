@@ -100,6 +100,8 @@ def examine(
         examination.remarks.append(_what_is_quick(trace, spectrum, look, parts))
     if trace.local_steps:
         examination.remarks.append(f"Not gradients of single steps, but {trace.local_steps}.")
+    if trace.several_passes:
+        examination.remarks.append(f"{trace.several_passes}.")
     if trace.samples:
         examination.remarks.append(f"Measured on a sample: the trace holds {trace.extent}.")
     if spectrum.never_finite_layers:

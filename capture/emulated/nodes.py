@@ -28,9 +28,11 @@ from gradlab.capture.emulated.start import (
 )
 from gradlab.capture.emulated.state import ForwardPasses, NodeBuffers, NodeStreams
 from gradlab.capture.layers import LayerChoice, choose_layers
+from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import StepSettings, announce
 from gradlab.capture.writing.async_writer import RecorderReport, describe
 from gradlab.capture.writing.trace_writer import TraceWriter
+from gradlab.ddp.optimizers import all_optimizers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 
@@ -117,6 +119,7 @@ class EmulatedNodes:
         self._row_bytes = self.size.row_bytes
         require_room(world_size, self._row_bytes, self.size.steps)
         self._optimizer, self._scaler = optimizer, scaler
+        self._steps, self._optimizer_step = StepCount(all_optimizers(optimizer)), -1
         self._mean, self._buffers, self._passes = NodeMean(model, world_size), NodeBuffers(model), ForwardPasses()
         self._streams = NodeStreams(seed, sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
         self._iteration = self._taken = 0
@@ -133,6 +136,7 @@ class EmulatedNodes:
             segment_bytes=self._settings.segment_bytes,
             samples=self.size.samples,
             most_steps=self.size.steps,
+            optimizer_steps=bool(all_optimizers(optimizer)),
         )
         announce(self.path, self.size, self._settings)
         self._passes.inside = False
@@ -173,6 +177,9 @@ class EmulatedNodes:
         try:
             with self._streams.of(rank):
                 yield
+            if rank == 0:
+                scale = None if self._scaler is None else self._scaler.get_scale()
+                self._optimizer_step = self._steps.begin_pass(scale)
             if self._settings.wants(self._iteration, self._taken):
                 self._record(rank)
         except BaseException:
@@ -231,6 +238,7 @@ class EmulatedNodes:
         if not self._closed:
             self._closed = True
             self._watching.remove()
+            self._steps.close()
             self._passes.inside = None
             self._written(self._writer.close)
         lost = int(self._next > 0 and self._settings.wants(self._iteration, self._taken))
@@ -260,7 +268,7 @@ class EmulatedNodes:
             gradients[layer.name] = whole if sample is None else sample.take(whole)
             if parameter.grad is None:
                 unused.append(layer.name)
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"optimizer_step": self._optimizer_step}
         if self._optimizer is not None:
             values["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
         if self._scaler is not None:

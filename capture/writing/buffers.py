@@ -49,7 +49,7 @@ class Block:
         Args:
             row: from 0.
         """
-        self.records[row] = (-1, np.nan, np.nan, 1.0, 1, 0, 0)
+        self.records[row] = (-1, np.nan, np.nan, 1.0, 1, 0, -1, 0)
         self.unused[row] = False
         return StepBuffer(self, row)
 

@@ -45,6 +45,7 @@ class TraceWriter:
         metadata, overwrite, segment_bytes: as in `TraceRecorder`.
         samples: of which layers the trace will hold blocks only; `layers` then has their `stored` form.
         most_steps: steps that will be written at most, so that memory and files fit them; None: not known.
+        optimizer_steps: whether the trace keeps optimizer steps beside iterations.
     Raises:
         GradlabError: if the folder is not free, or an argument is out of range.
     """
@@ -61,6 +62,7 @@ class TraceWriter:
         segment_bytes: int = SEGMENT_BYTES,
         samples: Sequence[LayerSample] = (),
         most_steps: int | None = None,
+        optimizer_steps: bool = False,
     ) -> None:
         self.path = Path(path)
         if dtype not in STORED_DTYPE:
@@ -69,7 +71,9 @@ class TraceWriter:
         require_free(self.path, overwrite)
         metadata = {"gradlab": VERSION, "emulated": True} | (metadata or {})
         by_name = {sample.layer.name: sample for sample in samples}
-        manifest = Manifest(world_size, tuple(layers), dtype, metadata, samples=by_name)
+        manifest = Manifest(
+            world_size, tuple(layers), dtype, metadata, samples=by_name, optimizer_steps=optimizer_steps
+        )
         self._manifest = Manifest.from_json(manifest.to_json(), self.path)
         start_folder(self.path, self._manifest, overwrite)
         self._ranks = [
@@ -97,6 +101,7 @@ class TraceWriter:
         learning_rate: float = float("nan"),
         loss_scale: float = 1.0,
         accumulation: int = 1,
+        optimizer_step: int = -1,
         unused: Sequence[str] = (),
     ) -> None:
         """Write one step of one rank.
@@ -105,7 +110,7 @@ class TraceWriter:
             rank: the rank, from 0.
             index: iteration, ascending per rank.
             gradients: layer name -> values of the layer's shape.
-            loss, learning_rate, loss_scale, accumulation: of this step, see `STEP_DTYPE`.
+            loss, learning_rate, loss_scale, accumulation, optimizer_step: of this step, see `STEP_DTYPE`.
             unused: names of layers without a gradient.
         Raises:
             GradlabError: if a layer is missing or of another shape, or a rank or an iteration is out of range.
@@ -116,7 +121,7 @@ class TraceWriter:
         pool = self._pools[rank]
         step = pool.acquire(lambda: False)
         assert step is not None
-        step.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, 0)
+        step.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, optimizer_step, 0)
         for position, layer in enumerate(self._manifest.layers):
             step.put(position, torch.as_tensor(gradients[layer.name]))
             step.unused[position] = layer.name in unused

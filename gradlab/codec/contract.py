@@ -84,6 +84,7 @@ class Context:
     rank: of this process, from 0.
     world_size: number of ranks, N.
     iteration: synchronised steps since the start of the run, from 0. Those that a loss scaler skipped count too.
+    repeat: earlier exchanges of the same iteration, where several come between two optimizer steps.
     group: the group's name.
     seed: of the plan's random streams.
     learning_rate: by layer name.
@@ -118,6 +119,7 @@ class Context:
     one_round: bool = False
     reuse: bool = False
     spare: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    repeat: int = 0
 
     def memory_for_mean(self, vector: torch.Tensor, names: Iterable[str]) -> torch.Tensor:
         """Return memory for the mean of a group, in the shape and dtype of `vector`, the group's (numel,).
@@ -150,19 +152,24 @@ class Context:
         key: tells apart the streams of one group, such as one per layer.
         every_iteration: True: each iteration has its own stream. False: all iterations share one, as for a first value.
         """
-        when = self.iteration if every_iteration else "start"
+        when = self._moment if every_iteration else "start"
         return seeded_generator("shared", self.seed, when, self.group, *key)
 
     def shared_seeds(self, keys: tuple[str, ...]) -> np.ndarray:
         """Give a seed for each key in this iteration, the same on every rank: uint64 (keys,)."""
-        return _seeds_of(keys) ^ np.uint64(stream_seed("shared", self.seed, self.iteration, self.group))
+        return _seeds_of(keys) ^ np.uint64(stream_seed("shared", self.seed, self._moment, self.group))
 
     def rank_generator(self, *key: object) -> torch.Generator:
         """Make a CPU generator whose stream is another one on every rank and in every iteration.
 
         key: tells apart the streams of one group, such as one per layer.
         """
-        return seeded_generator("rank", self.seed, self.iteration, self.group, self.rank, *key)
+        return seeded_generator("rank", self.seed, self._moment, self.group, self.rank, *key)
+
+    @property
+    def _moment(self) -> object:
+        """What streams of single exchanges are told apart by."""
+        return (self.iteration, self.repeat) if self.repeat else self.iteration
 
     def residual_ratio(self, layer: str, wanted: bool | None) -> float:
         """Return the factor on a layer's residual, the ratio of step sizes eta_(t-1) / eta_t.

@@ -93,6 +93,14 @@ RULES: dict[str, Rule] = {
             "then make the plan and attach anew",
         ),
         Rule(
+            "several_backwards",
+            "more than one synchronised backward pass for an optimizer step; or twice or more, and for at least every "
+            "second optimizer step, one whose gradients were dropped",
+            "put no_sync() around forward and backward of all passes but the last (Accelerate: sync_each_batch=False; "
+            "FSDP2: set_requires_gradient_sync(False)); where another network's loss passes through this model, call "
+            "requires_grad_(False) on it meanwhile",
+        ),
+        Rule(
             "rates_change",
             "learning rate changed by more than 2 times in a step, while residuals are kept as they are",
             "change the rate in smaller steps, begin compression after the warm-up (warmup_steps), or let residuals "
@@ -405,6 +413,35 @@ def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str]) 
     if scaled:
         seen = f"{seen}; this is the {in_a_row}th such step in a row, and the loss scale below 1 if it began at 65536"
     return finding("non_finite", seen, in_a_row, most, step=step)
+
+
+def several_backwards(step: int, passes: int, momentum: bool) -> Finding:
+    """Find several synchronised backward passes before one optimizer step.
+
+    Args:
+        step: the iteration.
+        passes: how many.
+        momentum: whether the plan applies momentum.
+    """
+    seen = several_passes(passes) + ", each with momentum" * momentum
+    return finding("several_backwards", seen, passes, 1, step=step)
+
+
+def several_passes(passes: int) -> str:
+    """Say how many synchronised backward passes came for one optimizer step."""
+    return f"{passes} synchronised backward passes for one optimizer step"
+
+
+def dropped_backwards(step: int, passes: int, steps: int) -> Finding:
+    """Find synchronised backward passes whose gradients no optimizer step applied.
+
+    Args:
+        step: the iteration.
+        passes: how many so far.
+        steps: optimizer steps so far.
+    """
+    seen = f"{passes} synchronised backward passes whose gradients were dropped, beside {steps} optimizer steps"
+    return finding("several_backwards", seen, passes, 1, step=step)
 
 
 def rate_change(before: Iterable[float], now: Iterable[float], largest: float) -> float:

@@ -32,6 +32,7 @@ from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
 from gradlab.executor.device_graphs import Graph, GroupGraphs
+from gradlab.executor.open_step import OpenStep
 from gradlab.plan import Group, Plan
 from gradlab.plan.replanning import Replanner, adopted_state
 from gradlab.workspace import Workspace
@@ -66,6 +67,7 @@ class PlanRun:
         states: by group name, the codec's state after the last committed step.
         iteration: of the next step, from 0.
         learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
+        open_step: what was exchanged since the last optimizer step, where these are known.
         graphs: by group name, where exchanges are recorded.
 
     Args:
@@ -103,6 +105,8 @@ class PlanRun:
         self.graphs = {} if make is None else {name: GroupGraphs(make) for name in self.groups}
         self.iteration = 0
         self.learning_rates: dict[str, float] = {}
+        self.open_step = OpenStep()
+        self._fresh_from = 0  # the first iteration that a refresh has not seen
 
     @property
     def compresses(self) -> bool:
@@ -124,7 +128,7 @@ class PlanRun:
         Returns:
             On the root, why none could be chosen, so that the plan stays as it is; else an empty text.
         """
-        request = self.replanner.message(self.iteration) if self.replanner is not None else None
+        request = self.replanner.message(self.iteration) if self.replanner is not None and self.fresh else None
         if self.replanner is None or request is None:
             return ""
         message = yield replace(request, tensor=request.tensor.to(self.settings.device))
@@ -143,6 +147,9 @@ class PlanRun:
                 self.codecs[group.name], self.groups[group.name] = new, group
                 if group.name in self.states:
                     self.states[group.name] = adopted_state(new, old, self.states[group.name])
+                if group.name in self.open_step.states:
+                    before, rates = self.open_step.states[group.name]
+                    self.open_step.states[group.name] = adopted_state(new, old, before), rates
         self.plan = plan
 
     def begin(
@@ -169,6 +176,7 @@ class PlanRun:
             rank=self.rank,
             world_size=self.world_size,
             iteration=self.iteration,
+            repeat=self.open_step.repeats,
             seed=self.plan.seed,
             learning_rate=rates,
             previous_learning_rate={**rates, **self.learning_rates},
@@ -189,11 +197,68 @@ class PlanRun:
         """
         if step.active:
             step.finite = step.finite and all_finite(results)
-            if step.finite:
+        if step.finite:
+            self.open_step.add(self.iteration, step.staged, self.states, self.learning_rates)
+            if step.active:
                 self._commit(step)
-        if self.replanner is not None:
+        if self.replanner is not None and self.fresh:
             self.replanner.end(self.iteration, step.context.learning_rate)
         self.iteration += 1
+        self._fresh_from = max(self._fresh_from, self.iteration)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the next step is no second exchange of an iteration, which a refresh must not count again."""
+        return not self.open_step.followed or self.iteration >= self._fresh_from
+
+    def go_on(self, dropped: Collection[str] = ()) -> None:
+        """Begin another exchange of the optimizer step that is open, before `begin`.
+
+        Args:
+            dropped: names of the groups whose results were dropped: their states become those before the open step.
+        """
+        for name in dropped:
+            state, rates = self.open_step.states.pop(name)
+            self.states[name] = state
+            layers = self.groups[name].layers
+            kept = {layer: rate for layer, rate in self.learning_rates.items() if layer not in layers}
+            self.learning_rates = kept | {layer: rates[layer] for layer in layers if layer in rates}
+        if self.open_step.repeats:
+            self.iteration = self.open_step.iteration
+
+    def applied(self, groups: Collection[str] | None = None) -> None:
+        """Note an optimizer step, between two exchanges: it closes the open step, which was one iteration.
+
+        Args:
+            groups: whose parameters the optimizer holds; None: all.
+        """
+        if self.open_step.exchanges:
+            self.iteration = self.open_step.iteration + 1
+        self.open_step.seen = True
+        self.open_step.forget(groups)
+
+    @property
+    def since_step(self) -> tuple[dict[str, Tensors], int]:
+        """The states and the iteration after the last optimizer step, as a checkpoint has them.
+
+        Gradients are in no checkpoint. What was exchanged since that step is therefore never applied after a resume.
+        """
+        if not self.open_step.seen:
+            return self.states, self.iteration
+        before = {name: state for name, (state, _) in self.open_step.states.items()}
+        return {**self.states, **before}, self.open_step.iteration if self.open_step.exchanges else self.iteration
+
+    def go_on_from(self, states: dict[str, Tensors], iteration: int, learning_rates: dict[str, float]) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            states: by group name.
+            iteration: of the next step.
+            learning_rates: by layer name.
+        """
+        self.states, self.iteration, self.learning_rates = states, iteration, learning_rates
+        self.open_step.forget()
+        self._fresh_from = iteration
 
     def _commit(self, step: Step) -> None:
         for layer in step.held:
@@ -204,7 +269,8 @@ class PlanRun:
             step.staged[name] = _held_back(layer, step.staged[name], before, innermost(self.codecs[name]).group_state)
         self.states.update(step.staged)
         rates = step.context.learning_rate
-        self.learning_rates |= {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
+        moved = {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
+        self.learning_rates = {**self.learning_rates, **moved}  # a new dict: an open step keeps the old one
 
     def _built(self, group: Group) -> Codec:
         return self.plan.build(group).to(self.settings.device)
@@ -256,7 +322,7 @@ class Step:
         if not self.active:
             return []
         self._look_at(gradients, buffer)
-        if self._run.replanner is not None:
+        if self._run.replanner is not None and self._run.fresh:
             self._run.replanner.add(gradients, self.context.iteration, self._scaled_by)
         group_of, active = self._run.group_of, self.active
         arrived = Counter([group for layer in gradients if (group := group_of.get(layer)) in active])

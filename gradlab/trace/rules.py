@@ -65,3 +65,25 @@ def remarks(rank_steps: Sequence[int], common_steps: int) -> tuple[str, ...]:
         return ()
     held = f"{least} to {most}" if least < most else f"{most}"
     return (f"ranks hold {held} steps each; the {common_steps} that all ranks hold are read, the others are not",)
+
+
+def pass_remark(iterations: np.ndarray, optimizer_steps: np.ndarray) -> str:
+    """Say that several synchronised backward passes came between optimizer steps; "" if they did not.
+
+    DDP hands a hook what has accumulated. A second pass of a step therefore brings the ranks' average of the first one,
+    or what is left of it, beside this rank's gradient.
+
+    Args:
+        iterations: int64 (steps,), ascending: synchronised backward passes before each recorded one.
+        optimizer_steps: int64 (steps,): optimizer steps before each; -1: not known.
+    """
+    if not len(iterations) or optimizer_steps.min() < 0 or not optimizer_steps.max():
+        return ""
+    passes, steps = iterations[-1] - iterations[0], optimizer_steps[-1] - optimizer_steps[0]
+    if passes <= steps:
+        return ""
+    return (
+        f"{passes} synchronised backward passes for {steps} optimizer steps: gradients may hold what an earlier pass "
+        "averaged; record with no_sync() around forward and backward of all passes but the last, and with "
+        "requires_grad_(False) on this model while another network's loss passes through it"
+    )

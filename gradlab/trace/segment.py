@@ -32,6 +32,7 @@ from gradlab.trace.schema import (
     dataset_name,
     record_checksums,
     row_checksums,
+    with_fields,
 )
 
 _MAX_CHUNK_BYTES = 64 * 2**20
@@ -104,7 +105,7 @@ class SegmentReader:
         only: names of the layers whose data sets are opened and checked; no other can be read. None: all.
     Attributes:
         committed: number of steps.
-        records: `STEP_DTYPE` (committed,).
+        records: `STEP_DTYPE` (committed,), -1 where a field is not stored.
     Raises:
         GradlabError: for a file that is damaged, not trusted, or does not belong to the trace.
     """
@@ -123,7 +124,7 @@ class SegmentReader:
         self.layers = manifest.layers
         self._position = {layer.name: position for position, layer in enumerate(manifest.layers)}
         self._stored = STORED_DTYPE[manifest.dtype]
-        self._dtype = manifest.dtype
+        self._dtype, self._step_dtype = manifest.dtype, manifest.step_dtype
         self._seen: set[int] = set()  # addresses of the data sets in the file
         self._claimed = 0  # bytes that these need together
         if not path.is_file():
@@ -178,11 +179,12 @@ class SegmentReader:
         if self.committed < 0:
             raise GradlabError(f"{self.path}: damaged, {self.committed} committed steps")
         rows = self.committed
-        self.records = self._rows("steps", STEP_DTYPE, (rows,))
+        records = self._rows("steps", self._step_dtype, (rows,))
         self._unused_bits = self._rows("unused", np.dtype("u1"), (rows, -(-count // 8)))
         self._checksums = self._rows("checksums", np.dtype("<u4"), (rows, count))
-        if (record_checksums(self.records, self._unused_bits, self._checksums) != self.records["checksum"]).any():
+        if (record_checksums(records, self._unused_bits, self._checksums) != records["checksum"]).any():
             raise GradlabError(f"{self.path}: damaged, the values stored per step do not match their checksums")
+        self.records = with_fields(records, STEP_DTYPE)
         self._open_gradients(only)
 
     def _open_gradients(self, only: Collection[str] | None) -> None:

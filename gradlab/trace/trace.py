@@ -26,7 +26,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json
 from gradlab.trace.checking import RankCheck, TraceCheck, check
 from gradlab.trace.rank import OpenSegments, RankSteps, require_none
-from gradlab.trace.rules import empty_problems, folder_problems, remarks
+from gradlab.trace.rules import empty_problems, folder_problems, pass_remark, remarks
 from gradlab.trace.sample import LayerSample, describe_samples
 from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manifest, rows_at_once
 
@@ -47,6 +47,7 @@ class TraceStep:
     loss_scale: np.ndarray  # (N,): recorded gradient divided by the true one
     accumulation: np.ndarray  # (N,): forward passes that make up the gradient
     non_finite: np.ndarray  # (N,): infinite or NaN elements
+    optimizer_step: int  # optimizer steps before it, from 0; -1: not known
     unused: np.ndarray  # (N, L) bool: layers without a gradient on that rank
 
 
@@ -165,7 +166,14 @@ class Trace:
         nodes = f"{self.world_size} nodes, each the mean of {self.average_ranks} of {len(self._ranks)} recorded ranks"
         averaged = (nodes,) if self.average_ranks > 1 else ()
         local = (self.local_steps,) if self.local_steps else ()
-        return (*remarks(self.rank_steps, len(self.steps)), *local, *sampled, *averaged)
+        several = (self.several_passes,) if self.several_passes else ()
+        return (*remarks(self.rank_steps, len(self.steps)), *several, *local, *sampled, *averaged)
+
+    @property
+    def several_passes(self) -> str:
+        """Say that there are more backward passes than optimizer steps, and what to do; empty if there are not."""
+        scalars = self.scalars(0)
+        return pass_remark(scalars["index"], scalars["optimizer_step"])
 
     @property
     def local_steps(self) -> str:
@@ -322,6 +330,7 @@ class Trace:
             loss_scale=_averaged("loss_scale", records["loss_scale"].reshape(nodes)),
             accumulation=_averaged("accumulation", records["accumulation"].reshape(nodes)),
             non_finite=_averaged("non_finite", records["non_finite"].reshape(nodes)),
+            optimizer_step=int(records["optimizer_step"][0]),
             unused=np.all(unused.reshape(*nodes, -1), axis=1),
         )
 
@@ -331,8 +340,8 @@ class Trace:
         It is put together once: whoever reads gradients in small blocks asks for the loss scale of each.
 
         Returns:
-            By name: index, loss, learning_rate, loss_scale, accumulation and non_finite, each (T,); and unused, bool
-            (T, layers). None can be written to.
+            By name: index, loss, learning_rate, loss_scale, accumulation, non_finite and optimizer_step, each (T,);
+            and unused, bool (T, layers). None can be written to.
         """
         if not 0 <= rank < self.world_size:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")

@@ -218,8 +218,7 @@ class ShardReduction:
             device: where the residuals are needed.
         """
         for run, one in zip(self.runs, found, strict=True):
-            run.states, run.iteration = checkpoint.moved(one.states, device), one.iteration
-            run.learning_rates = one.learning_rates
+            run.go_on_from(checkpoint.moved(one.states, device), one.iteration, dict(one.learning_rates))
 
 
 def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] | None) -> Resumption:

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import part_of
+from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
@@ -42,7 +43,8 @@ from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import agree_on_mesh, check_timeout, given_plan
 from gradlab.runtime.engine.assembly import make_shard_driver
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.engine.driver import Iteration, Part
+from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
+from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
 from gradlab.runtime.fsdp.levels import HeldShards, Levels
@@ -107,8 +109,12 @@ class FSDPCompression(Exchange):
         )
         self._set_up(levels[0].shards, pairs, chosen, host, make)
         self.plan, self._topology = levels[0].whole, topology
-        self._finalizer = weakref.finalize(self, self._driver.close)
+        shards = {name: one.parameter for name, one in held.by_name.items()}
+        self._steps = OptimizerSteps(self._driver, all_optimizers(chosen.optimizer), shards, self._around.loss_scale)
+        self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
         self.inside = self._reduction(levels[0], chosen.measure_every)
+        for run in () if self.inside is None else self.inside.runs:
+            self._steps.follow(run)
         self._attach(model)
 
     def _reduction(self, levels: Levels, measure_every: int) -> ShardReduction | None:
@@ -198,6 +204,7 @@ class FSDPCompression(Exchange):
     def _step_of(self, flat: torch.Tensor) -> Iteration:
         """The step in progress; the first gradient of a backward pass begins it."""
         if self._driver.current is None:
+            self._steps.before_exchange()
             self._communicator.timeline.begin(self.iteration)
             self._driver.begin()
             if self.inside is not None:
@@ -371,6 +378,11 @@ def compress_fsdp(
     return FSDPCompression(
         plan, model, between=between, within=within, inside=inside, optimizer=optimizer, scaler=scaler, **options
     )
+
+
+def _end(driver: StepDriver, steps: OptimizerSteps) -> None:
+    steps.close()
+    driver.close()
 
 
 def _column(

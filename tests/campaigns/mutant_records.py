@@ -451,11 +451,19 @@ MUTANTS = (
     # the contract: random streams, feedback, wrappers
     Mutant(
         file="gradlab/codec/contract.py",
-        old="self.seed, self.iteration, self.group, self.rank, *key)",
-        new="self.seed, self.iteration, self.group, *key)",
+        old="self.seed, self._moment, self.group, self.rank, *key)",
+        new="self.seed, self._moment, self.group, *key)",
         tests=("tests/codecs/test_qsgd.py",),
         what="Ranks round by the same random numbers.",
         select="independent",
+    ),
+    Mutant(
+        file="runtime/engine/optimizer_steps.py",
+        old="run.go_on(names)",
+        new="run.go_on()",
+        tests=("tests/runtime/test_optimizer_steps.py",),
+        what="What was exchanged and dropped stays in the states.",
+        select="no_trace",
     ),
     Mutant(
         file="gradlab/codec/contract.py",
@@ -857,11 +865,11 @@ MUTANTS = (
         what="The interval of a rank correlation is that of Pearson's.",
     ),
     Mutant(
-        file="analysis/measure/neighbors.py",
-        old="at_pair, around = tied > neighbors, np.flatnonzero(tied <= neighbors)",
-        new="at_pair, around = tied > len(x), np.arange(len(x))",
+        file="analysis/measure/information.py",
+        old="levels[atoms] = np.arange(atoms.sum())",
+        new="levels[atoms] = 0",
         tests=("tests/analysis/measure/test_information.py",),
-        what="A pair that many samples share counts k of them.",
+        what="Values that many samples share are one level, whichever they are.",
     ),
     Mutant(
         file="analysis/measure/information.py",
@@ -871,11 +879,11 @@ MUTANTS = (
         what="Miller's term has its sign turned.",
     ),
     Mutant(
-        file="analysis/measure/neighbors.py",
-        old="_SCATTER * (scores - middles)",
-        new="0 * (scores - middles)",
+        file="analysis/measure/information.py",
+        old="np.where(counts % 2 == 0, 0.5, -0.5)",
+        new="np.where(counts % 2 == 0, -0.5, 0.5)",
         tests=("tests/analysis/measure/test_information.py",),
-        what="A neighbourhood that ends among tied samples takes none of them in one variable and k in the other.",
+        what="Grassberger's correction has its parity turned.",
     ),
     Mutant(
         file="analysis/measure/limits.py",

@@ -363,7 +363,7 @@ def _is_same_json(content: bytearray, same: object) -> bool:
 
 def test_a_newer_manifest(trace_path: Path) -> None:
     replace_text(trace_path / "manifest.json", '"version": 1', '"version": 7')
-    refused(trace_path, r"written by a newer gradlab \(version 7, this one reads up to 2\)")
+    refused(trace_path, r"written by a newer gradlab \(version 7, this one reads up to 3\)")
     replace_text(trace_path / "manifest.json", '"version": 7', '"version": -1')
     refused(trace_path, "version is -1")
 

@@ -1,0 +1,199 @@
+"""Follow a run's optimizers, so that an iteration is an optimizer step and not a backward pass.
+
+Several synchronised backward passes may come between two optimizer steps: somebody wrote `no_sync` around the backward
+pass alone, another network's loss passed through this model, or a bad batch was left out. Where gradients are still
+there when the next pass adds to them, residuals are right as they are. Where they were dropped, what was exchanged is
+never applied, and the states become those of the last optimizer step again.
+
+Which of the two it was shows in the gradients just before the pass adds to them. A step that follows its exchange, as
+most do, costs a look at a counter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradlab.codec.wrapper import wrappers_of
+from gradlab.ddp.copies import Hook
+from gradlab.ddp.optimizer_steps import after_each_step
+from gradlab.executor import PlanRun, rules
+from gradlab.runtime.engine.driver import StepDriver
+
+_WITHOUT_A_STEP = 8  # exchanges after which an optimizer that never stepped is taken for one that never will
+
+
+class OptimizerSteps:
+    """What one rank knows of its optimizers' steps.
+
+    Args:
+        driver: of the run.
+        optimizers: bare; none: nothing is known, and each exchange is a step.
+        parameters: by layer name, that have the gradients.
+        loss_scale: gives the loss scaler's factor.
+        model: in DDP, whose hook sees gradients that a pass has been added to; None: of gradients without it.
+    """
+
+    def __init__(
+        self,
+        driver: StepDriver,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Mapping[str, torch.Tensor],
+        loss_scale: Callable[[], float],
+        model: nn.Module | None = None,
+    ) -> None:
+        self.runs: list[PlanRun] = [driver.run]
+        self._driver, self._parameters, self._loss_scale = driver, dict(parameters), loss_scale
+        self._several = len(optimizers) > 1
+        self._steps = self._dropped = self._unseen = 0
+        self._forward_seen = model is None
+        self._before: dict[str, torch.Tensor | None] = {}  # by layer: whether its gradient was not zero; None: none
+        self._looking: list[Any] = []  # handles, while the next pass is looked at
+        self._handles = after_each_step(optimizers, self._stepped)
+        self._in_ddp = model is not None
+        if self._handles and model is not None:
+            self._handles.append(
+                model.register_forward_pre_hook(Hook(partial(_call, weakref.WeakMethod(self._forward))))
+            )
+        self.follow(driver.run)
+
+    def follow(self, run: PlanRun) -> None:
+        """Follow another run of the same steps too."""
+        run.open_step.followed = bool(self._handles)
+        if run not in self.runs:
+            self.runs.append(run)
+
+    def close(self) -> None:
+        """Take all hooks away. Idempotent."""
+        self._stop_looking()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    # --- before an exchange ---
+
+    def _forward(self, *arguments: object) -> None:
+        """Look at gradients in the next backward pass, if some are open."""
+        if torch.is_grad_enabled():
+            self._forward_seen = True
+            if self._is_open and not self._looking:
+                for name, parameter in self._parameters.items():
+                    if parameter.requires_grad:
+                        node = torch.autograd.graph.get_gradient_edge(parameter).node
+                        look = partial(self._look, name, weakref.ref(parameter))
+                        self._looking.append(node.register_prehook(look))
+
+    def _look(self, name: str, parameter: weakref.ref[torch.Tensor], gradients: object) -> None:
+        """Note a gradient before a backward pass adds to it."""
+        one = parameter()
+        gradient = None if one is None else one.grad
+        if gradient is None:
+            self._before[name] = None
+        elif name not in self._before:
+            self._before[name] = gradient.any()
+        elif (before := self._before[name]) is not None:  # passes under no_sync: it may have been zeroed before any
+            self._before[name] = before & gradient.any()
+
+    def _stop_looking(self) -> None:
+        looking, self._looking, self._before = self._looking, [], {}
+        for handle in looking:
+            handle.remove()
+
+    @property
+    def _is_open(self) -> bool:
+        return any(run.open_step.exchanges or run.open_step.states for run in self.runs)
+
+    def before_exchange(self) -> None:
+        """Learn what became of the last exchange's results. Called with the first gradients of a backward pass.
+
+        Raises:
+            GradlabError: if the rule `several_backwards` is an error.
+        """
+        if not self._handles:
+            return
+        known, self._forward_seen = self._forward_seen, not self._in_ddp
+        if self._is_open:
+            if known:
+                self._resolve()
+            else:
+                for run in self.runs:
+                    run.open_step.forget()
+            self._driver.all_dense = not self._driver.run.active
+        for run in self.runs:  # under join, a rank without input left has no forward pass and no optimizer step
+            run.open_step.followed = known and self._unseen < _WITHOUT_A_STEP
+        self._stop_looking()
+
+    def _resolve(self) -> None:
+        seen = self._driver.run.open_step.seen
+        dropped = self._dropped_layers()
+        every = len(dropped) == len(self._parameters)
+        skipped = every and self._loss_scale() < self._driver.statistics.steps[-1].loss_scale
+        for run in self.runs:
+            now = run.iteration
+            names = [one for one in run.open_step.states if dropped.issuperset(run.groups[one].layers)]
+            run.go_on(names)
+            if every:
+                run.open_step.forget()
+            if skipped:  # by a loss scaler: such steps count as iterations
+                run.iteration = now
+        if not seen:
+            self._unseen += 1
+            if self._unseen >= _WITHOUT_A_STEP:
+                for run in self.runs:
+                    run.open_step.forget()
+        elif every and not skipped:
+            self._dropped += 1
+            if self._dropped > 1 and 2 * self._dropped >= self._steps:
+                self._tell(rules.dropped_backwards(self._driver.run.iteration, self._dropped, self._steps))
+
+    def _dropped_layers(self) -> frozenset[str]:
+        """Return the layers whose gradient is not what the last exchange made of it: none is there, or all are zero."""
+        values = {name: self._before.get(name, p.grad) for name, p in self._parameters.items()}
+        none = frozenset(name for name, value in values.items() if value is None)
+        if any(bool(_local(value).any()) for value in values.values() if value is not None):
+            return none
+        return frozenset(values)
+
+    # --- after an optimizer step ---
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._driver.current is not None or self._driver.broken is not None:
+            return  # a step within a backward pass: nothing is known of it
+        exchanges = self._driver.run.open_step.exchanges
+        held = self._held_by(optimizer) if self._several else None
+        self._unseen = 0
+        for run in self.runs:
+            run.applied(None if held is None else [one for one in run.groups if held & set(run.groups[one].layers)])
+        self._driver.all_dense = not self._driver.run.active
+        if exchanges:
+            self._steps += 1
+        if exchanges > 1:
+            self._tell(rules.several_backwards(self._driver.run.iteration - 1, exchanges, self._momentum))
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return frozenset(name for name, parameter in self._parameters.items() if id(parameter) in held)
+
+    @property
+    def _momentum(self) -> bool:
+        codecs = self._driver.run.codecs.values()
+        return any(wrapper.applies_momentum for codec in codecs for wrapper in wrappers_of(codec))
+
+    def _tell(self, found: rules.Finding) -> None:
+        """Tell at once: all ranks see it at the same step."""
+        self._driver.rules.tell([found])
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: object) -> None:
+    if (alive := method()) is not None:
+        alive(*arguments)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient."""
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -1,0 +1,78 @@
+"""An iteration is an optimizer step: what is exchanged and dropped leaves no trace, what adds up goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.process_pool import ProcessPool
+
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    ("loop", "options"),
+    [
+        ("bad batches", {}),
+        ("bad batches", {"codec": "powersgd", "optimizer": "adamw", "zeros": True, "warmup": 0}),
+        ("bad batches", {"codec": "qsgd", "view": True}),
+        ("adversary", {"zeros": True, "view": True}),
+        ("adversary", {"codec": "powersgd", "view": True}),
+        ("adversary", {"codec": "qsgd", "optimizer": "adamw", "warmup": 0}),
+    ],
+)
+def test_passes_whose_gradients_are_dropped_leave_no_trace(pool: ProcessPool, loop: str, options: Any) -> None:
+    """Bit for bit, parameters and states are those of a run without these passes."""
+    for result in pool.run("jobs.step_tasks:dropped", 2, loop=loop, **options):
+        assert result["equal"]
+        assert result["iterations"] == [STEPS, STEPS]
+        assert result["missing"] < 1e-6
+        assert "synchronised backward passes whose gradients were dropped" in result["found"][0]
+        assert not result["found without them"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"codec": "powersgd", "optimizer": "adamw", "zeros": True}, {"codec": "qsgd", "view": True, "warmup": 0}],
+)
+def test_synchronised_passes_that_add_up_are_one_iteration(pool: ProcessPool, options: Any) -> None:
+    for result in pool.run("jobs.step_tasks:synchronised", 2, **options):
+        assert result["iteration"] == 2 * STEPS
+        assert result["missing"] < 1e-6
+        [(rule, value, seen, remedy)] = result["found"]
+        assert (rule, value) == ("several_backwards", 3)
+        assert seen.startswith("3 synchronised backward passes for one optimizer step")
+        assert "no_sync()" in remedy
+        assert len(result["told"]) == (result["rank"] == 0)
+
+
+def test_steps_that_a_loss_scaler_skips_are_iterations_and_no_rule_fires(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.step_tasks:skipped", 2):
+        assert result == {"iteration": 6, "found": []}
+
+
+def test_ranks_without_input_left_count_as_the_others_do(pool: ProcessPool) -> None:
+    assert pool.run("jobs.step_tasks:joined", 2) == [[6, 6], [6, 6]]
+
+
+def test_an_optimizer_is_copied_as_ever_and_has_no_hook_left(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.step_tasks:hooks", 2):
+        assert result == {"alike": True, "attached": 1, "closed": 0}
+
+
+@pytest.mark.parametrize(("passes", "every"), [(1, 1), (3, 1), (3, 2)])
+def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path, passes: int, every: int) -> None:
+    results = pool.run("jobs.step_tasks:recorded", 2, folder=str(tmp_path / "trace"), passes=passes, every=every)
+    expected = [iteration // passes for iteration in range(0, 4 * passes, every)]
+    for rank, result in enumerate(results):
+        assert result["steps"] == [expected, expected]
+        if passes == 1:
+            assert not result["remarks"]
+            assert not result["told"]
+            continue
+        [remark] = result["remarks"]
+        assert remark.startswith(f"{(len(expected) - 1) * every} synchronised backward passes for 3 optimizer steps")
+        assert "no_sync()" in remark
+        assert len(result["told"]) == (rank == 0)
