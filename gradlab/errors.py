@@ -18,5 +18,9 @@ class GradlabError(ValueError):
         return printable(super().__str__())
 
 
+class BadMessage(GradlabError):
+    """What a rank sent stands for nothing that its codec could have sent. The message names the rank."""
+
+
 class NewerFormat(GradlabError):
     """A file that a newer gradlab wrote: sound, but this version must not read, repair or replace it."""

@@ -15,6 +15,7 @@ from gradlab.codec.contract import Codec, Context, Deferred, Exchanged
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
 from gradlab.codec.pieces import Pieces
+from gradlab.codec.received import average_of_ranks, most_bytes
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Shards, averaged_in_shards
 from gradlab.codec.sparsifier import count_of
@@ -253,11 +254,13 @@ class Compressor(Codec):
         if codec.sums_in_shards(context.world_size) and not context.one_round:
             return (yield from averaged_in_shards(codec, vector, grads, context))
         payload = codec.compress(vector, context.rank_generator())
-        answers = yield tuple(Gather(part, varying=self.varying) for part in payload)
+        most = most_bytes(vector.numel())
+        answers = yield tuple(Gather(part, varying=self.varying, most=most) for part in payload)
 
         def mean() -> Tensors:
             total = context.memory_for_mean(vector, grads)
-            return separate(codec.average_into(total, zip(*answers, strict=True), 1.0 / context.world_size), grads)
+            average = average_of_ranks(codec, total, zip(*answers, strict=True), 1.0 / context.world_size)
+            return separate(average, grads)
 
         def own() -> Tensors:
             return separate(codec.decompress_into(context.workspace.empty_like(vector), payload), grads)

@@ -26,7 +26,7 @@ from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
 from gradlab.codec.vectors import Tensors, concatenate, consecutive, evenly_spaced, separate
 from gradlab.collectives import Coroutine, Mean, ring_sends, run_lockstep
-from gradlab.errors import GradlabError
+from gradlab.errors import BadMessage, GradlabError
 from gradlab.layout import ROLES, Layer, layer_of
 from gradlab.workspace import Workspace
 
@@ -797,9 +797,21 @@ def exchange_group(
     if reuse and codec.frees_gradients:
         context = replace(context, reuse=True, spare=working)
     run = codec.dense_exchange if dense else codec.exchange
-    done = yield from run(working, state, context)
+    try:
+        done = yield from run(working, state, context)
+    except BadMessage as wrong:
+        raise BadMessage(f"codec {described(codec)} on {context.group}: {wrong}") from wrong
     mean = {name: _rescaled(value, scaled_by, grads[name].dtype) for name, value in done.mean.items()}
     return replace(done, mean=mean, compressor_input=done.compressor_input or working)
+
+
+def described(codec: Codec) -> str:
+    """Name a codec and the wrappers around it, such as "topk+error_feedback"."""
+    around = []
+    while hasattr(codec, "codec"):
+        around.append(codec.name)
+        codec = codec.codec
+    return "+".join([codec.name, *around])
 
 
 def _squared_error(codec: Codec, layer: Layer, gradient: torch.Tensor, context: Context) -> float:

@@ -15,6 +15,7 @@ import torch
 
 from gradlab.codec.contract import Context, Deferred, Exchanged
 from gradlab.codec.pieces import Pieces
+from gradlab.codec.received import average_of_ranks, most_bytes, sent_by
 from gradlab.codec.vectors import Tensors, separate
 from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
 
@@ -115,7 +116,8 @@ class Sharded:
 
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
-        received = yield tuple(AllToAll(part, self._codec.varying) for part in self._parts())
+        most = most_bytes(self._vector.numel())
+        received = yield tuple(AllToAll(part, self._codec.varying, most) for part in self._parts())
         start, stop = self._shards[self._context.rank]
         average = self._context.workspace.empty_like(self._vector[start:stop])
         if start == stop:
@@ -123,7 +125,7 @@ class Sharded:
         if isinstance(received[0], Received):
             whole = received[0].once(lambda: self._average_of_whole([column.whole for column in received]))
             return average.copy_(whole[start:stop])
-        return self.codec.average_into(average, zip(*received, strict=True), 1.0 / self._context.world_size)
+        return average_of_ranks(self.codec, average, zip(*received, strict=True), 1.0 / self._context.world_size)
 
     def _parts(self) -> list[Sequence[torch.Tensor]]:
         """Return the parts for each rank of each tensor of a payload."""
@@ -138,12 +140,12 @@ class Sharded:
     def _average_of_whole(self, columns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Average the whole vector, in as many calls as one rank takes for its shard, and with the same bits."""
         out = self._context.workspace.empty_like(self._vector)
-        return self._codec.average_into(out, zip(*columns, strict=True), 1.0 / self._context.world_size)
+        return average_of_ranks(self._codec, out, zip(*columns, strict=True), 1.0 / self._context.world_size)
 
     def gathers(self, answer: Payload) -> tuple[Gather, ...]:
         """Request all ranks' answers. Unless sizes vary, each has the sizes of what was sent to its rank."""
         if self._codec.varying:
-            return tuple(Gather(part, varying=True) for part in answer)
+            return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
         return tuple(Gather(part, lengths=known) for part, known in zip(answer, self._lengths, strict=True))
 
     def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
@@ -166,7 +168,8 @@ class Sharded:
 
     def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
         for rank in self._shards.occupied:
-            self._shards.part(rank).decompress_into(out[slice(*self._shards[rank])], payloads[rank])
+            with sent_by(rank):
+                self._shards.part(rank).decompress_into(out[slice(*self._shards[rank])], payloads[rank])
         return out
 
     def _residual(self) -> torch.Tensor:
@@ -205,20 +208,22 @@ class Spread:
 
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
-        received = yield tuple(AllToAll(column, varying=True) for column in zip(*self.sent, strict=True))
+        most = most_bytes(self._vector.numel())
+        received = yield tuple(AllToAll(column, True, most) for column in zip(*self.sent, strict=True))
         numel = self._pieces.numel(self._context.rank)
         average = self._context.workspace.empty((numel,), self._vector)
-        return self.codec.average_into(average, zip(*received, strict=True), 1.0 / self._context.world_size)
+        return average_of_ranks(self.codec, average, zip(*received, strict=True), 1.0 / self._context.world_size)
 
     def gathers(self, answer: Payload) -> tuple[Gather, ...]:
         """Request all ranks' answers."""
-        return tuple(Gather(part, varying=True) for part in answer)
+        return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
 
     def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
         """Decode one answer per shard, by layer."""
         out = self._context.memory_for_mean(self._vector, grads).zero_()
         for rank, answer in enumerate(answers):
-            self._codec.add_pieces(out, answer, rank, self._pieces)
+            with sent_by(rank):
+                self._codec.add_pieces(out, answer, rank, self._pieces)
         return separate(out, grads)
 
     def own(self, grads: Tensors) -> Deferred:

@@ -20,6 +20,7 @@ import torch
 from gradlab.codec import About, Compressor, Guarantees
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.positions import below
 from gradlab.layout import Layer
 
 
@@ -103,8 +104,11 @@ class ChunkTopK(Compressor):
         return places, pack(codes, self.settings.bits), magnitudes
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        sent = self._sent(total.numel())
+        chunks, count, left, of_left = self._counts(total.numel())
+        sent = chunks * count + of_left
         within = unpack(payload[0], self._width)[:sent].to(torch.int64)
+        below(within[: chunks * count], self.settings.chunk)
+        below(within[chunks * count :], left)
         if self.settings.bits is None:
             values = payload[1].to(total.dtype)
         else:

@@ -18,6 +18,7 @@ from gradlab.codec import About, Codec, Context, Exchanged, Tensors, concatenate
 from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
+from gradlab.codec.received import sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import (
     across_layers_setting,
@@ -99,7 +100,8 @@ class CLTK(Codec):
         else:
             encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
-        positions = context.alike(lambda: known.decode([encoded])[0])
+        with sent_by(leader):
+            positions = context.alike(lambda: known.decode([encoded])[0])
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
         return exchanged_at(positions, mean, own, vector, grads, context)
 

@@ -18,6 +18,7 @@ import torch
 from gradlab.codec import About, Compressor, Context, Exchanged, Guarantees, Tensors
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.positions import below
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer, matrix_shapes
 
@@ -120,7 +121,7 @@ class DCTTopK(Compressor):
                 coefficients = values[first:stop].to(out.dtype).view(alike.count, kept)
                 if kept < size:
                     chosen = unpack(places[first_byte:byte], width)[: alike.count * kept]
-                    chosen = chosen.to(torch.int64).view(alike.count, kept)
+                    chosen = below(chosen.to(torch.int64).view(alike.count, kept), size)
                     summed.scatter_add_(1, chosen, coefficients)
                     senders.scatter_add_(1, chosen, torch.ones_like(coefficients))
                 else:

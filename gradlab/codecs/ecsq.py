@@ -35,6 +35,7 @@ from gradlab.codec import (
 )
 from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.pieces import Pieces
+from gradlab.codec.received import most_bytes, sent_by
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
@@ -179,13 +180,15 @@ class ECSQ(Compressor):
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None
         message, quantized = codec.quantized(vector, before, context.rank_generator())
-        (answers,) = yield (Gather(message, varying=True),)
+        (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
         after = codec.next_step(answers, vector.numel() * len(answers))
 
         def mean() -> tuple[Tensors, Tensors]:
             total, seen = context.memory_for_mean(vector, grads).zero_(), nothing_known(len(grads))
-            for message in answers:
-                codec._decoded((message,), total, codec._sizes, seen).added_to(total, 1.0 / context.world_size)
+            for rank, message in enumerate(answers):
+                with sent_by(rank):
+                    sent = codec._decoded((message,), total, codec._sizes, seen)
+                sent.added_to(total, 1.0 / context.world_size)
             return separate(total, grads), codec._tables_after(list(grads), seen)
 
         def own() -> Tensors:
@@ -502,7 +505,10 @@ class ECSQ(Compressor):
         messages: of all ranks, or one rank's to all servers.
         numel: values that they describe, all together.
         """
-        headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
+        headers = []
+        for rank, message in enumerate(messages):
+            with sent_by(rank):
+                headers.append(_header(bytes(message[: _HEADER.size].tolist())))
         known = [header for header in headers if header[0] > 0]  # NaN is not
         if self.settings.step is not None or not known or not numel:
             return None
@@ -614,7 +620,10 @@ def _evenly(count: int, like: torch.Tensor) -> torch.Tensor:
 def _header(data: bytes) -> tuple[Any, ...]:
     """Read what a message begins with: the step, three centroids, the squared error's share."""
     _check_length(data, _HEADER.size)
-    return _HEADER.unpack_from(data)
+    step, *told, share = _HEADER.unpack_from(data)
+    if not (math.isnan(step) or (0 <= step < math.inf and 0 <= share <= 1)):
+        raise GradlabError(f"ecsq: a step of {step:g} and an error of {share:g}, expected from 0, and 0 to 1")
+    return step, *told, share
 
 
 def _check_length(data: bytes, least: int) -> None:

@@ -24,6 +24,7 @@ import torch
 from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
 from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
+from gradlab.codec.received import sent_by
 from gradlab.codec.settings import require, setting
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, ring_sends, together
@@ -414,7 +415,8 @@ class GradiVeQ(Codec):
         learned = self.bases(*_samples(layer_state, number), slices)
         digests = yield Gather(_digest(learned))
         if any(not torch.equal(digest, digests[0]) for digest in digests):
-            shape = digests[0][:3].tolist()
+            with sent_by(0):
+                shape = _told_shape(digests[0], learned["basis"])
             learned["basis"] = yield Broadcast(_resized(learned["basis"], shape), root=0)
             learned["width"] = digests[0][4:].float().view_as(learned["width"])
         return learned | {"clock": _clock(COMPRESSING, 0)}
@@ -798,6 +800,19 @@ def _digest(learned: Tensors) -> torch.Tensor:
     device = learned["basis"].device
     widths = map(int, learned["width"].reshape(-1).tolist())
     return torch.tensor([*learned["basis"].shape, number, *widths], device=device)
+
+
+def _told_shape(digest: torch.Tensor, basis: torch.Tensor) -> list[int]:
+    """Read the shape of a rank's bases in their digest, and refuse what bases of these slices cannot be.
+
+    Raises:
+        GradlabError: for other numbers of bases or elements than this rank's, or more axes than elements.
+    """
+    bases, size, axes, _, *widths = digest.tolist()
+    fits = [bases, size] == list(basis.shape[:2]) and 0 <= axes <= size and all(1 <= width <= size for width in widths)
+    if not fits:
+        raise GradlabError(f"gradiveq: bases {[bases, size, axes]} of widths {widths}, expected {list(basis.shape)}")
+    return [bases, size, axes]
 
 
 def _resized(basis: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

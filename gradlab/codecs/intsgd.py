@@ -25,6 +25,8 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 _DTYPES = {8: torch.int8, 32: torch.int32}
+_MOST_ENERGY = 1e300  # an alpha above zero follows from it
+_HALF = 31  # bits: squares of 32 bits fit twice as many
 
 
 class IntSGD(Codec):
@@ -63,7 +65,9 @@ class IntSGD(Codec):
         )
         random: bool = setting(True, help="round to one of the two nearest integers by chance; False: to the nearest")
         beta: float = setting(0.9, least=0, below=1, help="running: weight of the last r in the next")
-        eps: float = setting(1e-8, above=0, help="running: keeps alpha finite where gradients vanish")
+        eps: float = setting(
+            1e-8, least=1e-100, most=1e100, help="running: keeps alpha finite where gradients vanish"
+        )  # its square is a number, and not zero
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         """Bound the error of a rank whose largest magnitude is that of all, on as many ranks as 8 bits hold."""
@@ -155,7 +159,7 @@ class IntSGD(Codec):
             return {}
         energies = []
         for key, total, alpha in zip(keys.values(), sums, alphas.tolist(), strict=True):
-            squares = int(total.to(torch.int64).square().sum())
+            squares = _sum_of_squares(total)
             energies.append(
                 self.settings.beta * float(state[key]) + (1 - self.settings.beta) * (squares / (ranks * alpha) ** 2)
             )
@@ -191,5 +195,13 @@ def _largest(grads: Tensors) -> torch.Tensor:
     return torch.where(narrow.double() < wide.double(), torch.nextafter(narrow, narrow + torch.inf), narrow)
 
 
+def _sum_of_squares(total: torch.Tensor) -> int:
+    """Add up the squares of integers of at most 32 bits, exactly, whatever they are."""
+    squares = total.to(torch.int64).square()
+    halves = torch.stack([(squares >> _HALF).sum(), (squares & 2**_HALF - 1).sum()]).tolist()
+    return (halves[0] << _HALF) + halves[1]
+
+
 def _kept(keys: Any, energies: Sequence[float]) -> Tensors:
-    return {key: torch.tensor(energy, dtype=torch.float64) for key, energy in zip(keys, energies, strict=True)}
+    kept = [torch.tensor(energy, dtype=torch.float64).clamp_(max=_MOST_ENERGY) for energy in energies]
+    return dict(zip(keys, kept, strict=True))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import About, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec.received import most_bytes, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, largest
 from gradlab.coding.positions import decode, encode, index_bytes, varies
@@ -160,8 +161,11 @@ class LgcServer(LearnedSelection):
             return [one] * context.world_size
         counts, numel = self.counts(sizes), vector.numel()
         chosen = self.select(vector, sizes)
-        encoded = yield Gather(encode(chosen, numel, coding), varying=varies(coding))
-        every = [decode(one, sum(counts), numel, coding) for one in encoded]
+        encoded = yield Gather(encode(chosen, numel, coding), varying=varies(coding), most=most_bytes(numel))
+        every = []
+        for rank, one in enumerate(encoded):
+            with sent_by(rank):
+                every.append(decode(one, sum(counts), numel, coding))
         if settings.normalise == "none":
             return [Selection(positions, vector[positions]) for positions in every]
         scales = yield Gather(root_mean_squares(vector[chosen], counts))
@@ -187,11 +191,12 @@ class LgcServer(LearnedSelection):
         code, values, positions = yield (
             Broadcast(code, common),
             Gather(sent[0]),
-            Gather(sent[1], varying=varies(coding)),
+            Gather(sent[1], varying=varies(coding), most=most_bytes(total)),
         )
 
         def decoded(k: int) -> torch.Tensor:
-            at = decode(positions[k], len(values[k]), total, coding)
+            with sent_by(k):
+                at = decode(positions[k], len(values[k]), total, coding)
             innovation = own.values.new_zeros(total).index_copy_(0, at, values[k]) / every[k].scale
             whole = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
             return whole.to(own.values.dtype) * every[k].scale

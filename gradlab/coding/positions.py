@@ -101,14 +101,36 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
         if not len(encoded) or int(encoded[0]) >= len(_ALL):
             raise GradlabError(f"positions: coding {encoded[:1].tolist()}, expected one of 0 to {len(_ALL) - 1}")
         coding, encoded = _ALL[int(encoded[0])], encoded[1:]
-    return _checked(_DECODE[coding](encoded, count, numel), count, numel)
-
-
-def _checked(positions: torch.Tensor, count: int, numel: int) -> torch.Tensor:
-    # On a GPU looking at them would wait for it; they come from ranks of the same run.
-    wrong = len(positions) != count or (positions.device.type == "cpu" and count > 0 and int(positions.max()) >= numel)
-    if wrong:
+    if not varies(coding) and len(encoded) != (nbytes := _known_bytes(coding, count, numel)):
+        raise GradlabError(f"positions: {len(encoded)} bytes ({coding}), expected {nbytes} for {count} below {numel}")
+    positions = _DECODE[coding](encoded, count, numel)
+    if len(positions) != count:
         raise GradlabError(f"positions: {len(positions)}, expected {count} below {numel}")
+    return positions if coding == "bitmap" else below(positions, numel)
+
+
+def below(positions: torch.Tensor, numel: int) -> torch.Tensor:
+    """Refuse positions that another rank sent and that lead out of a vector.
+
+    On a GPU, looking at them would wait for it: what lies beyond an end becomes the last element or the first one, the
+    same on all ranks.
+
+    Args:
+        positions: int64, of any shape. On a GPU they are changed.
+        numel: number of elements that they point into.
+
+    Returns:
+        The positions.
+
+    Raises:
+        GradlabError: for a position beyond the ends, on a CPU.
+    """
+    if positions.device.type != "cpu":
+        return positions.clamp_(0, max(0, numel - 1))
+    if positions.numel():
+        least, most = map(int, positions.aminmax())
+        if least < 0 or most >= numel:
+            raise GradlabError(f"positions: {least} to {most}, expected {positions.numel()} below {numel}")
     return positions
 
 
@@ -130,8 +152,8 @@ def decode_all(messages: Sequence[torch.Tensor], count: int, numel: int, coding:
     if not one_pass or any(len(message) != packed_bytes(count, width) for message in messages):
         return [decode(message, count, numel, coding) for message in messages]
     # Each stands for a multiple of 8 codes: those beyond `count` are zeros.
-    every = _checked(unpack(join(messages, width), width).long(), -(-count // 8) * 8 * len(messages), numel)
-    return list(every.view(len(messages), -1)[:, :count])
+    every = unpack(join(messages, width), width).long().view(len(messages), -1)[:, :count]
+    return list(below(every, numel))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,13 +21,14 @@ from gradlab.collectives.requests import (
     Sum,
     answer_for,
     as_requests,
+    check_length,
     check_request,
     payload_bytes,
     signature,
     wire_bytes,
 )
 from gradlab.collectives.ring import pass_around
-from gradlab.errors import GradlabError
+from gradlab.errors import BadMessage, GradlabError
 
 Result = TypeVar("Result")
 
@@ -180,6 +181,7 @@ def _serve(requests_by_rank: Sequence[tuple[Request, ...]], payload: list[int], 
     answers: list[list[Any]] = [[] for _ in range(world_size)]
     _require_alike(requests_by_rank)
     for requests in zip(*requests_by_rank, strict=True):
+        _require_lengths(requests)
         check_request(requests[0], world_size)
         for rank, (answer, sizes) in enumerate(zip(_answers(requests), _sizes(requests), strict=True)):
             payload[rank] += sizes[0]
@@ -193,7 +195,19 @@ def _require_alike(requests_by_rank: Sequence[tuple[Request, ...]]) -> None:
     for rank, requests in enumerate(requests_by_rank):
         if [_shapes(request) for request in requests] != first:
             own, theirs = ([signature(request) for request in asked] for asked in (requests_by_rank[0], requests))
-            raise GradlabError(f"ranks ask for different collectives: rank 0 {own}, rank {rank} {theirs}")
+            raise BadMessage(f"ranks ask for different collectives: rank 0 {own}, rank {rank} {theirs}")
+
+
+def _require_lengths(requests: Sequence[Request]) -> None:
+    """Refuse lengths that no process group would serve."""
+    for rank, request in enumerate(requests):
+        if isinstance(request, Gather) and request.lengths and request.lengths[rank] != request.tensor.numel():
+            announced = request.lengths[rank]
+            raise BadMessage(f"rank {rank} gives {request.tensor.numel()} elements to a Gather, announced {announced}")
+        if isinstance(request, Gather | AllToAll) and request.varying:
+            sizes = request.sizes if isinstance(request, AllToAll) else [request.tensor.nbytes]
+            if (refused := check_length(request, max(sizes), rank)) is not None:
+                raise refused
 
 
 def _shapes(request: Request) -> Any:
@@ -237,11 +251,39 @@ def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Res
     answer: Any = None
     while True:
         try:
-            step = coroutine.send(answer)
+            step = sent_on(coroutine, answer)
         except StopIteration as stop:
             return stop.value
         seen.extend(as_requests(step))
-        answer = yield step
+        answer = yield from answered(step)
+
+
+def answered(step: Step) -> Coroutine[Any]:
+    """Yield a step for another coroutine, and return its answer, or the error that was raised in its place.
+
+    Args:
+        step: of the other coroutine.
+
+    Returns:
+        What `sent_on` takes.
+    """
+    try:
+        return (yield step)
+    except BadMessage as refused:
+        return refused
+
+
+def sent_on(coroutine: Coroutine[Any], answer: Any) -> Step:
+    """Send a coroutine what `answered` returned, and run it to its next step.
+
+    Args:
+        coroutine: whose step it was.
+        answer: to it, or an error, which is raised in the coroutine.
+
+    Returns:
+        The next step.
+    """
+    return coroutine.throw(answer) if isinstance(answer, BadMessage) else coroutine.send(answer)
 
 
 def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]:
@@ -313,5 +355,9 @@ def run_lockstep(coroutines: Sequence[Coroutine[Result]]) -> list[LockstepResult
             raise GradlabError(f"{len(values)} ranks have finished while {len(steps)} still ask for a collective")
         if values:
             return [LockstepResult(*row) for row in zip(values, payload, wire, strict=True)]
-        answers = _serve([as_requests(step) for step in steps], payload, wire)
+        try:
+            answers = _serve([as_requests(step) for step in steps], payload, wire)
+        except BadMessage as refused:
+            coroutines[0].throw(refused)  # which names the codec
+            raise
         to_send = [answer_for(step, answer) for step, answer in zip(steps, answers, strict=True)]

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from gradlab.collectives.ring import RingCode, ring_wire_bytes
-from gradlab.errors import GradlabError
+from gradlab.errors import BadMessage, GradlabError
 
 Result = TypeVar("Result")
+MOST_BYTES = 2**28  # of a vector of varying length, where a request does not say
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Gather:
     tensor: this rank's.
     varying: whether the tensors are vectors whose lengths differ between ranks; lengths then travel too.
     lengths: of all ranks' vectors, where every rank knows them already, so that nothing is sent or padded for them.
+    most: bytes of a vector of varying length at most. A longer one is refused before memory is taken for it.
 
     >>> from gradlab.collectives import Gather, run_lockstep
     >>> def exchange(value):
@@ -75,6 +77,7 @@ class Gather:
     tensor: torch.Tensor
     varying: bool = False
     lengths: tuple[int, ...] | None = None
+    most: int = MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,7 @@ class AllToAll:
     tensors: those at j go to rank j, and have the same shape on every rank (shapes may differ between destinations).
         `Parts` of a vector cost less where many ranks are in one process.
     varying: whether the tensors are vectors whose lengths differ between ranks, too; lengths then travel first.
+    most: bytes of a vector of varying length at most, as for `Gather`.
 
     >>> from gradlab.collectives import AllToAll, run_lockstep
     >>> def exchange(rank):
@@ -147,6 +151,7 @@ class AllToAll:
 
     tensors: Sequence[torch.Tensor]
     varying: bool = False
+    most: int = MOST_BYTES
 
     @property
     def sizes(self) -> list[int]:
@@ -219,6 +224,24 @@ def answer_for(step: Step, answers: Sequence[Any]) -> Any:
         What to send to the coroutine.
     """
     return tuple(answers) if isinstance(step, tuple) else answers[0]
+
+
+def resumed(coroutine: Coroutine[Any], step: Step, answers: Sequence[Any]) -> Step:
+    """Hand a coroutine the answers to its step, and run it to the next one.
+
+    An answer that is an error is raised in the coroutine: what a rank sent was refused before it was decoded.
+
+    Args:
+        coroutine: a codec's.
+        step: what it yielded last.
+        answers: one per request.
+
+    Returns:
+        What it yields next.
+    """
+    if refused := next((answer for answer in answers if isinstance(answer, BadMessage)), None):
+        return coroutine.throw(refused)
+    return coroutine.send(answer_for(step, answers))
 
 
 def signature(request: Request) -> tuple[Any, ...]:
@@ -469,6 +492,26 @@ def check_request(request: Request, world_size: int) -> None:
         raise GradlabError(f"Ring of {request.code.segments} segments at world size {world_size}")
     if isinstance(request, Gather):
         _check_gather(request, world_size)
+
+
+def check_length(request: Gather | AllToAll, nbytes: int, rank: int) -> BadMessage | None:
+    """Compare the length that a rank announces with what a request of varying length allows.
+
+    >>> from gradlab.collectives import Gather, check_length
+    >>> str(check_length(Gather(torch.ones(3), varying=True, most=100), 10**12, rank=1))
+    'rank 1 announces a vector of 1000000000000 bytes, expected 0 to 100'
+
+    Args:
+        request: this rank's own.
+        nbytes: that the rank announces.
+        rank: who does.
+
+    Returns:
+        The error that answers the request; None: all is well.
+    """
+    if 0 <= nbytes <= request.most:
+        return None
+    return BadMessage(f"rank {rank} announces a vector of {nbytes} bytes, expected 0 to {request.most}")
 
 
 def _check_all_to_all(request: AllToAll, world_size: int) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.errors import GradlabError
+from gradlab.errors import BadMessage, GradlabError
 from gradlab.layout import canonical_json
+
+_MOST_BYTES = 2**28
 
 
 class Ranks:
@@ -39,11 +41,15 @@ class Ranks:
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         dist.all_gather(sizes, size, group=self.group)
         lengths = [int(length) for length in sizes]
+        for rank, length in enumerate(lengths):
+            if not 0 < length <= _MOST_BYTES:
+                raise BadMessage(f"rank {rank} announces {length} bytes of JSON, expected 1 to {_MOST_BYTES}")
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
         padded[: own.numel()] = own
         texts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(texts, padded, group=self.group)
-        return [json.loads(bytes(text[:n].tolist())) for text, n in zip(texts, lengths, strict=True)]
+        parts = (bytes(text[:n].tolist()) for text, n in zip(texts, lengths, strict=True))
+        return [_parsed(part, rank) for rank, part in enumerate(parts)]
 
     def raise_together(self, problem: str | None) -> None:
         """Go on only if no rank has a problem.
@@ -76,6 +82,13 @@ class Ranks:
                     theirs, ours = _where_they_differ(other[name], value)
                     came = f"rank {rank} has {_short(theirs)}, rank 0 has {_short(ours)}"
                     raise GradlabError(f"ranks disagree about {name}: {came}; give all ranks the same")
+
+
+def _parsed(text: bytes, rank: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as wrong:
+        raise BadMessage(f"rank {rank} sent what is no JSON: {str(wrong)[:100]}") from None
 
 
 def _where_they_differ(one: Any, other: Any) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from gradlab.collectives import (
     run_lockstep,
     wire_bytes,
 )
+from gradlab.collectives.lockstep import answered, sent_on
 from gradlab.executor.alike import Shared
 from gradlab.executor.step import PlanRun, RunSettings, Step
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
@@ -294,13 +295,13 @@ def timed(coroutine: Coroutine[Result], spent: Spent) -> Coroutine[Result]:
     while True:
         processor, wall = time.process_time(), time.perf_counter()
         try:
-            step = coroutine.send(answer)
+            step = sent_on(coroutine, answer)
         except StopIteration as stop:
             return stop.value
         finally:
             spent.seconds += time.process_time() - processor
             spent.wall_seconds += time.perf_counter() - wall
-        answer = yield step
+        answer = yield from answered(step)
 
 
 def _without(held: frozenset[str], ranks: Sequence[Exchanged]) -> list[Exchanged]:

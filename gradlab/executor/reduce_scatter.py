@@ -73,8 +73,10 @@ def reduce_scatter_group(
     ]
     asked = [as_requests(next(run)) for run in runs]
     messages = [[_gathered(request) for request in requests] for requests in asked]
-    varying = [isinstance(request, Gather) and request.varying for request in asked[mine]]
-    answers = yield tuple(map(AllToAll, zip(*messages, strict=True), varying))
+    like = [request for request in asked[mine] if isinstance(request, Gather)]
+    answers = yield tuple(
+        AllToAll(parts, one.varying, one.most) for parts, one in zip(zip(*messages, strict=True), like, strict=True)
+    )
     results = []
     for place, (run, own) in enumerate(zip(runs, messages, strict=True)):
         try:

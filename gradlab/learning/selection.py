@@ -18,6 +18,7 @@ import torch
 
 from gradlab.codec import Codec, Context, PlanDefaults, Tensors
 from gradlab.codec.kept import FLOATS, Kept, for_any
+from gradlab.codec.received import most_bytes, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
@@ -269,10 +270,14 @@ class LearnedSelection(Codec):
         encoded = encoded.to(device)
         if varies(coding):
             size = yield Broadcast(torch.tensor([len(encoded)], dtype=torch.int64, device=device), root)
-            if len(encoded) != int(size):
-                encoded = torch.zeros(int(size), dtype=torch.uint8, device=device)
+            with sent_by(root):
+                if not 0 <= (length := int(size)) <= most_bytes(numel):
+                    raise GradlabError(f"{length} bytes of positions, expected 0 to {most_bytes(numel)}")
+            if len(encoded) != length:
+                encoded = torch.zeros(length, dtype=torch.uint8, device=device)
         received = yield Broadcast(encoded, root)
-        return decode(received, count, numel, coding)
+        with sent_by(root):
+            return decode(received, count, numel, coding)
 
     # --- the second phase ---
 

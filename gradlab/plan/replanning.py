@@ -22,7 +22,7 @@ from gradlab.codec import Codec, Tensors
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Broadcast
-from gradlab.errors import GradlabError
+from gradlab.errors import BadMessage, GradlabError
 from gradlab.knapsack import allocate
 from gradlab.plan.accordion import Accordion, is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
@@ -115,8 +115,14 @@ def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
         The choice; None: none was made.
     """
     assert plan.refresh is not None
-    indices = message.tolist()
-    return None if -1 in indices else dict(zip(sorted(plan.refresh.settings), indices, strict=True))
+    indices, known = message.tolist(), sorted(plan.refresh.settings)
+    if -1 in indices:
+        return None
+    for name, index in zip(known, indices, strict=True):
+        if not 0 <= index < len(plan.refresh.settings[name]):
+            last = len(plan.refresh.settings[name]) - 1
+            raise BadMessage(f"refresh: rank {ROOT} chose settings {index} of group {name}, expected 0 to {last}")
+    return dict(zip(known, indices, strict=True))
 
 
 def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:

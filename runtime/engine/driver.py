@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import torch
 
 from gradlab.codec import Exchanged, Tensors
+from gradlab.codec.contract import described
 from gradlab.codec.measures import contribution_error, is_finite
-from gradlab.codec.wrapper import innermost, wrappers_of
-from gradlab.collectives import Coroutine, Request, answer_for, as_requests, payload_bytes
+from gradlab.collectives import Coroutine, Request, as_requests, payload_bytes, resumed
 from gradlab.collectives import Step as Requested
-from gradlab.errors import GradlabError
+from gradlab.errors import BadMessage, GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.executor.ticks import InFlight
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
@@ -63,13 +63,12 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
     Raises:
         CommunicationError: if a collective failed.
     """
-    answer: Any = None
-    while True:
-        try:
-            step = coroutine.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        answer = answer_for(step, communicator.issue(as_requests(step)).answers())
+    try:
+        step = next(coroutine)
+        while True:
+            step = resumed(coroutine, step, communicator.issue(as_requests(step)).answers())
+    except StopIteration as stop:
+        return stop.value
 
 
 @dataclass(eq=False)
@@ -140,12 +139,14 @@ class Running:
         began = time.perf_counter()
         try:
             try:
-                answer = None if answers is None else answer_for(self._requested, answers)
-                self._requested = self._coroutine.send(answer)
+                coroutine = self._coroutine
+                self._requested = next(coroutine) if answers is None else resumed(coroutine, self._requested, answers)
                 self.requests = as_requests(self._requested)
             except StopIteration as stop:
                 self.requests, self._requested, self.done = (), (), True
                 self._finish(stop.value)
+        except BadMessage:
+            raise  # it names the codec and the group
         except Exception as error:
             raise GradlabError(f"{self._label}: {type(error).__name__}: {error}") from error
         self._watch(self, began, time.perf_counter(), answers is None)
@@ -485,8 +486,7 @@ class StepDriver:
 
         # What is measured is measured on the gradients, after the exchange.
         exchange = current.step.exchange(name, reuse=not current.measured)
-        described = "+".join([innermost(codec).name, *(wrapper.name for wrapper in wrappers_of(codec))])
-        running = Running(name, exchange, part.index, codec=described, finish=finish, watch=self._watch)
+        running = Running(name, exchange, part.index, codec=described(codec), finish=finish, watch=self._watch)
         return running, sum(grad.nbytes for grad in gradients.values())
 
     def _measure(self, current: Iteration, name: str, gradients: Tensors, done: Exchanged) -> None:

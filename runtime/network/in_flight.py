@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 
 from gradlab.codec.vectors import cut_like
-from gradlab.collectives import AllToAll, Broadcast, Gather, Mean, Ring, Sum, fusion_key, sum_in_rank_order
-from gradlab.errors import GradlabError
+from gradlab.collectives import (
+    AllToAll,
+    Broadcast,
+    Gather,
+    Mean,
+    Ring,
+    Sum,
+    check_length,
+    fusion_key,
+    sum_in_rank_order,
+)
+from gradlab.errors import BadMessage, GradlabError
 from gradlab.runtime.network.messages import LEAST_BYTES, Messages
 
 if TYPE_CHECKING:
@@ -136,7 +146,7 @@ class _VaryingGather(Fused):
     """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, padded."""
 
     def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
-        self._communicator = communicator
+        self._communicator, self._requests = communicator, requests
         self._tensors = [request.tensor for request in requests]
         lengths = torch.tensor([tensor.numel() for tensor in self._tensors], device=self._tensors[0].device)
         self._lengths, self._work = communicator.all_gather(lengths)
@@ -144,7 +154,7 @@ class _VaryingGather(Fused):
     def answers(self) -> list[Any]:
         communicator = self._communicator
         communicator.wait(self._work)
-        lengths = self._lengths.tolist()
+        lengths, refused = _checked_lengths(self._requests, self._tensors, self._lengths.tolist())
         sizes = [tensor.element_size() for tensor in self._tensors]
         longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
         packed = _pack(self._tensors, communicator)
@@ -154,7 +164,7 @@ class _VaryingGather(Fused):
             _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)], communicator)
             for row, counts in zip(rows, lengths, strict=True)
         ]
-        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+        return [refused.get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]
 
 
 class _FusedBroadcast(Fused):
@@ -201,7 +211,7 @@ class _VaryingAllToAll(Fused):
     """Several AllToAlls of varying lengths: an all-to-all of the lengths, then one of the bytes."""
 
     def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
-        self._communicator = communicator
+        self._communicator, self._requests = communicator, requests
         self._by_rank = list(zip(*(request.tensors for request in requests), strict=True))
         lengths = [tensor.numel() for parts in self._by_rank for tensor in parts]
         device = requests[0].tensors[0].device
@@ -211,8 +221,8 @@ class _VaryingAllToAll(Fused):
     def answers(self) -> list[Any]:
         communicator = self._communicator
         communicator.wait(self._work)
-        lengths = self._lengths.view(communicator.world_size, -1).tolist()
-        mine = self._by_rank[communicator.rank]
+        mine, lengths = self._by_rank[communicator.rank], self._lengths.view(communicator.world_size, -1).tolist()
+        lengths, refused = _checked_lengths(self._requests, mine, lengths)
         like = [[tensor.new_empty(n) for tensor, n in zip(mine, row, strict=True)] for row in lengths]
         incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
         packed = [_pack(parts, communicator) for parts in self._by_rank]
@@ -223,7 +233,30 @@ class _VaryingAllToAll(Fused):
         communicator.wait(work)
         rows = zip(out.split(incoming), like, strict=True)
         by_rank = [_unpack(row, tensors, communicator) for row, tensors in rows]
-        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+        return [refused.get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]
+
+
+def _checked_lengths(
+    requests: Sequence[Gather | AllToAll], like: Sequence[torch.Tensor], lengths: Sequence[list[int]]
+) -> tuple[list[list[int]], dict[int, BadMessage]]:
+    """Bound the lengths that ranks announce before memory is taken for them.
+
+    Args:
+        requests: this rank's.
+        like: tensors of the dtypes.
+        lengths: of each rank, one for each request.
+
+    Returns:
+        The lengths, 0 in place of those that are refused, and errors by the request's number.
+    """
+    refused: dict[int, BadMessage] = {}
+    taken = [list(row) for row in lengths]
+    for rank, row in enumerate(taken):
+        for at, (request, tensor) in enumerate(zip(requests, like, strict=True)):
+            if (wrong := check_length(request, row[at] * tensor.element_size(), rank)) is not None:
+                refused.setdefault(at, wrong)
+                row[at] = 0
+    return taken, refused
 
 
 def _check_length(request: AllToAll | Gather, rank: int) -> None:

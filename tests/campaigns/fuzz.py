@@ -27,6 +27,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,7 @@ def work(name: str, numbers: Sequence[int]) -> None:
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, late)
-    form = FORMATS[name]()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, closing(FORMATS[name]()) as form:
         for number in numbers:
             print(json.dumps([number]), flush=True)
             case = form.case(np.random.default_rng([number]))

@@ -12,6 +12,9 @@ import pytest
 
 from campaigns.fuzz import REFUSED, TAKEN, outcome
 from campaigns.fuzzed import FORMATS, Format
+from campaigns.fuzzed.messages import TASK, drawn_case, judged
+from gradlab.errors import GradlabError
+from support.process_pool import ProcessPool
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +28,25 @@ def late() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")  # numpy's, of kinds of numbers that a damaged header names
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "network"])  # which has the pool below
 def test_nothing_falls(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]()
     with closing(form):
         ended = list(outcomes(name, form, tmp_path))
     assert REFUSED in ended
+
+
+def test_ranks_refuse_what_one_of_them_sends_or_share_a_result(pool: ProcessPool) -> None:
+    """Between processes of Gloo, where a length that is announced is taken memory for, and errors must reach all."""
+    ended = []
+    for number in range(24):
+        case = drawn_case(np.random.default_rng([number]), ["topk, smallest coding", "two_way ecsq", "chunk_topk"], 2)
+        try:
+            judged(case["family"], pool.run(TASK, ranks=case.pop("world_size"), **case))
+            ended.append(TAKEN)
+        except GradlabError:
+            ended.append(REFUSED)
+    assert set(ended) == {TAKEN, REFUSED}
 
 
 def outcomes(name: str, form: Format, folder: Path) -> Iterator[str]:

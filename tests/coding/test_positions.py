@@ -110,7 +110,7 @@ def test_deflated_bytes_of_another_number_of_positions_are_refused() -> None:
 def test_positions_beyond_the_end_and_other_numbers_of_them_are_refused(coding: str) -> None:
     """They would be written to, on a GPU without a word of whose they are."""
     beyond = encode(torch.tensor([3, 200]), 256, coding)
-    with pytest.raises(GradlabError, match="expected 2 below 150"):
+    with pytest.raises(GradlabError, match=r"expected (19 for )?2 below 150"):
         decode(beyond, 2, 150, coding)
     if coding == "bitmap":
         with pytest.raises(GradlabError, match="positions: 2, expected 1 below 256"):

@@ -9,6 +9,7 @@ from campaigns.fuzzed.case import Case, Format
 from campaigns.fuzzed.checkpoint import CheckpointFiles
 from campaigns.fuzzed.corpus import Corpus
 from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
+from campaigns.fuzzed.messages import Messages, Network
 from campaigns.fuzzed.plain import Measurements, Settings
 from campaigns.fuzzed.trace import TraceFiles
 
@@ -22,6 +23,8 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "cifar10": Cifar10,
     "npz": Cifar10Arrays,
     "idx": FashionMnist,
+    "messages": Messages,
+    "network": Network,
 }
 
 __all__ = ["FORMATS", "Case", "Format"]
