@@ -11,6 +11,8 @@ file is refused with a GradlabError of one line, or it is taken. Taken with othe
 finding where its bytes alone were damaged. So is any other exception, the death of the process, more than 10 seconds,
 and memory above 2 GiB, or above four times the file's size where that is more than 64 MiB. Files are read in processes
 of their own, a batch in each; one that is lost costs the case at which it was.
+
+What one rank of a run sends is a format, too: `messages` in lockstep, `network` between two processes of Gloo.
 """
 
 from __future__ import annotations
