@@ -47,10 +47,26 @@ MUTANTS = (
     # messages, memory, shards
     Mutant(
         file="gradlab/coding/positions.py",
-        old="return list(every.view(len(messages), -1)[:, :count])",
-        new="return list(every[: len(messages) * count].view(len(messages), count))",
+        old="long().view(len(messages), -1)[:, :count]",
+        new="long()[: len(messages) * count].view(len(messages), count)",
         tests=("tests/codecs/test_sparsifiers.py", "tests/plan/test_small_layers.py"),
         what="Positions of several ranks, decoded together, run into one another.",
+    ),
+    Mutant(
+        file="gradlab/codecs/chunk_topk.py",
+        old="below(within[chunks * count :], left)",
+        new="left",
+        tests=("tests/campaigns/test_fuzz.py",),
+        what="A position beyond the last chunk is used.",
+        select="ranks_refuse",
+    ),
+    Mutant(
+        file="gradlab/collectives/requests.py",
+        old="if 0 <= nbytes <= request.most:",
+        new="if request.most:",
+        tests=("tests/campaigns/test_fuzz.py",),
+        what="Memory is taken for any length that a rank announces.",
+        select="ranks_refuse",
     ),
     Mutant(
         file="runtime/network/in_flight.py",
@@ -475,8 +491,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codec/compressor.py",
-        old="average_into(total, zip(*answers, strict=True), 1.0 / context.world_size)",
-        new="average_into(total, zip(*answers, strict=True), 1.0)",
+        old="average_of_ranks(codec, total, zip(*answers, strict=True), 1.0 / context.world_size)",
+        new="average_of_ranks(codec, total, zip(*answers, strict=True), 1.0)",
         tests=("tests/codecs/test_topk.py",),
         what="The mean of gathered contributions is their sum.",
     ),
