@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
 
 Result = TypeVar("Result")
+Warned = list[tuple[str, type[Warning]]]  # text and category of what a worker warned of
 
 _CONNECT_SECONDS = 10
 _MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
@@ -121,7 +123,7 @@ def _in_processes(numbered: Sequence[tuple[Any, ...]], workers: int) -> Iterator
         warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
         with _interrupts_held():
             running = parallel(delayed(_in_worker)(*call) for call in numbered)
-        yield from running
+        yield from map(_with_warnings, running)
 
 
 @contextmanager
@@ -156,18 +158,28 @@ def _on_cluster(numbered: Sequence[tuple[Any, ...]], address: str) -> Iterator[t
         warnings.filterwarnings("ignore", message="Sending large graph")  # a plan with what its codecs learned
         futures = [client.submit(_in_worker, *call, pure=False) for call in numbered]
         for future in as_completed(futures):
-            yield future.result()
+            yield _with_warnings(future.result())
 
 
-def _in_worker(number: int, function: Callable[..., Result], *call: Any) -> tuple[int, Result]:
-    with one_thread():
+def _in_worker(number: int, function: Callable[..., Result], *call: Any) -> tuple[tuple[int, Result], Warned]:
+    with warnings.catch_warnings(record=True) as seen, one_thread():
+        warnings.simplefilter("default")
         done = _compute(number, function, *call)
     _give_memory_back()
+    return done, [(str(one.message), one.category) for one in seen]
+
+
+def _with_warnings(finished: tuple[tuple[int, Result], Warned]) -> tuple[int, Result]:
+    """Warn here of what a worker warned of: its own standard error is nobody's."""
+    done, seen = finished
+    for text, category in dict.fromkeys(seen):
+        warnings.warn(text, category, stacklevel=2)
     return done
 
 
 def _compute(number: int, function: Callable[..., Result], *call: Any) -> tuple[int, Result]:
-    return number, function(*call)
+    with np.errstate(all="ignore"):  # gradients may hold anything: results say where they are not finite
+        return number, function(*call)
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def figure(parts: Iterable[str]) -> str:
 
 def main() -> None:
     """See the module's text."""
-    Path(sys.argv[1]).write_text(figure([*conversation(), *drivers()]))
+    Path(sys.argv[1]).write_text(figure([*conversation(), *drivers()]), "utf-8")
 
 
 if __name__ == "__main__":

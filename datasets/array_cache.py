@@ -74,7 +74,7 @@ def _key(source: Path) -> str:
 
 def _load(place: Path, image: tuple[int, ...]) -> tuple[Splits, list[str]] | None:
     try:
-        kept = json.loads((place / _DIGESTS).read_text())
+        kept = json.loads((place / _DIGESTS).read_text("utf-8"))
         files = {key: place / f"{key}.npy" for key in Splits._fields}
         if kept["digests"] != {key: _digest(file) for key, file in files.items()}:
             return None

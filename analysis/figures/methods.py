@@ -78,7 +78,7 @@ def plot_errors(replays: Replays, runs: Runs) -> Figure:
     Returns:
         The figure.
     """
-    names = [name for name in {**replays, **runs} if _has_errors(name, replays, runs)]
+    names = [name for name in {**replays, **runs} if has_errors(name, replays, runs)]
     figure, axes = panels(len(names), 3, height=2.1, sharey=True, sharex=True)
     colors = method_colors({**runs, **replays})
     for panel, name in zip(axes, names, strict=True):
@@ -101,7 +101,8 @@ def plot_errors(replays: Replays, runs: Runs) -> Figure:
     return figure
 
 
-def _has_errors(name: str, replays: Replays, runs: Runs) -> bool:
+def has_errors(name: str, replays: Replays, runs: Runs) -> bool:
+    """Say whether there is an error over time to draw of a method, see `plot_errors`."""
     predicted = predicted_series(replays[name])[1] if name in replays else np.zeros(0)
     observed = observed_series(runs[name])[1] if name in runs else np.zeros(0)
     return bool(predicted.any() or observed.any())

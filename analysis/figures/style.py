@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -64,6 +66,10 @@ RC: Any = {
     "pdf.fonttype": 42,
     "text.parse_math": False,  # a layer's name is no formula; powers of ten are written without
 }
+_NO_GLYPH = (
+    "figures: the font DejaVu Sans lacks characters of some names, which are boxes in PDF files; the page and SVG "
+    "files show them in the viewer's fonts"
+)
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -293,10 +299,18 @@ class _PowersOfTen(LogFormatterSciNotation):
         return label.replace(r"\times", "\u00d7").replace("-", "\u2212")
 
 
-def drawing() -> Any:
-    """Set matplotlib up for gradlab's figures while the context lasts.
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Set matplotlib up for gradlab's figures while the context lasts, and warn once of all glyphs that fonts lack."""
+    with warnings.catch_warnings(record=True) as seen, rc_context(RC):
+        warnings.simplefilter("always")
+        yield
+    others = {(str(one.message), one.category) for one in seen if not _is_of_glyph(one)}
+    for text, category in sorted(others, key=str):
+        warnings.warn(text, category, stacklevel=3)
+    if any(map(_is_of_glyph, seen)):
+        warnings.warn(_NO_GLYPH, stacklevel=3)
 
-    Returns:
-        A context manager.
-    """
-    return rc_context(RC)
+
+def _is_of_glyph(one: warnings.WarningMessage) -> bool:
+    return "missing from font" in str(one.message)

@@ -88,7 +88,7 @@ def _size(excess: float) -> str:
 @cache
 def calibration() -> tuple[Ending, ...]:
     """Read the methods that were replayed and trained with, in order of the file."""
-    text = (resources.files("gradlab.analysis.forecast") / "endings.json").read_text()
+    text = (resources.files("gradlab.analysis.forecast") / "endings.json").read_text("utf-8")
     return tuple(
         Ending(
             row["task"],

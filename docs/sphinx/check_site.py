@@ -54,7 +54,7 @@ class Page(HTMLParser):
 def read(path: Path) -> Page:
     """Read a page of HTML."""
     page = Page()
-    page.feed(path.read_text())
+    page.feed(path.read_text("utf-8"))
     return page
 
 
@@ -75,7 +75,7 @@ def problems(site: Path) -> Iterator[str]:
             if reason := broken(path, link, pages):
                 yield f"{name}: {link}: {reason}"
     for path in sorted(site.rglob("*.css")):
-        for address in FOREIGN_IN_STYLE.findall(path.read_text()):
+        for address in FOREIGN_IN_STYLE.findall(path.read_text("utf-8")):
             yield f"{path.relative_to(site)}: loads {address}"
 
 

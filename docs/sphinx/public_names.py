@@ -145,7 +145,7 @@ def data_comment(room: str, name: str) -> str:
     """
     module, name = defined_in(room, name)
     path = Path(str(importlib.import_module(module).__file__))
-    lines = path.read_text().splitlines()
+    lines = path.read_text("utf-8").splitlines()
     place = next(number for number, line in enumerate(lines) if re.match(rf"{re.escape(name)}\b.*=", line))
     comment = list[str]()
     while place and lines[place - 1].startswith("#:"):
@@ -157,7 +157,7 @@ def data_comment(room: str, name: str) -> str:
 def defined_in(room: str, name: str) -> tuple[str, str]:
     """Return the module in which a name that a room imports is defined, and its name there."""
     path = Path(str(importlib.import_module(room).__file__))
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

@@ -19,6 +19,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from gradlab.cli.streams import encodable
 from gradlab.formatting import format_counted
 from gradlab.printable import printable
 from gradlab.progress import Progress
@@ -33,6 +34,7 @@ class _Printable(Console):
 
 OUT = _Printable(highlight=False, soft_wrap=True)
 ERR = _Printable(stderr=True, highlight=False, soft_wrap=True)
+_OF_NUMPY = r".*( encountered|Mean of empty slice|All-NaN|Degrees of freedom <= 0)"
 _BEGINNING = 150  # characters of a warning that is printed in short
 
 
@@ -63,12 +65,20 @@ def progress_bars() -> Iterator[Progress]:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Within, a Python warning is one line on standard error, without the file and the line that raised it."""
+    """Within, a Python warning is one line on standard error, once, without the file and the line that raised it.
+
+    Nothing is shown of numpy's warnings of single operations: results say where they are not finite.
+    """
+    shown: set[str] = set()
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        say("warning: " + " ".join(str(message).removeprefix("gradlab: ").split()))
+        line = "warning: " + " ".join(str(message).removeprefix("gradlab: ").split())
+        if line not in shown:
+            shown.add(line)
+            say(line)
 
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _OF_NUMPY, RuntimeWarning)
         warnings.showwarning = show
         yield
 
@@ -93,11 +103,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         rows: text cells.
         left: number of leading columns that hold text. The others hold numbers.
     """
-    table = Table(title=title or None, title_justify="left", header_style="bold")
+    encoding = OUT.encoding  # what it lacks is replaced before columns are measured
+    table = Table(title=encodable(title, encoding) or None, title_justify="left", header_style="bold")
     for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column < left else "right")
+        table.add_column(encodable(name, encoding), justify="left" if column < left else "right")
     for row in rows:
-        table.add_row(*(Text(printable(cell, one_line=True)) for cell in row))
+        table.add_row(*(Text(encodable(printable(cell, one_line=True), encoding)) for cell in row))
     # Never narrower than its content: a table in a log file must not lose digits.
     console = OUT if OUT.is_terminal else Console(highlight=False, width=200)
     console.print(table, markup=False)
@@ -120,7 +131,7 @@ def tell_of_report(page: Path, as_json: bool) -> None:
         page: its report.html, beside which report.json lies.
         as_json: whether to print the JSON.
     """
-    written = json.loads((page.parent / "report.json").read_text())
+    written = json.loads((page.parent / "report.json").read_text("utf-8"))
     if as_json:
         print_json(written)
         return

@@ -130,7 +130,7 @@ def _print(runs: Mapping[str, TrainReport], offline: Offline, page: Path) -> Non
 
     from gradlab.analysis.report.tables import comparison_table
 
-    OUT.print(json.loads((page.parent / "report.json").read_text())["verdict"], markup=False)
+    OUT.print(json.loads((page.parent / "report.json").read_text("utf-8"))["verdict"], markup=False)
     for line in offline.fit.warnings:
         OUT.print(f"gradiveq: {line}", markup=False)
     ran = {name: run.to_json() for name, run in runs.items()}

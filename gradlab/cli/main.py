@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, timeline, trace
+from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, streams, timeline, trace
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.train import command as train
@@ -59,8 +59,14 @@ def _options(
 def main() -> None:
     """Entry point of the console script."""
     try:
-        with warnings_as_lines():
-            app()
+        streams.settle()
+        try:
+            with warnings_as_lines():
+                app()
+        finally:
+            streams.flush()
+    except BrokenPipeError:
+        _end_of_pipe()
     except GradlabError as error:
         print(f"gradlab: {error}", file=sys.stderr)
         sys.exit(2)
@@ -72,7 +78,15 @@ def main() -> None:
     except SystemExit as end:
         if end.code == 130:  # Typer's answer to Ctrl-C, without a word
             print("gradlab: interrupted", file=sys.stderr)
+        if streams.is_of_broken_pipe(end):  # Typer's and rich's answer is exit code 1
+            _end_of_pipe()
         raise
+
+
+def _end_of_pipe() -> None:
+    """End as the signal would: whoever read the output has what was wanted of it."""
+    streams.silence()
+    sys.exit(streams.BROKEN_PIPE)
 
 
 if __name__ == "__main__":

@@ -329,7 +329,7 @@ def _locked_inodes() -> frozenset[int] | None:
     to whoever asks for the file, so that the inode alone is compared.
     """
     try:
-        return locked_inodes(_LOCKS.read_text())
+        return locked_inodes(_LOCKS.read_text("utf-8", "replace"))
     except OSError:
         return None
 

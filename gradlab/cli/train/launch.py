@@ -30,10 +30,10 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> TrainRe
     command += ["-m", "gradlab.cli.train.trainer", settings.to_json()]
     environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     # Started in an empty folder: `python -m` would import from the current one, and a checkout is not the package.
-    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=here
-        ) as process:
+    # What ranks say may be in any encoding, that of an error of the C library for one.
+    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "encoding": "utf-8", "errors": "replace"}
+        with subprocess.Popen(command, env=environment, cwd=here, **pipe) as process:
             try:
                 result, error = _follow(process, settings.name, progress)
             finally:
