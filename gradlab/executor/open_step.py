@@ -24,6 +24,7 @@ class OpenStep:
         followed: whether optimizer steps are known. If not, nothing is noted, and every exchange is a step.
         seen: whether the optimizer has stepped. Before, each exchange counts as an iteration, since an optimizer may
             be given that never steps.
+        taken_back: exchanges that were dropped before the first step, and counted as iterations until then.
         exchanges: whose gradients were finite, since the last step.
         iteration: of the first of them.
         states: by group that exchanged: its state before, with the learning rates by layer before.
@@ -31,6 +32,7 @@ class OpenStep:
 
     followed: bool = False
     seen: bool = False
+    taken_back: int = 0
     exchanges: int = 0
     iteration: int = 0
     states: dict[str, tuple[Tensors, Mapping[str, float]]] = field(default_factory=dict)

@@ -233,8 +233,8 @@ class PlanRun:
             groups: whose parameters the optimizer holds; None: all.
         """
         if self.open_step.exchanges:
-            self.iteration = self.open_step.iteration + 1
-        self.open_step.seen = True
+            self.iteration = self.open_step.iteration + 1 - self.open_step.taken_back
+        self.open_step.seen, self.open_step.taken_back = True, 0
         self.open_step.forget(groups)
 
     @property

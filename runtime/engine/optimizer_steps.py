@@ -138,6 +138,7 @@ class OptimizerSteps:
             names = [one for one in run.open_step.states if dropped.issuperset(run.groups[one].layers)]
             run.go_on(names)
             if every:
+                run.open_step.taken_back += not (seen or skipped)
                 run.open_step.forget()
             if skipped:  # by a loss scaler: such steps count as iterations
                 run.iteration = now

@@ -7,6 +7,7 @@ import io
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ def plain(run: Run, extra: bool = False) -> None:
         run.step()
 
 
-def bad_batches(run: Run, extra: bool) -> None:
+def bad_batches(run: Run, extra: bool, bad: tuple[int, ...] = (1, 3, 4)) -> None:
     """In some steps a first batch is left out after its backward pass."""
     noise = torch.Generator().manual_seed(99)
     for step in range(STEPS):
-        if extra and step in (1, 3, 4):
+        if extra and step in bad:
             run.backward(torch.randn(8, 16, generator=noise), meant=False)
             run.clear()
         run.backward(run.batch())
@@ -136,7 +137,11 @@ def adversary(run: Run, extra: bool) -> None:
     run.clear()
 
 
-LOOPS: dict[str, Callable[[Run, bool], None]] = {"bad batches": bad_batches, "adversary": adversary}
+LOOPS: dict[str, Callable[[Run, bool], None]] = {
+    "bad batches": bad_batches,
+    "bad from the start": partial(bad_batches, bad=(0, 2, 3)),
+    "adversary": adversary,
+}
 
 
 def dropped(group: dist.ProcessGroup, loop: str, **options: Any) -> dict[str, Any]:

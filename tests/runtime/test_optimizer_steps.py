@@ -18,6 +18,7 @@ STEPS = 6
         ("bad batches", {}),
         ("bad batches", {"codec": "powersgd", "optimizer": "adamw", "zeros": True, "warmup": 0}),
         ("bad batches", {"codec": "qsgd", "view": True}),
+        ("bad from the start", {"warmup": 0}),
         ("adversary", {"zeros": True, "view": True}),
         ("adversary", {"codec": "powersgd", "view": True}),
         ("adversary", {"codec": "qsgd", "optimizer": "adamw", "warmup": 0}),
