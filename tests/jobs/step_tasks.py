@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlab
 from gradlab.capture import TraceRecorder
 from gradlab.plan import Plan, Schedule, Wrap
+from gradlab.runtime import compress_fsdp
 from gradlab.trace import Trace
+from jobs.fsdp_tasks import mesh_of, sharded
 from support.pool_groups import SPARE
 
 STEPS = 6
@@ -244,3 +246,39 @@ def recorded(group: dist.ProcessGroup, folder: str, passes: int, every: int = 1)
         remarks = list(trace.remarks)
     told = [str(one.message) for one in caught if "backward passes" in str(one.message)]
     return {"steps": found, "remarks": remarks, "told": told}
+
+
+def under_fsdp(group: dist.ProcessGroup, within: bool) -> dict[str, Any]:
+    """Shards' exchanges: with dropped passes and without them; then two passes for a step."""
+    mesh = mesh_of(group, 2)
+    outcomes, found = [], []
+    for extra in (True, False):
+        model = sharded(mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        words = torch.Generator().manual_seed(dist.get_rank(group))
+        plan = Plan.uniform(model, "topk", density=0.05)
+        inside = {"within": mesh["shard"], "inside": plan} if within else {}
+
+        def backward(seed: torch.Generator, model: Any = model) -> None:
+            model(torch.randint(30, (4, 5), generator=seed)).square().mean().backward()
+
+        with (
+            warnings.catch_warnings(record=True),
+            compress_fsdp(model, plan, between=mesh["replicate"], optimizer=optimizer, **inside) as state,
+        ):
+            for step in range(4):
+                if extra and step in (1, 2):
+                    backward(torch.Generator().manual_seed(99))
+                    optimizer.zero_grad()
+                backward(words)
+                optimizer.step()
+                optimizer.zero_grad()
+            outcomes.append([*(p.to_local() for p in model.parameters()), *state.state_dict()["states"].values()])
+            iterations = [state.iteration]
+            backward(words)
+            backward(words)
+            optimizer.step()
+            iterations.append(state.iteration)
+            found.append([one.seen for one in state.findings])
+    equal = all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
+    return {"equal": equal, "iterations": iterations, "found": found}

@@ -77,3 +77,13 @@ def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path, pa
         assert remark.startswith(f"{(len(expected) - 1) * every} synchronised backward passes for 3 optimizer steps")
         assert "no_sync()" in remark
         assert len(result["told"]) == (rank == 0)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_shards_follow_optimizer_steps_too(pool: ProcessPool, within: bool) -> None:
+    for result in pool.run("jobs.step_tasks:under_fsdp", 4, within=within):
+        assert result["equal"]
+        assert result["iterations"] == [4, 5]
+        dropped, several = result["found"]
+        assert "2 synchronised backward passes whose gradients were dropped" in dropped[0]
+        assert several == ["2 synchronised backward passes for one optimizer step"]
