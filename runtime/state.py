@@ -178,9 +178,11 @@ class CompressionState(Exchange):
             self._steps.before_exchange()
         # Buckets are rebuilt after the first iteration, so look up each time which layers one holds.
         found = bucket_gradients(bucket)
-        gradients = {self._names[parameter]: gradient for parameter, gradient in found if parameter in self._names}
-        if len(gradients) < len(found):
+        try:
+            gradients = {self._names[parameter]: gradient for parameter, gradient in found}
+        except KeyError:  # zeros, of a layer that was frozen after DDP was made; or what is refused
             self._averaged.refuse_thawed(parameter for parameter, _ in found if parameter not in self._names)
+            gradients = {self._names[parameter]: value for parameter, value in found if parameter in self._names}
         if self._not_come:
             self._not_come -= gradients.keys()
             if bucket.is_last() and self._not_come:

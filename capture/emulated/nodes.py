@@ -32,6 +32,7 @@ from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import StepSettings, announce
 from gradlab.capture.writing.async_writer import RecorderReport, describe
 from gradlab.capture.writing.trace_writer import TraceWriter
+from gradlab.ddp.copies import Hook
 from gradlab.ddp.optimizers import all_optimizers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
@@ -140,7 +141,7 @@ class EmulatedNodes:
         )
         announce(self.path, self.size, self._settings)
         self._passes.inside = False
-        self._watching = model.register_forward_pre_hook(self._passes)
+        self._watching = model.register_forward_pre_hook(Hook(self._passes))
         if world_size == 1:
             warnings.warn("recording one node alone: its trace says nothing about other nodes", stacklevel=2)
 

@@ -88,10 +88,6 @@ class ForwardPasses:
         self.inside: bool | None = None  # whether a node is at work; None: not recording
         self.count = 0
 
-    def __reduce__(self) -> tuple[type[ForwardPasses], tuple[()]]:
-        # A copied or saved model keeps its hooks; the copy is not being recorded.
-        return ForwardPasses, ()
-
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if self.inside is None or not torch.is_grad_enabled():
             return

@@ -1159,6 +1159,30 @@ MUTANTS = (
     ),
     # running under DDP
     Mutant(
+        file="gradlab/ddp/averaged.py",
+        old="for parameter in self._reducer or _passing_for_it(model)}",
+        new="for parameter in _passing_for_it(model)}",
+        tests=("tests/runtime/test_reducer.py",),
+        what="A layer that was unfrozen after DDP was made passes for one that DDP averages.",
+        select="refused_by_name",
+    ),
+    Mutant(
+        file="runtime/state.py",
+        old="self._tell_of(self._averaged.look())",
+        new="pass",
+        tests=("tests/runtime/test_reducer.py",),
+        what="Layers that come in training are only found when somebody asks.",
+        select="come_in_training",
+    ),
+    Mutant(
+        file="capture/sources.py",
+        old="return average_as_ddp(self.ranks.group, bucket, self._divisor)",
+        new="return average_as_ddp(self.ranks.group, bucket, self.ranks.size)",
+        tests=("tests/runtime/test_reducer.py",),
+        what="A recorder divides by all ranks where DDP divides by those with input.",
+        select="with_input",
+    ),
+    Mutant(
         file="gradlab/workspace.py",
         old="weakref.finalize(memory, self._returned.append, flat).atexit = False",
         new="self._returned.append(flat)",
