@@ -28,6 +28,7 @@ def test_layers_that_come_in_training_are_told_of(pool: ProcessPool, tmp_path: P
         "jobs.reducer_tasks:changed_while_attached", 2, folder=str(tmp_path), change=change, way=way
     )
     assert f"{LACKING[change]}: unfrozen, added or replaced" in first
+    assert ("step 1: " in first) == (way not in ("recorder", "at close"))
     assert (way == "error") == bool(second)
 
 
