@@ -288,15 +288,13 @@ def copies(group: dist.ProcessGroup, folder: str, way: str) -> None:
     plain, expected = train_and_copy(group, None)
     attached: list[Any] = []
 
-    def attach(model: Any) -> Any:
+    def attach(model: Any, optimizer: torch.optim.Optimizer) -> None:
         if way == "recorder":
-            attached.append(TraceRecorder(model, Path(folder) / "trace"))
+            attached.append(TraceRecorder(model, Path(folder) / "trace", optimizer=optimizer))
         elif way == "local steps":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             attached.append(LocalSteps(model, optimizer, Plan.uniform(model, "identity")))
         else:
-            attached.append(gradlab.compress(model, Plan.uniform(model, "identity")))
-        return attached[0]
+            attached.append(gradlab.compress(model, Plan.uniform(model, "identity"), optimizer=optimizer))
 
     trained, found = train_and_copy(group, attach)
     state = attached[0].outer if way == "local steps" else attached[0]
@@ -319,25 +317,30 @@ def copies(group: dist.ProcessGroup, folder: str, way: str) -> None:
 
 
 def train_and_copy(
-    group: dist.ProcessGroup, attach: Callable[[Any], Any] | None
+    group: dist.ProcessGroup, attach: Callable[[Any, torch.optim.Optimizer], None] | None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Train a model with copies taken before and after; its last gradients, and the copies after a step of their own.
+    """Train a model with copies taken before and after; its last gradients, and the copies after a pass of their own.
 
     Also averages weights in every step, as an exponential moving average does.
     """
     model = in_ddp(group, frozen=False)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if attach is not None:
-        attach(model)
+        attach(model, optimizer)
     made = {f"{name} before": make(model) for name, make in COPIES.items()}
     moving = AveragedModel(model)
     for step in range(STEPS):
         model.zero_grad()
         backward(model, group, step)
+        optimizer.step()
         moving.update_parameters(model)
+    assert copy.deepcopy(optimizer).state_dict().keys() == saved(optimizer).state_dict().keys()
     made |= {f"{name} after": make(model) for name, make in COPIES.items()}
     with torch.no_grad():
         inputs = inputs_of(group, STEPS)
-        outputs = [one(inputs) for one in (model, model.module, moving, copy.deepcopy(model.module), *made.values())]
+        now = [one for name, one in made.items() if "after" in name]
+        outputs = [one(inputs) for one in (model, model.module, copy.deepcopy(model.module), *now)]
+        assert moving(inputs).isfinite().all()
     assert all(torch.equal(outputs[0], other) for other in outputs)
     mine = gradients(model)
     for one in made.values():
