@@ -19,8 +19,9 @@ from gradlab.capture.hook_average import average_as_ddp, ranks_with_input
 from gradlab.collectives import mean_of_node
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
+from gradlab.ddp.bucket_layouts import BucketLayouts, OldGradient
 from gradlab.ddp.groups import part_of
-from gradlab.ddp.model import attached_hook, bucket_gradients, divides_by_inputs, synchronised_layers
+from gradlab.ddp.model import attached_hook, divides_by_inputs, synchronised_layers
 from gradlab.ddp.sharded_units import SHARDED, Unit, attached_hooks, averaged_units, shard_group, units_of
 from gradlab.ddp.topology import Topology, find_grid, find_topology, group_along
 from gradlab.ddp.wrapping import bare_module
@@ -51,8 +52,9 @@ class BucketSource:
         self._model = weakref.ref(model)
         device = next(model.parameters()).device
         self.ranks = Ranks(model.process_group, device)
-        self._averaged = AveragedLayers(model)
+        self._averaged, self._layouts = AveragedLayers(model), BucketLayouts(rearrange=False)
         self._divisor = self.ranks.size
+        self._unread = ""  # why steps are lost, if DDP hands over what cannot be recorded
         self.topology: Topology | None = None
         if within is not None:
             self.topology = find_topology(within, model.process_group, device)
@@ -89,9 +91,9 @@ class BucketSource:
         self._averaged.require(chosen)
 
     def unaveraged(self, closing: bool = False) -> str:
-        """Say which trained layers ranks do not average, see `AveragedLayers.look`; "" if there are none."""
+        """Say which trained layers ranks do not average, see `AveragedLayers.look`, or why steps are lost; or ""."""
         missing = self._averaged.missing() if closing else self._averaged.look()
-        return not_averaged(missing) if missing else ""
+        return not_averaged(missing) if missing else self._unread
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket as DDP without a hook does; a future of its buffer."""
@@ -117,7 +119,11 @@ class BucketSource:
             The gradients, in the parameters' shapes. None on a rank that another one writes for.
         """
         whole = bucket.buffer()
-        pairs = [(bucket.parameters()[0], whole.to_dense())] if whole.is_sparse else bucket_gradients(bucket)
+        try:
+            pairs = [(bucket.parameters()[0], whole.to_dense())] if whole.is_sparse else self._layouts.gradients(bucket)
+        except OldGradient as error:  # on all ranks alike; the step is lost
+            self._unread = str(error)
+            return []
         # DDP fills the place of a parameter that the loss does not depend on with zeros.
         unused = [parameter.grad is None for parameter, _ in pairs]
         if self.topology is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -115,7 +115,8 @@ class Exchange(Uncopied):
             lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()},
         )
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
-        device, around = HostDevice(device_of_model(pairs)), surroundings_of(pairs, chosen)
+        around = surroundings_of({layer.name: parameter for layer, parameter in pairs}, chosen)
+        device = HostDevice(device_of_model(pairs))
         self._set_up(plan, pairs, chosen, device, lambda: make_driver(plan, group, around, chosen, device, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
@@ -436,18 +437,44 @@ def _layers_with_parameters(plan: object, named_parameters: Iterable[tuple[str, 
     return named_as_in(plan, pairs)
 
 
-def surroundings_of(pairs: Pairs, options: RunOptions, names: Mapping[torch.Tensor, str] | None = None) -> Surroundings:
+class _Values(Mapping[str, torch.Tensor]):
+    """The values of parameters as they are when they are asked for, by layer name.
+
+    A tensor that was detached once would go on in the old memory after `Module.to` or `parameter.data = ...`.
+
+    Args:
+        read: gives one parameter's values.
+    """
+
+    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def surroundings_of(
+    parameters: Mapping[str, torch.Tensor],
+    options: RunOptions,
+    values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+) -> Surroundings:
     """Say where a run reads learning rates, loss scale and parameters.
 
     Args:
-        pairs: the layers with their parameters' values.
+        parameters: that the optimizer has, by layer name.
         options: the run's.
-        names: of layers by the parameters that the optimizer has; None: those of `pairs`.
+        values: give what a rank holds of each parameter. None: all of it.
     """
     optimizer, scaler = options.optimizer, options.scaler
-    known = {parameter: layer.name for layer, parameter in pairs} if names is None else names
+    known = {parameter: name for name, parameter in parameters.items()}
     return Surroundings(
         lambda: learning_rates(optimizer, known),
         lambda: scaler.get_scale() if scaler else 1.0,
-        {layer.name: parameter.detach() for layer, parameter in pairs},
+        _Values({name: one.detach for name, one in parameters.items()} if values is None else values),
     )

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
+from gradlab.ddp.bucket_layouts import BucketLayouts
 from gradlab.ddp.groups import group_like
-from gradlab.ddp.model import bucket_gradients, synchronised_layers
+from gradlab.ddp.model import synchronised_layers
 from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.topology import NODE, find_topology
 from gradlab.ddp.wrapping import require_ddp
@@ -100,13 +101,15 @@ class CompressionState(Exchange):
         device = device_of(device_of_model(pairs))
         group = process_group or group_like(ranks, timeout, device.device)
         # Of groups made here the communicators alone hold on: destroying them is how peers learn of a failure.
-        owned, around = process_group is None, surroundings_of(pairs, chosen)
+        owned = process_group is None
+        around = surroundings_of({layer.name: parameter for layer, parameter in pairs}, chosen)
         make = partial(make_driver, plan, group, around, chosen, device, owned=owned, topology=topology)
         del group
         self._set_up(plan, pairs, chosen, device, make)
         del make
         self._topology = topology
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
+        self._layouts = BucketLayouts(rearrange=True)
         self.engine = Engine(self._driver, self._device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
@@ -177,7 +180,7 @@ class CompressionState(Exchange):
             self._averaged.refuse_uneven_division()
             self._steps.before_exchange()
         # Buckets are rebuilt after the first iteration, so look up each time which layers one holds.
-        found = bucket_gradients(bucket)
+        found = self._layouts.gradients(bucket)
         try:
             gradients = {self._names[parameter]: gradient for parameter, gradient in found}
         except KeyError:  # zeros, of a layer that was frozen after DDP was made; or what is refused

@@ -16,7 +16,9 @@ class NodeMean:
     """
 
     def __init__(self, model: nn.Module, world_size: int) -> None:
+        self._model = model
         self._names, self._parameters = zip(*model.named_parameters(), strict=True)
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._scale = 1.0 / world_size
         self._before: list[torch.Tensor | None] = []  # each .grad as the step found it: None or zeros
         self._totals: list[torch.Tensor | None] = []
@@ -26,8 +28,10 @@ class NodeMean:
         """Start a step.
 
         Raises:
-            GradlabError: if a gradient other than zero is left over; DDP would add it to every rank's.
+            GradlabError: if a gradient other than zero is left over; DDP would add it to every rank's. Also if a
+                parameter was replaced, added or unfrozen since the recording began, which it would miss.
         """
+        self._require_same()
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is not None and _any(parameter.grad):
                 raise GradlabError(
@@ -77,6 +81,15 @@ class NodeMean:
                 raise GradlabError(
                     f"{name} has changed since the step began; all nodes of a step take their gradients at the same "
                     "parameters, and optimizer.step() comes after average()"
+                )
+
+    def _require_same(self) -> None:
+        known = {id(parameter): trained for parameter, trained in zip(self._parameters, self._trained, strict=True)}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and not known.get(id(parameter)):
+                raise GradlabError(
+                    f"{name} was replaced, added or unfrozen after the recording began, which does not have it; change "
+                    "the model first, then make new EmulatedNodes"
                 )
 
     def _clear(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,34 +56,6 @@ def refuse_complex(pairs: Iterable[tuple[Layer, torch.Tensor]]) -> None:
             f"{', '.join(names[:3])}: complex parameters, and gradients of real ones alone can be recorded or "
             "compressed; leave these layers dense (roles=, minimum_numel=) or unrecorded (layers=)"
         )
-
-
-def bucket_gradients(bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """List the parameters of a bucket with their gradients.
-
-    Args:
-        bucket: as DDP hands it to a hook.
-
-    Returns:
-        Parameters, each with its gradient: a view of the bucket's buffer in the parameter's shape.
-
-    Raises:
-        GradlabError: for a sparse gradient.
-    """
-    if bucket.buffer().is_sparse:
-        raise GradlabError(
-            "a sparse gradient (an embedding with sparse=True): only dense gradients can be compressed; make the "
-            "embedding with sparse=False"
-        )
-    return [(p, _as_parameter_lies(p, g)) for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)]
-
-
-def _as_parameter_lies(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    # DDP lays a gradient out by its parameter's strides (channels_last) but shows it as if it were contiguous. It does
-    # so where strides leave no gap and no overlap: exactly those that a new tensor like the parameter would get.
-    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
-        return gradient
-    return gradient.as_strided(parameter.shape, parameter.stride())
 
 
 def divides_by_inputs(model: DistributedDataParallel) -> bool:

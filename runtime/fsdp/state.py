@@ -103,7 +103,8 @@ class FSDPCompression(Exchange):
         self._stream: Any = None
         pairs = [(layer, held.by_name[layer.name].values()) for layer in levels[0].shards.layers]
         host = HostDevice(device)
-        self._around = surroundings_of(pairs, chosen, {one.parameter: name for name, one in held.by_name.items()})
+        parameters = {name: shard.parameter for name, shard in held.by_name.items()}
+        self._around = surroundings_of(parameters, chosen, {name: shard.values for name, shard in held.by_name.items()})
         make = partial(
             make_shard_driver, levels[0].shards, (row, column), topology, self._around, chosen, host, timeout
         )

@@ -39,7 +39,7 @@ from gradlab.runtime.checks import check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
-from gradlab.runtime.outer.workers import CALLER, Workers, held_layers, is_sharded, plan_of_rank
+from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, plan_of_rank
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 # As in DiLoCo, section 3.1: what was best there. In one pass, which takes half the time.
@@ -154,13 +154,14 @@ class OuterStep(Uncopied):
         self.every, self.delay, self._mixing = every, delay, mixing
         self._check_numbers(fragments)
         check_timeout(timeout)
-        held = held_layers(model)
-        self._device = device_of(held[0].values.device)
+        self._held = HeldLayers(model)
+        self._device = device_of(self._held.device)
         inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
-        self.workers = Workers(group, inside, self._device.device, timeout, is_sharded(held))
+        self.workers = Workers(group, inside, self._device.device, timeout, self._held.sharded)
         self.local_steps = 0
-        self._values = {one.layer.name: one.values for one in held}
-        self.workers.spread(list(self._values.values()))
+        held = self._held.by_name
+        with torch.no_grad():
+            self.workers.spread([one.values for one in held.values()])
         self._ranks = Ranks(self.workers.everyone, self._device.device)
         parts: list[Plan] = []
 
@@ -168,9 +169,11 @@ class OuterStep(Uncopied):
             self.plan = given_plan(plan, CALLER)
             if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
-            self.plan.check_model([one.layer for one in held])
+            self.plan.check_model([one.layer for one in held.values()])
             # Cut before it is of shards, whose groups may differ between ranks of a worker.
-            parts.extend(plan_of_rank(one, held, self.workers.sharded) for one in fragments_of(self.plan, fragments))
+            parts.extend(
+                plan_of_rank(one, self._held, self.workers.sharded) for one in fragments_of(self.plan, fragments)
+            )
 
         self._together(attempt)
         numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
@@ -203,7 +206,7 @@ class OuterStep(Uncopied):
         self._ranks.raise_together(None if problem is None else str(problem))
 
     def _fragment(self, plan: Plan, make: MakeOptimizer, options: Mapping[str, Any]) -> Fragment:
-        parameters = {layer.name: nn.Parameter(_common(self._values[layer.name])) for layer in plan.layers}
+        parameters = {layer.name: nn.Parameter(_common(self._held.by_name[layer.name].values)) for layer in plan.layers}
         optimizer = make(list(parameters.values())) if callable(make) else make
         own = [one for group in getattr(optimizer, "param_groups", []) for one in group["params"]]
         if list(map(id, own)) != list(map(id, parameters.values())):
@@ -251,6 +254,7 @@ class OuterStep(Uncopied):
     @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
         """Start exchanging a fragment's pseudo-gradients."""
+        self._held.require_same()
         pseudo = self._pseudo_gradients(fragment)
         fragment.lands = self.local_steps + self.delay
         if self._thread is None:
@@ -264,12 +268,13 @@ class OuterStep(Uncopied):
         Means are then written in their place.
         """
         common = {name: one.detach() for name, one in fragment.parameters.items()}
+        own = {name: self._held.by_name[name].values for name in common}
         first, *others = common.values()
         if any(one.dtype != first.dtype for one in others):
-            return {name: one - self._values[name] for name, one in common.items()}
+            return {name: one - own[name] for name, one in common.items()}
         pseudo = separate(first.new_empty(sum(one.numel() for one in common.values())), common)
         for name, one in common.items():
-            torch.sub(one, self._values[name], out=pseudo[name])
+            torch.sub(one, own[name], out=pseudo[name])
         return pseudo
 
     def _beside(self, fragment: Fragment, pseudo: Tensors, ready: Any) -> Arrival:
@@ -301,6 +306,7 @@ class OuterStep(Uncopied):
     def _land(self, fragment: Fragment) -> None:
         """Take the outer step, and put the common parameters, or a mixture, into the model."""
         assert fragment.flight is not None
+        self._held.require_same()
         arrival, fragment.flight = fragment.flight.result(), None
         if arrival.finite:
             for name, common in fragment.parameters.items():
@@ -312,7 +318,7 @@ class OuterStep(Uncopied):
             self._warn_of(fragment)
         own = self._mixing if self.delay and arrival.finite else 0.0
         for name, common in fragment.parameters.items():
-            values = self._values[name]
+            values = self._held.by_name[name].values
             if not own:
                 values.copy_(common)
             elif values.dtype == common.dtype:

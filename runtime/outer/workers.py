@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from gradlab.ddp.groups import group_like, part_of
 from gradlab.ddp.topology import find_topology
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, named_layers
+from gradlab.layout import Layer, bare_names, named_layers
 from gradlab.plan import Plan
 from gradlab.plan.shards import shard_plan
 
@@ -30,54 +31,102 @@ class Held:
     """What this rank holds of one layer.
 
     layer: the whole one.
-    values: this rank's part, which training changes in place: (rows, ...) of the layer, or all of it.
+    parameter: the model's own, of which this rank holds all or a shard.
+    shape: of what this rank holds.
     """
 
     layer: Layer
-    values: torch.Tensor
+    parameter: nn.Parameter
+    shape: torch.Size
+
+    @property
+    def values(self) -> torch.Tensor:
+        """This rank's part as it is now, `shape`: `Module.to` and `parameter.data = ...` give it another memory."""
+        parameter = self.parameter.detach()
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def held_layers(model: object) -> list[Held]:
-    """List what this rank holds of a model's trainable layers.
+class HeldLayers:
+    """What this rank holds of a model's trainable layers. It does not keep the model alive.
+
+    Attributes:
+        by_name: in registration order.
 
     Args:
         model: plain, in DDP, or sharded by FSDP2.
 
-    Returns:
-        In registration order.
-
     Raises:
         GradlabError: for anything else, or parameters that are sharded along more than one dimension of a mesh.
     """
-    inner = without_compile(model)
-    inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
-    if not isinstance(inner, nn.Module):
-        raise GradlabError(f"{CALLER}: the model is a {type(model).__name__}, expected a torch.nn.Module")
-    held = [Held(layer, _local(layer, parameter)) for layer, parameter in named_layers(inner)]
-    if not held:
-        raise GradlabError(f"{CALLER}: the model has no trainable parameters")
-    return held
+
+    def __init__(self, model: object) -> None:
+        inner = without_compile(model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        if not isinstance(inner, nn.Module):
+            raise GradlabError(f"{CALLER}: the model is a {type(model).__name__}, expected a torch.nn.Module")
+        self._model = weakref.ref(inner)
+        self.by_name = {layer.name: _held(layer, parameter) for layer, parameter in named_layers(inner)}
+        if not self.by_name:
+            raise GradlabError(f"{CALLER}: the model has no trainable parameters")
+        self.device = next(iter(self.by_name.values())).values.device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a worker's ranks each hold a part of its parameters."""
+        return any(one.shape != one.layer.shape for one in self.by_name.values())
+
+    def require_same(self) -> None:
+        """Refuse a model whose parameters are others than when this was made: workers would drift apart in silence.
+
+        Raises:
+            GradlabError: naming a layer, and what became of it.
+        """
+        model = self._model()
+        if model is None:
+            return
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        now = dict(zip(bare_names(names), parameters, strict=True))
+        for name, one in self.by_name.items():
+            if change := _change(one, now.get(name)):
+                raise GradlabError(f"{CALLER}: {name} {change}; {_FIRST}")
+        if added := [name for name, one in now.items() if one.requires_grad and name not in self.by_name]:
+            others = f" (and {len(added) - 1} more)" if len(added) > 1 else ""
+            raise GradlabError(
+                f"{CALLER}: {added[0]}{others} was unfrozen, added or renamed after the {CALLER} was made, and workers "
+                f"do not exchange it; {_FIRST}"
+            )
 
 
-def _local(layer: Layer, parameter: nn.Parameter) -> torch.Tensor:
+_FIRST = f"change the model first, then make a new {CALLER}"
+
+
+def _held(layer: Layer, parameter: nn.Parameter) -> Held:
     if not isinstance(parameter, DTensor):
-        return parameter.detach()
+        return Held(layer, parameter, parameter.shape)
     if parameter.device_mesh.ndim != 1:
         raise GradlabError(
             f"{CALLER}: {layer.name} lies on a mesh of {parameter.device_mesh.ndim} dimensions, expected one, that of "
             "the worker's own ranks"
         )
-    local = parameter.to_local()
-    assert isinstance(local, torch.Tensor)
-    return local.detach()
+    return Held(layer, parameter, parameter.to_local().shape)
 
 
-def is_sharded(held: Sequence[Held]) -> bool:
-    """Whether a worker's ranks each hold a part of its parameters."""
-    return any(tuple(one.values.shape) != one.layer.shape for one in held)
+def _change(held: Held, now: torch.Tensor | None) -> str:
+    """What became of a layer whose parameter is `now` another one; "" if nothing did.
+
+    FSDP2 shows a gathered parameter in place of its shards where a module stays gathered.
+    """
+    if now is None:
+        return f"is no longer in the model (removed, or renamed as weight_norm does) since the {CALLER} was made"
+    if now is not held.parameter and not (isinstance(held.parameter, DTensor) and not isinstance(now, DTensor)):
+        return f"is another parameter than when the {CALLER} was made (replaced, or loaded with assign=True)"
+    values = held.values
+    if values.shape != held.shape:
+        return f"has shape {list(values.shape)} now, and had {list(held.shape)} when the {CALLER} was made"
+    return ""
 
 
-def plan_of_rank(plan: Plan, held: Sequence[Held], sharded: bool) -> Plan:
+def plan_of_rank(plan: Plan, held: HeldLayers, sharded: bool) -> Plan:
     """Return the plan for what this rank holds.
 
     Args:
@@ -93,8 +142,7 @@ def plan_of_rank(plan: Plan, held: Sequence[Held], sharded: bool) -> Plan:
     """
     if not sharded:
         return plan
-    known = {one.layer.name: tuple(one.values.shape) for one in held}
-    shapes = {layer.name: known[layer.name] for layer in plan.layers}
+    shapes = {layer.name: tuple(held.by_name[layer.name].shape) for layer in plan.layers}
     return shard_plan(plan, shapes, dict.fromkeys(shapes, ""))
 
 
@@ -155,15 +203,13 @@ class Workers:
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all workers the first one's tensors, in place. A collective of all ranks."""
         if self.between is not None:
-            for tensor in tensors:
-                dist.broadcast(tensor, dist.get_global_rank(self.between, 0), group=self.between)
+            _broadcast(tensors, self.between)
         self.hand_on(tensors)
 
     def hand_on(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give a worker's other ranks what its exchanging rank has, in place. A collective of the worker's ranks."""
         if self.inside is not None and not self.sharded:
-            for tensor in tensors:
-                dist.broadcast(tensor, dist.get_global_rank(self.inside, 0), group=self.inside)
+            _broadcast(tensors, self.inside)
 
     def all_of(self, flag: bool) -> bool:
         """Whether a flag is set on all of a worker's ranks that exchange. A collective of these."""
@@ -179,3 +225,12 @@ class Workers:
             if dist.is_initialized():
                 with suppress(ValueError):  # it went before, with destroy_process_group()
                     dist.destroy_process_group(group)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group its first one's tensors, in place and whatever their layouts are."""
+    for tensor in tensors:
+        flat = tensor.contiguous()
+        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+        if flat is not tensor:
+            tensor.copy_(flat)

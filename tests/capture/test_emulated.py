@@ -487,6 +487,23 @@ def open_files(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_layers_that_come_later_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    with EmulatedNodes(model, tmp_path / "trace", world_size=2) as nodes:
+        for rank in range(2):
+            with nodes.node(rank):
+                model(torch.ones(1, 4)).sum().backward()
+        nodes.average()
+        model[0].requires_grad_(True)
+        with pytest.raises(GradlabError, match=r"0\.weight was replaced, added or unfrozen"), nodes.node(0):
+            pass
+        model[0].requires_grad_(False)
+        model[1] = nn.Linear(3, 2)
+        with pytest.raises(GradlabError, match=r"1\.weight was replaced"), nodes.node(0):
+            pass
+
+
 def test_refusals_come_before_anything_is_written(pool: ProcessPool, tmp_path: Path) -> None:
     path, model = tmp_path / "t", Two()
     lazy, synchronised = nn.LazyLinear(2), nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))

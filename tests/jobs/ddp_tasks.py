@@ -356,24 +356,6 @@ def _train_with(state: Any, group: dist.ProcessGroup) -> None:
     model(gradients(shapes, 0, 0)).backward()
 
 
-def channels_last(group: dist.ProcessGroup) -> dict[str, Any]:
-    """A convolution whose weight lies channels_last: its gradient must reach the codec in the weight's own shape."""
-    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300)}
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    bare = Prescribed(shapes)
-    bare.conv = nn.Parameter(bare.conv.detach().to(memory_format=torch.channels_last))
-    model = DistributedDataParallel(bare, process_group=group)
-    plan = Plan.uniform(model, "powersgd", rank=2, seed=3)
-    reference = lockstep(plan, world_size, 1, lambda r, t: gradients(shapes, r, t))[0]
-    with CompressionState(plan, model, deterministic=True, process_group=SPARE.get(world_size)) as state:
-        model.register_comm_hook(state, compression_hook)
-        model(gradients(shapes, rank, 0)).backward()
-    return {
-        "strided": not bare.conv.grad.is_contiguous(),
-        "equal": torch.equal(bare.conv.grad, reference["conv"][rank].value.mean["conv"]),
-    }
-
-
 def use_after_close(group: dist.ProcessGroup) -> str:
     """What a backward says after the state was closed."""
     shapes = {"conv": (16, 8, 3, 3)}

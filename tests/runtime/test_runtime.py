@@ -189,11 +189,6 @@ def test_ranks_that_continue_from_other_states_are_refused(pool: ProcessPool) ->
         assert "ranks disagree about which states there are" in message
 
 
-def test_channels_last(pool: ProcessPool) -> None:
-    for result in pool.run("jobs.ddp_tasks:channels_last", 2):
-        assert result == {"strided": True, "equal": True}
-
-
 def test_use_after_close_is_refused(pool: ProcessPool) -> None:
     for message in pool.run("jobs.ddp_tasks:use_after_close", 2):
         assert "this CompressionState is closed" in message

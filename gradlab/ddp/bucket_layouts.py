@@ -1,0 +1,131 @@
+"""How DDP lays gradients out in its buckets, which it does not tell.
+
+DDP lays a gradient out by the strides that its parameter had when the buckets were made: with the model, and once more
+after the first backward pass, unless unused parameters are looked for. It shows every gradient as if it were
+contiguous, and reads the average by the strides of today. Where `Module.to(memory_format=...)` came between, plain DDP
+therefore permutes gradients. So a gradient in a bucket is compared with the one that autograd has just left in
+`parameter.grad`, in the first backward passes and whenever strides have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradlab.errors import GradlabError
+
+_COMPARED = 3  # backward passes, the one after which DDP makes its buckets anew among them
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+Strides = tuple[int, ...]
+
+
+class OldGradient(GradlabError):
+    """A bucket holds another gradient than its parameter's: DDP did not copy that, as their layouts differ."""
+
+
+@dataclass
+class _Layout:
+    """How one gradient lies in its bucket.
+
+    strides: the parameter's, last time.
+    lies: the gradient's.
+    read: those by which DDP will read the average.
+    sure: comparisons that told `lies`.
+    """
+
+    strides: Strides
+    lies: Strides
+    read: Strides
+    sure: int = 0
+
+
+class BucketLayouts:
+    """Reads the gradients of DDP's buckets, each in its parameter's shape.
+
+    Args:
+        rearrange: whether a gradient is laid out anew, in the bucket, where DDP would read its average by other strides
+            than it lies by. Plain DDP does not.
+    """
+
+    def __init__(self, rearrange: bool) -> None:
+        self._rearrange = rearrange
+        self._known: dict[torch.Tensor, _Layout] = {}
+
+    def gradients(self, bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """List the parameters of a bucket with their gradients.
+
+        Args:
+            bucket: as DDP hands it to a hook.
+
+        Returns:
+            Parameters, each with its gradient: a view of the bucket's buffer in the parameter's shape.
+
+        Raises:
+            OldGradient: for one that is not in the bucket in any layout.
+            GradlabError: for a sparse one.
+        """
+        if bucket.buffer().is_sparse:
+            raise GradlabError(
+                "a sparse gradient (an embedding with sparse=True): only dense gradients can be compressed; make the "
+                "embedding with sparse=False"
+            )
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        return [(parameter, self._view(parameter, gradient)) for parameter, gradient in pairs]
+
+    def _view(self, parameter: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+        if parameter.dim() < 2:
+            return shown
+        known, strides = self._known.get(parameter), parameter.stride()
+        if known is None or known.strides != strides:
+            known = self._known[parameter] = _Layout(strides, _expected(parameter), _expected(parameter))
+        if known.sure < _COMPARED:
+            _compare(known, parameter, shown)
+        if known.lies != known.read and self._rearrange:
+            read = shown.as_strided(shown.shape, known.read)
+            return read.copy_(shown.as_strided(shown.shape, known.lies).clone())
+        return shown if known.lies == shown.stride() else shown.as_strided(shown.shape, known.lies)
+
+
+def _expected(parameter: torch.Tensor) -> Strides:
+    """The parameter's strides where they leave no gap and no overlap, which DDP asks for; else contiguous ones."""
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    return parameter.stride() if dense else _contiguous(parameter)
+
+
+def _contiguous(parameter: torch.Tensor) -> Strides:
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _compare(known: _Layout, parameter: torch.Tensor, shown: torch.Tensor) -> None:
+    """Find out how a gradient lies in its bucket, from the same one in `parameter.grad`."""
+    gradient = parameter.grad
+    if gradient is None:  # the loss does not depend on it
+        return
+    if gradient.data_ptr() == shown.data_ptr():  # a view of the bucket itself
+        known.lies = known.read = gradient.stride()
+        known.sure += 1
+        return
+    with torch.no_grad():
+        wanted, found = gradient.nan_to_num(), shown.nan_to_num()
+        alike = [one for one in _candidates(parameter) if torch.equal(found.as_strided(found.shape, one), wanted)]
+        told = bool(alike) or bool(found.any())  # a rank without input under `join` has zeros in its buckets
+    if alike:
+        known.lies = known.lies if known.lies in alike else alike[0]
+        known.sure += len(alike) == 1
+    elif told and not parameter.is_contiguous():
+        raise OldGradient(
+            f"the gradient of a layer {list(parameter.shape)} is in DDP's bucket in no layout of its parameter's: the "
+            "parameter's memory layout was changed after the DDP model was made; call .to(memory_format=...) before "
+            "DistributedDataParallel(...)"
+        )
+
+
+def _candidates(parameter: torch.Tensor) -> Iterator[Strides]:
+    """Layouts that a gradient may have, each once."""
+    meta = torch.empty(parameter.shape, device="meta")
+    formats = [_FORMATS[parameter.dim()]] if parameter.dim() in _FORMATS else []
+    others = [meta.contiguous(memory_format=one).stride() for one in formats]
+    yield from dict.fromkeys([_expected(parameter), meta.stride(), *others])

@@ -1,0 +1,57 @@
+"""Parameters that get another memory, layout or object after something was attached to them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.process_pool import ProcessPool
+
+WHEN = ["before DDP", *(f"before step {step}" for step in (0, 1, 3))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+    ids=["copied", "never rebuilt", "views"],
+)
+@pytest.mark.parametrize("when", WHEN)
+def test_a_gradient_is_seen_in_its_parameters_shape(
+    pool: ProcessPool, tmp_path: Path, when: str, options: dict[str, Any]
+) -> None:
+    """Whenever the parameters' layout changes: by a codec as in lockstep, bit for bit, and by a recording."""
+    for result in pool.run("jobs.layout_tasks:layouts_under_ddp", 2, when=when, folder=str(tmp_path), **options):
+        assert result == {"compressed": True, "recorded": True, "steps": 4, "lost": 0}
+
+
+def test_old_gradients_in_a_bucket_are_refused(pool: ProcessPool, tmp_path: Path) -> None:
+    """DDP hands these over where gradients are views of buckets and a convolution's layout changes on the way."""
+    for rank, result in enumerate(pool.run("jobs.layout_tasks:convolution_that_turns", 2, folder=str(tmp_path))):
+        assert "memory layout was changed after the DDP model was made" in result["compressed"]
+        assert (result["steps"], result["lost"], result["told"]) == (3, 3, int(rank == 0))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("change", ["nothing", "channels_last", "double", "clipped", "frozen"])
+def test_workers_stay_together_where_parameters_get_another_memory(pool: ProcessPool, change: str, delay: int) -> None:
+    assert pool.run("jobs.layout_tasks:outer_step_after", 2, change=change, delay=delay) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("weight_norm", "3.weight is no longer in the model"),
+        ("assigned", "0.weight is another parameter"),
+        ("replaced", "3.weight is another parameter"),
+        ("unfrozen", "0.weight (and 1 more) was unfrozen"),
+        ("added", "4.weight (and 1 more) was unfrozen, added"),
+    ],
+)
+def test_workers_refuse_parameters_that_are_others_than_before(pool: ProcessPool, change: str, named: str) -> None:
+    for line in pool.run("jobs.layout_tasks:outer_step_after", 2, change=change, delay=0):
+        assert named in line
+        assert "make a new OuterStep" in line
+
+
+def test_weight_decay_reads_parameters_as_they_are_now(pool: ProcessPool) -> None:
+    assert pool.run("jobs.layout_tasks:decays_by_present_values", 2) == [True, True]
