@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradlab.ddp.optimizer_steps import after_each_step
+from gradlab.ddp.optimizer_steps import at_each_step
 from gradlab.executor.rules import several_passes
 
 UNKNOWN = -1
@@ -25,7 +25,7 @@ class StepCount:
         self._steps = self._passes = self._several = 0
         self._most = 0
         self._scale: float | None = None  # of the last pass
-        self._handles = after_each_step(optimizers, self._stepped)
+        self._handles = at_each_step(optimizers, self._stepped)
 
     @property
     def is_open(self) -> bool:

@@ -68,5 +68,7 @@ class OpenStep:
             groups: whose parameters the optimizer holds; None: all of them.
         """
         self.exchanges = 0
-        for name in list(self.states) if groups is None else groups:
+        if groups is None:
+            self.states.clear()
+        for name in groups or ():
             self.states.pop(name, None)

@@ -21,7 +21,7 @@ from torch import nn
 
 from gradlab.codec.wrapper import wrappers_of
 from gradlab.ddp.copies import Hook
-from gradlab.ddp.optimizer_steps import after_each_step
+from gradlab.ddp.optimizer_steps import at_each_step
 from gradlab.executor import PlanRun, rules
 from gradlab.runtime.engine.driver import StepDriver
 
@@ -54,7 +54,7 @@ class OptimizerSteps:
         self._forward_seen = model is None
         self._before: dict[str, torch.Tensor | None] = {}  # by layer: whether its gradient was not zero; None: none
         self._looking: list[Any] = []  # handles, while the next pass is looked at
-        self._handles = after_each_step(optimizers, self._stepped)
+        self._handles = at_each_step(optimizers, self._stepped)
         self._in_ddp = model is not None
         if self._handles and model is not None:
             self._handles.append(
@@ -160,7 +160,7 @@ class OptimizerSteps:
             return none
         return frozenset(values)
 
-    # --- after an optimizer step ---
+    # --- at an optimizer step ---
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._driver.current is not None or self._driver.broken is not None:

@@ -84,11 +84,25 @@ class Run:
         between()
         loss.backward()
 
+    def step_with_closure(self) -> None:
+        """As Lightning does: the backward pass is within the step."""
+        inputs = self.batch()
+
+        def closure() -> None:
+            self.clear()
+            self.backward(inputs)
+            self._note()
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]  # which may give no loss
+
     def step(self) -> None:
+        self._note()
+        self.optimizer.step()
+
+    def _note(self) -> None:
         for name, parameter in self.net.named_parameters():
             assert parameter.grad is not None
             self.applied[name] += parameter.grad.double()
-        self.optimizer.step()
 
     def missing(self) -> float:
         """Of what was meant, the largest share that was neither applied nor is in the mean residual."""
@@ -201,6 +215,18 @@ def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
             return {"iteration": state.iteration, "found": found}
 
 
+def closures(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Optimizers whose closure has the backward pass, after each of which another network's loss passes through."""
+    with warnings.catch_warnings(record=True):
+        run = Run(group)
+        with run.state as state:
+            for _ in range(STEPS):
+                run.step_with_closure()
+                iteration, missing = state.iteration, run.missing()
+                run.backward(run.batch(), meant=False)
+            return {"iteration": iteration, "saved": run.iteration, "exact": missing < 1e-6}
+
+
 def joined(group: dist.ProcessGroup) -> list[int]:
     """Rank 1 has fewer batches. Its iterations, and the other's."""
     with warnings.catch_warnings(record=True):
@@ -222,9 +248,10 @@ def hooks(group: dist.ProcessGroup) -> dict[str, Any]:
         torch.save(run.optimizer, io.BytesIO())
         plain(run)
         alike = len(copied.param_groups[0]["params"]) == len(run.optimizer.param_groups[0]["params"])
-        attached = len(run.optimizer._optimizer_step_post_hooks)
+        held = run.optimizer._optimizer_step_pre_hooks, run.optimizer._optimizer_step_post_hooks
+        attached = [len(one) for one in held]
         run.state.close()
-        return {"alike": alike, "attached": attached, "closed": len(run.optimizer._optimizer_step_post_hooks)}
+        return {"alike": alike, "attached": attached, "closed": [len(one) for one in held]}
 
 
 def recorded(group: dist.ProcessGroup, folder: str, passes: int, every: int = 1) -> dict[str, Any]:

@@ -60,7 +60,12 @@ def test_ranks_without_input_left_count_as_the_others_do(pool: ProcessPool) -> N
 
 def test_an_optimizer_is_copied_as_ever_and_has_no_hook_left(pool: ProcessPool) -> None:
     for result in pool.run("jobs.step_tasks:hooks", 2):
-        assert result == {"alike": True, "attached": 1, "closed": 0}
+        assert result == {"alike": True, "attached": [1, 1], "closed": [0, 0]}
+
+
+def test_a_step_whose_closure_has_the_backward_pass(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.step_tasks:closures", 2):
+        assert result == {"iteration": STEPS, "saved": STEPS, "exact": True}
 
 
 @pytest.mark.parametrize(("passes", "every"), [(1, 1), (3, 1), (3, 2)])
