@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 from gradlab.capture.recorder import TraceRecorder
 from gradlab.ddp.frameworks import ddp_of_accelerate
-from gradlab.ddp.optimizers import bare_optimizer
 
 try:
     from accelerate import Accelerator
@@ -23,22 +23,23 @@ except ModuleNotFoundError as error:
 
 def record(
     accelerator: Accelerator,
-    path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    path: str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> TraceRecorder:
     """Record the gradients of a prepared model from now on.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        with record(accelerator, "trace", model, optimizer) as recorder:
+        with record(accelerator, model, "trace", optimizer) as recorder:
             ...
 
     Args:
         accelerator: the one that prepared the model.
+        model: as `accelerator.prepare` returned it, compiled or not. Then the path, as in `TraceRecorder`; the other
+            order of the two still works.
         path: folder of the trace, new or empty.
-        model: as `accelerator.prepare` returned it, compiled or not.
-        optimizer: as `accelerator.prepare` returned it.
+        optimizer: one or several, as `accelerator.prepare` returned them.
         options: those of TraceRecorder. The loss scaler is the accelerator's.
 
     Returns:
@@ -47,5 +48,7 @@ def record(
     Raises:
         GradlabError: if the model was not wrapped in DistributedDataParallel. See also TraceRecorder.
     """
-    options = {"optimizer": bare_optimizer(optimizer), "scaler": accelerator.scaler, **options}
+    if isinstance(path, nn.Module):  # the order of earlier versions
+        model, path = path, model
+    options = {"optimizer": optimizer, "scaler": accelerator.scaler, **options}
     return TraceRecorder(ddp_of_accelerate(accelerator, model, "record"), path, **options)

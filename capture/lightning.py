@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradlab.capture.recorder import TraceRecorder
-from gradlab.ddp.frameworks import ddp_of_lightning, only_optimizer
+from gradlab.ddp.frameworks import ddp_of_lightning
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -44,7 +44,7 @@ class RecordingCallback(Callback):
         """Attach the recorder to the model that the strategy has just wrapped."""
         model = ddp_of_lightning(trainer, "RecordingCallback")
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        options = {"optimizer": only_optimizer(trainer, "RecordingCallback"), "scaler": scaler, **self._options}
+        options = {"optimizer": trainer.optimizers, "scaler": scaler, **self._options}
         self.recorder = TraceRecorder(model, self._path, **options)
 
     def on_train_batch_end(

@@ -10,7 +10,7 @@ does. Buckets change after the first iteration, so parameters are found by ident
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.layers import LayerChoice
 from gradlab.capture.optimizer_steps import StepCount
-from gradlab.capture.settings import RecorderSettings, optimizer_metadata
+from gradlab.capture.settings import RecorderSettings
 from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.copies import Hook, Uncopied
-from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
 from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
@@ -98,8 +97,10 @@ class TraceRecorder(Uncopied):
         within: of a model in DDP: a mesh's dimension or the process group of a node's ranks, or "node" for those that
             torchrun started on one machine. None: every rank's own gradients are recorded.
         between: of a model under FSDP2: the mesh's dimension along which ranks hold the same shards, or that group.
-        optimizer, scaler: where each step's learning rate (of the first group) and GradScaler scale are read. The
-            optimizer's class and settings go into the manifest: a fit makes plans that train under it.
+        optimizer: one or several (a list), all that train the model. Each step's learning rate is that of the first
+            recorded layer. Classes, settings and which of several trains which layers go into the manifest: a fit makes
+            plans that train under them.
+        scaler: where each step's GradScaler scale is read.
         layers: None for all, names or fnmatch patterns, or a function of a Layer.
         wrap: (state, hook): let this communication hook do the averaging.
         metadata: a JSON object to keep in the trace's manifest.
@@ -126,7 +127,7 @@ class TraceRecorder(Uncopied):
         model: torch.nn.Module,
         path: str | os.PathLike[str],
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         scaler: Any = None,
         layers: LayerChoice = None,
         wrap: tuple[Any, Callable[..., Any]] | None = None,
@@ -140,9 +141,7 @@ class TraceRecorder(Uncopied):
         self.path = Path(path)
         self._settings = RecorderSettings(**settings)
         metadata = {} if metadata is None else metadata
-        if isinstance(metadata, dict) and (optimizer is None or hasattr(optimizer, "param_groups")):
-            metadata = optimizer_metadata(optimizer) | metadata
-        chosen, self.size, self._writer = start_recording(
+        chosen, self.size, self._writer, self._held = start_recording(
             source, self.path, self._settings, layers, wrap, metadata, overwrite, (optimizer, scaler)
         )
         self._settings = replace(self._settings, every=self.size.settings.every, max_steps=self.size.settings.max_steps)
@@ -152,14 +151,14 @@ class TraceRecorder(Uncopied):
         self._warned = False  # of layers that DDP does not average
         self._warned_of_passes = False
         self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
-        self._optimizer, self._scaler, self._wrap = optimizer, scaler, wrap
+        self._scaler, self._wrap = scaler, wrap
         self._iteration, self._taken = -1, 0
         self._due = False  # whether the iteration in progress is recorded: the same on all ranks
         self._buffer: StepBuffer | None = None  # the step that the hook is filling, on a rank that writes
         self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
         self._forward_passes = _ForwardPasses()
         self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
-        self._steps = StepCount(all_optimizers(optimizer))
+        self._steps = StepCount(self._held.holding)
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
         self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps)
         self._finalizer.atexit = False
@@ -296,8 +295,8 @@ class TraceRecorder(Uncopied):
             record = self._buffer.record
             record["index"], record["accumulation"] = self._iteration, passes
             record["optimizer_step"] = optimizer_step
-            if self._optimizer is not None:
-                record["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
+            if self._held.optimizers:
+                record["learning_rate"] = self._held.first_rate()
             if scale is not None:
                 record["loss_scale"] = scale
 

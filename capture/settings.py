@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradlab.ddp.optimizers import describe_optimizer, is_plain_sgd
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 from gradlab.formatting import parse_bytes
 from gradlab.layout import canonical_json
@@ -137,19 +138,32 @@ def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
     } | ({} if settings.budget is None else {"budget": parse_bytes(settings.budget)})
 
 
-def optimizer_metadata(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Collect what a manifest says of the optimizer, unless the user's metadata say it.
+def optimizer_metadata(held: HeldLayers) -> dict[str, Any]:
+    """Collect what a manifest says of the optimizers, unless the user's metadata say it.
 
     A replay has to know what the run's residuals would be multiplied by, and a fit what training would refuse.
 
     Args:
-        optimizer: the run's, or None.
+        held: the recorded layers by the run's optimizers.
 
     Returns:
-        Plain JSON: whether it is SGD without momentum, and its class with its settings (`OptimizerSettings`).
+        Plain JSON: whether the layers are trained by SGD without momentum, and which optimizer trains which layers with
+        what settings (`OptimizerSettings`).
     """
-    settings = describe_optimizer(optimizer)
-    return {"plain_sgd": is_plain_sgd(optimizer), "optimizer": None if settings is None else settings.to_json()}
+    settings = held.settings()
+    plain = held.plain_sgd() and not held.missing
+    return {"plain_sgd": plain, "optimizer": None if settings is None else settings.to_json()}
+
+
+def warn_of_missing(held: HeldLayers) -> None:
+    """Name recorded layers that no optimizer holds, if one was given."""
+    if held.optimizers and held.missing:
+        warnings.warn(
+            f"the optimizers hold {held.total - len(held.missing)} of {held.total} recorded layers (not "
+            f"{held.named_missing()}): the trace cannot say what trains the others; give all optimizers that train the "
+            "model: optimizer=[a, b]",
+            stacklevel=4,
+        )
 
 
 def check_metadata(metadata: Any) -> None:

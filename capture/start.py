@@ -11,14 +11,21 @@ from torch import nn
 
 from gradlab.capture.budget import Recording, plan_recording
 from gradlab.capture.layers import LayerChoice, choose_layers
-from gradlab.capture.settings import RecorderSettings, announce, check_metadata, run_metadata
+from gradlab.capture.settings import (
+    RecorderSettings,
+    announce,
+    check_metadata,
+    optimizer_metadata,
+    run_metadata,
+    warn_of_missing,
+)
 from gradlab.capture.sources import Source, model_of, trace_rank, trace_ranks
 from gradlab.capture.writing.async_writer import AsyncWriter, NoWriter
 from gradlab.capture.writing.buffers import BufferPool
 from gradlab.capture.writing.folder import require_free, start_together
 from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.ddp.model import refuse_complex
-from gradlab.ddp.optimizers import all_optimizers, check_optimizer_and_scaler
+from gradlab.ddp.optimizers import HeldLayers, check_optimizer_and_scaler
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.schema import Manifest
@@ -36,7 +43,7 @@ def start_recording(
     metadata: dict[str, Any],
     overwrite: bool,
     training: tuple[Any, Any] = (None, None),
-) -> tuple[Chosen, Recording, AsyncWriter | NoWriter]:
+) -> tuple[Chosen, Recording, AsyncWriter | NoWriter, HeldLayers]:
     """Check everything, start the trace and its writer; a collective over the source's ranks.
 
     Args:
@@ -46,7 +53,8 @@ def start_recording(
         training: the optimizer and the loss scaler.
 
     Returns:
-        The layers that are recorded, with their parameters; what of them, and which steps; and the writer.
+        The layers that are recorded, with their parameters; what of them, and which steps; the writer; and the
+        layers by the optimizers that hold them.
 
     Raises:
         GradlabError: the same line on all ranks. Nothing has been written then, unless a disk failed on the way.
@@ -55,6 +63,7 @@ def start_recording(
     problem: str | None = None
     chosen: Chosen = ()
     size: Recording | None = None
+    held = HeldLayers(None)
     try:
         settings.check()
         check_optimizer_and_scaler(*training)
@@ -63,6 +72,7 @@ def start_recording(
         source.check()
         chosen = choose_layers(source.pairs, layers)
         refuse_complex(chosen)
+        held = HeldLayers(training[0], {parameter: layer.name for layer, parameter in chosen})
         source.require_averaged(chosen)
         size = plan_recording([layer for layer, _ in chosen], world_size, settings, metadata)
         require_free(path, overwrite)
@@ -72,15 +82,16 @@ def start_recording(
     assert size is not None
     ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer, _ in chosen]})
     settings = replace(settings, every=size.settings.every, max_steps=size.settings.max_steps)
-    metadata = _metadata(source, settings, wrap) | metadata
+    warn_of_missing(held)
+    metadata = _metadata(source, settings, wrap) | optimizer_metadata(held) | metadata
     samples = {sample.layer.name: sample for sample in size.samples}
-    known = bool(all_optimizers(training[0]))
+    known = bool(held.optimizers)
     manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples, optimizer_steps=known)
     manifest = start_together(path, manifest, overwrite, ranks)
     if ranks.rank == 0:
         announce(path, size, settings)
     pinned = any(parameter.is_cuda for _, parameter in chosen)
-    return chosen, size, _start_writer(path, manifest, settings, source, pinned, size.steps)
+    return chosen, size, _start_writer(path, manifest, settings, source, pinned, size.steps), held
 
 
 def _start_writer(

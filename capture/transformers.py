@@ -7,7 +7,6 @@ from typing import Any
 
 from gradlab.capture.recorder import TraceRecorder
 from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
-from gradlab.ddp.optimizers import bare_optimizer
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -52,7 +51,7 @@ class RecordingCallback(TrainerCallback):
         """Attach the recorder to the model that the Trainer has just wrapped."""
         model, scaler = ddp_of_trainer(self._trainer, "RecordingCallback"), self._trainer.accelerator.scaler
         left = max(1, int(state.max_steps) - state.global_step)  # a budget spreads the recorded steps over them
-        given = {"optimizer": bare_optimizer(kwargs.get("optimizer")), "scaler": scaler, "expected_steps": left}
+        given = {"optimizer": kwargs.get("optimizer"), "scaler": scaler, "expected_steps": left}
         options = {**given, **self._options}
         self.recorder = TraceRecorder(model, self._path, **options)
 

@@ -8,7 +8,7 @@ writes a file into the folder that `accelerator.save_state` makes, and reads it 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.frameworks import ddp_of_accelerate
-from gradlab.ddp.optimizers import bare_optimizer
 from gradlab.ddp.wrapping import bare_module
 from gradlab.plan import Plan
 from gradlab.runtime import attach
@@ -35,9 +34,9 @@ except ModuleNotFoundError as error:
 
 def compress(
     accelerator: Accelerator,
-    plan: Plan | str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    plan: Plan | str | os.PathLike[str],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     residuals: str | None = None,
     **options: Any,
@@ -45,7 +44,7 @@ def compress(
     """Compress the gradients of a prepared model from now on.
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        with compress(accelerator, "plan.safetensors", model, optimizer):
+        with compress(accelerator, model, "plan.safetensors", optimizer):
             ...
 
     `accelerator.save_state` and `load_state` then include every rank's state. To start compressing from a checkpoint
@@ -53,9 +52,10 @@ def compress(
 
     Args:
         accelerator: the one that prepared the model.
+        model: as `accelerator.prepare` returned it, compiled or not. Then the plan, as in `gradlab.compress`; the other
+            order of the two still works.
         plan: for the model's trainable parameters, or the path of an artifact.
-        model: as `accelerator.prepare` returned it, compiled or not.
-        optimizer: as `accelerator.prepare` returned it.
+        optimizer: one or several, as `accelerator.prepare` returned them.
         residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
             `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses such a
             checkpoint.
@@ -68,9 +68,11 @@ def compress(
         GradlabError: if the model was not wrapped in DistributedDataParallel, or has a communication hook already. See
             also CompressionState.
     """
+    if isinstance(plan, nn.Module):  # the order of earlier versions
+        model, plan = plan, model
     ddp_model = ddp_of_accelerate(accelerator, model, "compress")
     check_policy(residuals)
-    options = {"optimizer": bare_optimizer(optimizer), "scaler": accelerator.scaler, **options}
+    options = {"optimizer": optimizer, "scaler": accelerator.scaler, **options}
     state = attach.compress(ddp_model, plan, **options)
     checkpoint = _Checkpoint(RankFiles(state, ddp_model, residuals), ddp_model)
     accelerator.register_save_state_pre_hook(checkpoint.save)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def compress(
     ddp_model: nn.Module,
     plan: Plan | str | os.PathLike[str],
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     scaler: Any = None,
     **options: Any,
 ) -> CompressionState:
@@ -48,7 +49,7 @@ def compress(
     Args:
         ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
         plan: for the model's trainable parameters, or the path of an artifact.
-        optimizer: what the model is trained with; see `Exchange`.
+        optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the torch.amp.GradScaler, if one is in use.
         options: the others of `CompressionState`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -17,14 +17,14 @@ from gradlab import codecs
 from gradlab.artifact import Artifact
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.model import attached_hook, refuse_complex, sparse_layers
-from gradlab.ddp.optimizers import bare_optimizer, describe_optimizer
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import RULES, Finding, finding
 from gradlab.layout import Layer, names_as_in
 from gradlab.plan import Plan
 from gradlab.plan.node_rules import conflict_between_nodes
-from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.plan.optimizer_rules import compressed_layers, conflict_of, layers_that_may_follow, needs_of
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime.engine.options import RunOptions
 
@@ -50,8 +50,8 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
     device_of_model(pairs)
     compressed = {name for group in plan.compressed_groups for name in group.layers}
     refuse_complex((layer, tensor) for layer, tensor in pairs if layer.name in compressed)
-    _check_optimizer(plan, options.optimizer)
-    _warn_of_other_parameters(pairs, options.optimizer)
+    held = HeldLayers(options.optimizer, {parameter: layer.name for layer, parameter in pairs})
+    _check_optimizers(plan, held)
     plan.payload_bytes(world_size)  # refuses what makes no sense at this world size
     _refuse_more_than_plain_ddp(plan, world_size, options)
 
@@ -189,32 +189,58 @@ def check_nodes(plan: Plan, topology: Topology) -> None:
         raise GradlabError(conflict)
 
 
-def _check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
-    if optimizer is None and (wrapper := plan.follows_learning_rate):
-        raise GradlabError(
-            f"the plan's {wrapper} follows the learning rate (step_size_ratio): pass optimizer=, which has it"
-        )
-    for what, applied in (
-        (f"momentum ({plan.applies_momentum})", plan.applies_momentum),
-        ("weight decay", plan.applies_weight_decay),
-    ):
-        if applied and optimizer is None:
-            raise GradlabError(f"the plan applies {what}: pass optimizer=, so that its own is known to be off")
-    if (settings := describe_optimizer(optimizer)) and (conflict := conflict_of(plan, settings)):
+_GIVE_ALL = "give all optimizers that train the model: optimizer=[a, b]"
+
+
+def _check_optimizers(plan: Plan, held: HeldLayers) -> None:
+    """Refuse what optimizers and plan would both do, and a plan that has to know more of optimizers than was given."""
+    needs = needs_of(plan)
+    for need in () if held.optimizers else needs:
+        if need.startswith("follows"):
+            raise GradlabError(f"the plan's {plan.follows_learning_rate} {need}: pass optimizer=, which has it")
+        if need.startswith("applies"):
+            raise GradlabError(f"the plan {need}: pass optimizer=, so that its own is known to be off")
+    if held.optimizers and held.named_missing(compressed_layers(plan)):
+        _check_missing(needs | _following(plan, held), held)
+    if (settings := held.settings()) and (conflict := conflict_of(plan, settings)):
         raise GradlabError(str(conflict))
 
 
-def _warn_of_other_parameters(pairs: Pairs, optimizer: torch.optim.Optimizer | None) -> None:
-    """Say so if an optimizer holds none of the parameters. One with copies of its own does that on purpose."""
-    if optimizer is None or not pairs:
-        return
-    held = {id(parameter) for group in bare_optimizer(optimizer).param_groups for parameter in group["params"]}
-    if held.isdisjoint(id(parameter) for _, parameter in pairs):
+def _following(plan: Plan, held: HeldLayers) -> dict[str, tuple[str, ...]]:
+    """The need of residuals that follow the rate because their layers are trained by SGD."""
+    plain = held.plain_sgd(compressed_layers(plan))
+    return {"lets residuals follow SGD's learning rate": layers_that_may_follow(plan)} if plain else {}
+
+
+def _check_missing(needs: Mapping[str, tuple[str, ...]], held: HeldLayers) -> None:
+    """Name the layers that no optimizer holds. Refuse what the plan needs to know of them, if another one has them."""
+    if not held.partial:  # one with copies of its own does that on purpose
+        if follows := next((need for need in needs if need.startswith("follows")), None):
+            raise GradlabError(
+                f"the plan {follows}, and {_holds(held)}, so that their rates are not known; {_GIVE_ALL}"
+            )
         warnings.warn(
-            "the optimizer holds none of the model's parameters: its momentum, weight decay and learning rates are "
-            "taken for those of this run; pass the one that steps the model",
+            "the optimizer holds none of the model's parameters: its momentum and weight decay are taken for those of "
+            "this run, and its learning rates are not known; pass the one that steps the model",
             stacklevel=2,
         )
+        return
+    for need, layers in needs.items():
+        if (unknown := held.named_missing(layers)) and (others := held.also_held_by()):
+            raise GradlabError(
+                f"the plan {need}, and {_holds(held)}: another optimizer ({', '.join(others)}) trains {unknown}; "
+                f"{_GIVE_ALL}"
+            )
+    warnings.warn(
+        f"{_holds(held)}; layers that no optimizer holds count as not moving until a parameter group holds them: "
+        f"{_GIVE_ALL}, or leave out what does not train (requires_grad_(False) before DDP)",
+        stacklevel=2,
+    )
+
+
+def _holds(held: HeldLayers) -> str:
+    who = "the optimizer holds" if len(held.optimizers) == 1 else "the optimizers hold"
+    return f"{who} {held.total - len(held.missing)} of {held.total} parameters (not {held.named_missing()})"
 
 
 def device_of_model(pairs: Pairs) -> torch.device:

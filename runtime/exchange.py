@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
-from gradlab.ddp.optimizers import learning_rates
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.ownership import forecast_payload, share_out
@@ -70,9 +70,11 @@ class Exchange(Uncopied):
         named_parameters: names as in the plan's layers, with the parameters. Those that need no gradient are left out.
         group: the process group; None is the default one. Its collectives are issued in the calling thread, so other
             use of the group has to stand in the same order on all ranks.
-        optimizer: its parameter groups give the learning rates that residuals follow. They are read in every
-            iteration, so schedules and groups added later count. It is needed where the plan follows them or applies
-            momentum or weight decay, which the optimizer must then not do.
+        optimizer: one or several (a list); all that train these parameters. For each layer the one that holds it
+            counts. Parameter groups give the learning rates that residuals follow. They are read in every iteration,
+            so schedules and groups added later count. A layer that no group holds does not move, and its residual
+            waits. Optimizers are needed where the plan follows rates or applies momentum or weight decay, which they
+            must then not do.
         scaler: the torch.amp.GradScaler, if one is in use. Residuals are then kept without its factor.
         deterministic: take means by all-to-all, a sum in rank order and all-gather, bit-identical to the offline
             replay, instead of by the backend's all-reduce.
@@ -128,8 +130,9 @@ class Exchange(Uncopied):
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._device = device
         self._topology: Topology | None = None
-        self._residuals = reporting.residual_statement(plan, options.optimizer)
         self._driver = make()
+        held = self._driver.held
+        self._residuals = reporting.residual_statement(plan, held)
         self.run, self._communicator = self._driver.run, self._driver.communicator
         self.statistics = self._driver.statistics
         self._rules = self._driver.rules
@@ -137,7 +140,7 @@ class Exchange(Uncopied):
             findings = compare_versions(self._driver.everyone.ranks)
             if excess := excess_finding(plan, self._communicator.world_size):
                 findings.append(excess)
-            if plan.follows_learning_rate and not options.plain_sgd:
+            if plan.follows_learning_rate and not self._driver.run.settings.plain_sgd:
                 findings.append(finding("rates_followed", str(self._residuals), 1, 0))
             self._rules.tell(findings)
         except GradlabError:
@@ -471,10 +474,10 @@ def surroundings_of(
         options: the run's.
         values: give what a rank holds of each parameter. None: all of it.
     """
-    optimizer, scaler = options.optimizer, options.scaler
+    scaler = options.scaler
     known = {parameter: name for name, parameter in parameters.items()}
     return Surroundings(
-        lambda: learning_rates(optimizer, known),
+        HeldLayers(options.optimizer, known),
         lambda: scaler.get_scale() if scaler else 1.0,
         _Values({name: one.detach for name, one in parameters.items()} if values is None else values),
     )

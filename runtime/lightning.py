@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.frameworks import ddp_of_lightning, only_optimizer
+from gradlab.ddp.frameworks import ddp_of_lightning
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress
@@ -81,7 +81,7 @@ class CompressionCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook on the model that the strategy has just wrapped."""
         model = ddp_of_lightning(trainer, "CompressionCallback")
-        options = {"optimizer": only_optimizer(trainer, "CompressionCallback"), **self._options}
+        options = {"optimizer": trainer.optimizers, **self._options}
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             options["scaler"] = scaler
         self.state = compress(model, self._plan, **options)
@@ -180,8 +180,7 @@ class LocalStepsCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook on the model that the strategy has just wrapped."""
         model = ddp_of_lightning(trainer, "LocalStepsCallback")
-        optimizer = only_optimizer(trainer, "LocalStepsCallback")
-        self.steps = LocalSteps(model, optimizer, self._plan, **self._options)
+        self.steps = LocalSteps(model, trainer.optimizers, self._plan, **self._options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take back what a checkpoint holds of this rank: Lightning has restored rank 0's on all of them."""

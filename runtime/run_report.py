@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from gradlab import wrappers
 from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
-from gradlab.ddp.optimizers import is_plain_sgd, own_momentum
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.executor import PlanRun
 from gradlab.executor.rules import Finding, growth_remark, residual_growth, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.plan.replanning import Replanner
 from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
 from gradlab.saving import Saving
@@ -266,22 +265,31 @@ def _codec_row(codec: str, groups: Sequence[GroupRow]) -> CodecRow:
     )
 
 
-def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Say what holds for a plan's residuals under the optimizer that it trains with; None if it keeps none."""
+def residual_statement(plan: Plan, optimizer: object) -> str | None:
+    """Say what holds for a plan's residuals under the optimizers that it trains with.
+
+    Args:
+        plan: any.
+        optimizer: one, several, None, or the layers that they hold.
+
+    Returns:
+        One line; None if the plan keeps no residual.
+    """
+    held = optimizer if isinstance(optimizer, HeldLayers) else HeldLayers(optimizer)
     stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
     kept = [residuals for wraps in stacks if (residuals := _residuals(wraps))]
     ratios = [residual.step_size_ratio for residuals in kept for residual in residuals]
     if not ratios:
         return None
-    plain = is_plain_sgd(optimizer)
+    plain = held.plain_sgd(compressed_layers(plan))
     follows = [plain if wanted is None else wanted for wanted in ratios]
     if not all(follows):
         which = "some residuals are" if any(follows) else "residuals are"
-        why = "as the plan says" if plain else f"under {_named(optimizer)}"
-        return f"{which} kept as they are {why}{_remedy_of_kept(plain, optimizer)}"
+        why = "as the plan says" if plain else f"under {_named(held)}"
+        return f"{which} kept as they are {why}{_remedy_of_kept(plain, held)}"
     if not plain:
         return (
-            f"residuals follow the learning rate as the plan says, but under {_named(optimizer)}: the error-corrected "
+            f"residuals follow the learning rate as the plan says, but under {_named(held)}: the error-corrected "
             "iterate is known to follow a recurrence (the lemmas of dist-EF-SGD) for SGD without momentum alone, and "
             "residuals grow without bound as the rate falls to 0; step_size_ratio=None in the plan's wrappers (an "
             "argument of method_plan, too) keeps them as they are"
@@ -293,9 +301,9 @@ def residual_statement(plan: Plan, optimizer: torch.optim.Optimizer | None) -> s
     return f"residuals follow the learning rate: the error-corrected iterate follows the recurrence of {law}"
 
 
-def _remedy_of_kept(plain: bool, optimizer: torch.optim.Optimizer | None) -> str:
+def _remedy_of_kept(plain: bool, held: HeldLayers) -> str:
     """What to do about residuals that do not follow the learning rate; for most optimizers nothing."""
-    if optimizer is None:
+    if not held.optimizers:
         return ": right as long as the learning rate stays the same; pass optimizer=, so that they follow SGD's rate"
     if plain:
         return (
@@ -334,11 +342,12 @@ def _lossless(residuals: Sequence[_Residual]) -> bool:
     return exact and any(residual.wrapper == "error_feedback" for residual in residuals)
 
 
-def _named(optimizer: torch.optim.Optimizer | None) -> str:
-    if optimizer is None:
+def _named(held: HeldLayers) -> str:
+    settings = held.settings()
+    if settings is None:
         return "an optimizer that was not given"
-    momentum = own_momentum(optimizer)
-    return type(optimizer).__name__ + (f" with {momentum}" if momentum else "")
+    kinds = [f"{one.name}{f' with {one.momentum}' if one.momentum else ''}" for one in settings.parts or (settings,)]
+    return " and ".join(dict.fromkeys(kinds))
 
 
 def table(report: RunReport) -> str:

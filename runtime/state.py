@@ -17,7 +17,6 @@ from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts
 from gradlab.ddp.groups import group_like
 from gradlab.ddp.model import synchronised_layers
-from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.topology import NODE, find_topology
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
@@ -114,7 +113,7 @@ class CompressionState(Exchange):
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
         parameters = {layer.name: parameter for layer, parameter in pairs}
-        optimizers = all_optimizers(chosen.optimizer)
+        optimizers = self._driver.held.holding
         self._steps = OptimizerSteps(self._driver, optimizers, parameters, around.loss_scale, ddp_model)
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
         ends = self.engine, self._driver, self._unreached, averaged, self._steps

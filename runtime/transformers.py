@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
-from gradlab.ddp.optimizers import bare_optimizer
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import compress
@@ -102,7 +101,7 @@ class CompressionCallback(TrainerCallback):
         self._close()
         model = ddp_of_trainer(self._trainer, "CompressionCallback")
         options = {
-            "optimizer": bare_optimizer(kwargs.get("optimizer")),
+            "optimizer": kwargs.get("optimizer"),
             "scaler": self._trainer.accelerator.scaler,
             **self._options,
         }
@@ -198,7 +197,7 @@ class LocalStepsCallback(TrainerCallback):
         """Register the hook on the model that the Trainer has just wrapped, and take back what a checkpoint holds."""
         self._close()
         model = ddp_of_trainer(self._trainer, "LocalStepsCallback")
-        self.steps = LocalSteps(model, bare_optimizer(kwargs.get("optimizer")), self._plan, **self._options)
+        self.steps = LocalSteps(model, kwargs.get("optimizer"), self._plan, **self._options)
         self._files = RankFiles(self.steps, model, None)
         if state.global_step > 0:
             missing = "local steps continue from a file of every rank in the checkpoint's folder"

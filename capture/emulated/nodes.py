@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ from gradlab.capture.settings import StepSettings, announce
 from gradlab.capture.writing.async_writer import RecorderReport, describe
 from gradlab.capture.writing.trace_writer import TraceWriter
 from gradlab.ddp.copies import Hook
-from gradlab.ddp.optimizers import all_optimizers
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 
@@ -78,7 +78,7 @@ class EmulatedNodes:
         model: a bare module, not in DDP.
         path: folder of the trace, new or empty.
         world_size: number of nodes N.
-        optimizer: its first group's learning rate is recorded with each step, its class and settings in the manifest.
+        optimizer: one or several, as in `TraceRecorder`.
         scaler: a GradScaler, whose scale is recorded with each step.
         layers: None for all; names or fnmatch patterns; or a function of a Layer.
         seed: node r draws from seed + r.
@@ -99,7 +99,7 @@ class EmulatedNodes:
         path: str | os.PathLike[str],
         world_size: int,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         scaler: Any = None,
         layers: LayerChoice = None,
         seed: int = 0,
@@ -115,12 +115,13 @@ class EmulatedNodes:
         self._chosen = choose_layers(named_layers(model), layers)
         self.size = plan_recording([layer for layer, _ in self._chosen], world_size, self._settings, metadata)
         self._settings = self.size.settings
-        metadata = emulated_metadata(model, self._settings, metadata, optimizer)
+        held = HeldLayers(optimizer, {parameter: layer.name for layer, parameter in self._chosen})
+        metadata = emulated_metadata(model, self._settings, metadata, held)
         self._samples = [self.size.sample(layer.name) for layer, _ in self._chosen]
         self._row_bytes = self.size.row_bytes
         require_room(world_size, self._row_bytes, self.size.steps)
-        self._optimizer, self._scaler = optimizer, scaler
-        self._steps, self._optimizer_step = StepCount(all_optimizers(optimizer)), -1
+        self._held, self._scaler = held, scaler
+        self._steps, self._optimizer_step = StepCount(held.holding), -1
         self._mean, self._buffers, self._passes = NodeMean(model, world_size), NodeBuffers(model), ForwardPasses()
         self._streams = NodeStreams(seed, sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda}))
         self._iteration = self._taken = 0
@@ -137,7 +138,7 @@ class EmulatedNodes:
             segment_bytes=self._settings.segment_bytes,
             samples=self.size.samples,
             most_steps=self.size.steps,
-            optimizer_steps=bool(all_optimizers(optimizer)),
+            optimizer_steps=bool(held.optimizers),
         )
         announce(self.path, self.size, self._settings)
         self._passes.inside = False
@@ -270,8 +271,8 @@ class EmulatedNodes:
             if parameter.grad is None:
                 unused.append(layer.name)
         values: dict[str, Any] = {"optimizer_step": self._optimizer_step}
-        if self._optimizer is not None:
-            values["learning_rate"] = float(self._optimizer.param_groups[0]["lr"])
+        if self._held.optimizers:
+            values["learning_rate"] = self._held.first_rate()
         if self._scaler is not None:
             values["loss_scale"] = self._scaler.get_scale()
         values |= self._annotations

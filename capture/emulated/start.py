@@ -6,11 +6,11 @@ import os
 import resource
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.settings import StepSettings, check_metadata, optimizer_metadata, run_metadata
+from gradlab.capture.settings import StepSettings, check_metadata, optimizer_metadata, run_metadata, warn_of_missing
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 from gradlab.trace.schema import block_steps
 
@@ -78,7 +78,7 @@ def emulated_metadata(
     model: nn.Module,
     settings: StepSettings,
     metadata: dict[str, Any] | None,
-    optimizer: torch.optim.Optimizer | None = None,
+    held: HeldLayers,
 ) -> dict[str, Any]:
     """Collect the manifest's metadata of the run.
 
@@ -86,7 +86,7 @@ def emulated_metadata(
         model: the bare module.
         settings: of the recording.
         metadata: the user's, which override the others.
-        optimizer: the run's, or None.
+        held: the recorded layers by the run's optimizers.
 
     Returns:
         Plain JSON.
@@ -96,4 +96,5 @@ def emulated_metadata(
     """
     given = {} if metadata is None else metadata
     check_metadata(given)
-    return run_metadata(model, settings) | {"find_unused_parameters": True} | optimizer_metadata(optimizer) | given
+    warn_of_missing(held)
+    return run_metadata(model, settings) | {"find_unused_parameters": True} | optimizer_metadata(held) | given

@@ -47,7 +47,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
 
-    with compress(accelerator, plan, model, optimizer, deterministic=True) as state:
+    with compress(accelerator, model, plan, optimizer, deterministic=True) as state:
         first = 0
         if arguments.resume:
             accelerator.load_state(str(arguments.resume))

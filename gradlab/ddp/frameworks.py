@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.wrapping import require_ddp, without_compile
@@ -71,25 +70,6 @@ def ddp_of_lightning(trainer: Any, caller: str) -> DistributedDataParallel:
     if getattr(strategy, "_ddp_comm_hook", None) is not None:  # on a CPU Lightning does not register it
         raise GradlabError(f"{caller}: DDPStrategy has a ddp_comm_hook, and DDP takes one only; leave it out")
     return model
-
-
-def only_optimizer(trainer: Any, caller: str) -> torch.optim.Optimizer:
-    """Return the one optimizer of a Lightning Trainer.
-
-    Args:
-        trainer: a lightning.pytorch.Trainer.
-        caller: named at the front of the error.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        GradlabError: if there are more, or none.
-    """
-    if len(trainer.optimizers) != 1:
-        raise GradlabError(f"{caller}: {len(trainer.optimizers)} optimizers, expected one")
-    optimizer: torch.optim.Optimizer = trainer.optimizers[0]
-    return optimizer
 
 
 def wrap_again(trainer: Any) -> None:

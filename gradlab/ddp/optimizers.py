@@ -1,13 +1,15 @@
-"""What gradlab reads from an optimizer: its learning rates, and whether it applies momentum or weight decay.
+"""What gradlab reads from the optimizers of a run: which layers each trains, at what rate, and with what settings.
 
-A recording keeps the optimizer's class and settings, so that a fit can refuse what training would refuse.
+A run has one optimizer or several, and groups may be added to them later. A recording keeps classes and settings, so
+that a fit can refuse what training would refuse.
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +29,35 @@ class OptimizerSettings(Jsonable):
         name: of its class, such as "AdamW".
         groups: settings of the parameter groups, such as betas and weight_decay, as plain JSON. Groups with the same
             settings are one.
+        layers: names of those that it trains, as far as these are told apart; else empty.
+        parts: several optimizers or settings, each with its layers. Then `name` and `groups` join theirs.
     """
 
     name: str
     groups: tuple[Mapping[str, Any], ...]
+    layers: tuple[str, ...] = ()
+    parts: tuple[OptimizerSettings, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[OptimizerSettings], apart: bool = True) -> OptimizerSettings:
+        """Join optimizers into one description.
+
+        Args:
+            parts: one or several.
+            apart: whether it says which of them trains which layers.
+        """
+        names = dict.fromkeys(part.name for part in parts)
+        groups: list[Mapping[str, Any]] = []
+        groups += [group for part in parts for group in part.groups if group not in groups]
+        return cls(" and ".join(names), tuple(groups), parts=tuple(parts) if apart else ())
+
+    def of_layers(self, layers: Collection[str]) -> tuple[OptimizerSettings, ...]:
+        """Return the parts that train any of these layers; without parts, itself."""
+        return tuple(one for one in self.parts if not set(layers).isdisjoint(one.layers)) if self.parts else (self,)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: `layers` and `parts` only where there are any."""
+        return {key: value for key, value in super().to_json().items() if value or key in ("name", "groups")}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> OptimizerSettings | None:
@@ -42,13 +69,21 @@ class OptimizerSettings(Jsonable):
         Returns:
             The optimizer; None if the recording does not say, or says it in words of the user's.
         """
-        value = metadata.get("optimizer")
+        return cls._read(metadata.get("optimizer"))
+
+    @classmethod
+    def _read(cls, value: object) -> OptimizerSettings | None:
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
             return None
-        groups = value.get("groups")
-        if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        groups, layers, parts = (value.get(key, []) for key in ("groups", "layers", "parts"))
+        if not all(isinstance(one, list) for one in (value.get("groups"), layers, parts)):
             return None
-        return cls(value["name"], tuple(groups))
+        if not all(isinstance(group, Mapping) for group in groups) or not all(isinstance(one, str) for one in layers):
+            return None
+        read = [cls._read(part) if isinstance(part, Mapping) and "parts" not in part else None for part in parts]
+        if None in read:
+            return None
+        return cls(value["name"], tuple(groups), tuple(layers), tuple(part for part in read if part))
 
     @property
     def momentum(self) -> str | None:
@@ -66,8 +101,18 @@ class OptimizerSettings(Jsonable):
         return any("betas" in group for group in self.groups)
 
     def __str__(self) -> str:
+        if len({part.name for part in self.parts}) > 1:
+            return ", ".join(f"{part} of {len(part.layers)} layers" for part in self._by_name())
         settings = [text for text in (self.momentum, self.weight_decay) if text]
         return f"{self.name} ({', '.join(settings)})" if settings else self.name
+
+    def _by_name(self) -> list[OptimizerSettings]:
+        """The parts, those of one class as one."""
+        kinds = {part.name: [one for one in self.parts if one.name == part.name] for part in self.parts}
+        return [
+            replace(self.joined(alike, apart=False), layers=tuple(name for one in alike for name in one.layers))
+            for alike in kinds.values()
+        ]
 
 
 def all_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
@@ -103,31 +148,14 @@ def check_optimizer_and_scaler(optimizer: object, scaler: object) -> None:
     Raises:
         GradlabError: naming the argument, what came and what was expected.
     """
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise GradlabError(f"optimizer is {type(optimizer).__name__}, expected a torch optimizer")
+    all_optimizers(optimizer)
     if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
         raise GradlabError(f"scaler is {type(scaler).__name__}, expected a GradScaler")
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> OptimizerSettings | None:
-    """Describe an optimizer as a recording keeps it.
-
-    Args:
-        optimizer: any, or None. A framework's wrapper around one is taken off.
-
-    Returns:
-        Its class and settings; None without an optimizer.
-    """
-    if optimizer is None:
-        return None
-    optimizer = bare_optimizer(optimizer)
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        if settings not in groups:
-            groups.append(settings)
-    return OptimizerSettings(type(optimizer).__name__, tuple(groups))
+def _setting(name: str, value: Any) -> Any:
+    """A parameter group's setting as plain JSON; None for the rate, and for what is no number, word or list."""
+    return None if name in _NO_SETTINGS else _plain(value)
 
 
 def _plain(value: Any) -> Any:
@@ -156,30 +184,10 @@ def bare_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def learning_rates(optimizer: torch.optim.Optimizer | None, names: Mapping[torch.Tensor, str]) -> dict[str, float]:
-    """Read the optimizer's current learning rates.
-
-    Args:
-        optimizer: the run's, or None.
-        names: layer names by parameter.
-
-    Returns:
-        Rates by layer name; empty without an optimizer.
-    """
-    groups = optimizer.param_groups if optimizer is not None else []
-    return {names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in names}
-
-
-def own_momentum(optimizer: torch.optim.Optimizer) -> str | None:
-    """Find the setting by which an optimizer keeps momentum.
-
-    Args:
-        optimizer: any of torch's.
-
-    Returns:
-        The setting with its value, such as "momentum = 0.9" or "betas = (0.9, 0.999)"; None: it keeps none.
-    """
-    return _momentum(optimizer.param_groups)
+def _kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """The class whose step an optimizer takes: the one inside of a ZeroRedundancyOptimizer."""
+    inside = getattr(optimizer, "optim", None)
+    return type(inside) if isinstance(inside, torch.optim.Optimizer) else type(optimizer)
 
 
 def _momentum(groups: Iterable[Mapping[str, Any]]) -> str | None:
@@ -191,34 +199,184 @@ def _momentum(groups: Iterable[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def own_weight_decay(optimizer: torch.optim.Optimizer) -> str | None:
-    """Find the setting by which an optimizer applies weight decay.
-
-    Args:
-        optimizer: any of torch's.
-
-    Returns:
-        The setting with its value, such as "weight_decay = 0.0001"; None: it applies none.
-    """
-    return _weight_decay(optimizer.param_groups)
-
-
 def _weight_decay(groups: Iterable[Mapping[str, Any]]) -> str | None:
     rates = (group.get("weight_decay") for group in groups)
     return next((f"weight_decay = {rate}" for rate in rates if rate), None)
 
 
-def is_plain_sgd(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Say whether an optimizer is torch.optim.SGD without momentum, whose step is -eta times the gradient and no more.
+class HeldLayers:
+    """The layers of a model, by the optimizers that train them.
+
+    Attributes:
+        optimizers: of the run, each once.
+        missing: the layers that none of them holds, in the model's order.
 
     Args:
-        optimizer: any, or None.
+        given: one optimizer, several, or None (see `all_optimizers`).
+        names: layer names by parameter. Without names all groups count.
 
-    Returns:
-        False also for None.
+    Raises:
+        GradlabError: for what is no optimizer.
     """
-    return (
-        optimizer is not None
-        and isinstance(bare_optimizer(optimizer), torch.optim.SGD)
-        and own_momentum(optimizer) is None
-    )
+
+    def __init__(self, given: object, names: Mapping[torch.Tensor, str] | None = None) -> None:
+        self.optimizers = all_optimizers(given)
+        self.missing: tuple[str, ...] = ()
+        self._names = names or {}
+        self._order = {name: at for at, name in enumerate(self._names.values())}
+        self._sizes: list[int] | None = None
+        self._places: list[tuple[torch.optim.Optimizer, int, tuple[str, ...]]] = []
+        self.look()
+
+    @property
+    def total(self) -> int:
+        """The number of layers."""
+        return len(self._names)
+
+    @property
+    def holding(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers that hold some layer; all of them if none does."""
+        return tuple({id(one): one for one, _, _ in self._places}.values()) or self.optimizers
+
+    @property
+    def partial(self) -> bool:
+        """Whether some layers are held, and others are not."""
+        return bool(self._places and self.missing)
+
+    def look(self) -> bool:
+        """Look at the parameter groups again, if their number or sizes have changed.
+
+        Returns:
+            Whether they have.
+        """
+        sizes = [len(group["params"]) for one in self.optimizers for group in one.param_groups]
+        if sizes == self._sizes:
+            return False
+        self._sizes, self._places, held = sizes, [], set()
+        for one in self.optimizers:
+            for at, group in enumerate(one.param_groups):
+                if layers := [self._names[p] for p in group["params"] if p in self._names]:
+                    layers.sort(key=self._order.__getitem__)
+                    self._places.append((one, at, tuple(layers)))
+                    held.update(layers)
+        self.missing = tuple(name for name in self._names.values() if name not in held)
+        return True
+
+    def rates(self) -> dict[str, float]:
+        """Read the learning rates by layer name.
+
+        A layer that no optimizer holds does not move, as at a rate of 0: its rate is 0 until a group holds it. Where no
+        layer is held, nothing is known.
+        """
+        rates = dict.fromkeys(self.missing, 0.0) if self._places else {}
+        for one, at, layers in self._places:  # by place: `load_state_dict` makes new groups
+            rates.update(dict.fromkeys(layers, float(one.param_groups[at]["lr"])))
+        return rates
+
+    def first_rate(self) -> float:
+        """Return the learning rate of the model's first layer that is held, else of the first group."""
+        self.look()
+        place = min(self._places, key=lambda place: self._order[place[2][0]], default=None)
+        optimizer, at, _ = place or (self.optimizers[0], 0, ())
+        return float(optimizer.param_groups[at]["lr"])
+
+    def settings(self) -> OptimizerSettings | None:
+        """Describe the optimizers that hold layers, or all of them if none does; None without an optimizer."""
+        parts: list[OptimizerSettings] = []
+        for one, group, layers in self._groups():
+            name = _kind_of(one).__name__
+            settings = {key: _setting(key, value) for key, value in group.items()}
+            groups = ({key: value for key, value in settings.items() if value is not None},)
+            same = next((part for part in parts if (part.name, part.groups) == (name, groups)), None)
+            if same is None:
+                parts.append(OptimizerSettings(name, groups, layers))
+            else:
+                parts[parts.index(same)] = OptimizerSettings(name, groups, same.layers + layers)
+        if not parts:  # optimizers without groups
+            names = list(dict.fromkeys(_kind_of(one).__name__ for one in self.optimizers))
+            return OptimizerSettings(" and ".join(names), ()) if names else None
+        return OptimizerSettings.joined(parts, apart=bool(self._places) and bool(self.missing or len(parts) > 1))
+
+    def plain_sgd(self, layers: Collection[str] = ()) -> bool:
+        """Say whether layers are trained by torch.optim.SGD without momentum: the step is -eta times the gradient.
+
+        Args:
+            layers: those in question. Where none of them is held, all groups that hold any layer count.
+
+        Returns:
+            False without an optimizer, and where none holds a layer.
+        """
+        groups = list(self._groups())
+        concerned = [one for one in groups if not set(layers).isdisjoint(one[2])] or groups
+        known = bool(self._places) or not self._names
+        return (
+            known
+            and bool(concerned)
+            and all(issubclass(_kind_of(one), torch.optim.SGD) for one, _, _ in concerned)
+            and not any(group.get("momentum") for _, group, _ in concerned)
+        )
+
+    def also_held_by(self) -> tuple[str, ...]:
+        """Find optimizers of this process that were not given and hold a missing layer, by their class names.
+
+        They are looked for among all live objects, which takes a moment. An optimizer that was given up is none.
+        """
+        wanted = {id(parameter) for parameter, name in self._names.items() if name in set(self.missing)}
+        gc.collect()
+        found = []
+        for one in gc.get_objects():
+            if issubclass(type(one), torch.optim.Optimizer):
+                groups: list[dict[str, Any]] = getattr(one, "param_groups", [])
+                if any(id(p) in wanted for group in groups for p in group["params"]):
+                    found.append(type(one).__name__)
+        return tuple(sorted(set(found)))
+
+    def named_missing(self, among: Collection[str] | None = None) -> str:
+        """Name a few of the missing layers, and count the rest.
+
+        Args:
+            among: those in question; None: all.
+        """
+        names = [name for name in self.missing if among is None or name in among]
+        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + rest
+
+    def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], tuple[str, ...]]]:
+        """Groups that hold layers with these; if none does, all groups."""
+        if self._places:
+            yield from ((one, one.param_groups[at], layers) for one, at, layers in self._places)
+        else:
+            yield from ((one, group, ()) for one in self.optimizers for group in one.param_groups)
+
+
+def describe_optimizer(given: object) -> OptimizerSettings | None:
+    """Describe optimizers without looking at what they hold; see `HeldLayers.settings`.
+
+    Args:
+        given: one optimizer, several, or None. A framework's wrapper around one is taken off.
+    """
+    return HeldLayers(given).settings()
+
+
+def is_plain_sgd(given: object) -> bool:
+    """Say whether one optimizer, or all of several, is SGD without momentum; see `HeldLayers.plain_sgd`."""
+    return HeldLayers(given).plain_sgd()
+
+
+def saved_states(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Return the state dict of one optimizer, or the list of those of several."""
+    states = [one.state_dict() for one in optimizers]
+    return states[0] if len(states) == 1 else states
+
+
+def load_states(optimizers: Sequence[torch.optim.Optimizer], saved: Any) -> None:
+    """Load what `saved_states` returned.
+
+    Raises:
+        GradlabError: for the states of another number of optimizers.
+    """
+    states = saved if isinstance(saved, (list, tuple)) else [saved]
+    if len(states) != len(optimizers):
+        raise GradlabError(f"checkpoint: of {len(states)} optimizers, this run has {len(optimizers)}")
+    for one, state in zip(optimizers, states, strict=True):
+        one.load_state_dict(state)

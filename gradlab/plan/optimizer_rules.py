@@ -7,9 +7,13 @@ and AdamW's weight decay is decoupled from gradients: it never passes through co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gradlab import wrappers
+from gradlab.codec.settings import build_settings
+from gradlab.codec.wrapper import Wrapper
 from gradlab.ddp.optimizers import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -35,26 +39,84 @@ class Conflict:
 
 
 def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
-    """Find what a plan and an optimizer would both apply.
+    """Find what a plan and an optimizer would both apply to some layer.
 
     Args:
         plan: any.
-        optimizer: that it is to train with.
+        optimizer: that it is to train with. Of several the one that trains a layer counts for that layer.
 
     Returns:
         The first conflict, momentum before weight decay; None: they go together.
     """
-    if plan.replaces_optimizer and optimizer.name != "SGD":
-        message = (
-            f"the plan makes gradients the updates of an optimizer ({plan.replaces_optimizer}), for {optimizer.name}"
-        )
-        return Conflict(
-            message, "train with torch.optim.SGD without momentum, at that optimizer's learning rate", False
-        )
-    if plan.residual_is_momentum and (setting := optimizer.momentum) and not optimizer.adaptive:
-        message = f"the plan's residual is a momentum (error_feedback, carried) and the optimizer has {setting}"
-        return Conflict(message, "set the optimizer's to 0", True)
-    return conflict_between(plan.applies_momentum, plan.applies_weight_decay, optimizer)
+    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.replaces_optimizer)):
+        if plan.replaces_optimizer and one.name != "SGD":
+            message = (
+                f"the plan makes gradients the updates of an optimizer ({plan.replaces_optimizer}), for {one.name}"
+            )
+            remedy = "train with torch.optim.SGD without momentum, at that optimizer's learning rate"
+            return Conflict(message, remedy, False)
+    for one in optimizer.of_layers(layers_under(plan, _fades)):
+        if plan.residual_is_momentum and (setting := one.momentum) and not one.adaptive:
+            message = f"the plan's residual is a momentum (error_feedback, carried) and the optimizer has {setting}"
+            return Conflict(message, "set the optimizer's to 0", True)
+    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.applies_momentum)):
+        if conflict := conflict_between(plan.applies_momentum, False, one):
+            return conflict
+    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.applies_weight_decay)):
+        if conflict := conflict_between(None, plan.applies_weight_decay, one):
+            return conflict
+    return None
+
+
+def _fades(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
+    return wrapper.name == "error_feedback" and settings.get("carried", 1.0) < 1
+
+
+def layers_under(plan: Plan, wanted: Callable[[type[Wrapper], Mapping[str, Any]], bool]) -> tuple[str, ...]:
+    """Return the names of layers that have a certain wrapper, in the plan's order of groups.
+
+    Args:
+        plan: any.
+        wanted: whether a wrapper with its settings is one.
+    """
+    return tuple(
+        name
+        for group in plan.groups
+        if any(wanted(wrappers.get(wrap.name), wrap.settings) for wrap in group.wrappers)
+        for name in group.layers
+    )
+
+
+def compressed_layers(plan: Plan) -> tuple[str, ...]:
+    """Return the names of layers that are not sent plainly, in the plan's order of groups."""
+    return tuple(name for group in plan.compressed_groups for name in group.layers)
+
+
+def layers_that_may_follow(plan: Plan) -> tuple[str, ...]:
+    """Return the names of layers whose residuals follow the learning rate under SGD (`step_size_ratio` of None)."""
+
+    def may(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
+        made = build_settings(wrapper, settings)
+        keeps = wrapper.keeps_residual or getattr(made, "error_feedback", False)
+        return bool(keeps) and getattr(made, "step_size_ratio", False) is None
+
+    return layers_under(plan, may)
+
+
+def needs_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Return what a plan has to know of optimizers, in words, with the layers for which it has to."""
+    needs = {
+        "follows the learning rate (step_size_ratio)": layers_under(
+            plan, lambda _, settings: bool(settings.get("step_size_ratio"))
+        ),
+        f"makes gradients the updates of an optimizer ({plan.replaces_optimizer})": layers_under(
+            plan, lambda wrapper, _: wrapper.replaces_optimizer
+        ),
+        f"applies momentum ({plan.applies_momentum})": layers_under(plan, lambda one, _: one.applies_momentum),
+        "keeps a momentum as its residual (error_feedback, carried)": layers_under(plan, _fades),
+        "applies weight decay": layers_under(plan, lambda wrapper, _: wrapper.applies_weight_decay),
+    }
+    return {need: layers for need, layers in needs.items() if layers}
 
 
 def conflict_between(momentum: str | None, weight_decay: bool, optimizer: OptimizerSettings) -> Conflict | None:

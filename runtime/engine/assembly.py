@@ -15,6 +15,7 @@ from gradlab.executor import PlanRun, RunSettings
 from gradlab.executor.device_graphs import CudaGraphs
 from gradlab.executor.ownership import share_out
 from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.nodes import NodeDriver, NodeNetwork
@@ -49,7 +50,7 @@ def make_driver(
         The driver, with its run and its communicators.
     """
     workspace, communicator = _memory_and_communicator(options, device)
-    settings = _settings(options, device)
+    settings = _settings(plan, surroundings, options, device)
     everyone = communicator(group, options.deterministic, owned=owned)
     if topology is None:
         if everyone.world_size == 1:
@@ -99,7 +100,9 @@ def make_shard_driver(
         communicator(part_of(mesh, ranks, timeout, device.device), options.deterministic, owned=True, averages=True)
         for ranks in ([rank for node in topology.nodes for rank in node], topology.inside, topology.between)
     )
-    run = PlanRun(plan, topology.node, len(topology.nodes), _settings(options, device), workspace=workspace)
+    run = PlanRun(
+        plan, topology.node, len(topology.nodes), _settings(plan, surroundings, options, device), workspace=workspace
+    )
     return StepDriver(run, between, surroundings, workspace, options, everyone, inside)
 
 
@@ -117,6 +120,7 @@ def _memory_and_communicator(
     )
 
 
-def _settings(options: RunOptions, device: HostDevice) -> RunSettings:
+def _settings(plan: Plan, surroundings: Surroundings, options: RunOptions, device: HostDevice) -> RunSettings:
+    plain = surroundings.held.plain_sgd(compressed_layers(plan))
     graphs = CudaGraphs(device.device) if options.cuda_graphs and device.device.type == "cuda" else None
-    return RunSettings(options.plain_sgd, options.hold_unused, replan_beside=True, device=device.device, graphs=graphs)
+    return RunSettings(plain, options.hold_unused, replan_beside=True, device=device.device, graphs=graphs)

@@ -210,6 +210,7 @@ class StepDriver:
         self.broken: str | None = None
         self.ranks_compared = False
         self.all_dense = False
+        self.held = surroundings.held
         self._surroundings = surroundings
         self._options = options
         self._workspace = workspace
@@ -244,7 +245,9 @@ class StepDriver:
         if why := drive(self.run.refresh(), self.communicator):
             message = f"gradlab: step {self.run.iteration}: the plan stays, as none could be chosen: {why}"
             warnings.warn(message, stacklevel=2)
-        rates, scale = self._surroundings.learning_rates(), self._surroundings.loss_scale()
+        if self.held.look():
+            self.rules.see_groups(self.held)
+        rates, scale = self.held.rates(), self._surroundings.loss_scale()
         self.rules.see_rates(rates)
         step = self.run.begin(rates, scale, self._surroundings.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradlab.ddp.optimizers import check_optimizer_and_scaler, is_plain_sgd
+from gradlab.ddp.optimizers import HeldLayers, check_optimizer_and_scaler, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import levels
 from gradlab.executor.ticks import SEGMENT_BYTES
@@ -18,7 +18,7 @@ from gradlab.executor.ticks import SEGMENT_BYTES
 class RunOptions:
     """Options of `Exchange` and `CompressionState`, which describe them."""
 
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None
     scaler: torch.amp.GradScaler | None = None
     deterministic: bool = False
     segment_bytes: int = SEGMENT_BYTES
@@ -31,10 +31,9 @@ class RunOptions:
     rules: Mapping[str, str] | str | None = None
     cuda_graphs: bool = False
 
-    @property
-    def plain_sgd(self) -> bool:
-        """Whether the optimizer is SGD without momentum."""
-        return is_plain_sgd(self.optimizer)
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, Iterator):  # which could be read once only
+            object.__setattr__(self, "optimizer", tuple(self.optimizer))
 
     @property
     def scaled(self) -> bool:
@@ -61,12 +60,13 @@ class RunOptions:
 
     def same_everywhere(self) -> dict[str, Any]:
         """Options that have to be equal on all ranks, as plain JSON."""
-        names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "plain_sgd", "scaled")
+        names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "scaled")
         return {
             "deterministic": bool(self.deterministic),
             "check_requests": bool(self.check_requests),
             **{name: getattr(self, name) for name in names},
             "trace_steps": list(self.trace_steps),
+            "optimizer": str(describe_optimizer(self.optimizer)),
             "rules": levels(self.rules),
         }
 
@@ -76,12 +76,12 @@ class Surroundings:
     """What is read anew in each iteration.
 
     Attributes:
-        learning_rates: gives the learning rates, by layer name.
+        held: the layers by the optimizers that train them, with their learning rates.
         loss_scale: gives the loss scaler's factor, 1 without one.
         parameters: the model's own tensors, by layer name.
     """
 
-    learning_rates: Callable[[], dict[str, float]]
+    held: HeldLayers
     loss_scale: Callable[[], float]
     parameters: Mapping[str, torch.Tensor]
 

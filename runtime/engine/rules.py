@@ -17,11 +17,13 @@ import torch
 
 from gradlab import version
 from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, rules
 from gradlab.executor.rules import Finding
 from gradlab.executor.sent import error_over_ranks, mean_error
 from gradlab.executor.watch import GroupMeasures, RankWatch
+from gradlab.plan.optimizer_rules import compressed_layers, conflict_of
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.communicator import Communicator
@@ -54,13 +56,27 @@ class RuleWatch:
         self._watch = RankWatch(run.plan, run.codecs, run.settings.plain_sgd, watched)
         # Under momentum or a preconditioner kept residuals were measured to do no harm (`residual_statement`).
         keeping = self._watch.feedback.items()
-        kept = [name for name, feedback in keeping if options.plain_sgd and not feedback.follows]
+        kept = [name for name, feedback in keeping if run.settings.plain_sgd and not feedback.follows]
         self._kept = tuple(layer for name in kept for layer in run.groups[name].layers)
         self._ratio: float | None = None  # largest residual norm over gradient norm, of groups that keep theirs
         self._rates: Mapping[str, float] = {}
         self._largest_rate = 0.0
 
     # --- what a rank sees ---
+
+    def see_groups(self, held: HeldLayers) -> None:
+        """Look at parameter groups that were added to an optimizer.
+
+        Raises:
+            GradlabError: if they apply what the plan applies to their layers.
+        """
+        plan, settings = self._run.plan, held.settings()
+        if settings and (conflict := conflict_of(plan, settings)):
+            raise GradlabError(f"a parameter group was added: {conflict}")
+        following = any(feedback.follows for feedback in self._watch.feedback.values())
+        if following and not held.plain_sgd(compressed_layers(plan)):
+            seen = f"residuals follow the learning rate, and a parameter group was added, of {settings}"
+            self._find(rules.finding("rates_followed", seen, 1, 0, step=self._run.iteration))
 
     def see_rates(self, now: Mapping[str, float]) -> None:
         """Look at a step's learning rates, by layer name."""

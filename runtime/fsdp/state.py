@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from torch.autograd import Variable
 
 from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import part_of
-from gradlab.ddp.optimizers import all_optimizers
 from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
@@ -38,6 +38,7 @@ from gradlab.ddp.topology import find_grid, group_along
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import agree_on_mesh, check_timeout, given_plan
@@ -111,7 +112,7 @@ class FSDPCompression(Exchange):
         self._set_up(levels[0].shards, pairs, chosen, host, make)
         self.plan, self._topology = levels[0].whole, topology
         shards = {name: one.parameter for name, one in held.by_name.items()}
-        self._steps = OptimizerSteps(self._driver, all_optimizers(chosen.optimizer), shards, self._around.loss_scale)
+        self._steps = OptimizerSteps(self._driver, self._around.held.holding, shards, self._around.loss_scale)
         self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
         self.inside = self._reduction(levels[0], chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:
@@ -123,8 +124,9 @@ class FSDPCompression(Exchange):
         if levels.inside is None or levels.inside_shards is None:
             return None
         assert self._driver.beside is not None
-        beside = self._driver.beside
-        return ShardReduction(levels.inside, levels.inside_shards, beside, self.run.settings, measure_every)
+        plain = self._around.held.plain_sgd(compressed_layers(levels.inside))
+        settings = replace(self.run.settings, plain_sgd=plain)
+        return ShardReduction(levels.inside, levels.inside_shards, self._driver.beside, settings, measure_every)
 
     def _attach(self, model: object) -> None:
         """Set the units' hooks. These do not keep the state alive."""
@@ -209,7 +211,7 @@ class FSDPCompression(Exchange):
             self._communicator.timeline.begin(self.iteration)
             self._driver.begin()
             if self.inside is not None:
-                self.inside.begin(self._around.learning_rates(), self._around.loss_scale())
+                self.inside.begin(self._around.held.rates(), self._around.loss_scale())
             self._stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
             # FSDP's own callback was queued by the first unit's backward: this one runs after it.
             Variable._execution_engine.queue_callback(self._end_step)
@@ -333,7 +335,7 @@ def compress_fsdp(
     between: Mesh | None = None,
     within: Mesh | None = None,
     inside: Plan | str | os.PathLike[str] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     scaler: Any = None,
     **options: Any,
 ) -> FSDPCompression:
@@ -365,7 +367,7 @@ def compress_fsdp(
             `between` that alone is compressed. It is for codecs that one rank computes alone, and keeps residuals as
             large as the unsharded gradient.
         inside: the plan of the reduce-scatter, where `plan` is that between nodes.
-        optimizer: what the model is trained with; see `Exchange`.
+        optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the loss scaler, if one is in use.
         options: timeout, and those of `Exchange` except hold_unused.
 

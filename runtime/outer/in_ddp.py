@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -27,7 +28,7 @@ class LocalSteps:
 
     Args:
         model: over all ranks, without a communication hook.
-        optimizer: that steps its parameters.
+        optimizer: one or several, which step its parameters.
         plan: for the model's layers, or the path of an artifact.
         within: what tells the ranks of one worker, see `OuterStep`; None: each rank is a worker.
         options: those of `OuterStep`.
@@ -39,13 +40,13 @@ class LocalSteps:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: object,
         plan: Plan | str,
         *,
         within: object = None,
         **options: Any,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, all_optimizers(optimizer)
         self.outer = OuterStep(plan, model.module, group=model.process_group, within=within, **options)
         try:
             model.register_comm_hook(_Inside(self.outer.workers.inside), _average_within)
@@ -69,8 +70,8 @@ class LocalSteps:
         return self.outer.local_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Collect what this rank needs to go on: the outer step, its model and its optimizer."""
-        own = {"model": self._model.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        """Collect what this rank needs to go on: the outer step, its model and its optimizers."""
+        own = {"model": self._model.module.state_dict(), "optimizer": saved_states(self._optimizers)}
         return checkpoint.sealed({**self._place, **copied(own), "outer": self.outer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +85,7 @@ class LocalSteps:
                 raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected}")
         checkpoint.verify(state)
         self._model.module.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_states(self._optimizers, state["optimizer"])
         self.outer.load_state_dict(state["outer"])
 
     def begins_after(self, optimizer_steps: int) -> None:

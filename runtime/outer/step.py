@@ -30,6 +30,7 @@ from gradlab.codec import Tensors, separate
 from gradlab.codec.measures import all_finite
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -41,7 +42,7 @@ from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
 from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, plan_of_rank
 
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 # As in DiLoCo, section 3.1: what was best there. In one pass, which takes half the time.
 NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, fused=True)
 _FORMAT = 1
@@ -61,7 +62,7 @@ class Fragment:
 
     plan: of these layers.
     parameters: the common ones, by layer name.
-    optimizer: that moves them.
+    optimizers: that move them.
     exchange: with other workers; None where another rank of this worker does that.
     flight: what is on its way, or has arrived and is not yet applied; None between.
     lands: the local step after which it is applied.
@@ -69,7 +70,7 @@ class Fragment:
 
     plan: Plan
     parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     exchange: Exchange | None
     flight: Future[Arrival] | None = None
     lands: int = 0
@@ -118,7 +119,8 @@ class OuterStep(Uncopied):
     Args:
         plan: for the model's layers, or the path of an artifact. Its schedule counts outer steps.
         model: plain, in DDP, or sharded by FSDP2.
-        outer_optimizer: makes the outer optimizer of some parameters. None: SGD(lr=0.7, momentum=0.9, nesterov=True),
+        outer_optimizer: makes the outer optimizer of some parameters, or a list of several.
+            None: SGD(lr=0.7, momentum=0.9, nesterov=True),
             DiLoCo's. `functools.partial(torch.optim.SGD, lr=1.0)` averages parameters.
         every: H, at least the number of fragments.
         fragments: that the model is cut into. They take their outer steps in turn, H / fragments local steps apart.
@@ -208,8 +210,11 @@ class OuterStep(Uncopied):
     def _fragment(self, plan: Plan, make: MakeOptimizer, options: Mapping[str, Any]) -> Fragment:
         parameters = {layer.name: nn.Parameter(_common(self._held.by_name[layer.name].values)) for layer in plan.layers}
         optimizer = make(list(parameters.values())) if callable(make) else make
-        own = [one for group in getattr(optimizer, "param_groups", []) for one in group["params"]]
-        if list(map(id, own)) != list(map(id, parameters.values())):
+        optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        with suppress(GradlabError):  # what is none has no parameters
+            optimizers = all_optimizers(optimizer)
+        own = [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+        if sorted(map(id, own)) != sorted(map(id, parameters.values())):
             came = type(optimizer).__name__
             raise GradlabError(
                 f"{CALLER}: outer_optimizer gave a {came} of other parameters, expected what makes an optimizer of "
@@ -217,8 +222,8 @@ class OuterStep(Uncopied):
             )
         exchange = None
         if self.workers.between is not None:
-            exchange = Exchange(plan, parameters.items(), self.workers.between, optimizer=optimizer, **options)
-        return Fragment(plan, parameters, optimizer, exchange)
+            exchange = Exchange(plan, parameters.items(), self.workers.between, optimizer=optimizers, **options)
+        return Fragment(plan, parameters, optimizers, exchange)
 
     # --- steps ---
 
@@ -311,8 +316,9 @@ class OuterStep(Uncopied):
         if arrival.finite:
             for name, common in fragment.parameters.items():
                 common.grad = arrival.means[name]
-            fragment.optimizer.step()
-            fragment.optimizer.zero_grad(set_to_none=True)
+            for optimizer in fragment.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             fragment.steps += 1
         else:
             self._warn_of(fragment)
@@ -363,7 +369,7 @@ class OuterStep(Uncopied):
         return {
             "steps": fragment.steps,
             "parameters": {name: one.detach().clone() for name, one in fragment.parameters.items()},
-            "optimizer": copied(fragment.optimizer.state_dict()),
+            "optimizer": copied(saved_states(fragment.optimizers)),
             "exchange": None if fragment.exchange is None else fragment.exchange.state_dict(),
             "lands": fragment.lands,
             "flight": None if flight is None else {"finite": flight.finite, "means": copied(flight.means)},
@@ -439,7 +445,7 @@ class OuterStep(Uncopied):
             if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
                 raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
             common.copy_(kept)
-        fragment.optimizer.load_state_dict(copied(saved["optimizer"]))
+        load_states(fragment.optimizers, copied(saved["optimizer"]))
         fragment.steps, fragment.lands, flight = saved["steps"], saved["lands"], saved["flight"]
         device = self._device.device
         fragment.flight = None

@@ -75,7 +75,7 @@ def another_world_size(folder: Path) -> dict[str, str | int]:
     """A checkpoint as if one rank had saved it: refused, and loaded where a policy for the residuals is given."""
     accelerator = Accelerator(cpu=True)
     model, optimizer = prepared(accelerator)
-    with compress(accelerator, PLAN, model, optimizer) as state:
+    with compress(accelerator, model, PLAN, optimizer) as state:
         for _ in range(3):
             step(accelerator, model)
         accelerator.save_state(str(folder / "one"))
@@ -94,7 +94,7 @@ def unknown_policy() -> str:
     accelerator = Accelerator(cpu=True)
     model, optimizer = prepared(accelerator)
     with pytest.raises(GradlabError) as caught:
-        compress(accelerator, PLAN, model, optimizer, residuals="keep")
+        compress(accelerator, model, PLAN, optimizer, residuals="keep")
     return str(caught.value)
 
 

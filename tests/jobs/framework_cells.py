@@ -212,11 +212,11 @@ def in_accelerate(task: Task) -> Outcome:
     inner = adamw(bare)
     model, optimizer = accelerator.prepare(bare, inner)
     if task.record:
-        attached: Any = gradlab.capture.accelerate.record(accelerator, task.record, model, optimizer)
+        attached: Any = gradlab.capture.accelerate.record(accelerator, model, task.record, optimizer)
     else:
         plan = task.plan(bare)
         options = {"residuals": task.residuals, "deterministic": True}
-        attached = gradlab.runtime.accelerate.compress(accelerator, plan, model, optimizer, **options)
+        attached = gradlab.runtime.accelerate.compress(accelerator, model, plan, optimizer, **options)
     if task.resume:
         accelerator.load_state(str(task.resume))
     with attached:

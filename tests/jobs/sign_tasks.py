@@ -109,10 +109,7 @@ def lemma(group: dist.ProcessGroup, method: str, server: str) -> dict[str, float
         for step, rate in enumerate(RATES):
             if step == 4:
                 optimizer.add_param_group({"params": parameters[-4:]})
-                owed = residuals(state, group)
-                for name in set(corrected) - joined:  # what they gathered until now is paid at their first rate
-                    corrected[name] -= SHARES[2] * rate * owed[name]
-                joined = set(corrected)
+                joined = set(corrected)  # they owe nothing: what no optimizer applies leaves no residual
             for settings, share in zip(optimizer.param_groups, SHARES, strict=False):
                 settings["lr"] = share * rate
             rates = {names[p]: settings["lr"] for settings in optimizer.param_groups for p in settings["params"]}

@@ -242,7 +242,6 @@ def lightning_scenarios(alone: dict[str, Any]) -> dict[str, Any]:
         ("no_ddp", "strategy SingleDeviceStrategy: got a Model, not in DDP; use Trainer(strategy='ddp')"),
         ("hook_in_the_strategy", "DDPStrategy has a ddp_comm_hook, and DDP takes one only"),
         ("hook_on_the_model", "has the communication hook allreduce_hook already"),
-        ("two_optimizers", "2 optimizers, expected one"),
         ("no_artifact", "absent.safetensors"),
         ("another_world_size", "checkpoint: world_size is 2, this run has 1; CompressionCallback(residuals=...)"),
         ("unknown_policy", "residuals = 'keep', expected None or one of"),
@@ -260,6 +259,7 @@ def test_lightning_says(lightning_scenarios: dict[str, Any], scenario: str, expe
     ("scenario", "expected"),
     [
         ("world_size_one_warns", 4),
+        ("two_optimizers", 4),
         ("dense_checkpoint_starts_anew", 4),
         ("learning_rate_finder_leaves_no_trace", 8),
         ("fit_twice", [4, 4]),
