@@ -32,8 +32,8 @@ class RecordingCallback(Callback):
         recorder: the TraceRecorder of the current or the last fit, None before the first. Closed when fit ends.
 
     Raises:
-        GradlabError: when fit starts, if the strategy does not train one DistributedDataParallel model with one
-            optimizer, or has a communication hook already. See also TraceRecorder.
+        GradlabError: when fit starts, if the strategy does not train one DistributedDataParallel model, or has a
+            communication hook already. See also TraceRecorder.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:

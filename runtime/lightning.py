@@ -61,8 +61,8 @@ class CompressionCallback(Callback):
             report and statistics can still be read.
 
     Raises:
-        GradlabError: when fit starts, if the strategy does not train one DistributedDataParallel model with one
-            optimizer, or has a communication hook already. See also CompressionState.
+        GradlabError: when fit starts, if the strategy does not train one DistributedDataParallel model, or has a
+            communication hook already. See also CompressionState.
     """
 
     def __init__(
