@@ -201,15 +201,22 @@ def _check_optimizers(plan: Plan, held: HeldLayers) -> None:
         if need.startswith("applies"):
             raise GradlabError(f"the plan {need}: pass optimizer=, so that its own is known to be off")
     if held.optimizers and held.named_missing(compressed_layers(plan)):
-        _check_missing(needs | _following(plan, held), held)
+        _check_missing(unknown_needs(plan, held), held)
     if (settings := held.settings()) and (conflict := conflict_of(plan, settings)):
         raise GradlabError(str(conflict))
 
 
-def _following(plan: Plan, held: HeldLayers) -> dict[str, tuple[str, ...]]:
-    """The need of residuals that follow the rate because their layers are trained by SGD."""
-    plain = held.plain_sgd(compressed_layers(plan))
-    return {"lets residuals follow SGD's learning rate": layers_that_may_follow(plan)} if plain else {}
+def unknown_needs(plan: Plan, held: HeldLayers) -> dict[str, tuple[str, ...]]:
+    """Return what a plan has to know of optimizers, with layers that no given optimizer holds.
+
+    Args:
+        plan: to be run.
+        held: its layers by the optimizers that were given.
+    """
+    needs = needs_of(plan)
+    if held.plain_sgd(compressed_layers(plan)):
+        needs["lets residuals follow SGD's learning rate"] = layers_that_may_follow(plan)
+    return {need: layers for need, layers in needs.items() if not set(held.missing).isdisjoint(layers)}
 
 
 def _check_missing(needs: Mapping[str, tuple[str, ...]], held: HeldLayers) -> None:

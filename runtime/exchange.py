@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.optimizer_steps import refuse_other_steps
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
@@ -21,7 +22,7 @@ from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, excess_finding, named_as_in
+from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, excess_finding, named_as_in, unknown_needs
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
@@ -143,6 +144,8 @@ class Exchange(Uncopied):
             if plan.follows_learning_rate and not self._driver.run.settings.plain_sgd:
                 findings.append(finding("rates_followed", str(self._residuals), 1, 0))
             self._rules.tell(findings)
+            if held.partial and unknown_needs(plan, held):
+                self._driver.closing.append(refuse_other_steps(held).remove)
         except GradlabError:
             self._driver.close()
             raise

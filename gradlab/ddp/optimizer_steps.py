@@ -8,8 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradlab.ddp.copies import Hook
+from gradlab.ddp.optimizers import HeldLayers
+from gradlab.errors import GradlabError
 
 
 def at_each_step(
@@ -43,3 +46,25 @@ def at_each_step(
             handles.append(one.register_step_pre_hook(Hook(partial(call, False))))
             handles.append(one.register_step_post_hook(Hook(partial(call, True))))
     return handles
+
+
+def refuse_other_steps(held: HeldLayers) -> Any:
+    """Refuse that an optimizer which was not given steps a layer that none of the given ones holds.
+
+    Args:
+        held: the layers of a run whose plan has to know what trains them. It is not kept alive.
+
+    Returns:
+        A handle with `remove`.
+    """
+    seen = weakref.ref(held)
+
+    def hook(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        alive = seen()
+        if alive is not None and alive.missing and (taken := alive.taken_by(optimizer)):
+            raise GradlabError(
+                f"{type(optimizer).__name__} was not given to gradlab and trains {', '.join(taken[:3])}: give all "
+                "optimizers that train the model: optimizer=[a, b]"
+            )
+
+    return register_optimizer_step_pre_hook(hook)

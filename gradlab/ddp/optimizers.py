@@ -316,6 +316,17 @@ class HeldLayers:
             and not any(group.get("momentum") for _, group, _ in concerned)
         )
 
+    def taken_by(self, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+        """Return the missing layers that an optimizer holds, which none of the given ones does."""
+        if any(optimizer is one for one in self.optimizers):
+            return ()
+        missing = set(self.missing)
+        taken = [p for group in optimizer.param_groups for p in group["params"] if self._names.get(p) in missing]
+        ours = (
+            {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]} if taken else ()
+        )
+        return tuple(self._names[p] for p in taken if id(p) not in ours)
+
     def also_held_by(self) -> tuple[str, ...]:
         """Find optimizers of this process that were not given and hold a missing layer, by their class names.
 

@@ -211,6 +211,7 @@ class StepDriver:
         self.ranks_compared = False
         self.all_dense = False
         self.held = surroundings.held
+        self.closing: list[Callable[[], None]] = []  # what else ends with it
         self._surroundings = surroundings
         self._options = options
         self._workspace = workspace
@@ -407,6 +408,8 @@ class StepDriver:
     def close(self) -> None:
         """Let go of the step in progress, if there is one, and of the process group. Idempotent."""
         self.abandon()
+        while self.closing:
+            self.closing.pop()()
         for one in (self.communicator, self.everyone, self.beside):
             if one is not None:
                 one.close()

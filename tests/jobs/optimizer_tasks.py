@@ -140,6 +140,22 @@ def what_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
             exchange.close()
         return ""
 
+    def made_later() -> str:
+        model = network()
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exchange = Exchange(plan_of(model), model.named_parameters(), group, optimizer=optimizer)
+        other = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        said = ""
+        try:
+            other.step()
+        except GradlabError as error:
+            said = str(error)
+        exchange.close()
+        other.step()  # nobody minds any more
+        return said
+
     return {
         "both": attempt(lambda both: both, "local_momentum", 0.9),
         "both plain": attempt(tuple, "local_momentum"),
@@ -149,4 +165,5 @@ def what_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
         "kept of one": attempt(lambda both: both[:1], "error_feedback", step_size_ratio=False),
         "added later": later(0.9),
         "added plain": later(0.0),
+        "made later": made_later(),
     }

@@ -10,6 +10,7 @@ import torch
 
 from gradlab.cli.fit.options import optimizer_of_training, require_trainable
 from gradlab.ddp.optimizers import (
+    HeldLayers,
     OptimizerSettings,
     all_optimizers,
     bare_optimizer,
@@ -18,7 +19,7 @@ from gradlab.ddp.optimizers import (
 )
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan import Plan, Wrap, method_plan
+from gradlab.plan import Group, Plan, Wrap, method_plan
 from gradlab.plan.optimizer_rules import conflict_of
 
 LAYERS = [Layer("w", (30, 30), "linear")]
@@ -51,6 +52,32 @@ def test_a_recording_keeps_the_class_and_the_settings_of_every_group() -> None:
     assert str(settings) == "AdamW (betas = (0.9, 0.95), weight_decay = 0.1)"
     read = OptimizerSettings.from_metadata(json.loads(json.dumps({"optimizer": settings.to_json()})))
     assert read == settings
+
+
+def test_a_recording_says_which_of_several_optimizers_trains_which_layers() -> None:
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 2)})
+    body = torch.optim.SGD(model["body"].parameters(), lr=0.1, momentum=0.9)
+    head = torch.optim.AdamW(model["head"].parameters(), lr=torch.tensor(0.5), weight_decay=0.0)
+    other = torch.optim.RMSprop([parameter()])  # of another model, as a GAN's
+    held = HeldLayers([head, body, other], {p: name for name, p in model.named_parameters()})
+    settings = held.settings()
+    assert settings is not None
+    assert {part.name: part.layers for part in settings.parts} == {
+        "AdamW": ("head.weight", "head.bias"),
+        "SGD": ("body.weight", "body.bias"),
+    }
+    assert str(settings) == "AdamW (betas = (0.9, 0.999)) of 2 layers, SGD (momentum = 0.9) of 2 layers"
+    written = json.loads(json.dumps({"optimizer": settings.to_json()}))
+    assert OptimizerSettings.from_metadata(written) == settings
+    assert written["optimizer"]["name"] == "AdamW and SGD"
+    assert held.first_rate() == 0.1
+    assert held.rates() == {"head.weight": 0.5, "head.bias": 0.5, "body.weight": 0.1, "body.bias": 0.1}
+    layers = [Layer("body.weight", (4, 4)), Layer("head.weight", (2, 4))]
+    momentum = [Wrap("local_momentum")]
+    for name, remedy in (("body.weight", "set the optimizer's to 0"), ("head.weight", "train with a plan without")):
+        conflict = conflict_of(Plan(tuple(layers), (Group(name, (name,), "topk", {}, tuple(momentum)),)), settings)
+        assert conflict is not None
+        assert conflict.remedy.startswith(remedy)
 
 
 @pytest.mark.parametrize("said", [None, "adam", {"name": 3}, {"name": "AdamW"}, {"name": "AdamW", "groups": [1]}])

@@ -33,4 +33,5 @@ def test_what_optimizers_and_plan_both_do_or_leave_open_is_refused(pool: Process
             refused = f"{need}, and {holds}: another optimizer (SGD) trains 1.weight; give all optimizers"
             assert said[case].startswith(refused)
         assert said["kept of one"].startswith(f"{holds}; layers that no optimizer holds count as not moving")
+        assert said["made later"].startswith("SGD was not given to gradlab and trains 1.weight: give all optimizers")
         assert "a parameter group was added: the plan applies momentum" in said["added later"]
