@@ -1,7 +1,8 @@
 """Which layers ranks average: those that needed a gradient when DDP was made, whatever the model trains today.
 
 A layer that is unfrozen, added or replaced later gets no all-reduce: each rank trains it on its own gradient, and ranks
-drift apart in silence, with or without a hook. Under FSDP2 the same holds for layers that are added after fully_shard.
+drift apart in silence, with or without a hook. So do layers of another dtype or device, as autograd drops DDP's hook.
+Under FSDP2 the same holds for layers that are added after fully_shard.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from gradlab.ddp.model import divides_by_inputs, synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers, names_of_parameters
 
+Kind = tuple[torch.dtype, torch.device]
 _EVERY = 16  # steps from one look at all parameters to the next, after as many steps with one each
 
 
@@ -33,8 +35,9 @@ class AveragedLayers:
     def __init__(self, model: nn.Module, sharded: Callable[[], list[torch.Tensor]] | None = None) -> None:
         self._model, self._sharded = weakref.ref(model), sharded
         self._looks = 0
-        self._reducer = _of_reducer(model) if isinstance(model, DistributedDataParallel) else []
-        self._known = {id(parameter) for parameter in self._reducer or _passing_for_it(model)}
+        held = _of_reducer(model) if isinstance(model, DistributedDataParallel) else {}
+        self._reducer = list(held)
+        self._known = {id(one): kind for one, kind in (held or _kinds(_passing_for_it(model))).items()}
 
     def require(self, pairs: Iterable[tuple[Layer, torch.Tensor]]) -> None:
         """Refuse layers that DDP does not average.
@@ -45,7 +48,7 @@ class AveragedLayers:
         Raises:
             GradlabError: naming the layers.
         """
-        if missing := [layer.name for layer, parameter in pairs if id(parameter) not in self._known]:
+        if missing := [layer.name for layer, parameter in pairs if not self._has(parameter)]:
             raise GradlabError(not_averaged(missing))
 
     def refuse_frozen(self) -> None:
@@ -107,11 +110,14 @@ class AveragedLayers:
         """List the layers that are trained now, and that ranks do not average."""
         model = self._model()
         if self._sharded is not None:
-            self._known = {id(parameter) for parameter in self._sharded()}
-        if model is None or all(id(p) in self._known or not p.requires_grad for p in model.parameters()):
+            self._known = {id(one): kind for one, kind in _kinds(self._sharded()).items()}
+        if model is None or all(self._has(p) or not p.requires_grad for p in model.parameters()):
             return []
         pairs = synchronised_layers(model) if isinstance(model, DistributedDataParallel) else named_layers(model)
-        return [layer.name for layer, parameter in pairs if id(parameter) not in self._known]
+        return [layer.name for layer, parameter in pairs if not self._has(parameter)]
+
+    def _has(self, parameter: torch.Tensor) -> bool:
+        return self._known.get(id(parameter)) == (parameter.dtype, parameter.device)
 
     def look(self) -> list[str]:
         """Do as `missing` in each of the first 16 steps, and then in every 16th, as it looks at all parameters."""
@@ -128,25 +134,29 @@ def not_averaged(missing: Sequence[str], made: str = "the DDP model was made", m
         make: what should come after them.
     """
     return (
-        f"{_listed(missing)}: unfrozen, added or replaced after {made}, so that ranks do not average it and drift "
-        f"apart; do that first, then {make}"
+        f"{_listed(missing)}: unfrozen, added or replaced after {made}, or of another dtype or device since, so that "
+        f"ranks do not average it and drift apart; do that first, then {make}"
     )
+
+
+def _kinds(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Kind]:
+    return {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
 
 
-def _of_reducer(model: DistributedDataParallel) -> list[torch.Tensor]:
-    """The parameters that a reducer has; none where it does not show them.
+def _of_reducer(model: DistributedDataParallel) -> dict[torch.Tensor, Kind]:
+    """The parameters that a reducer has, as they were when DDP was made; none where it does not show them.
 
     Its buckets tell, which `join` shows to ranks without input, with zeros for gradients. It shows none of sparse ones.
     """
     try:
         buckets = model.reducer._get_zeros_like_grad_buckets()
     except (AttributeError, RuntimeError):
-        return []
-    return [parameter for bucket in buckets for parameter in bucket.parameters()]
+        return {}
+    return {one: (bucket.buffer().dtype, bucket.buffer().device) for bucket in buckets for one in bucket.parameters()}
 
 
 def _passing_for_it(model: nn.Module) -> list[torch.Tensor]:

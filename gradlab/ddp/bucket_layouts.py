@@ -9,8 +9,9 @@ therefore permutes gradients. So a gradient in a bucket is compared with the one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice, permutations
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,14 @@ class _Layout:
     strides: the parameter's, last time.
     lies: the gradient's.
     read: those by which DDP will read the average.
+    turned: whether the parameter's strides are no contiguous ones, or were others before.
     sure: comparisons that told `lies`.
     """
 
     strides: Strides
     lies: Strides
     read: Strides
+    turned: bool
     sure: int = 0
 
 
@@ -80,7 +83,8 @@ class BucketLayouts:
             return shown
         known, strides = self._known.get(parameter), parameter.stride()
         if known is None or known.strides != strides:
-            known = self._known[parameter] = _Layout(strides, _expected(parameter), _expected(parameter))
+            turned = known is not None or not parameter.is_contiguous()
+            known = self._known[parameter] = _Layout(strides, _expected(parameter), _expected(parameter), turned)
         if known.sure < _COMPARED:
             _compare(known, parameter, shown)
         if known.lies != known.read and self._rearrange:
@@ -110,22 +114,40 @@ def _compare(known: _Layout, parameter: torch.Tensor, shown: torch.Tensor) -> No
         return
     with torch.no_grad():
         wanted, found = gradient.nan_to_num(), shown.nan_to_num()
-        alike = [one for one in _candidates(parameter) if torch.equal(found.as_strided(found.shape, one), wanted)]
-        told = bool(alike) or bool(found.any())  # a rank without input under `join` has zeros in its buckets
-    if alike:
-        known.lies = known.lies if known.lies in alike else alike[0]
-        known.sure += len(alike) == 1
-    elif told and not parameter.is_contiguous():
+
+        def alike(candidates: Iterable[Strides]) -> Iterator[Strides]:
+            return (one for one in candidates if torch.equal(found.as_strided(found.shape, one), wanted))
+
+        likely = list(alike(_likely(parameter))) or list(islice(alike(_dense(parameter)), 1))
+        told = bool(likely) or bool(found.any())  # a rank without input under `join` has zeros in its buckets
+    if likely:
+        known.lies = known.lies if known.lies in likely else likely[0]
+        known.sure += len(likely) == 1
+    elif told and known.turned:
         raise OldGradient(
             f"the gradient of a layer {list(parameter.shape)} is in DDP's bucket in no layout of its parameter's: the "
             "parameter's memory layout was changed after the DDP model was made; call .to(memory_format=...) before "
             "DistributedDataParallel(...)"
         )
+    else:  # a hook may have changed parameter.grad after DDP copied it
+        known.sure += told
 
 
-def _candidates(parameter: torch.Tensor) -> Iterator[Strides]:
-    """Layouts that a gradient may have, each once."""
+def _likely(parameter: torch.Tensor) -> list[Strides]:
+    """Layouts that a gradient is likely to have: one of each kind that differs in dimensions longer than 1."""
     meta = torch.empty(parameter.shape, device="meta")
     formats = [_FORMATS[parameter.dim()]] if parameter.dim() in _FORMATS else []
     others = [meta.contiguous(memory_format=one).stride() for one in formats]
-    yield from dict.fromkeys([_expected(parameter), meta.stride(), *others])
+    known: dict[Strides, Strides] = {}
+    for one in (_expected(parameter), meta.stride(), *others):
+        known.setdefault(tuple(step for step, length in zip(one, parameter.shape, strict=True) if length > 1), one)
+    return list(known.values())
+
+
+def _dense(parameter: torch.Tensor) -> Iterator[Strides]:
+    """Layouts without a gap or an overlap, whatever the order of dimensions: the parameter may have been transposed."""
+    if parameter.dim() <= max(_FORMATS):
+        for order in permutations(range(parameter.dim())):
+            lengths = [parameter.shape[axis] for axis in order]
+            steps = dict(zip(order, torch.empty(lengths, device="meta").stride(), strict=True))
+            yield tuple(steps[axis] for axis in range(parameter.dim()))

@@ -33,11 +33,13 @@ class Held:
     layer: the whole one.
     parameter: the model's own, of which this rank holds all or a shard.
     shape: of what this rank holds.
+    device: that it lies on.
     """
 
     layer: Layer
     parameter: nn.Parameter
     shape: torch.Size
+    device: torch.device
 
     @property
     def values(self) -> torch.Tensor:
@@ -102,13 +104,14 @@ _FIRST = f"change the model first, then make a new {CALLER}"
 
 def _held(layer: Layer, parameter: nn.Parameter) -> Held:
     if not isinstance(parameter, DTensor):
-        return Held(layer, parameter, parameter.shape)
+        return Held(layer, parameter, parameter.shape, parameter.device)
     if parameter.device_mesh.ndim != 1:
         raise GradlabError(
             f"{CALLER}: {layer.name} lies on a mesh of {parameter.device_mesh.ndim} dimensions, expected one, that of "
             "the worker's own ranks"
         )
-    return Held(layer, parameter, parameter.to_local().shape)
+    local = parameter.to_local()
+    return Held(layer, parameter, local.shape, local.device)
 
 
 def _change(held: Held, now: torch.Tensor | None) -> str:
@@ -123,6 +126,8 @@ def _change(held: Held, now: torch.Tensor | None) -> str:
     values = held.values
     if values.shape != held.shape:
         return f"has shape {list(values.shape)} now, and had {list(held.shape)} when the {CALLER} was made"
+    if values.device != held.device:
+        return f"lies on {values.device} now, and lay on {held.device} when the {CALLER} was made"
     return ""
 
 

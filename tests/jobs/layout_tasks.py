@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,8 @@ def _train(bare: Prescribed, model: DistributedDataParallel, when: str, rank: in
     for step in range(STEPS):
         if when == f"before step {step}":
             _lay_out(bare)
+        if when == f"back before step {step}":
+            bare.wide.data = bare.wide.data.contiguous()
         model.zero_grad()
         model(gradients(SHAPES, rank, step)).backward()
         found.append({name: one.grad.detach().clone() for name, one in bare.named_parameters() if one.grad is not None})
@@ -46,7 +49,7 @@ def _train(bare: Prescribed, model: DistributedDataParallel, when: str, rank: in
 
 def _wrapped(group: dist.ProcessGroup, when: str, **options: Any) -> tuple[Prescribed, DistributedDataParallel]:
     bare = Prescribed(SHAPES)
-    if when == "before DDP":
+    if when == "before DDP" or when.startswith("back"):
         _lay_out(bare)
     return bare, DistributedDataParallel(bare, process_group=group, **options)
 
@@ -84,17 +87,18 @@ def layouts_under_ddp(group: dist.ProcessGroup, when: str, folder: str, **option
     return results
 
 
-def convolution_that_turns(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
-    """What a codec and a recording make of a convolution that lies channels_last from step 3 on."""
+def convolution_that_turns(group: dist.ProcessGroup, folder: str, formats: tuple[str, str]) -> dict[str, Any]:
+    """What a codec and a recording make of a convolution that has another memory format from step 3 on."""
 
     def wrapped() -> tuple[nn.Module, DistributedDataParallel]:
         net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+        net.to(memory_format=getattr(torch, formats[0]))
         return net, DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
 
     def train(net: nn.Module, model: DistributedDataParallel) -> None:
         for step in range(6):
             if step == 3:
-                net.to(memory_format=torch.channels_last)
+                net.to(memory_format=getattr(torch, formats[1]))
             model.zero_grad()
             model(torch.randn(8, 3, 4, 4)).square().mean().backward()
 
@@ -168,6 +172,34 @@ def outer_step_after(group: dist.ProcessGroup, change: str, delay: int) -> float
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, own, group=group)
     return float(max((one - own).abs().max() for one in every))
+
+
+def other_dtype_under_ddp(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
+    """What a state and a recorder say of a model that gets another dtype after DDP was made: DDP's hook goes."""
+    plan, said = Plan.uniform(nn.Linear(4, 2), "topk", minimum_numel=1), {}
+
+    def compressed(model: DistributedDataParallel) -> CompressionState:
+        state = CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group)))
+        model.register_comm_hook(state, compression_hook)
+        return state
+
+    def recorded(model: DistributedDataParallel) -> TraceRecorder:
+        return TraceRecorder(model, Path(folder) / when)
+
+    for way, when in itertools.product((compressed, recorded), ("before", "after")):
+        model = DistributedDataParallel(nn.Linear(4, 2), process_group=group)
+        if when == "before":
+            model.double()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with way(model):
+                    model(torch.ones(1, 4)).sum().backward()
+                    model.double()
+            except GradlabError as error:
+                warnings.warn(str(error), stacklevel=1)
+        said[f"{way.__name__} {when}"] = " ".join(str(one.message) for one in caught)
+    return said
 
 
 def decays_by_present_values(group: dist.ProcessGroup) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from support.process_pool import ProcessPool
 
-WHEN = ["before DDP", *(f"before step {step}" for step in (0, 1, 3))]
+WHEN = ["before DDP", *(f"before step {step}" for step in (0, 1, 3)), "back before step 0", "back before step 3"]
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,11 @@ def test_a_gradient_is_seen_in_its_parameters_shape(
         assert result == {"compressed": True, "recorded": True, "steps": 4, "lost": 0}
 
 
-def test_old_gradients_in_a_bucket_are_refused(pool: ProcessPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("formats", [("contiguous_format", "channels_last"), ("channels_last", "contiguous_format")])
+def test_old_gradients_in_a_bucket_are_refused(pool: ProcessPool, tmp_path: Path, formats: tuple[str, str]) -> None:
     """DDP hands these over where gradients are views of buckets and a convolution's layout changes on the way."""
-    for rank, result in enumerate(pool.run("jobs.layout_tasks:convolution_that_turns", 2, folder=str(tmp_path))):
+    results = pool.run("jobs.layout_tasks:convolution_that_turns", 2, folder=str(tmp_path), formats=formats)
+    for rank, result in enumerate(results):
         assert "memory layout was changed after the DDP model was made" in result["compressed"]
         assert (result["steps"], result["lost"], result["told"]) == (3, 3, int(rank == 0))
 
@@ -55,3 +57,10 @@ def test_workers_refuse_parameters_that_are_others_than_before(pool: ProcessPool
 
 def test_weight_decay_reads_parameters_as_they_are_now(pool: ProcessPool) -> None:
     assert pool.run("jobs.layout_tasks:decays_by_present_values", 2) == [True, True]
+
+
+def test_another_dtype_under_ddp_is_named(pool: ProcessPool, tmp_path: Path) -> None:
+    """Autograd then drops DDP's hook, and ranks drift apart."""
+    first, second = pool.run("jobs.layout_tasks:other_dtype_under_ddp", 2, folder=str(tmp_path))
+    for said in (*first.values(), second["compressed before"], second["recorded before"]):
+        assert "after the DDP model was made, or of another dtype or device since" in said
