@@ -1160,11 +1160,19 @@ MUTANTS = (
     # running under DDP
     Mutant(
         file="gradlab/ddp/averaged.py",
-        old="for parameter in self._reducer or _passing_for_it(model)}",
-        new="for parameter in _passing_for_it(model)}",
+        old="in (held or _kinds(_passing_for_it(model))).items()}",
+        new="in _kinds(_passing_for_it(model)).items()}",
         tests=("tests/runtime/test_reducer.py",),
         what="A layer that was unfrozen after DDP was made passes for one that DDP averages.",
         select="refused_by_name",
+    ),
+    Mutant(
+        file="gradlab/ddp/bucket_layouts.py",
+        old=" or list(islice(alike(_dense(parameter)), 1))",
+        new="",
+        tests=("tests/runtime/test_layouts.py",),
+        what="A gradient of a matrix that was transposed when DDP was made is taken to lie by rows.",
+        select="seen_in_its_parameters_shape",
     ),
     Mutant(
         file="runtime/state.py",
