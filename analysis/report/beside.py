@@ -18,6 +18,7 @@ from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.report.page import Drawing, Page, Section, Table, write_page
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_count, format_percent, format_ratio, format_seconds
+from gradlab.json_form import require_form
 from gradlab.jsonable import read_json
 
 Json = Mapping[str, Any]
@@ -25,6 +26,30 @@ Value = float | None
 
 _EXPECTED = "report.json of `gradlab analyze`"
 _SAME = 0.02  # a change by no more than this is none
+_NUMBER = (float, None)
+_PLACE = {
+    **{"bits_per_second": (float, str), "nodes": int, "dense_seconds": _NUMBER, "half_seconds": _NUMBER},
+    "seconds": {str: _NUMBER},
+}
+# What is read of a report.
+_REPORT = {
+    **{"id": str, "title": str, "brief": str, "warnings": [str], "versions": {str: object}},
+    "look": {"quick?": (bool, None)},
+    "trace": {
+        **{"path": str, "digest": str, "steps": int, "world_size": int, "parameters": int, "layers": object},
+        **{"first_iteration": (int, None), "last_iteration": (int, None)},
+    },
+    "replays": {
+        str: {
+            "summary": {
+                **{"judged_cosine": _NUMBER, "contribution_error": _NUMBER, "codec_seconds": _NUMBER},
+                "payload_bytes_per_step": {"mean": _NUMBER},
+            }
+        }
+    },
+    "spectrum": {"layers": [{"name": str, "mean_cosine": _NUMBER, "signal_to_noise": _NUMBER, "mean_share": _NUMBER}]},
+    "payoff?": (None, {"compute_seconds": None}, {"compute_seconds": float, "places": [_PLACE]}),
+}
 
 
 @dataclass(frozen=True)
@@ -69,8 +94,8 @@ def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     data = read_json(path, _EXPECTED)
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind != "trace":
-        raise GradlabError(f"{path}: kind is {kind!r}, expected 'trace': {_EXPECTED}")
-    return data
+        raise GradlabError(f"{path}: kind is {str(kind)[:80]!r}, expected 'trace': {_EXPECTED}")
+    return require_form(data, _REPORT, f"{path} is no {_EXPECTED} of this version")
 
 
 def write_beside(
@@ -101,14 +126,7 @@ def write_beside(
     paths = (Path(first), Path(second))
     names = _short_names(paths)
     reports = {name: read_report(path) for name, path in zip(names, paths, strict=True)}
-    try:
-        page = _page(reports, repeat)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise GradlabError(
-            f"{paths[0]} or {paths[1]}: report.json lacks what a report has ({type(error).__name__}: {error}); "
-            f"expected {_EXPECTED} of this version"
-        ) from None
-    return write_page(page, folder, overwrite=overwrite)
+    return write_page(_page(reports, repeat), folder, overwrite=overwrite)
 
 
 def _short_names(paths: Sequence[Path]) -> tuple[str, str]:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
 from gradlab.codec import Codec
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.errors import GradlabError
+from gradlab.json_form import require_form
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
 
@@ -127,6 +128,12 @@ RULES: dict[str, Rule] = {
 }
 
 
+_FINDING = {
+    **{"rule": str, "group": (str, None), "step": (int, None), "value": (float, None), "threshold": (float, None)},
+    **{"seen": str, "remedy": str, "ranks": [int]},
+}
+
+
 @dataclass(frozen=True)
 class Finding(Jsonable):
     """A rule that fired.
@@ -164,9 +171,15 @@ class Finding(Jsonable):
 
     @staticmethod
     def from_json(written: Mapping[str, Any]) -> Finding:
-        """Read what `to_json` wrote. A value that was not finite comes back as infinity."""
+        """Read what `to_json` wrote. A value that was not finite comes back as infinity.
+
+        Raises:
+            GradlabError: for anything else.
+        """
+        require_form(written, _FINDING, "a finding")
         numbers = {name: math.inf if written[name] is None else written[name] for name in ("value", "threshold")}
-        return Finding(**{**written, **numbers, "ranks": tuple(written["ranks"])})
+        known = {item.name: written[item.name] for item in fields(Finding)}
+        return Finding(**{**known, **numbers, "ranks": tuple(written["ranks"])})
 
 
 def finding(rule: str, seen: str, value: float, threshold: float, **where: Any) -> Finding:

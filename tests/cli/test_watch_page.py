@@ -244,6 +244,25 @@ def test_hostile_lines_are_text_or_a_problem(tmp_path: Path) -> None:
     assert gone.endswith(f"cannot read {path}: No such file or directory")
 
 
+def test_a_line_of_another_form_is_named_and_what_follows_is_shown(tmp_path: Path, gradlab: Command) -> None:
+    path = log(tmp_path / "run.jsonl", [{"step": 5, "rules": 5}, *LINES])
+    code, out, err = gradlab("watch", path, "--once")
+    assert (code, out) == (2, "")
+    assert err == f"gradlab: {path}: step 5: rules is 5, expected null or a list\n"
+    log(path, LINES)
+    numbers = Numbers(WatchedLog(path))
+    with open(path, "a") as file:
+        file.write(json.dumps({"step": 3, "rules": ["a", 7]}) + "\n" + json.dumps({"step": 4, "time": 12.0}) + "\n")
+    views = []
+    for _ in range(2):
+        numbers._until = 0.0
+        views.append(json.loads(numbers.answer()))
+    assert [problem.partition(": ")[2] for problem in views[0]["problems"]] == [
+        f"{path}: step 3: rules[1] is 7, expected a text"
+    ]
+    assert views[1]["head"].startswith("step 4,")
+
+
 def every_text(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value

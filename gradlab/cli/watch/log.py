@@ -13,6 +13,7 @@ from typing import Any
 from gradlab.cli.watch.view import RECENT, Rows, Series, View
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_number, format_seconds
+from gradlab.json_form import require_form
 
 _KEPT = 4096  # lines, for means and curves
 _KEPT_RULES = 1000
@@ -22,6 +23,7 @@ _ERROR, _NORM = "relative_error/", "residual_norm/"  # before a layer's name
 # gradlab's own numbers: what one's script gave, such as the loss, comes before them. Of these a page draws some.
 _OWN = ("bytes", "seconds", "loss_scale", "finite", "compression_ratio", "ratio_to_16_bits")
 _DERIVED = ("step_seconds", "residual_norm", "largest_relative_error")
+_LINE = {"step": int, "rules?": (None, [str])}
 _DRAWN = ("payload_bytes", "compression_ratio", *_DERIVED)
 
 
@@ -68,7 +70,7 @@ class Tail:
         if not isinstance(value, dict) or type(value.get("step")) is not int:
             start = line[:60].decode(errors="replace")
             raise GradlabError(f'{self._path} is no log: expected lines of JSON with a "step", got {start!r}')
-        return value
+        return require_form(value, _LINE, f"{self._path}: step {str(value['step'])[:20]}")
 
 
 class WatchedLog:
@@ -117,7 +119,7 @@ class WatchedLog:
                 self.end = str(line.get("error") or "ended")
                 continue
             self.end = None  # it was resumed
-            self.rules += [str(rule)[:300] for rule in line.get("rules") or () if isinstance(rule, str)]
+            self.rules += [rule[:300] for rule in line.get("rules") or ()]
             del self.rules[:-_KEPT_RULES]
             self.last = {str(name): _number(value) for name, value in line.items() if _is_number(value)}
             self.rows.append(summary(self.last, self.rows[-1] if self.rows else {}))

@@ -11,6 +11,7 @@ from campaigns.fuzzed.corpus import Corpus
 from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
 from campaigns.fuzzed.messages import Messages, Network
 from campaigns.fuzzed.plain import Measurements, Settings
+from campaigns.fuzzed.runs import Logs, Reports
 from campaigns.fuzzed.trace import TraceFiles
 
 FORMATS: dict[str, Callable[[], Format]] = {
@@ -25,6 +26,8 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "idx": FashionMnist,
     "messages": Messages,
     "network": Network,
+    "log": Logs,
+    "report": Reports,
 }
 
 __all__ = ["FORMATS", "Case", "Format"]

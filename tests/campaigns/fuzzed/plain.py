@@ -107,7 +107,7 @@ KINDS: dict[str, tuple[Any, Callable[[Path], Any]]] = {
     "collectives": (OBSERVATIONS, calibrated),
     "run": (RUN, compute_seconds_of),
     "buckets": (BUCKETS, read_bucket_times),
-    "chrome trace": ({"traceEvents": EVENTS}, read_step),
+    "chrome trace": ({"traceEvents": EVENTS}, lambda path: read_step(path).times),
 }
 
 
