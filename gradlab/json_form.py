@@ -42,9 +42,10 @@ def require_form(value: Any, form: Any, where: object) -> Any:
 def _difference(value: Any, form: Any, place: str) -> tuple[str, Any, str] | None:
     """Return where a value first differs from a form, what is there, and what should be."""
     if isinstance(form, tuple):
-        found = [_difference(value, one, place) for one in form]
-        inner = [one for one in found if one is not None and one[0] != place]  # of the same kind, but for a part of it
-        return None if None in found else inner[0] if inner else (place, value, _words(form))
+        differences = [_difference(value, one, place) for one in form]
+        # One in a part is of a value of the right kind.
+        inner = [one for one in differences if one is not None and one[0] != place]
+        return None if None in differences else inner[0] if inner else (place, value, _words(form))
     if isinstance(form, list) and isinstance(value, list):
         return _first((one, form[0], f"{place}[{number}]") for number, one in enumerate(value))
     if isinstance(form, dict) and isinstance(value, dict):
