@@ -69,7 +69,7 @@ class Measure:
         """The names that both reports know the number of, with both."""
         first, second = self.of.values()
         return {
-            name: (one, other)
+            name: (float(one), float(other))  # a whole number of JSON may be larger than an array holds
             for name, one in first.items()
             if one is not None and (other := second.get(name)) is not None
         }
