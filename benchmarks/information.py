@@ -1,7 +1,7 @@
 """Estimators of mutual information beside the known value: bias, interval, and how often the interval holds it.
 
-    python benchmarks/information.py --rows benchmarks/results/information.jsonl --methods histogram quantiles copula
-    python benchmarks/information.py --rows benchmarks/results/information.jsonl --methods ksg
+    python benchmarks/information.py --rows benchmarks/results/information.jsonl --methods histogram copula
+    python benchmarks/information.py --rows benchmarks/results/information.jsonl --methods mixed
                                      --samples 1000 10000 100000 1000000 --repetitions 200 200 20 2
     python benchmarks/information.py --rows benchmarks/results/information.jsonl --table
 
@@ -31,7 +31,7 @@ from gradlab.analysis.measure.information import METHODS, gaussian_information
 RHOS = (0.0, 0.3, 0.6, 0.9)
 PARABOLA = "x^2"
 SEED = 0
-TITLES = {"histogram": "histogram", "quantiles": "quantiles", "ksg": "nearest", "copula": "copula"}
+TITLES = {"histogram": "histogram", "mixed": "nearest", "copula": "copula"}
 
 
 def parabola_information() -> float:
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000])
     parser.add_argument("--repetitions", type=int, nargs="+", default=[200, 200, 40, 4], help="one for each of them")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="ksg takes longest")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="mixed takes longest")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:

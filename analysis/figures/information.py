@@ -28,12 +28,12 @@ from gradlab.analysis.figures.style import (
     write_below,
 )
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
+from gradlab.errors import GradlabError
 
 Json = Mapping[str, Any]
 _ESTIMATORS = {
     "copula": ("Gaussian copula", BLUE, "o"),
-    "quantiles": ("quantiles", ORANGE, "s"),
-    "ksg": ("nearest neighbours", GREEN, "^"),
+    "mixed": ("nearest neighbours", GREEN, "^"),
 }
 _MOST_LAYERS, _MOST_ROWS = 6, 60
 # Enough to see each family; the others are in the data.
@@ -70,7 +70,7 @@ def plot_claim(between: Json) -> Figure:
         left.plot(values, rows, marker, color=color, label=label, markersize=5, linestyle="none", fillstyle="none")
     for position, (name, (label, color, marker)) in enumerate(_ESTIMATORS.items()):
         placed = [
-            (row + 0.22 * (position - 1), layer["estimators"][name]["excess"])
+            (row + 0.22 * (position - 0.5), estimates(layer, name)["excess"])
             for row, layer in zip(rows, layers, strict=True)
         ]
         style: dict[str, Any] = {"color": color, "markersize": 3, "linewidth": 0.9}
@@ -90,6 +90,27 @@ def plot_claim(between: Json) -> Figure:
         handles = panel.get_legend_handles_labels()
         panel.legend(*handles, loc="upper center", bbox_to_anchor=(0.45, -0.16 - 0.4 / len(layers)), fontsize=7)
     return figure
+
+
+def estimates(layer: Json, method: str) -> Json:
+    """Find what an estimator gave of a layer.
+
+    Args:
+        layer: one of report.json's "between_nodes".
+        method: of the corrected ones.
+
+    Returns:
+        The estimator's entry.
+
+    Raises:
+        GradlabError: for a report of an earlier version, which has other estimators.
+    """
+    if method not in layer["estimators"]:
+        raise GradlabError(
+            f"a report with the estimators {', '.join(layer['estimators'])}, expected {method!r}, which takes the "
+            "place of quantiles and ksg: run `gradlab analyze` on the recording again"
+        )
+    return layer["estimators"][method]
 
 
 def _marked(layer: Json) -> str:
@@ -393,8 +414,8 @@ def plot_layer(data: Json, name: str) -> Figure:
     if between:
         panel = next(left)
         for method, (label, color, _) in _ESTIMATORS.items():
-            estimates = between["estimators"][method]
-            excess = np.subtract(estimates["paired"], estimates["shifted"])
+            series = estimates(between, method)
+            excess = np.subtract(series["paired"], series["shifted"])
             panel.plot(between["iterations"], excess, color=color, label=label, linewidth=1)
         panel.axhline(0, color=GREY, linewidth=0.8)
         panel.set(xlabel="iteration", ylabel="excess, bits", title="ranks share")

@@ -7,8 +7,8 @@ their bias, and two nulls. Shuffled pairs show what an estimator finds where the
 common to ranks in an iteration. ScaleCom's CLT-k (Chen et al., NeurIPS 2020) relies on the overlap of top-k positions.
 
 A sample of each layer's values, in contiguous stretches, is read at a sample of iterations and pairs of ranks. Each
-gradient in it is sorted once for all its pairs. Nearest neighbours take longest: they look at every n-th of these
-values first, and at more only while the interval over iterations is wide because of that.
+gradient in it is sorted once for all its pairs. Nearest neighbours ("mixed") take longest: they look at every n-th of
+these values first, and at more only while the interval over iterations is wide because of that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 DENSITIES = (0.001, 0.01, 0.1)
-CORRECTED = ("copula", "quantiles", "ksg")
+CORRECTED = ("copula", "mixed")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
 # Values that nearest neighbours look at: at first, and at most.
@@ -294,8 +294,8 @@ def measure_layer(
         pairs=pairs,
         histograms={bins: _by_histogram(here, there, pairs, bins, generator) for bins in (PAPER_BINS, chosen.bins)},
         estimators={
-            **{name: _by_estimator(here, there, pairs, name, chosen, generator) for name in ("copula", "quantiles")},
-            "ksg": _by_neighbors(now, later, pairs, chosen, generator),
+            "copula": _by_copula(here, there, pairs, chosen, generator),
+            "mixed": _by_neighbors(now, later, pairs, chosen, generator),
         },
         lags=lags,
         top_indices=top,
@@ -343,22 +343,23 @@ def _by_histogram(
     return HistogramSeries(*np.array(rows).T)
 
 
-def _by_estimator(
+def _by_copula(
     now: _Sorted,
     later: _Sorted,
     pairs: Sequence[tuple[int, int]],
-    method: str,
     chosen: BetweenRanks,
     generator: np.random.Generator,
 ) -> EstimatorSeries:
     paired, shifted = (
-        np.array([_over_pairs(x, y, pairs, method) for x, y in zip(now, other, strict=True)]) for other in (now, later)
+        np.array(
+            [
+                np.mean([mutual_information(x[a], y[b], "copula") for a, b in pairs])
+                for x, y in zip(now, other, strict=True)
+            ]
+        )
+        for other in (now, later)
     )
-    return _series(now[0], pairs[0], method, (paired, shifted), chosen.level, generator)
-
-
-def _over_pairs(x: dict[int, Variable], y: dict[int, Variable], pairs: Sequence[tuple[int, int]], method: str) -> float:
-    return float(np.mean([mutual_information(x[a], y[b], method) for a, b in pairs]))
+    return _series(now[0], pairs[0], "copula", (paired, shifted), chosen.level, generator)
 
 
 def _series(
@@ -394,7 +395,7 @@ def _by_neighbors(
         series = _means(paired), _means(shifted)
         needed = _needed(*series, len(here[0][pairs[0][0]]), _error_of_mean([*paired, *shifted]), chosen.level)
         if needed <= values or stride == 1 or values == _MOST_VALUES:
-            return _series(here[0], pairs[0], "ksg", series, chosen.level, generator)
+            return _series(here[0], pairs[0], "mixed", series, chosen.level, generator)
         values = min(_MOST_VALUES, max(2 * values, needed))
 
 

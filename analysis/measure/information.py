@@ -1,46 +1,41 @@
 """How much information one gradient holds on another: entropy and mutual information from samples, in bits.
 
-Four estimators of the information between paired scalars, because each is wrong in its own way:
+Three estimators of the information between paired scalars:
 
 - "histogram": plug-in on bins of equal width, as in eq. (1) of LGC (Abrahamyan et al., section III). Its value grows
   with the number of bins whatever the data are (Miller 1955), by about (cells - rows - columns + 1) / (2 n ln 2), and
   reaches log2 n for any pair once every value has a bin of its own. `plug_in` gives it for any number of bins with that
   bias beside it; here it is refused where joint cells outnumber the samples.
-- "quantiles": on quantiles, entropies corrected: of the cells by Grassberger (2003, arXiv:physics/0307138, eq. 35), of
-  the quantiles by Miller. Sees any dependence; bins blur strong ones. Quantiles are equally far apart in the arcsine of
-  the square root of their mass, so that they are finer in both tails: what two gradients share is often where both are
-  large, and quantiles of equal mass have one bin for all of that. A value that many samples share, such as the zero of
-  an embedding's unused rows, has a level of its own beside the quantiles of the others: variables that are partly
-  discrete have such atoms (Gao et al., NeurIPS 2017, arXiv:1709.06212), and a bin that holds an atom and its
-  neighbours hides which is which.
-- "ksg": nearest neighbours (Kraskov, Stögbauer, Grassberger, PRE 69, 066138, 2004, algorithm 1), on normal scores; of
-  pairs that more than k samples share, the plug-in at the pair, as in Gao et al.
+- "mixed": nearest neighbours, for continuous values, discrete ones and mixtures of both (Gao, Kannan, Oh, Viswanath,
+  NeurIPS 2017, arXiv:1709.06212), on normal scores. Sees any dependence. See `gradlab.analysis.measure.neighbors`.
 - "copula": Gaussian copula, -log2(1 - rho^2) / 2 of the normal scores, less its bias (Ince et al., Human Brain Mapping
-  38, 2017). Accurate and fast; a lower bound, blind to dependence that is not monotone.
+  38, 2017). Fast, and blind to dependence that is not monotone: a lower bound, exact for a bivariate normal pair and
+  its monotone transforms. Normal scores of correlation rho share no less than a normal pair does. Tied samples have
+  scores in random order, so that this holds for discrete values too; the bound is loose there.
 
 Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent. What two ranks
 share in an iteration is therefore the excess over pairs that are iterations apart (`excess_information`).
-
-Everything that an estimator needs of one variable alone follows from its order. A `Variable` holds that order, so that
-many pairs of few variables sort each of them once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from scipy.spatial import cKDTree
 from scipy.special import digamma, ndtri, stdtrit
 
 from gradlab.analysis.intervals import mean_interval
+from gradlab.analysis.measure.neighbors import neighbor_interval, neighbor_terms
+from gradlab.analysis.measure.variable import Levels, Variable, normal_grid
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
-METHODS = ("histogram", "quantiles", "ksg", "copula")
+METHODS = ("histogram", "mixed", "copula")
+# Names of earlier versions, for estimators that "mixed" takes the place of.
+_FORMER = {"quantiles": "mixed", "ksg": "mixed"}
 # LGC's "uniform quantizer with 2^32-level (32 bit) accuracy".
 PAPER_BINS = 2**32
 
@@ -49,13 +44,10 @@ _FEWEST = 16  # samples of a pair
 _PER_CELL = 10  # samples for a joint cell, where the number of bins is ours to choose
 _MOST_BINS = 256
 _DENSE_CELLS = 8  # joint cells per sample up to which all are counted, beyond it those that hold any
-_NEIGHBORS = 3  # KSG's k, their recommendation for estimates
-_MORE_NEIGHBORS = (2, 4, 8)  # times k
+_NEIGHBORS = 3  # k, the recommendation of Kraskov et al. for estimates
 _FEWEST_PER_BLOCK, _MOST_BLOCKS = 64, 16
-# Times fewer quantiles. What is lost depends on where they fall, too, so that a single such number may lose nothing.
-_COARSER = (1.15, 1.3, 1.5, 1.75, 2, 2.5, 3)
-_NEIGHBORS_PER_BLOCK = 128  # samples, from which on KSG's spread in a block tells that of the whole
-_MOST_CORRELATED = 1 - 1e-12  # equal gradients share no more than some 20 bits, so that sums stay finite
+_NEIGHBORS_PER_BLOCK = 128  # samples, from which on the spread of neighbours in a block tells that of the whole
+_MOST_CORRELATED = 1 - 1e-12  # of normal scores: 20 bits, so that sums stay finite
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,11 @@ class PlugIn(Jsonable):
 
 @dataclass(frozen=True)
 class InformationEstimate(Jsonable):
-    """Mutual information in bits, not clipped at 0, with an interval of confidence `level` for a value from 0 on."""
+    """Mutual information in bits, 0 or more, with an interval of confidence `level` that holds it.
+
+    high: infinity where neighbours, or a copula, cannot tell the pair from one variable that is a function of the
+    other; the value is at least about `low`.
+    """
 
     bits: float
     low: float
@@ -83,118 +79,6 @@ class InformationEstimate(Jsonable):
     level: float
     method: str
     samples: int
-
-
-@dataclass(frozen=True, eq=False)
-class Variable:
-    """Samples of one variable, sorted once: all that estimators take from one variable is computed once and kept.
-
-    kinds: (k,), the different values, rising; place: (n,), the kind of each sample; counts: (k,), samples of each kind.
-    """
-
-    kinds: np.ndarray
-    place: np.ndarray
-    counts: np.ndarray
-    _kept: dict[tuple[str, float], _Levels] = field(default_factory=dict, init=False, repr=False)
-
-    @classmethod
-    def of(cls, values: np.ndarray | Variable) -> Variable:
-        """Sort values (n,); a variable is returned as it is.
-
-        Raises:
-            GradlabError: for values that are not finite.
-        """
-        if isinstance(values, Variable):
-            return values
-        values = np.asarray(values, np.float64).ravel()
-        if not np.isfinite(values).all():
-            raise GradlabError("mutual information: values must be finite")
-        return cls(*np.unique(values, return_inverse=True, return_counts=True))
-
-    def __len__(self) -> int:
-        return len(self.place)
-
-    @property
-    def values(self) -> np.ndarray:
-        """The samples, (n,)."""
-        return self.kinds[self.place]
-
-    @property
-    def constant(self) -> bool:
-        """Whether all samples are equal."""
-        return len(self.kinds) == 1
-
-    @property
-    def distinct(self) -> bool:
-        """Whether no two samples are equal."""
-        return len(self.kinds) == len(self.place)
-
-    def permuted(self, generator: np.random.Generator) -> Variable:
-        """The same samples in a random order."""
-        return Variable(self.kinds, generator.permutation(self.place), self.counts)
-
-    @cached_property
-    def scores(self) -> np.ndarray:
-        """Normal scores (n,): the normal quantiles of ranks, ties at their mean rank."""
-        return np.asarray(self._kind_scores[self.place])
-
-    @cached_property
-    def ordered_scores(self) -> np.ndarray:
-        """Normal scores, rising: (n,)."""
-        return np.repeat(self._kind_scores, self.counts)
-
-    @cached_property
-    def score_energy(self) -> float:
-        """Squared norm of the scores."""
-        return float(self.scores @ self.scores)
-
-    @cached_property
-    def _kind_scores(self) -> np.ndarray:
-        ends = np.cumsum(self.counts)
-        return np.asarray(ndtri((2 * ends - self.counts + 1) / 2 / (len(self) + 1)))
-
-    def atoms(self, bins: int) -> np.ndarray:
-        """Whether each kind occurs at least as often as a quantile has samples: bool (k,)."""
-        return np.asarray(self.counts * bins >= len(self)) & (self.counts > 1)
-
-    def equal_bins(self, bins: int) -> _Levels:
-        """Levels of equal width, over the samples' own range."""
-        return self._once("equal", bins, lambda: _levels(self.kinds, bins))
-
-    def quantiles(self, bins: int, count: int) -> _Levels:
-        """Levels: one for each atom of `bins`, and `count` quantiles of the others, finer in the tails.
-
-        Equal values share a level, so that ties make fewer quantiles, not made-up ones. Values on two sides of an atom
-        share none: few as they may be, which side they are on is known.
-        """
-        return self._once(f"quantiles {bins}", count, lambda: self._tied_levels(self.atoms(bins), count))
-
-    def _tied_levels(self, atoms: np.ndarray, count: int) -> np.ndarray:
-        """The level of each kind, int64 (k,): atoms have the first ones."""
-        levels = np.empty(len(self.kinds), np.int64)
-        levels[atoms] = np.arange(atoms.sum())
-        others = self.kinds[~atoms]
-        if len(others):
-            masses = np.sin(np.pi / 2 * np.arange(1, count) / count) ** 2
-            edges = np.unique(np.quantile(np.repeat(others, self.counts[~atoms]), masses))
-            places = np.searchsorted(self.kinds[atoms], others) * count + np.searchsorted(edges, others, side="right")
-            levels[~atoms] = atoms.sum() + places
-        return levels
-
-    def _once(self, what: str, count: float, of_kinds: Callable[[], np.ndarray]) -> _Levels:
-        if (what, count) not in self._kept:
-            _, number = np.unique(of_kinds(), return_inverse=True)
-            counts = np.bincount(number, weights=self.counts).astype(np.int64)
-            self._kept[what, count] = _Levels(number[self.place], counts)
-        return self._kept[what, count]
-
-
-@dataclass(frozen=True)
-class _Levels:
-    """Samples on a grid: the number of each one's level, (n,), and the samples in each, (levels,), none of them 0."""
-
-    number: np.ndarray
-    counts: np.ndarray
 
 
 def mutual_information(
@@ -207,8 +91,9 @@ def mutual_information(
 ) -> float:
     """I(x; y) in bits from paired samples x, y (n,); corrected estimators may fall below 0 where there is none.
 
-    x, y: arrays, or variables that many pairs share. method: one of `METHODS`, see the module. bins: per variable, of
-    the two histograms; None: as many as leave about 10 samples per joint cell. neighbors: KSG's k.
+    x, y: arrays, or variables that many pairs share. method: one of `METHODS`, see the module; "quantiles" and "ksg",
+    names of earlier versions, stand for "mixed". bins: per variable, of the histogram; None: as many as leave about 10
+    samples per joint cell. neighbors: k of "mixed".
 
     Raises:
         GradlabError: for an unknown method, fewer than 16 pairs, values that are not finite, lengths that differ, or
@@ -223,7 +108,6 @@ def estimate_information(
     y: np.ndarray | Variable,
     method: str = "copula",
     *,
-    bins: int | None = None,
     neighbors: int = _NEIGHBORS,
     level: float = 0.95,
     blocks: int | None = None,
@@ -232,17 +116,18 @@ def estimate_information(
 
     The variance of an estimate falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019), so the variance for the whole
     sample is that between blocks over their number. Blocks are contiguous because neighbouring samples may depend on
-    each other. The bias is allowed for by what a coarser look changes: fewer quantiles, more neighbours.
-    The copula's interval is one for rho (Fisher's z), and of the information that rho stands for, a lower bound.
+    each other. The bias of "mixed" is allowed for by what more neighbours change. The interval of "copula" is one for
+    rho (Fisher's z), and of the information that rho stands for, a lower bound.
 
     method: one of `METHODS` but "histogram", whose bias is many times its spread. level: confidence. blocks: None for
-    16, or as many as hold 64 samples each, for "ksg" 128.
+    16, or as many as hold 64 samples each, for "mixed" 128.
 
     Raises:
         GradlabError: as `mutual_information`; for "histogram", a level outside (0, 1), fewer than 2 blocks, or less
             than 64 samples in each.
     """
     first, second = _pair(x, y)
+    method = _FORMER.get(method, method)
     if method == "histogram":
         raise GradlabError(
             'an interval of "histogram": its bias is many times its spread, and plug_in gives that bias; expected one '
@@ -256,33 +141,30 @@ def estimate_information(
             f"an interval from {blocks} blocks of {len(first)} samples: expected 2 blocks or more, of at least "
             f"{_FEWEST_PER_BLOCK} samples"
         )
-    bits = _estimator(method, len(first), bins, neighbors)(first, second)
-    parts = list(zip(_blocks_of(first, blocks), _blocks_of(second, blocks), strict=True))
-    quantile = float(stdtrit(blocks - 1, 0.5 + level / 2))
-    if method == "copula":
-        low, high = _copula_interval(first, second, parts, quantile)
+    bits = _estimator(method, len(first), None, neighbors)(first, second)
+    if first.constant or second.constant:
+        low = high = 0.0
+    elif method == "copula":
+        low, high = _copula_interval(first, second, blocks, level)
     else:
-        # A block carries fewer bins than the whole; how much an estimate varies hardly depends on them.
-        smallest = len(first) // blocks
-        count = bins or _affordable_bins(len(first))
-        in_block = _estimator(method, smallest, min(count, math.isqrt(smallest)), neighbors)
-        half = quantile * float(np.std([in_block(*part) for part in parts], ddof=1)) / math.sqrt(blocks)
-        if method == "quantiles":
-            lost = [bits - _on_quantiles(first, second, count, coarser) for coarser in _COARSER]
-        else:
-            lost = [_edge_bias(bits, first, second, neighbors, times) for times in _MORE_NEIGHBORS]
-            half = math.hypot(half, lost[0])
-        low, high = bits - half, bits + half + max(0.0, *lost)
-    return InformationEstimate(bits, max(0.0, low), max(0.0, high), level, method, len(first))
+        in_block = _estimator(method, len(first) // blocks, None, neighbors)
+        varies = _varies(in_block, first.values, second.values, blocks, level)
+        low, high = neighbor_interval(first, second, neighbors, varies)
+    bits = max(0.0, bits)
+    return InformationEstimate(bits, max(0.0, min(low, bits)), max(high, bits), level, method, len(first))
 
 
-def _blocks_of(variable: Variable, blocks: int) -> list[Variable]:
-    """Contiguous blocks of the samples."""
-    return [Variable.of(part) for part in np.array_split(variable.values, blocks)]
+def _varies(
+    estimate: Callable[[Variable, Variable], float], x: np.ndarray, y: np.ndarray, blocks: int, level: float
+) -> float:
+    """How far the estimate of samples (n,) varies at confidence `level`, by its values in contiguous blocks."""
+    parts = zip(np.array_split(x, blocks), np.array_split(y, blocks), strict=True)
+    deviation = float(np.std([estimate(Variable.of(a), Variable.of(b)) for a, b in parts], ddof=1))
+    return float(stdtrit(blocks - 1, 0.5 + level / 2)) * deviation / math.sqrt(blocks)
 
 
 def _affordable_blocks(method: str, samples: int) -> int:
-    per_block = _NEIGHBORS_PER_BLOCK if method == "ksg" and samples >= 2 * _NEIGHBORS_PER_BLOCK else _FEWEST_PER_BLOCK
+    per_block = _NEIGHBORS_PER_BLOCK if method == "mixed" and samples >= 2 * _NEIGHBORS_PER_BLOCK else _FEWEST_PER_BLOCK
     return min(_MOST_BLOCKS, samples // per_block)
 
 
@@ -328,17 +210,18 @@ class NeighborEstimate:
 def neighbor_information(
     x: np.ndarray | Variable, y: np.ndarray | Variable, neighbors: int = _NEIGHBORS
 ) -> NeighborEstimate:
-    """`mutual_information` by "ksg", with the error that follows from its terms, of which the estimate is a mean.
+    """Estimate `mutual_information` by "mixed", with the error that follows from its terms, of which it is the mean.
 
-    A term belongs to a sample and its neighbourhood. Terms of neighbours depend on each other, but little: the error
-    says how far an estimate varies with the samples that are drawn, and is no interval.
+    Terms of neighbours depend on each other, but little: the error says how far an estimate varies with the samples
+    that are drawn, and is no interval.
 
     Raises:
         GradlabError: as `mutual_information`.
     """
     first, second = _pair(x, y)
-    _estimator("ksg", len(first), None, neighbors)
-    return _neighbor_terms(first, second, neighbors)
+    _estimator("mixed", len(first), None, neighbors)
+    terms, _ = neighbor_terms(first, second, neighbors)
+    return NeighborEstimate(float(terms.mean()), float(terms.std()) / math.sqrt(len(terms)))
 
 
 # --- nulls ----------------------------------------------------------------------------------------------------------
@@ -424,15 +307,16 @@ def _pair(x: np.ndarray | Variable, y: np.ndarray | Variable) -> tuple[Variable,
 
 
 def _estimator(method: str, samples: int, bins: int | None, neighbors: int) -> Callable[[Variable, Variable], float]:
+    method = _FORMER.get(method, method)
     if method not in METHODS:
         raise GradlabError(f"method {method!r}, expected one of {', '.join(METHODS)}")
     if method == "copula":
         return _copula
-    if method == "ksg":
+    if method == "mixed":
         if not 1 <= neighbors < samples:
             raise GradlabError(f"neighbors = {neighbors}, expected 1 to {samples - 1}")
         return partial(_nearest_neighbors, neighbors=neighbors)
-    count = _affordable_bins(samples) if bins is None else bins
+    count = int(np.clip(round(math.sqrt(samples / _PER_CELL)), 2, _MOST_BINS)) if bins is None else bins
     if count < 2:
         raise GradlabError(f"bins = {count}, expected at least 2")
     if count * count > samples:
@@ -441,49 +325,21 @@ def _estimator(method: str, samples: int, bins: int | None, neighbors: int) -> C
             f"estimator's own; expected at most {math.isqrt(samples)} bins "
             "(gradlab.analysis.measure.information.plug_in computes it all the same, with its bias)"
         )
-    return partial(_on_quantiles if method == "quantiles" else _histogram, bins=count)
-
-
-def _affordable_bins(samples: int) -> int:
-    return int(np.clip(round(math.sqrt(samples / _PER_CELL)), 2, _MOST_BINS))
+    return partial(_histogram, bins=count)
 
 
 def _histogram(x: Variable, y: Variable, bins: int) -> float:
     return _plug_in(x.equal_bins(bins), y.equal_bins(bins)).information
 
 
-def _on_quantiles(x: Variable, y: Variable, bins: int, coarser: float = 1) -> float:
-    """Bits, on so many quantiles of what is not tied, or on fewer by a factor of `coarser`."""
-    tied = [variable.atoms(bins) for variable in (x, y)]
-    # Of the joint cells only those of two quantiles are many: as many as the pairs that are tied in neither can fill.
-    untied = float(np.mean(~tied[0][x.place] & ~tied[1][y.place])) if any(map(np.any, tied)) else 1.0
-    count = max(1, round(bins * math.sqrt(untied) / coarser))
-    rows, columns = x.quantiles(bins, count), y.quantiles(bins, count)
-    if len(rows.counts) == 1 or len(columns.counts) == 1:
-        return 0.0
-    corners = (len(rows.counts) + len(columns.counts) - 2) / (2 * len(x) * _LN2)
-    return _entropy(rows.counts) + _entropy(columns.counts) + corners - _corrected_entropy(_joint(rows, columns))
-
-
-def _levels(values: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of equal width, over their own range, that each of rising values falls into: int64 (k,)."""
-    low, high = float(values[0]), float(values[-1])
-    # Halves, because the width of the whole range may overflow.
-    width = high / 2 - low / 2
-    if not width > 0:
-        return np.zeros(len(values), np.int64)
-    places = (values / 2 - low / 2) / width * bins
-    return np.minimum(places.astype(np.int64), bins - 1)
-
-
-def _plug_in(rows: _Levels, columns: _Levels) -> PlugIn:
+def _plug_in(rows: Levels, columns: Levels) -> PlugIn:
     cells = _joint(rows, columns)
     entropy_x, entropy_y, both = (_entropy(counts) for counts in (rows.counts, columns.counts, cells))
     bias = (len(cells) - len(rows.counts) - len(columns.counts) + 1) / (2 * len(rows.number) * _LN2)
     return PlugIn(entropy_x, entropy_y, max(0.0, both - entropy_x), entropy_x + entropy_y - both, bias)
 
 
-def _joint(rows: _Levels, columns: _Levels) -> np.ndarray:
+def _joint(rows: Levels, columns: Levels) -> np.ndarray:
     """How many samples are in each joint cell that holds any."""
     count, cells = len(rows.number), len(rows.counts) * len(columns.counts)
     if count in (len(rows.counts), len(columns.counts)):  # every sample has a level of its own
@@ -500,84 +356,34 @@ def _entropy(counts: np.ndarray) -> float:
     return float(np.log2(total) - (counts * np.log2(counts)).sum() / total)
 
 
-def _corrected_entropy(counts: np.ndarray) -> float:
-    """Grassberger's: log n_i becomes psi(n_i) + (-1)^n_i (psi((n_i + 1) / 2) - psi(n_i / 2)) / 2."""
-    total, sizes = counts.sum(), counts.astype(float)
-    parity = np.where(counts % 2 == 0, 0.5, -0.5)
-    logs = digamma(sizes) + parity * (digamma((sizes + 1) / 2) - digamma(sizes / 2))
-    return float(np.log2(total) - (sizes * logs).sum() / total / _LN2)
-
-
 def _score_correlation(x: Variable, y: Variable) -> float:
-    scale = math.sqrt(x.score_energy * y.score_energy)
-    return float(x.scores @ y.scores) / scale if scale > 0 else 0.0
+    grid = normal_grid(len(x))
+    rho = float(x.scores(0) @ y.scores(1) / (grid @ grid))
+    return float(np.clip(rho, -_MOST_CORRELATED, _MOST_CORRELATED))
+
+
+def _fisher(x: Variable, y: Variable) -> float:
+    return math.atanh(_score_correlation(x, y))
 
 
 def _copula(x: Variable, y: Variable) -> float:
+    if x.constant or y.constant:
+        return 0.0
     count = len(x)
-    rho = float(np.clip(_score_correlation(x, y), -_MOST_CORRELATED, _MOST_CORRELATED))
     # Two entropies of one dimension less one of two: of Ince et al.'s terms these remain.
     bias = (digamma((count - 1) / 2) - digamma((count - 2) / 2)) / 2 / _LN2
-    return float(gaussian_information(rho) - bias)
+    return float(gaussian_information(_score_correlation(x, y)) - bias)
 
 
-def _copula_interval(
-    x: Variable, y: Variable, parts: list[tuple[Variable, Variable]], quantile: float
-) -> tuple[float, float]:
-    limit = 1 - 1e-15
-    z = [math.atanh(float(np.clip(_score_correlation(*part), -limit, limit))) for part in parts]
-    centre = math.atanh(float(np.clip(_score_correlation(x, y), -limit, limit)))
-    half = quantile * float(np.std(z, ddof=1)) / math.sqrt(len(z))
-    ends = [abs(math.tanh(centre - half)), abs(math.tanh(centre + half))]
-    nearest = 0.0 if abs(centre) <= half else min(ends)
-    return float(gaussian_information(nearest)), float(gaussian_information(max(ends)))
+def _copula_interval(x: Variable, y: Variable, blocks: int, level: float) -> tuple[float, float]:
+    # Scores, because values may all be tied in a block. Few blocks may vary less by chance than independent normal
+    # pairs do, of which Fisher's z has a known deviation.
+    least = float(ndtri(0.5 + level / 2)) / math.sqrt(len(x) - 3)
+    half = max(least, _varies(_fisher, x.scores(0), y.scores(1), blocks, level))
+    centre = abs(_fisher(x, y))
+    low, high = (float(gaussian_information(math.tanh(end))) for end in (max(0.0, centre - half), centre + half))
+    return low, math.inf if math.tanh(centre) >= _MOST_CORRELATED else high
 
 
 def _nearest_neighbors(x: Variable, y: Variable, neighbors: int) -> float:
-    return _neighbor_terms(x, y, neighbors).bits
-
-
-def _neighbor_terms(x: Variable, y: Variable, neighbors: int) -> NeighborEstimate:
-    if x.constant or y.constant:
-        return NeighborEstimate(0.0, 0.0)
-    u, v, count = x.scores, y.scores, len(x)
-    points = np.stack([u, v], axis=1)
-    if x.distinct or y.distinct:
-        pairs, shared, same = points, np.ones(count, np.int64), np.ones(count, np.int64)
-    else:
-        pairs, place, shared = np.unique(points, axis=0, return_inverse=True, return_counts=True)
-        same = shared[place.ravel()]
-    alone, ordered = same <= neighbors, (x.ordered_scores, y.ordered_scores)
-    terms = np.empty(count)
-    if alone.any():
-        # More than k + 1 samples of one pair make no distance shorter.
-        tree = cKDTree(np.repeat(pairs, np.minimum(shared, neighbors + 1), axis=0))
-        distance = tree.query(points[alone], k=[neighbors + 1], p=np.inf)[0][:, 0]
-        near = [digamma(_within(o, w[alone], distance)) for o, w in zip(ordered, (u, v), strict=True)]
-        terms[alone] = digamma(neighbors) - near[0] - near[1]
-    if not alone.all():
-        tied = [_equal(o, w[~alone]) for o, w in zip(ordered, (u, v), strict=True)]
-        terms[~alone] = digamma(same[~alone]) - digamma(tied[0]) - digamma(tied[1])
-    error = float(terms.std()) / math.sqrt(count)
-    return NeighborEstimate(float((digamma(count) + terms.mean()) / _LN2), error / _LN2)
-
-
-def _edge_bias(bits: float, x: Variable, y: Variable, neighbors: int, times: int) -> float:
-    """What is missing in `bits` because neighbourhoods reach across edges of the density, from more neighbours.
-
-    It grows as far as they reach, in the plane as the root of the number of neighbours.
-    """
-    more = min(times * neighbors, len(x) - 1)
-    return (bits - _nearest_neighbors(x, y, more)) / max(math.sqrt(more / neighbors) - 1, 1e-9)
-
-
-def _within(ordered: np.ndarray, values: np.ndarray, distance: np.ndarray) -> np.ndarray:
-    """How many samples lie nearer than `distance` on one axis, each with itself."""
-    low = np.searchsorted(ordered, values - distance, side="right")
-    high = np.searchsorted(ordered, values + distance, side="left")
-    return np.maximum(1, high - low)
-
-
-def _equal(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """How many samples have each value on one axis."""
-    return np.searchsorted(ordered, values, side="right") - np.searchsorted(ordered, values, side="left")
+    return float(neighbor_terms(x, y, neighbors)[0].mean())

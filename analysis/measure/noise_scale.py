@@ -153,7 +153,7 @@ def signal_and_noise(inner: np.ndarray) -> np.ndarray:
 
 
 def _batches(share: float) -> float:
-    return (1 - share) / share if share > 0 else float("inf")
+    return (1 - min(share, 1.0)) / share if share > 0 else float("inf")  # equal gradients may round to a share above 1
 
 
 def group_cosine(inner: np.ndarray, size: int) -> float:

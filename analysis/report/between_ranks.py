@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from gradlab.analysis.figures import information as information_plots
+from gradlab.analysis.figures.information import estimates
 from gradlab.analysis.report.page import Drawing, Section, Table
 from gradlab.formatting import (
     format_number,
@@ -27,7 +28,7 @@ _BY_CHANCE = 0.9
 _REMARK_COLUMNS = ("layer", "series", "what was found")
 
 
-_ESTIMATORS = {"copula": "copula", "quantiles": "quantiles", "ksg": "nearest neighbours"}
+_ESTIMATORS = {"copula": "copula", "mixed": "nearest neighbours"}
 
 
 def between_ranks_section(data: Json) -> Section | None:
@@ -117,22 +118,21 @@ def _between_tables(between: Json) -> list[Table]:
                 layer["name"],
                 ", ".join(layer["place"]) or "-",
                 *(format_number(_mean_of(layer, paper, name)) for name in ("entropy", "information", "shuffled")),
-                *(with_interval(layer["estimators"][name]["excess"], "bits", 3) for name in _ESTIMATORS),
+                *(with_interval(estimates(layer, name)["excess"], "bits", 3) for name in _ESTIMATORS),
                 with_interval(layer["mean_cosine"], "mean", 2),
                 format_number(layer["signal_to_noise"], 2),
                 format_percent(top["overlap"] if top else None),
             ]
         )
     columns = (
-        "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula", "quantiles",
+        "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula",
         "nearest neighbours", "cosine", "signal / noise", "top 1 % in common",
     )  # fmt: skip
     note = (
         "Bits per parameter. Excess: beyond the shifted null, with its interval over iterations. Estimators looked at "
-        "up to "
-        f"{between['values']} values of a layer in {between['iterations']} iterations, nearest neighbours at "
-        f"{_numbers(layer['estimators']['ksg']['samples'] for layer in between['layers'])}, as many as their intervals "
-        "need."
+        f"up to {between['values']} values of a layer in {between['iterations']} iterations, nearest neighbours at "
+        f"{_numbers(layer['estimators']['mixed']['samples'] for layer in between['layers'])}, as many as their "
+        "intervals need."
     )
     tables = [Table("Between ranks, by layer", columns, rows, note, text_columns=2)]
     if remarks := _series_remarks(between["layers"]):
@@ -147,7 +147,7 @@ def _series_remarks(layers: Sequence[Json]) -> list[list[str]]:
     """A row for each series over iterations that has no interval, or drifts."""
     rows = []
     for layer in layers:
-        series = {f"excess: {label}": layer["estimators"][name]["excess"] for name, label in _ESTIMATORS.items()}
+        series = {f"excess: {label}": estimates(layer, name)["excess"] for name, label in _ESTIMATORS.items()}
         for label, found in {**series, "cosine": layer["mean_cosine"]}.items():
             remarks = [f"no interval: {found['refused']}"] if found["refused"] else []
             if found["drift"] is not None:

@@ -881,11 +881,11 @@ MUTANTS = (
         what="The interval of a rank correlation is that of Pearson's.",
     ),
     Mutant(
-        file="analysis/measure/information.py",
-        old="levels[atoms] = np.arange(atoms.sum())",
-        new="levels[atoms] = 0",
+        file="analysis/measure/neighbors.py",
+        old="at_pair, around = tied > neighbors, np.flatnonzero(tied <= neighbors)",
+        new="at_pair, around = tied > len(x), np.arange(len(x))",
         tests=("tests/analysis/measure/test_information.py",),
-        what="Values that many samples share are one level, whichever they are.",
+        what="A pair that many samples share counts k of them.",
     ),
     Mutant(
         file="analysis/measure/information.py",
@@ -895,11 +895,11 @@ MUTANTS = (
         what="Miller's term has its sign turned.",
     ),
     Mutant(
-        file="analysis/measure/information.py",
-        old="np.where(counts % 2 == 0, 0.5, -0.5)",
-        new="np.where(counts % 2 == 0, -0.5, 0.5)",
+        file="analysis/measure/neighbors.py",
+        old="_SCATTER * (scores - middles)",
+        new="0 * (scores - middles)",
         tests=("tests/analysis/measure/test_information.py",),
-        what="Grassberger's correction has its parity turned.",
+        what="A neighbourhood that ends among tied samples takes none of them in one variable and k in the other.",
     ),
     Mutant(
         file="analysis/measure/limits.py",

@@ -95,11 +95,10 @@ def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Pa
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
     """Estimators see dependence that ranks have by having the same parameters; the shifted null has it too."""
     result = measured(tmp_path, planted(0.0, steps=40, scales=True), WITH_INTERVALS)
-    for method in ("quantiles", "ksg"):
-        estimate = result.estimators[method]
-        assert np.mean(estimate.paired) > 0.1
-        assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
-        assert estimate.excess.low <= 0.0 <= estimate.excess.high
+    estimate = result.estimators["mixed"]
+    assert np.mean(estimate.paired) > 0.1
+    assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
+    assert estimate.excess.low <= 0.0 <= estimate.excess.high
     assert abs(result.mean_cosine.mean) < 0.05
 
 
@@ -119,7 +118,7 @@ def test_a_drift_and_a_missing_interval_are_said_in_the_report(tmp_path: Path) -
     assert "Layers without an interval: 1, such as conv.weight: neighbours' autocorrelation is" in section.answer
     assert "It drifts over the iterations in 1 of 1 layers (conv.weight first)" in section.answer
     rows = {row[1]: row[2] for row in section.tables[1].rows}
-    assert set(rows) == {"excess: copula", "excess: quantiles", "excess: nearest neighbours", "cosine"}
+    assert set(rows) == {"excess: copula", "excess: nearest neighbours", "cosine"}
     assert rows["cosine"].startswith(f"no interval: {cosine.refused}; drifts from 0.1")
     assert section.tables[0].rows[0][5].endswith(" [no interval]")
     section.drawings[0].draw()
@@ -182,10 +181,10 @@ def test_nearest_neighbours_look_at_as_many_values_as_their_interval_needs(
     changing = measured(tmp_path / "a", np.sqrt(share) * common + np.sqrt(1 - share) * own, WITH_INTERVALS)
     noise = measured(tmp_path / "b", own, WITH_INTERVALS)
     assert changing.values == noise.values == 2048
-    assert changing.estimators["ksg"].samples == 512
-    assert noise.estimators["ksg"].samples == 2048  # nothing says that fewer are enough
+    assert changing.estimators["mixed"].samples == 512
+    assert noise.estimators["mixed"].samples == 2048  # nothing says that fewer are enough
     monkeypatch.setattr("gradlab.analysis.measure.between_ranks._NARROW", 0.1)
-    few = measured(tmp_path / "c", own, WITH_INTERVALS).estimators["ksg"]
+    few = measured(tmp_path / "c", own, WITH_INTERVALS).estimators["mixed"]
     assert few.samples == 512
     assert few.excess.high - few.excess.low <= 0.2
 
