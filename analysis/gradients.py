@@ -116,7 +116,7 @@ def step_gradients(step: TraceStep) -> list[dict[str, np.ndarray]]:
         Per rank, layer name -> float32 array of the layer's shape.
     """
     return [
-        gradients if scale == 1 else {name: value / np.float32(scale) for name, value in gradients.items()}
+        gradients if scale == 1 else {name: np.asarray(value / np.float32(scale)) for name, value in gradients.items()}
         for gradients, scale in zip(step.gradients, step.loss_scale, strict=True)
     ]
 

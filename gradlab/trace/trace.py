@@ -309,7 +309,7 @@ class Trace:
             ]
             # What is handed out is not held here: whoever is done with a block's last step has its memory back.
             steps = [
-                self._step(first + offset, [{name: rows[offset] for name, rows in rank.items()} for rank in block])
+                self._step(first + offset, [{name: rows[offset, ...] for name, rows in rank.items()} for rank in block])
                 for offset in reversed(range(last - first))
             ]
             del block

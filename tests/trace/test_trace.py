@@ -163,6 +163,7 @@ def test_iterate_reads_the_layers_and_positions_that_are_asked_for(template: Pat
         steps = list(trace.iterate(5, 8, layers=["scale"]))
     assert [step.position for step in steps] == [5, 6, 7]
     assert all(list(rank) == ["scale"] for step in steps for rank in step.gradients)
+    assert all(isinstance(step.gradients[0]["scale"], np.ndarray) for step in steps)
     assert steps[0].gradients[0]["scale"].shape == ()
 
 
