@@ -15,7 +15,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,7 +27,6 @@ from gradlab.codec import (
     Context,
     Deferred,
     Exchanged,
-    Guarantees,
     PlanDefaults,
     Tensors,
     concatenate,
@@ -39,10 +38,10 @@ from gradlab.codec.received import most_bytes, sent_by
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload
 from gradlab.codec.sparsifier import at_least
+from gradlab.coding.level_steps import sample_of, searched_step
 from gradlab.coding.level_tables import CLASSES, LevelTables, advanced, nothing_known, running
-from gradlab.coding.level_values import SEED, centroids_of, dither, in_units, undithered, uniform, values_of
+from gradlab.coding.level_values import centroids_of, in_units, values_of, wide
 from gradlab.coding.levels import FREQUENCIES, LARGEST, decode_levels, encode_levels
-from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -52,9 +51,14 @@ _HEADER = struct.Struct("<f3bf")
 _CENTROIDS = struct.Struct("<3b")  # in the header
 _FITTED_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
 _RUNNING_TABLES = Kept(FREQUENCIES, (torch.float64,), least=0, most=2.0**53)  # whole numbers; states are floating point
-_SAMPLE = 2**18  # values from which a first step is found
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
-_OCTAVES, _HALVINGS = 30, 14  # of the interval in which the first step is looked for: it is found to 0.002 octaves
+_OFF, _FARTHEST = 0.1, 4.0  # octaves by which a step that is found anew is off, at low rates, and moves at first
+_MANY, _FEW = 2**18, 2**16  # values on which a step is found, for the first time and anew
+_FIXED, _BY_LAYER = _HEADER.size + 18, 4  # bytes of a message of which all levels are zero
+_FEWEST = 16  # bytes of a message that are left for levels, at least
+_LARGEST_STEP, _LEAST_ERROR = 3e38, 1e-12
+_OF_GAUSSIAN = 2.4  # bits of Gaussian values at a step of their mean magnitude
+_DEAREST = 34  # bits of a level, at most, but for the gap before it
 
 
 class ECSQ(Compressor):
@@ -68,22 +72,13 @@ class ECSQ(Compressor):
     the artifact (`gradlab fit ecsq --tables fitted`). A layer whose tables do not fit sends its own. All ranks decode
     alike in each form, bit for bit.
 
-    The step follows from one of three settings. With `bits` it is controlled from iteration to iteration so that
-    messages take so many bits per value, with `error` so that C(x) misses so much of x. All ranks know the last
-    iteration's messages and come to the same next step. The first one is found by every rank on its own gradient.
-    With `step` it is fixed.
+    The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration so that
+    its messages take so many bits per value, with `error` so that C(x) misses so much of x. The first step, and any
+    under which a message is far from that, is searched on the gradient itself, by the sizes of its codes. A message of
+    few values has 16 bytes for levels, at least. With `step` it is fixed.
 
     Message sizes vary. Their forecast is what was asked for. Values that are not zero are few at low rates, so that
     error feedback is on by default. A plan has one group of all layers by default, so that there is one step.
-
-    With `unbiased`, values are rounded to one of the two nearest levels by chance, without dead zone and centroids:
-    E C(x) = x, and feedback is off by default. The step is at most the largest magnitude, whatever bits are asked for,
-    so that E||C(x) - x||^2 <= (sqrt(numel) - 1) ||x||^2. A value far below the step is then sent as noise of the step's
-    size; docs/ecsq.md has what that costs. With `dither` too, the random numbers that decide are subtracted from the
-    levels again (subtractive dither; Roberts, "Picture coding using pseudo-random noise", IRE Transactions on
-    Information Theory, 1962): they follow from a seed of 8 bytes in the message. Levels and bits are the same, all
-    values are off by step^2 / 12 on average whatever they are, and E||C(x) - x||^2 <= numel / 12 ||x||^2. That is less
-    than without where most values reach the step, and more where few do.
 
     >>> done = codecs.make("ecsq", step=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -118,10 +113,6 @@ class ECSQ(Compressor):
         dead_zone: float = setting(
             0.65, least=0.5, most=1, unit="steps", help="below which values are zero; 0.5: all are rounded"
         )
-        unbiased: bool = setting(
-            False, help="round to one of the two nearest levels by chance, without a dead zone and centroids"
-        )
-        dither: bool = setting(False, help="subtract the chance again where levels are decoded, with `unbiased`")
         tables: str = setting(
             "message",
             choices=("message", "running", "fitted"),
@@ -132,22 +123,14 @@ class ECSQ(Compressor):
         def __post_init__(self) -> None:
             both = self.error is not None and self.step is not None
             require(not both, "ecsq", "error", self.error, "None where the step is set")
-            require(self.unbiased or not self.dither, "ecsq", "dither", self.dither, "False without `unbiased`")
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.defaults = replace(type(self).defaults, error_feedback=not self.settings.unbiased)
         self._sizes: tuple[int, ...] = ()
         self._known: LevelTables | None = None
         self._fitted: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # frequencies and centroids of layers
         self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
-
-    def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        if not self.settings.unbiased:
-            return super().guarantees(layers)
-        numel = sum(layer.numel for layer in layers)
-        return Guarantees(unbiased=True, omega=numel / 12 if self.settings.dither else max(0.0, numel**0.5 - 1))
 
     @property
     def gathered(self) -> bool:
@@ -162,8 +145,9 @@ class ECSQ(Compressor):
         return self._of_groups[sizes]
 
     def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """Return the step, (), float64, see `quantized`."""
-        return torch.tensor(self._step_for(vector, before if before is None else float(before)), dtype=torch.float64)
+        """Return the step to begin with, (), float64, see `quantized`."""
+        step = self.settings.step or (before is not None and float(before)) or self._found_step(vector)
+        return torch.tensor(step, dtype=torch.float64)
 
     def at(self, held: torch.Tensor | None) -> ECSQ:
         bound = copy.copy(self)
@@ -179,9 +163,9 @@ class ECSQ(Compressor):
         codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
         before = float(state[key]) if key in state else None
-        message, quantized = codec.quantized(vector, before, context.rank_generator())
+        message, quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
-        after = codec.next_step(answers, vector.numel() * len(answers))
+        after = codec.next_step([message], vector.numel())
 
         def mean() -> tuple[Tensors, Tensors]:
             total, seen = context.memory_for_mean(vector, grads).zero_(), nothing_known(len(grads))
@@ -220,12 +204,8 @@ class ECSQ(Compressor):
                 state[key].cpu().numpy().astype(np.int64) if (key := f"{name}/tables") in state else nothing
                 for name, nothing in zip(names, nothing_known(len(names)), strict=True)
             ]
-            return self._bare(running(frequencies, self.settings.dead_zone))
+            return running(frequencies, self.settings.dead_zone)
         return None
-
-    def _bare(self, tables: LevelTables) -> LevelTables:
-        """Leave out the centroids where values are rounded by chance."""
-        return replace(tables, centroids=np.zeros_like(tables.centroids)) if self.settings.unbiased else tables
 
     def _fitted_of(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return a layer's fitted frequencies and centroids, on the host: they are read in every iteration."""
@@ -272,16 +252,16 @@ class ECSQ(Compressor):
         bare = LevelTables(nothing_known(len(layers)), np.zeros((len(layers), CLASSES), np.int64))
         codec = self.for_layers(self.shapes_of(layers))._knowing(bare)
         offsets, counts, step = np.zeros_like(bare.centroids, float), np.zeros_like(bare.centroids), None
-        for number, grads in enumerate(contributions):
+        for grads in contributions:
             vector = concatenate({name: grads[name].to(torch.float32) for name in names})
-            message, _ = codec.quantized(vector, step, torch.Generator().manual_seed(number))
+            message, _ = codec.quantized(vector, step)
             found, *_ = _header(bytes(message.tolist()))
             if not math.isnan(found):
                 codec._count_offsets(
                     codec._decoded((message,), vector, codec._sizes, seen), vector, found, offsets, counts
                 )
-                step = codec.next_step([message], vector.numel()) or step
-        centroids = self._bare(LevelTables(seen, in_units(offsets / np.maximum(counts, 1)))).centroids
+                step = codec.next_step([message], len(vector)) or step
+        centroids = in_units(offsets / np.maximum(counts, 1))
         learned: Tensors = {}
         for name, frequencies, of_layer in zip(names, seen, centroids, strict=True):
             learned[f"{name}/tables"] = torch.from_numpy(frequencies)
@@ -313,58 +293,71 @@ class ECSQ(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
-        return (self.quantized(vector, None, generator)[0],)
+        return (self.quantized(vector, None)[0],)
 
     def compress_pieces(
         self, vector: torch.Tensor, pieces: Pieces, generator: torch.Generator
     ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
-        quantized = self._quantized(vector, None, generator, pieces)
-        if quantized is None:
-            lost = Contribution(None, None)
-            return [(_not_finite(vector),) for _ in range(pieces.world_size)], lost.added_to
-        positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
-        sent: list[Payload] = []
-        for rank, (there, of_shard) in enumerate(pieces.deal(positions, levels)):
-            data = encode_levels(there, of_shard, pieces.sizes[rank].tolist())
-            sent.append((_message(vector, quantized.headers[rank] + data),))
-        return sent, quantized.contribution.added_to
+        def written(one: _Quantized) -> list[bytes]:
+            positions, levels = one.on_host
+            dealt = enumerate(pieces.deal(positions, levels))
+            return [
+                one.header + encode_levels(there, of_shard, pieces.sizes[rank].tolist())
+                for rank, (there, of_shard) in dealt
+            ]
 
-    def quantized(
-        self, vector: torch.Tensor, step: float | None, generator: torch.Generator
-    ) -> tuple[torch.Tensor, Contribution]:
+        messages, contribution = self._written(vector, None, written)
+        messages = messages or [_not_finite(vector)] * pieces.world_size
+        return [(message,) for message in messages], contribution.added_to
+
+    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
         """Compress a vector (numel,).
 
         step: of the last iteration's control; None: as set, or found on the vector.
-        generator: of the chance with `unbiased`.
 
         Returns:
             The message, (bytes,), uint8, and what it stands for.
         """
-        quantized = self._quantized(vector, step, generator)
-        if quantized is None:
-            return _not_finite(vector), Contribution(None, None)
-        positions, levels = (one.cpu().numpy() for one in (quantized.positions, quantized.levels))
-        known = None if self._known is None else self._known.frequencies
-        data = encode_levels(positions, levels, self._sizes or (vector.numel(),), known)
-        return _message(vector, quantized.headers[0] + data), quantized.contribution
+        messages, contribution = self._written(vector, step, lambda one: [self._encoded(one, vector.numel())])
+        return (messages or [_not_finite(vector)])[0], contribution
 
-    def _quantized(
-        self, vector: torch.Tensor, step: float | None, generator: torch.Generator, pieces: Pieces | None = None
-    ) -> _Quantized | None:
-        """Quantize a vector (numel,), for a message to every shard if there are pieces; None if it is not finite."""
-        step = self._step_for(vector, step)
-        if self.settings.unbiased:
-            return self._drawn(vector, step, generator, pieces)
+    def _encoded(self, quantized: _Quantized, numel: int) -> bytes:
+        known = None if self._known is None else self._known.frequencies
+        return quantized.header + encode_levels(*quantized.on_host, self._sizes or (numel,), known)
+
+    def _written(
+        self, vector: torch.Tensor, step: float | None, write: Callable[[_Quantized], list[bytes]]
+    ) -> tuple[list[torch.Tensor], Contribution]:
+        """Quantize a vector and write its messages: once more if they miss by far what was asked for.
+
+        Returns:
+            The messages, none if the vector is not finite, and what they stand for.
+        """
+        before = self.settings.step or step or self._step
+        quantized = self._quantized(vector, before or self._found_step(vector))
+        if quantized is None:
+            return [], Contribution(None, None)
+        messages = write(quantized)
+        beyond = self._beyond(quantized.missed, messages, vector.numel()) if before else 0.0
+        if abs(beyond) > _OFF * max(1.0, _SLOPE * self.settings.bits):
+            guess = quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond))
+            found = self._found_step(vector, guess, len(messages))
+            if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
+                quantized, messages = again, write(again)
+        return [_message(vector, one) for one in messages], quantized.contribution
+
+    def _quantized(self, vector: torch.Tensor, step: float) -> _Quantized | None:
+        """Quantize a vector (numel,); None if it is not finite."""
         step, positions, values = self._selected(vector, step)
         if not math.isfinite(step):
             return None
-        scaled = values.abs() / step
+        scaled = values.abs().to(wide(vector.dtype)) / step
         levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
         told = self._told(lambda: centroids_of(scaled - levels, levels))
         signed = levels.copysign(values).to(torch.int32)
         decoded = self._values(positions, signed, step, told, vector.dtype)
-        header = _HEADER.pack(step, *told, self._missed(vector, values, decoded))
-        return _Quantized([header] * _shards(pieces), positions, signed, Contribution(positions, decoded))
+        missed = self._missed(vector, values, decoded)
+        return _Quantized(step, told, missed, positions, signed, Contribution(positions, decoded))
 
     def _told(self, centroids: Callable[[], Sequence[int]]) -> Sequence[int]:
         """Return three bytes for the header: the message's centroids, or which tables it was written under."""
@@ -380,45 +373,6 @@ class ECSQ(Compressor):
         if self._known is None:
             return values_of(levels, step, np.array([told]), dtype)
         return values_of(levels, step, self._known.centroids, dtype, self._layers_at(positions))
-
-    def _drawn(
-        self, vector: torch.Tensor, step: float, generator: torch.Generator, pieces: Pieces | None
-    ) -> _Quantized | None:
-        """Round x / step up or down by chance.
-
-        The step is at most the largest magnitude, and at least such that all levels can be sent.
-        """
-        largest = _largest(vector)
-        if not math.isfinite(largest):
-            return None
-        step = _float32(min(max(step, largest / LARGEST), largest))
-        seeds, places = self._places(vector, generator, pieces)
-        rounded = (vector / (step or 1.0)).add_(places).floor_()  # no value is above a step of 0
-        positions = at_least(rounded, 1.0)
-        levels = rounded.index_select(0, positions).clamp_(-LARGEST, LARGEST).to(torch.int32)
-        if self.settings.dither:
-            told, values, decoded = None, vector, undithered(places, positions, levels, step)
-        else:
-            told, values = positions, vector.index_select(0, positions)
-            decoded = values_of(levels, step, np.zeros((1, CLASSES), np.int64), vector.dtype)
-        header = _HEADER.pack(step, *self._told(lambda: [0] * CLASSES), self._missed(vector, values, decoded))
-        return _Quantized([header + seed for seed in seeds], positions, levels, Contribution(told, decoded))
-
-    def _places(
-        self, vector: torch.Tensor, generator: torch.Generator, pieces: Pieces | None
-    ) -> tuple[list[bytes], torch.Tensor]:
-        """Draw numbers in (0, 1), (numel,), and return them after what each message says of those of its shard."""
-        if not self.settings.dither:
-            return [b""] * _shards(pieces), uniform(RandomBits(generator, vector.device), vector)
-        drawn = torch.randint(2**62, (_shards(pieces),), generator=generator, device=generator.device).tolist()
-        seeds = [SEED.pack(seed) for seed in drawn]
-        if pieces is None:
-            return seeds, dither(seeds[0], vector)
-        places = torch.empty_like(vector)
-        for rank, seed in enumerate(seeds):
-            there = torch.from_numpy(pieces.in_vector(rank, np.arange(pieces.numel(rank)))).to(vector.device)
-            places[there] = dither(seed, places[: pieces.numel(rank)])
-        return seeds, places
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return the step as it is sent, the positions of the values that are not zero under it, and these values.
@@ -440,9 +394,6 @@ class ECSQ(Compressor):
             return at_least(vector, self.settings.dead_zone * step)
         return torch.zeros(0, dtype=torch.int64, device=vector.device)
 
-    def _step_for(self, vector: torch.Tensor, before: float | None) -> float:
-        return self.settings.step or before or self._step or self._found_step(vector)
-
     def _missed(self, vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
         """Compute ||C(x) - x||^2 / ||x||^2 where the step follows from it; 0 if x is zero.
 
@@ -450,8 +401,8 @@ class ECSQ(Compressor):
         """
         if self.settings.error is None:
             return 0.0
-        whole = float(torch.linalg.vector_norm(vector)) ** 2
-        sent, left = (float(torch.linalg.vector_norm(one)) ** 2 for one in (values, values - decoded))
+        whole = _square(vector)
+        sent, left = _square(values), _square(values - decoded)
         return min(1.0, max(0.0, whole - sent + left) / whole) if whole > 0 else 0.0
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
@@ -482,70 +433,79 @@ class ECSQ(Compressor):
         known = None if self._known is None else self._known.frequencies
         if self._known is not None and _CENTROIDS.pack(*told) != self._known.digest:
             raise GradlabError("ecsq: a message under other tables: the ranks' states or artifacts are not the same")
-        begins = _HEADER.size + (SEED.size if self.settings.dither else 0)
-        _check_length(data, begins)
-        positions, levels = decode_levels(data[begins:], sizes, known, seen)
+        positions, levels = decode_levels(data[_HEADER.size :], sizes, known, seen)
         there = torch.from_numpy(levels).to(like.device)
-        if self.settings.dither:
-            places = dither(data[_HEADER.size : begins], like.new_empty(sum(sizes)))
-            values = undithered(places, torch.from_numpy(positions).to(like.device), there, step)
-            positions = np.arange(len(values))
-        else:
-            values = self._values(torch.from_numpy(positions).to(like.device), there, step, told, like.dtype)
+        values = self._values(torch.from_numpy(positions).to(like.device), there, step, told, like.dtype)
         return Contribution(torch.from_numpy(moved(positions)).to(like.device), values)
 
     # --- the step ---
 
     def next_step(self, messages: Sequence[torch.Tensor], numel: int) -> float | None:
-        """Return the step of the next iteration, the same on all ranks, or None if it stays as it is.
+        """Return the step of the next iteration, or None if it stays as it is.
 
-        It follows from the steps that were sent. The smallest that can be sent bounds it, where no step is small enough
+        It follows from the step that was sent. The smallest that can be sent bounds it, where no step is small enough
         to give the size asked for, as with few values other than zero.
 
-        messages: of all ranks, or one rank's to all servers.
+        messages: of one rank: to all, or to every server.
         numel: values that they describe, all together.
         """
-        headers = []
-        for rank, message in enumerate(messages):
-            with sent_by(rank):
-                headers.append(_header(bytes(message[: _HEADER.size].tolist())))
-        known = [header for header in headers if header[0] > 0]  # NaN is not
-        if self.settings.step is not None or not known or not numel:
+        headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
+        if self.settings.step is not None or not headers or not headers[0][0] > 0 or not numel:  # NaN is not
             return None
-        step = math.fsum(header[0] for header in known) / len(known)
-        if self.settings.error is not None:
-            found = math.fsum(header[-1] for header in known) / len(known)
-            wanted = self.settings.error**2
-            return step * _correction((wanted - found) / max(wanted, found))
-        bits, wanted = 8 * sum(map(len, messages)) / numel, self.settings.bits
-        return step * _correction((bits - wanted) / min(1.0, _SLOPE * wanted))
+        step, *_, missed = headers[0]
+        return step * _correction(self._beyond(missed, messages, numel))
 
-    def _found_step(self, vector: torch.Tensor) -> float:
-        """Find the step that gives the size or the error asked for, on a sample; 0 if all of the vector is zero."""
-        every = max(1, vector.numel() // _SAMPLE)
-        sample = vector[::every].abs().double()
-        low, high = 0.0, float(sample.max()) / self.settings.dead_zone if sample.numel() else 0.0
-        if not (0 < high < math.inf):
+    def _wanted(self, numel: int, messages: int = 1) -> float:
+        """Return the bits per value asked for; more of few values, which need some bytes for levels."""
+        levels = max(self.settings.bits / 2, 8 * messages * _FEWEST / max(1, numel))
+        return max(self.settings.bits, self._fixed(numel, messages) + levels)
+
+    def _fixed(self, numel: int, messages: int = 1) -> float:
+        """Bits per value of messages of which all levels are zero."""
+        return 8 * messages * (_FIXED + _BY_LAYER * len(self._sizes or (numel,))) / max(1, numel)
+
+    def _beyond(self, missed: float, messages: Sequence[Any], numel: int) -> float:
+        """Return how many octaves the step is too fine for what was asked for, about; 0 where it is set."""
+        if self.settings.step is not None or not numel:
             return 0.0
-        low = high * 2.0**-_OCTAVES
-        for _ in range(_HALVINGS):
-            step = math.sqrt(low * high)
-            low, high = (step, high) if self._is_too_fine(sample, step) else (low, step)
-        return high
-
-    def _is_too_fine(self, sample: torch.Tensor, step: float) -> bool:
-        if self.settings.unbiased:
-            levels = (sample / step + _evenly(len(sample), sample)).floor_()
-        else:
-            levels = (sample / step - self.settings.dead_zone).floor_().add_(1)
         if self.settings.error is not None:
-            missed = (levels * step).sub_(sample).square_().sum()
-            wanted = self.settings.error**2 * float(sample.square().sum())
-            return (len(sample) * step**2 / 12 if self.settings.dither else float(missed)) < wanted
-        counts = levels.clamp_(max=255).to(torch.int64).bincount().double()
-        shares = counts[counts > 0] / len(sample)
-        bits = -float((shares * shares.log2()).sum()) + float((levels > 0).double().mean())  # and a sign each
-        return bits > self.settings.bits
+            return math.log2(self.settings.error**2 / max(missed, _LEAST_ERROR)) / 2
+        bits = 8 * sum(map(len, messages)) / numel
+        wanted = self._wanted(numel, len(messages))
+        return (bits - wanted) / min(1.0, _SLOPE * wanted)
+
+    def _found_step(self, vector: torch.Tensor, guess: float | None = None, messages: int = 1) -> float:
+        """Find the step that gives the size or the error asked for, on a sample; 0 if it is all zero or not finite.
+
+        guess: a step near it; None: from the mean magnitude.
+        """
+        sample, sizes = sample_of(vector, self._sizes or (vector.numel(),), _FEW if guess else _MANY)
+        largest = min(_largest(sample), _LARGEST_STEP) if sample.isfinite().all() else 0.0
+        if largest == 0:
+            return 0.0
+        on_sample, numel, mean = copy.copy(self), vector.numel(), float(sample.abs().mean(dtype=torch.float64))
+        on_sample._sizes = sizes
+        finest, coarsest = largest / LARGEST, min(1.01 * largest / self.settings.dead_zone, _LARGEST_STEP)
+        if (error := self.settings.error) is not None:
+            signal = functools.partial(on_sample._signal, sample)
+            return searched_step(signal, error**-2, finest, coarsest, guess or 3 * error * mean)
+        wanted = self._wanted(numel, messages)
+        more = self._fixed(numel, messages) - on_sample._fixed(len(sample))
+        if _DEAREST * int(sample.count_nonzero()) / len(sample) + more <= wanted:
+            return finest
+        bits = functools.partial(on_sample._bits, sample, more)
+        return searched_step(bits, wanted, finest, coarsest, guess or mean * 2 ** (_OF_GAUSSIAN - wanted))
+
+    def _bits(self, vector: torch.Tensor, more: float, step: float) -> float:
+        """Count the bits per value of a message under a step, and so many more."""
+        quantized = self._quantized(vector, step)
+        assert quantized is not None  # it was looked at
+        return 8 * len(self._encoded(quantized, len(vector))) / len(vector) + more
+
+    def _signal(self, vector: torch.Tensor, step: float) -> float:
+        """Compute ||x||^2 / ||C(x) - x||^2 under a step."""
+        quantized = self._quantized(vector, step)
+        return 1 / max(_LEAST_ERROR, quantized.missed) if quantized else 0.0
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         step = for_any(layers, "step", self.kept_by_messages)
@@ -581,8 +541,8 @@ class ECSQ(Compressor):
 class Contribution:
     """What one rank's message stands for.
 
-    positions: of values other than zero, ascending, (count,), int64; None: all.
-    values: there, (count,); None: the vector was not finite.
+    positions: of values other than zero, ascending, (count,), int64.
+    values: there, (count,). Both None: the vector was not finite.
     """
 
     positions: torch.Tensor | None
@@ -590,31 +550,29 @@ class Contribution:
 
     def added_to(self, total: torch.Tensor, scale: float) -> torch.Tensor:
         """Add scale * C(x) to a vector (numel,), in place, and return it."""
-        if self.values is None:
+        if self.values is None or self.positions is None:
             return total.fill_(math.nan)
-        if self.positions is None:
-            return total.add_(self.values, alpha=scale)
         return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
 
 
 @dataclass(frozen=True)
 class _Quantized:
-    """One rank's vector before it is coded: what the message to each shard begins with, and levels other than zero."""
+    """One rank's vector before it is coded: what its messages begin with, and levels other than zero."""
 
-    headers: list[bytes]
+    step: float
+    told: Sequence[int]
+    missed: float
     positions: torch.Tensor
     levels: torch.Tensor
     contribution: Contribution
 
+    @property
+    def header(self) -> bytes:
+        return _HEADER.pack(self.step, *self.told, self.missed)
 
-def _shards(pieces: Pieces | None) -> int:
-    """Count the messages of a vector."""
-    return 1 if pieces is None else pieces.world_size
-
-
-def _evenly(count: int, like: torch.Tensor) -> torch.Tensor:
-    """Return numbers in [0, 1) that are spread evenly, (count,): multiples of the golden ratio."""
-    return torch.arange(count, dtype=like.dtype, device=like.device).mul_((5**0.5 - 1) / 2).remainder_(1.0)
+    @property
+    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.positions.cpu().numpy(), self.levels.cpu().numpy()
 
 
 def _header(data: bytes) -> tuple[Any, ...]:
@@ -646,8 +604,14 @@ def _largest(values: torch.Tensor) -> float:
     return max(map(abs, map(float, torch.aminmax(values)))) if values.numel() else 0.0
 
 
+def _square(values: torch.Tensor) -> float:
+    """Sum squares, which do not leave double precision where values are single."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
 def _float32(number: float) -> float:
-    return struct.unpack("<f", struct.pack("<f", min(number, 3e38)))[0]
+    """Round to single precision; infinite where that ends."""
+    return struct.unpack("<f", struct.pack("<f", number))[0] if number < 3.4e38 else math.inf
 
 
 def _correction(doublings: float) -> float:

@@ -25,13 +25,17 @@ def deflated(data: Any, strategy: int = MATCHES) -> bytes:
     """Compress bytes, unless that makes them longer.
 
     Args:
-        data: bytes, or an array of uint8.
+        data: bytes, or an array of uint8, which `CODES_ALONE` needs.
         strategy: `MATCHES` looks for repetitions, `CODES_ALONE` gives each byte a Huffman code by its frequency, in a
             fifth of the time.
 
     Returns:
         A byte, 1 if what follows is deflated and else 0, and what follows.
     """
+    if (
+        strategy == CODES_ALONE and data.size and (data == data[0]).all()
+    ):  # a code takes a bit, a repetition next to none
+        strategy = MATCHES
     # With the most memory, 32 thousand codes share a table.
     level, memory = (6, zlib.DEF_MEM_LEVEL) if strategy == MATCHES else (1, 9)
     deflater = zlib.compressobj(level, zlib.DEFLATED, -zlib.MAX_WBITS, memory, strategy)

@@ -22,6 +22,7 @@ _RAREST = 2**15  # a symbol counts as one in so many at least, so that every one
 _OF_TABLE, _OF_SYMBOL = 90, 5  # bits that DEFLATE takes for a table, about, and for each of its symbols
 _NODES = 10  # bits of a tree's node
 _NODE = 2**_NODES - 1
+_REPEATED = 1024  # so many that are alike are not sent one by one
 _KNOWN = b"\2"  # what codes under a known table begin with; `deflated` begins with 0 or 1
 
 
@@ -53,6 +54,8 @@ def coded(symbols: np.ndarray, frequencies: np.ndarray) -> bytes:
     if not len(symbols):
         return deflated(symbols)
     table, counts = _table_of(frequencies), np.bincount(symbols, minlength=SYMBOLS)
+    if counts.max() == len(symbols) > _REPEATED:
+        return deflated(symbols, CODES_ALONE)
     own = _OF_TABLE + _OF_SYMBOL * np.count_nonzero(counts) + max(len(symbols), table.excess * _entropy(counts))
     if int(counts @ table.widths[:SYMBOLS]) > own:
         return deflated(symbols, CODES_ALONE)

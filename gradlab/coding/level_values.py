@@ -1,4 +1,4 @@
-"""What levels stand for: multiples of a step, moved to where values lie above them, or less a dither.
+"""What levels stand for: multiples of a step, moved to where values lie above them.
 
 Centroids are by layer and class of levels (1, 2, and all higher ones), in `UNIT` of a step. Whoever sends a message and
 whoever receives it decode by the same arithmetic.
@@ -6,15 +6,10 @@ whoever receives it decode by the same arithmetic.
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 import torch
 
 from gradlab.coding.level_tables import CLASSES, UNIT
-from gradlab.coding.random_bits import RandomBits
-
-SEED = struct.Struct("<q")  # of a dither, in a message
 
 
 def values_of(
@@ -30,8 +25,13 @@ def values_of(
     classes = levels.clamp(-CLASSES, CLASSES).add_(CLASSES)
     if layers is not None:
         classes = layers * (2 * CLASSES + 1) + classes
-    offsets = torch.from_numpy(table).to(levels.device, dtype)
-    return levels.to(dtype).add_(offsets.index_select(0, classes)).mul_(step)
+    offsets = torch.from_numpy(table).to(levels.device, wide(dtype))
+    return levels.to(wide(dtype)).add_(offsets.index_select(0, classes)).mul_(step).to(dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that levels are computed in: half precision ends below the largest ones."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def centroids_of(offsets: torch.Tensor, levels: torch.Tensor) -> list[int]:
@@ -48,23 +48,3 @@ def centroids_of(offsets: torch.Tensor, levels: torch.Tensor) -> list[int]:
 def in_units(offsets: np.ndarray) -> np.ndarray:
     """Round offsets, in steps, to `UNIT`."""
     return np.clip(np.rint(offsets / UNIT), -128, 127).astype(np.int64)
-
-
-def uniform(bits: RandomBits, like: torch.Tensor) -> torch.Tensor:
-    """Draw numbers in (0, 1) in 2^16 places, in the shape of `like`."""
-    return bits.sixteen(like).to(like.dtype).mul_(2.0**-16).add_(0.5 + 2.0**-17)
-
-
-def dither(seed: bytes, like: torch.Tensor) -> torch.Tensor:
-    """Draw what a message's seed stands for, the same in whoever sends and whoever receives: on the host."""
-    generator = torch.Generator().manual_seed(*SEED.unpack(seed))
-    return uniform(RandomBits(generator, torch.device("cpu")), like.cpu()).to(like.device)
-
-
-def undithered(places: torch.Tensor, positions: torch.Tensor, levels: torch.Tensor, step: float) -> torch.Tensor:
-    """Decode (k + 1/2 - u) step, (numel,).
-
-    places: u, changed.
-    positions, levels: of k other than zero.
-    """
-    return places.neg_().add_(0.5).index_add_(0, positions, levels.to(places.dtype)).mul_(step)

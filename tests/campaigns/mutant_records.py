@@ -330,8 +330,8 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/codecs/ecsq.py",
-        old="_correction((bits - wanted) / min(1.0, _SLOPE * wanted))",
-        new="_correction((wanted - bits) / min(1.0, _SLOPE * wanted))",
+        old="return (bits - wanted) / min(1.0, _SLOPE * wanted)",
+        new="return (wanted - bits) / min(1.0, _SLOPE * wanted)",
         tests=("tests/codecs/test_ecsq.py",),
         what="The step grows where messages are too small.",
     ),

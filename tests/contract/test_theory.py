@@ -42,7 +42,6 @@ MORE: dict[str, list[dict[str, Any]]] = {
         for chance in (False, True)
     ],
     "dct_topk": [{"chunk": 5, "count": 3}],
-    "ecsq": [{"unbiased": True, "dither": dither, "bits": bits} for bits, dither in ((0.25, False), (2.0, True))],
 }
 
 
