@@ -469,7 +469,7 @@ class ECSQ(Compressor):
         if self.settings.step is not None or not numel:
             return 0.0
         if self.settings.error is not None:
-            return math.log2(self.settings.error**2 / max(missed, _LEAST_ERROR)) / 2
+            return math.log2(max(self.settings.error**2, _LEAST_ERROR) / max(missed, _LEAST_ERROR)) / 2
         bits = 8 * sum(map(len, messages)) / numel
         wanted = self._wanted(numel, len(messages))
         return (bits - wanted) / min(1.0, _SLOPE * wanted)
@@ -488,7 +488,7 @@ class ECSQ(Compressor):
         finest, coarsest = largest / LARGEST, min(1.01 * largest / self.settings.dead_zone, _LARGEST_STEP)
         if (error := self.settings.error) is not None:
             signal = functools.partial(on_sample._signal, sample)
-            return searched_step(signal, error**-2, finest, coarsest, guess or 3 * error * mean)
+            return searched_step(signal, 1 / max(error**2, _LEAST_ERROR), finest, coarsest, guess or 3 * error * mean)
         wanted = self._wanted(numel, messages)
         more = self._fixed(numel, messages) - on_sample._fixed(len(sample))
         if _DEAREST * int(sample.count_nonzero()) / len(sample) + more <= wanted:

@@ -226,7 +226,8 @@ def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> No
     layer = Layer("w", (12, 10), "linear")
 
     @law(drawn_settings(codecs.get(name)), examples=20)
-    def holds(values: dict[str, Any]) -> None:
+    def holds(drawn: dict[str, Any]) -> None:
+        values = {key: value for key, value in drawn.items() if value != "fitted"}  # that comes with an artifact
         try:
             codec = codecs.make(name, **values)
         except GradlabError as refused:  # what two settings have to do with each other
