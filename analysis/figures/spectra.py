@@ -109,7 +109,7 @@ def plot_holdout(measured: GradiveqMeasurement) -> Figure:
     for (name, curve), color in zip(groups.items(), layer_colors(len(groups)), strict=True):
         right.plot(ages, _numbers(curve.loss_by_age), color=color, marker="o", label=short(name))
     curves = [control, *groups.values()]
-    top = max(1.0, *(value for curve in curves for value in curve.loss_by_age if value is not None))
+    top = max([1.0, *(value for curve in curves for value in curve.loss_by_age if value is not None)])
     left.set(xscale="log", ylim=(0, 1.05 * top), ylabel="loss ‖ĝ - g‖² / ‖g‖²", title="(a) all fitted layers")
     right.set(xscale="log", title="(b) layer by layer")
     for axes in (left, right):

@@ -46,7 +46,8 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
     Attributes:
         components_: (d, K), orthonormal rows, most variance first; the largest entry of each is positive.
         mean_: (K,), mu; zeros without whitening.
-        explained_variance_: (d,), the variance along each axis (the mean square, without whitening).
+        explained_variance_: (d,), float64, the variance along each axis (the mean square, without whitening); infinite
+            or 0 where float64 ends.
         n_components_: d; n_features_in_: K; feature_names_in_: (K,), if X named its columns.
     """
 
@@ -66,15 +67,20 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         """
         self._check_settings()
         samples = self._validated(X, fitting=True)
-        mean = samples.mean(0, dtype=np.float64) if self.whitening else np.zeros(samples.shape[1])
-        self.mean_ = mean.astype(samples.dtype)
+        exponent = _exponent(samples)  # squares of large and of small values are no numbers of their type
+        samples = np.ldexp(samples, -exponent)
+        mean = (samples.mean(0, dtype=np.float64) if self.whitening else np.zeros(samples.shape[1])).astype(
+            samples.dtype
+        )
+        self.mean_ = np.ldexp(mean, exponent)
         # One slice, fitted on itself.
-        (centred,) = fitted_samples(_tensor(samples)[:, None], _tensor(self.mean_)[None], [[0]])
+        (centred,) = fitted_samples(_tensor(samples)[:, None], _tensor(mean)[None], [[0]])
         spectra = spectrum(centred)
         values, axes = _at_least_one(spectra)
         self.n_components_ = min(self._dimension(spectra), len(values))
         self.components_ = _array(axes[:, : self.n_components_].T, samples.dtype)
-        self.explained_variance_ = _array(values[: self.n_components_], samples.dtype)
+        with np.errstate(over="ignore"):
+            self.explained_variance_ = np.ldexp(values[: self.n_components_].numpy(), 2 * exponent)
         return self
 
     def transform(self, X: Any) -> np.ndarray:
@@ -109,8 +115,10 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         """
         left = self.inverse_transform(self.transform(X))
         slices = self._validated(X, fitting=False)
+        exponent = _exponent(slices)
+        left, slices = (np.ldexp(one, -exponent) for one in (left - slices, slices))
         energy = np.square(slices, dtype=np.float64).sum()
-        return float(np.square(left - slices, dtype=np.float64).sum() / energy) if energy > 0 else 0.0
+        return float(np.square(left, dtype=np.float64).sum() / energy) if energy > 0 else 0.0
 
     def score(self, X: Any, y: Any = None) -> float:
         """Return 1 - loss(X), which a grid search maximises."""
@@ -154,6 +162,11 @@ def _at_least_one(spectra: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:
     if len(spectra.eigenvalues):
         return spectra.eigenvalues, spectra.axes
     return spectra.axes.new_zeros(1), torch.eye(len(spectra.axes), 1, dtype=spectra.axes.dtype)
+
+
+def _exponent(values: np.ndarray) -> int:
+    """Return e such that values / 2^e lie within (-1, 1), the largest beyond 1/2."""
+    return int(np.frexp(np.abs(values).max())[1])
 
 
 def _tensor(array: np.ndarray, dtype: Any = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.analysis.forecast.link import weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
-from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
@@ -108,15 +108,18 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     Returns:
         The exchange, with its requests and times.
     """
+    inner = innermost(codec)
+    if isinstance(inner, Compressor) and inner.spreads:
+        layers = [_in_whole_pieces(layer, context.world_size) for layer in layers]
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
     context = replace(context, workspace=workspace)
-    running = innermost(codec).running_state(layers, context.world_size)
+    running = inner.running_state(layers, context.world_size)
     _, state = _once(codec, grads, running, context)
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        run, state = _once(codec, grads, running if innermost(codec).varying else state, context)
+        run, state = _once(codec, grads, running if inner.varying else state, context)
         runs.append(run)
         workspace.recycle()
     turns = [
@@ -124,6 +127,11 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
         for same in zip(*(item.turns for item in runs), strict=True)
     ]
     return replace(runs[-1], turns=tuple(turns), apply_seconds=median(item.apply_seconds for item in runs))
+
+
+def _in_whole_pieces(layer: Layer, world_size: int) -> Layer:
+    """Round a layer up to a multiple of the ranks: who stands for all decodes one rank's message as every other's."""
+    return replace(layer, shape=(-(-layer.numel // world_size) * world_size,))
 
 
 def _gradients(layers: Sequence[Layer], seed: int) -> Tensors:

@@ -37,7 +37,7 @@ def variation(block: np.ndarray) -> float:
 
     sqrt(pi / 2 - 1) = 0.76 for Gaussian values; delta of the block is 1 / (1 + variation^2).
     """
-    magnitudes = np.abs(block)
+    magnitudes = np.abs(block, dtype=np.float64)
     mean = magnitudes.mean() if block.size else 0.0
     return float(magnitudes.std() / mean) if mean > 0 else np.nan
 

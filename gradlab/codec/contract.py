@@ -818,7 +818,7 @@ def _squared_error(codec: Codec, layer: Layer, gradient: torch.Tensor, context: 
     codec.bind([layer])
     [result] = run_lockstep([exchange_group(codec, {layer.name: gradient}, {}, context)])
     done = result.value
-    return float((done.compressor_input[layer.name] - done.own[layer.name]).norm()) ** 2
+    return float((done.compressor_input[layer.name] - done.own[layer.name]).double().norm()) ** 2
 
 
 def _working(grad: torch.Tensor, scaled_by: float) -> torch.Tensor:

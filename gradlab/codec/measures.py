@@ -14,6 +14,7 @@ from gradlab.codec.contract import Exchanged
 
 _SMALL = 2**16  # elements of a tensor whose copy costs less than calls of its own
 _CACHED = 2**17  # elements that are copied together
+_LEAST_NORM = 1e-12  # of which squares are numbers in single precision
 LayerErrors = dict[str, tuple[float, float]]
 
 
@@ -88,12 +89,25 @@ def squared_norm(tensor: torch.Tensor) -> float:
 def squared_norms(tensors: Iterable[torch.Tensor]) -> list[float]:
     """Compute ||tensor||^2 of each, from the L2 norm in at least float32. In float64 it would take 30 times longer.
 
-    NaN and infinity show in the result. A norm beyond the range of float32 (3e38) becomes infinite.
+    Where squares leave float32, the largest magnitude is the unit. NaN and infinity show in the result.
     """
+    every = list(tensors)
     norms = [
-        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors
+        torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in every
     ]
-    return [norm * norm for norm in numbers(norms)]
+    found = [
+        _norm_in_its_unit(tensor) if norm < _LEAST_NORM or norm == math.inf else norm
+        for tensor, norm in zip(every, numbers(norms), strict=True)
+    ]
+    return [norm * norm for norm in found]
+
+
+def _norm_in_its_unit(tensor: torch.Tensor) -> float:
+    largest = float(largest_magnitudes([tensor]))
+    if largest == 0 or largest == math.inf:
+        return largest
+    unit = 2.0 ** math.frexp(largest)[1]
+    return float(torch.linalg.vector_norm(tensor.double() / unit)) * unit
 
 
 def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:

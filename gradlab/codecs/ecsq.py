@@ -52,7 +52,7 @@ _CENTROIDS = struct.Struct("<3b")  # in the header
 _FITTED_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
 _RUNNING_TABLES = Kept(FREQUENCIES, (torch.float64,), least=0, most=2.0**53)  # whole numbers; states are floating point
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
-_OFF, _FARTHEST = 0.1, 4.0  # octaves by which a step that is found anew is off, at low rates, and moves at first
+_OFF, _FARTHEST = 0.04, 4.0  # octaves by which a step that is found anew is off, at low rates, and moves at first
 _MANY, _FEW = 2**18, 2**16  # values on which a step is found, for the first time and anew
 _FIXED, _BY_LAYER = _HEADER.size + 18, 4  # bytes of a message of which all levels are zero
 _FEWEST = 16  # bytes of a message that are left for levels, at least
@@ -72,9 +72,10 @@ class ECSQ(Compressor):
     the artifact (`gradlab fit ecsq --tables fitted`). A layer whose tables do not fit sends its own. All ranks decode
     alike in each form, bit for bit.
 
-    The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration so that
-    its messages take so many bits per value, with `error` so that C(x) misses so much of x. The first step, and any
-    under which a message is far from that, is searched on the gradient itself, by the sizes of its codes. A message of
+    The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration, beside
+    the mean magnitude of its values, so that its messages take so many bits per value, with `error` so that C(x) misses
+    so much of x. The first step, and any under which a message is off by more than a tenth, is searched on the gradient
+    itself, by the size of its code. A message of
     few values has 16 bytes for levels, at least. With `step` it is fixed.
 
     Message sizes vary. Their forecast is what was asked for. Values that are not zero are few at low rates, so that
@@ -162,7 +163,8 @@ class ECSQ(Compressor):
         vector, codec = concatenate(grads), self.of_group(grads)
         codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
-        before = float(state[key]) if key in state else None
+        unit = _mean_magnitude(vector)  # the unit of steps from one iteration to the next
+        before = float(state[key]) * unit if key in state else None
         message, quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
         after = codec.next_step([message], vector.numel())
@@ -182,8 +184,9 @@ class ECSQ(Compressor):
             out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
             return separate(quantized.added_to(out, -1.0), grads)
 
-        after = before if after is None else after
-        kept = {} if after is None else {key: torch.tensor(after, dtype=torch.float64)}
+        kept = {key: state[key]} if key in state else {}
+        if after is not None and 0 < unit < math.inf:
+            kept = {key: torch.tensor(after / unit, dtype=torch.float64)}
         average, tables = context.alike(mean)
         return Exchanged(average, Deferred(grads, own, error), kept | tables)
 
@@ -483,7 +486,7 @@ class ECSQ(Compressor):
         largest = min(_largest(sample), _LARGEST_STEP) if sample.isfinite().all() else 0.0
         if largest == 0:
             return 0.0
-        on_sample, numel, mean = copy.copy(self), vector.numel(), float(sample.abs().mean(dtype=torch.float64))
+        on_sample, numel, mean = copy.copy(self), vector.numel(), _mean_magnitude(sample)
         on_sample._sizes = sizes
         finest, coarsest = largest / LARGEST, min(1.01 * largest / self.settings.dead_zone, _LARGEST_STEP)
         if (error := self.settings.error) is not None:
@@ -602,6 +605,16 @@ def _message(vector: torch.Tensor, data: bytes) -> torch.Tensor:
 def _largest(values: torch.Tensor) -> float:
     """Return the largest magnitude, infinite or NaN if a value is; 0 of nothing."""
     return max(map(abs, map(float, torch.aminmax(values)))) if values.numel() else 0.0
+
+
+def _mean_magnitude(vector: torch.Tensor) -> float:
+    """Average magnitudes, piece by piece in the cache."""
+    total = math.inf
+    for dtype in (wide(vector.dtype), torch.float64):  # single precision may end before the sum does
+        if math.isinf(total) and vector.numel():
+            sums = torch.stack([part.abs().sum(dtype=dtype) for part in vector.split(2**18)])
+            total = float(sums.double().sum())
+    return total / vector.numel() if vector.numel() else 0.0
 
 
 def _square(values: torch.Tensor) -> float:

@@ -453,8 +453,8 @@ def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tens
     values: (count,), all layers' values concatenated.
     counts: number of values of each layer.
     """
-    parts = values.float().split(list(counts))
-    scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts])
+    parts = values.double().split(list(counts))  # squares may leave single precision
+    scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts]).float()
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 

@@ -277,3 +277,5 @@ def test_contribution_error_is_the_squared_distance() -> None:
     assert squared_norm(torch.tensor([1.0, math.inf])) == math.inf
     assert squared_norm(torch.zeros(0)) == 0.0
     assert squared_norm(torch.full((4,), 2.0, dtype=torch.float16)) == 16.0
+    for k in (-140, -120, -60, 0, 60, 120):  # where squares are no numbers of single precision too
+        assert squared_norm(torch.full((4,), 2.0**k)) == 4 * 4.0**k

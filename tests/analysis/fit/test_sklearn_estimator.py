@@ -88,6 +88,17 @@ def test_it_is_the_codec_bit_for_bit(
         np.testing.assert_allclose(restored, result.value.own["w"].numpy(), rtol=1e-6, atol=1e-6)
 
 
+@law(st.integers(-900, 900), st.booleans(), st.booleans(), examples=40)
+def test_a_scale_of_two_to_the_k_changes_nothing_but_the_scale(k: int, double: bool, whitening: bool) -> None:
+    """Even where squares are no numbers any more."""
+    samples = (normal(0, 20, 3) @ normal(1, 3, 8)).astype(np.float64 if double else np.float32)
+    scaled = np.ldexp(samples, k if double else k // 9)
+    one, other = (GradientPCA(loss_threshold=0.1, whitening=whitening).fit(x) for x in (samples, scaled))
+    assert np.array_equal(one.components_, other.components_)
+    assert np.array_equal(np.ldexp(one.mean_, k if double else k // 9), other.mean_)
+    assert other.loss(scaled) == pytest.approx(one.loss(samples), rel=1e-4)
+
+
 @law(st.integers(2, 30), st.integers(1, 20), st.floats(0, 0.99), st.integers(0, 99), examples=50)
 def test_it_is_slice_pca(count: int, size: int, loss_threshold: float, seed: int) -> None:
     samples = normal(seed, count, size) * np.linspace(1, 2, size) + 3

@@ -63,7 +63,7 @@ from gradlab.collectives import (
 )
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan import Plan, Wrap
+from gradlab.plan import FEEDBACK, Plan, Wrap
 from gradlab.segments import segments
 from support.command_line import Command
 from support.contract import plan_for, sizes_vary
@@ -300,6 +300,16 @@ def test_simulated_bytes_are_those_of_the_engine(
     if codec == "clt_k":  # another rank leads in another iteration
         simulated, sent = sorted(simulated), sorted(sent)
     assert simulated == sent
+
+
+@pytest.mark.parametrize("bits", [0.25, 4.0])
+@pytest.mark.parametrize("ranks", [3, 64])
+def test_one_rank_stands_for_others_whose_shards_differ_by_an_element(ranks: int, bits: float) -> None:
+    """Its message is decoded as every other's."""
+    layers = [Layer("a", (31, 33), "linear"), Layer("b", (17, 19), "linear")]
+    plan = Plan.uniform(layers, "ecsq", bits=bits, wrappers=[*FEEDBACK, Wrap("two_way")], minimum_numel=0)
+    done = DryRuns(plan, ranks, repeats=1).group(plan.groups[0])
+    assert sum(request.tensor.nbytes for request in done.turns[-2].requests if isinstance(request, Gather)) > 0
 
 
 def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
