@@ -31,6 +31,8 @@ NO_GUARANTEE = 100.0  # gradient norms: the bound taken for a codec without a kn
 GROWN = 1.3  # times: a residual that has not settled
 RATE_FACTOR = 2.0  # between two steps
 RATE_SHARE = 0.01  # of the largest learning rate: below it, what a residual holds no longer matters
+OVERFLOWS = 3  # steps in a row
+HUGE = 1e15  # a state above it overflows in squares, sums or products of float32
 SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, below 1
 
 
@@ -82,6 +84,12 @@ RULES: dict[str, Rule] = {
             "the first step, or with a loss scaler 20 in a row",
             "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler "
             "is to skip such steps",
+        ),
+        Rule(
+            "state_overflows",
+            "3 steps in a row whose gradients were finite on all ranks and whose results were not",
+            "gradients of one step were too large for what is kept from step to step: go on from a checkpoint from "
+            "before that step, or attach anew, which starts without states; clip gradients, or lower the learning rate",
         ),
         Rule(
             "hook_not_reached",
@@ -455,6 +463,24 @@ def dropped_backwards(step: int, passes: int, steps: int) -> Finding:
     """
     seen = f"{passes} synchronised backward passes whose gradients were dropped, beside {steps} optimizer steps"
     return finding("several_backwards", seen, passes, 1, step=step)
+
+
+def state_overflows(step: int, in_a_row: int, largest: tuple[float, str, str]) -> Finding | None:
+    """Judge a step whose results were not finite although all ranks' gradients were: what is kept makes them so.
+
+    Args:
+        step: the iteration.
+        in_a_row: such steps in a row, this one included.
+        largest: magnitude in this rank's states, its layer and what it is; see `PlanRun.largest_state`.
+    """
+    size, layer, what = largest
+    if in_a_row < OVERFLOWS or size < HUGE:
+        return None
+    seen = (
+        f"gradients were finite in {in_a_row} steps in a row and results were not: the {what} holds values of up to "
+        f"{size:.3g} in {layer}, with which every later step overflows; no codec state moves"
+    )
+    return finding("state_overflows", seen, size, HUGE, step=step)
 
 
 def rate_change(before: Iterable[float], now: Iterable[float], largest: float) -> float:

@@ -250,6 +250,12 @@ class LockstepWatch:
         self._in_a_row = 0 if done.finite else self._in_a_row + 1
         if not done.finite:
             self._keep([self._non_finite(done.iteration, own) for own in gradients])
+            overflows = self._lockstep.runs[0].overflows
+            if overflows >= rules.OVERFLOWS:
+                found = [
+                    rules.state_overflows(done.iteration, overflows, run.largest_state()) for run in self._lockstep.runs
+                ]
+                self._keep([[] if one is None else [one] for one in found])
         elif done.compressing and measured:
             by_rank = [self._measure(rank, done, own, parameters or {}) for rank, own in enumerate(gradients)]
             by_rank = _with_known_means(by_rank)

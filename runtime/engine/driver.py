@@ -371,7 +371,7 @@ class StepDriver:
         record.wait_seconds, record.synchronise_seconds = (time.perf_counter() - moment for moment in (last, first))
         self._timeline.add("backward", "backward", first, last)
         self.statistics.add(record)
-        self._non_finite.add(record)
+        self._non_finite.add(record, self.run)
         self.rules.see_step(record, current.measured_groups)
         self.rules.settle(record, step.noticed, self._non_finite.in_a_row)
         self.all_dense = not self.run.active

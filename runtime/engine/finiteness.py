@@ -6,6 +6,8 @@ The first one is a matter of `gradlab.runtime.engine.rules`.
 from __future__ import annotations
 
 from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun
+from gradlab.executor.rules import state_overflows
 from gradlab.runtime.engine.statistics import StepRecord
 
 
@@ -21,11 +23,12 @@ class NonFiniteSteps:
         self.scaled = scaled
         self.in_a_row = 0
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: StepRecord, run: PlanRun) -> None:
         """Count a step.
 
         Args:
             record: the step's.
+            run: this rank's, whose states may be why.
 
         Raises:
             GradlabError: after too many in a row.
@@ -35,6 +38,8 @@ class NonFiniteSteps:
             return
         where = ", ".join(record.non_finite_layers[:3]) or "another rank"
         if self.in_a_row >= self.limit:
+            if run.overflows and (one := state_overflows(record.step, run.overflows, run.largest_state())) is not None:
+                raise GradlabError(f"{one.seen}; {one.remedy}")
             scale = f"the loss scale is {record.loss_scale:g}" if self.scaled else "there is no loss scaler"
             raise GradlabError(
                 f"gradients were not finite in {self.in_a_row} steps in a row (now in {where}; {scale}): the run does "

@@ -133,8 +133,11 @@ class RuleWatch:
             GradlabError: if a rule fired that is an error; the same line on all ranks.
         """
         now = None if record.finite else self._non_finite(record, in_a_row)
-        if not noticed and now is None:
+        overflows = self._overflows()
+        if not noticed and now is None and not overflows:
             return
+        if overflows and (one := rules.state_overflows(record.step, overflows, self._run.largest_state())) is not None:
+            self.pending.append(one)
         if now is not None and record.non_finite_layers:
             self.pending.append(now)
         own = {"found": [one.to_json() for one in self.pending], "means": self._watch.means}
@@ -166,6 +169,11 @@ class RuleWatch:
         """What this rank says of a step that was not finite. All ranks say it in the same step."""
         one = rules.non_finite(record.step, in_a_row, self._scaled, record.non_finite_layers)
         return None if one is None or self._level(one) == "ignore" or one.key in self._known else one
+
+    def _overflows(self) -> int:
+        """Steps in a row in which states made results infinite, if that is to be told now; the same on all ranks."""
+        known = ("state_overflows", None) in self._known or self._levels["state_overflows"] == "ignore"
+        return 0 if known or self._run.overflows < rules.OVERFLOWS else self._run.overflows
 
     def tell(self, findings: Sequence[Finding]) -> None:
         """Warn of findings, on rank 0 and once by rule, or raise an error.

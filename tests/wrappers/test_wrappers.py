@@ -34,7 +34,9 @@ from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
+from gradlab.executor.watch import LockstepWatch
 from gradlab.layout import Layer
+from gradlab.plan import Plan, Wrap
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.local_momentum import LocalMomentum
 from gradlab.wrappers.momentum import Momentum
@@ -403,6 +405,25 @@ def test_the_warm_up_runs_what_does_more_than_average(wrapping: str) -> None:
             for state, own in zip(states, lockstep.states, strict=True):
                 assert state.keys() == own.get("w", {}).keys()
                 assert all(torch.equal(value, own["w"][key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("wrapper", ["momentum_correction", "error_feedback"])
+def test_a_state_that_huge_steps_have_spoiled_is_named(wrapper: str) -> None:
+    """After 3 steps of finite gradients that all overflow; gradients that are not finite themselves name no state."""
+    plan = Plan.uniform([Layer("w", (16, 16))], "topk", density=0.01, minimum_numel=1, wrappers=[Wrap(wrapper)])
+    seen = {}
+    for value in (1e38, math.nan):
+        lockstep = LockstepPlan(plan, 2)
+        watch = LockstepWatch(lockstep)
+        for step in range(12):
+            grads = {"w": torch.full((16, 16), value if step < 3 or math.isnan(value) else 0.1 * value)}
+            watch.see(lockstep.step(step, [grads] * 2), [grads] * 2)
+        seen[value] = {one.rule: one.seen for one in watch.findings}
+        if value == 1e38:
+            assert f"the residual of {wrapper} holds values of up to" in seen[value]["state_overflows"]
+            assert "e+38 in w, with which" in seen[value]["state_overflows"]
+        else:
+            assert list(seen[value]) == ["non_finite"]
 
 
 # --- 8-bit buffers --------------------------------------------------------------------------------------------------
