@@ -184,21 +184,18 @@ def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
     Returns:
         The figures; none for no replays.
     """
-    lossy = _lossy(replays)
+    # No error is finite where every iteration holds what is not.
+    lossy = {name: one for name, one in _lossy(replays).items() if method_plots.has_errors(name, replays, {})}
     if not lossy:
         return []
-    seen = {name: one for name, one in lossy.items() if method_plots.has_errors(name, lossy, {})}
-    over_time = [
+    return [
         Drawing(
             "replay_errors",
             "Error of each method over time",
             "‖input - decoded‖ / ‖input‖ of the compressor, over all ranks and compressed layers; the input includes "
             "the residual of error feedback. Dotted: iterations that a plan was fitted on.",
-            partial(method_plots.plot_errors, seen, {}),
+            partial(method_plots.plot_errors, lossy, {}),
         ),
-    ]
-    return [
-        *(over_time if seen else []),  # no error is finite where every iteration holds what is not
         Drawing(
             "replay_tradeoff",
             "Bytes against error",
