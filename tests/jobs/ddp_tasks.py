@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, Tensors
-from gradlab.codecs import get
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, Parts, run_lockstep
 from gradlab.ddp.model import synchronised_layers
@@ -118,8 +117,7 @@ def long_run(
     done = train(group, steps, lambda model: Plan.uniform(model, codec, **around, **settings), adaptive=adaptive)
     flat, states = done["parameters"], done["state"].run.states
     kept = [(key, value) for one in states.values() for key, value in sorted(one.items())]
-    alike = {*get(codec).group_state, "tables"}
-    shared = [value.float().reshape(-1) for key, value in kept if key.rpartition("/")[2] in alike]
+    shared = [value.float().reshape(-1) for key, value in kept if key.rpartition("/")[2] == "tables"]
     return {
         "shared": [len(shared), agree(torch.cat([flat.new_zeros(0), *shared]), group)],
         "agree": agree(flat, group),
