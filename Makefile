@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched first-hour loggers hashes install clean corpus docs docs-links
+.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports watched first-hour loggers hashes install clean corpus docs docs-links
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -108,9 +108,9 @@ lgc: install
 # every codec x wrapper resumed in new processes; GPT-2 and BERT in every framework; several ranks to a node under DDP
 # and FSDP2; faults of one line, one at a time,
 # and the test that notices each; every codec x kind of residual trained in lockstep: it converges, is refused, or warns;
-# damaged and altered files of every format (ARGS="--formats trace --count 20000"); a session with a report
-# in a browser, and with pages of `gradlab watch --serve`.
-matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz played watched: install
+# damaged and altered files of every format (ARGS="--formats trace --count 20000"); public reports of other tools, tried
+# here; a session with a report in a browser, and with pages of `gradlab watch --serve`.
+matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports watched: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
 
 faults: install

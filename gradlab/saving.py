@@ -69,7 +69,7 @@ class Saving:
         """Divide what a ring all-reduce sends by what is sent. One rank sends nothing: neither factor is known.
 
         >>> print(Saving.of_sent(sent_bytes=600, dense_bytes=400, world_size=4))
-        1.00x (0.50x vs 16 bits)
+        1.00x (0.500x vs 16 bits)
 
         Args:
             sent_bytes: of a rank, mean over ranks.
