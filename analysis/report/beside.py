@@ -94,7 +94,7 @@ def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     data = read_json(path, _EXPECTED)
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind != "trace":
-        raise GradlabError(f"{path}: kind is {str(kind)[:80]!r}, expected 'trace': {_EXPECTED}")
+        raise GradlabError(f"{path}: kind is {repr(kind)[:80]}, expected 'trace': {_EXPECTED}")
     return require_form(data, _REPORT, f"{path} is no {_EXPECTED} of this version")
 
 

@@ -448,12 +448,28 @@ def _by_layer(stacks: Mapping[str, _Stack], kept: Tensors, side: Callable[[str],
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
     """Compute factors[name] @ matrices[name]; on a GPU in one call per shape, which is worth its copy."""
     if all(matrix.is_cpu for matrix in matrices.values()):
-        return {name: factor @ matrices[name] for name, factor in factors.items()}
+        return {
+            name: _aligned(factor) @ (_aligned(matrices[name]) if factor.shape[-2] == 1 else matrices[name])
+            for name, factor in factors.items()
+        }
     products: Tensors = {}
     for names in _of_one_shape(matrices):
         left, right = (stacked([tensors[name] for name in names]) for tensors in (factors, matrices))
         products |= dict(zip(names, torch.matmul(left, right), strict=True))
     return {name: products[name] for name in factors}
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy rows that begin amid 16 bytes, or have others between them.
+
+    BLAS of some CPUs sums products of few rows in another order there, and a bit would depend on where memory is.
+    """
+    turned = tensor.stride(-1) > tensor.stride(-2)
+    rows = tensor.mT if turned else tensor
+    if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return tensor
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.mT if turned else rows
 
 
 def _shaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

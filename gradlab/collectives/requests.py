@@ -231,6 +231,14 @@ def resumed(coroutine: Coroutine[Any], step: Step, answers: Sequence[Any]) -> St
 
     An answer that is an error is raised in the coroutine: what a rank sent was refused before it was decoded.
 
+    >>> from gradlab.collectives import Mean, resumed
+    >>> def exchange():
+    ...     mean = yield Mean(torch.ones(1))
+    ...     yield Mean(2 * mean)
+    >>> coroutine = exchange()
+    >>> resumed(coroutine, next(coroutine), [torch.ones(1)])
+    Mean(tensor=tensor([2.]))
+
     Args:
         coroutine: a codec's.
         step: what it yielded last.

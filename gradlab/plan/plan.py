@@ -489,10 +489,8 @@ class Plan:
         """
         if difference := describe_difference(self.layers, layers):
             shown = difference[:20] + ([f"... and {len(difference) - 20} more"] if len(difference) > 20 else [])
-            raise GradlabError(
-                f"this plan is for another model ({len(difference)} differences; make one of this model's trainable "
-                "layers):\n  " + "\n  ".join(shown)
-            )
+            lines = [f"this plan is for another model ({len(difference)} differences):", *shown]
+            raise GradlabError("\n  ".join([*lines, "make a plan of this model's trainable layers"]))
 
     def to_json(self) -> dict[str, Any]:
         """Write everything but the learned tensors as plain JSON.

@@ -28,7 +28,7 @@ def sent_bytes(plan: Plan, world_size: int, groups: Sequence[Group] | None = Non
     >>> from gradlab.plan import sent_bytes
     >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4")
     >>> [round(sent_bytes(plan, world_size)) for world_size in (2, 32)]
-    [51570, 1598546]
+    [51568, 1598492]
 
     Args:
         plan: any plan.
@@ -48,6 +48,11 @@ def sent_bytes(plan: Plan, world_size: int, groups: Sequence[Group] | None = Non
 
 def saving_of_sent(plan: Plan, world_size: int) -> Saving:
     """Compare what a plan sends with a ring all-reduce of its float32 gradients, and of the same in 16 bits.
+
+    >>> from gradlab.plan import saving_of_sent
+    >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4")
+    >>> print(saving_of_sent(plan, 2), "and", saving_of_sent(plan, 32))
+    7.76x (3.88x vs 16 bits) and 0.485x (0.242x vs 16 bits)
 
     Args:
         plan: any plan.
@@ -87,7 +92,12 @@ def most_ranks(plan: Plan, bits: int = 16) -> int | None:
 
 
 def pays_up_to(plan: Plan) -> str:
-    """Say up to how many ranks a plan sends less than 16-bit reduction does; empty if that is always so."""
+    """Say up to how many ranks a plan sends less than 16-bit reduction does; empty if that is always so.
+
+    >>> from gradlab.plan import pays_up_to
+    >>> pays_up_to(Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4"))
+    'sends less than 16-bit reduction does between up to 7 ranks; two_way around it does so between any'
+    """
     most = most_ranks(plan)
     if most is None:
         return ""

@@ -207,12 +207,16 @@ def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -
     """Record a run with layers that no rank uses, train it again compressed, and replay the recording."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    def backward(model: DistributedDataParallel, step: int) -> None:
-        model.zero_grad()
+    def backward(model: DistributedDataParallel, optimizer: torch.optim.SGD, step: int) -> Tensors:
+        """Gradients of a step whose optimizer leaves the parameters as they are."""
         draw = torch.Generator().manual_seed(1000 * step + rank)
         # Left out by rank 0 alone in step 1, and by all ranks in steps 2 and 4.
         branch = not ((rank == 0 and step == 1) or step in (2, 4))
         model(torch.randn(6, 1, 8, 8, generator=draw), branch).square().mean().backward()
+        gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        optimizer.step()
+        return gradients
 
     def fresh() -> DistributedDataParallel:
         with torch.random.fork_rng(devices=[]):
@@ -224,7 +228,7 @@ def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with TraceRecorder(model, folder, optimizer=optimizer, metadata={"plain_sgd": True}):
         for step in range(STEPS):
-            backward(model, step)
+            backward(model, optimizer, step)
     model = fresh()
     plan = Stack(codec, wrapping).plan(layers_of(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,8 +238,7 @@ def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -
     ) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(STEPS):
-            backward(model, step)
-            applied.append({n: p.grad.clone() for n, p in model.module.named_parameters() if p.grad is not None})
+            applied.append(backward(model, optimizer, step))
         same, held = True, []
         dist.barrier(group)
         with Trace(Path(folder)) as trace:

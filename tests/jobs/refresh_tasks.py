@@ -85,6 +85,7 @@ def against_lockstep(group: dist.ProcessGroup, codec: str, accordion: bool = Fal
             model.zero_grad()
             set_rate(optimizer, step)
             model(drawn(rank, step)).backward()
+            optimizer.step()
             rates = dict.fromkeys(SHAPES, rate_at(step))
             result = lockstep.step(step, [drawn(r, step) for r in range(world_size)], rates)
             for ranks in result.exchanged.values():
@@ -122,6 +123,7 @@ def resumed(group: dist.ProcessGroup, codec: str, stop: int, accordion: bool = F
             model.zero_grad()
             set_rate(optimizer, step)
             model(drawn(rank, step)).backward()
+            optimizer.step()
             seen.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()]))
         return seen
 

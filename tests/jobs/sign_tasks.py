@@ -56,6 +56,7 @@ def engine_equals_lockstep(group: dist.ProcessGroup, method: str, server: str) -
                 got = getattr(model.module, name).grad
                 bitwise = bitwise and torch.equal(got, mean)
                 means.update(got.numpy().tobytes())
+            optimizer.step()
         kept = state.state_dict()["states"]
     same = kept.keys() == expected.keys() and all(torch.equal(kept[key], expected[key]) for key in kept)
     return {"bitwise": bitwise, "states": same, "means": means.hexdigest(), "groups": len(plan.compressed_groups)}
