@@ -27,18 +27,23 @@ def choose_layers(pairs: Sequence[tuple[Layer, nn.Parameter]], choice: LayerChoi
     Raises:
         GradlabError: for a pattern that matches nothing, or a choice without any layer.
     """
-    if choice is None:
-        chosen = list(pairs)
-    elif callable(choice):
-        chosen = [pair for pair in pairs if choice(pair[0])]
-    else:
-        patterns = [choice] if isinstance(choice, str) else list(choice)
-        for pattern in patterns:
-            _check_pattern(pattern, [layer.name for layer, _ in pairs])
-        chosen = [pair for pair in pairs if any(fnmatchcase(pair[0].name, pattern) for pattern in patterns)]
+    for pattern in _patterns(choice):
+        _check_pattern(pattern, [layer.name for layer, _ in pairs])
+    chosen = [pair for pair in pairs if admits(choice, pair[0])]
     if not chosen:
         raise GradlabError("layers: the choice admits none of the model's trainable layers; choose at least one")
     return chosen
+
+
+def admits(choice: LayerChoice, layer: Layer) -> bool:
+    """Say whether a choice admits a layer. choice: as `choose_layers` takes it."""
+    if callable(choice):
+        return bool(choice(layer))
+    return choice is None or any(fnmatchcase(layer.name, pattern) for pattern in _patterns(choice))
+
+
+def _patterns(choice: LayerChoice) -> list[str]:
+    return [choice] if isinstance(choice, str) else [] if choice is None or callable(choice) else list(choice)
 
 
 def _check_pattern(pattern: object, names: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gradlab.ddp.optimizer_steps import at_each_step
-from gradlab.executor.rules import several_passes
+from gradlab.ddp.optimizer_steps import LocalPasses, at_each_step
+from gradlab.executor.rules import LOCAL_GRADIENTS, RULES, several_passes
 
 UNKNOWN = -1
 
@@ -19,10 +19,13 @@ class StepCount:
 
     Args:
         optimizers: bare; none: nothing is known.
+        parameters: that are recorded, of a model in DDP; none: passes that DDP does not average are not looked for.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.Tensor] = ()) -> None:
         self._steps = self._passes = self._several = 0
+        self._local = LocalPasses(parameters)
+        self._met = self._applied_local = False
         self._most = 0
         self._scale: float | None = None  # of the last pass
         self._handles = at_each_step(optimizers, self._stepped)
@@ -41,6 +44,7 @@ class StepCount:
         Returns:
             The optimizer step that its gradient is for, from 0; `UNKNOWN` without an optimizer whose steps are seen.
         """
+        self._met = True
         if not self._handles:
             return UNKNOWN
         if scale is not None:
@@ -50,17 +54,35 @@ class StepCount:
         self._passes += 1
         return self._steps
 
-    def remark(self) -> str:
-        """Say that several passes came for one step, in every second step or more; "" if they did not."""
-        return several_passes(self._most) if self._several > 1 and 2 * self._several >= self._steps else ""
+    def end_pass(self) -> None:
+        """Note that DDP has handed over all gradients of a synchronised backward pass."""
+        self._local.exchanged()
+
+    def remarks(self, closing: bool = False) -> dict[str, str]:
+        """Say what is wrong, with what to do, by rule: several passes for every second step or more, and local ones.
+
+        Args:
+            closing: whether no pass will follow.
+        """
+        found = {}
+        if self._several > 1 and 2 * self._several >= self._steps:
+            found["several_backwards"] = several_passes(self._most)
+        if self._applied_local:
+            found["local_gradients"] = f"{LOCAL_GRADIENTS}, and the trace holds none of these"
+        if closing and not self._met and self._local.unaveraged:
+            found["local_gradients"] = "nothing was recorded, as DDP averaged in none of the backward passes"
+        return {name: f"{remark}; {RULES[name].remedy}" for name, remark in found.items()}
 
     def close(self) -> None:
         """Stop counting. Idempotent."""
+        self._local.close()
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
 
-    def _stepped(self, *optimizer: object) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        if not self._applied_local and optimizer is not None:
+            self._applied_local = self._local.applied_by(optimizer)
         if self._passes:
             self._steps += 1
             self._several += self._passes > 1

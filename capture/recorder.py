@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.capture.layers import LayerChoice
+from gradlab.capture.layers import LayerChoice, admits
 from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import RecorderSettings
 from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
 from gradlab.capture.start import start_recording
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
+from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
 from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
-from gradlab.executor.rules import RULES
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -148,8 +148,8 @@ class TraceRecorder(Uncopied):
         # Parameters are kept alive with their ids: an id alone could pass to another object.
         self._positions = {id(parameter): (n, parameter) for n, (_, parameter) in enumerate(chosen)}
         self._names = [layer.name for layer, _ in chosen]
-        self._warned = False  # of layers that DDP does not average
-        self._warned_of_passes = False
+        self._choice = layers
+        self._warned: set[str] = set()  # of what
         self._samples = [self.size.sample(layer.name) for layer, _ in chosen]
         self._scaler, self._wrap = scaler, wrap
         self._iteration, self._taken = -1, 0
@@ -158,7 +158,8 @@ class TraceRecorder(Uncopied):
         self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
         self._forward_passes = _ForwardPasses()
         self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
-        self._steps = StepCount(self._held.holding)
+        in_ddp = isinstance(source, BucketSource)
+        self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen] if in_ddp else ())
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
         self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps)
         self._finalizer.atexit = False
@@ -216,7 +217,7 @@ class TraceRecorder(Uncopied):
         """
         self._discard_step()
         self._finalizer.detach()
-        self._warn_of(self._source.unaveraged(closing=True))
+        self._warn(closing=True)
         return _finish(self._writer, self._counting, self._steps, None)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -228,6 +229,8 @@ class TraceRecorder(Uncopied):
 
     def _observe(self, bucket: dist.GradBucket) -> None:
         """Record what one bucket brings. Buckets come in order, in every iteration."""
+        if bucket.is_last():
+            self._steps.end_pass()
         if self._writer.stopping:
             return
         if bucket.index() == 0:
@@ -279,7 +282,6 @@ class TraceRecorder(Uncopied):
         self._due = False
         passes = self._forward_passes.take()
         self._writer.send_pending()
-        self._warn_of(self._source.unaveraged())
         self._discard_step()  # of a backward pass that failed half-way
         if self._settings.finished(self._taken):
             self._writer.stop()
@@ -290,7 +292,7 @@ class TraceRecorder(Uncopied):
         is_read = self._scaler is not None and (self._buffer is not None or self._steps.is_open)
         scale = self._scaler.get_scale() if is_read else None
         optimizer_step = self._steps.begin_pass(scale)
-        self._warn_of_passes()
+        self._warn()
         if self._buffer is not None:
             record = self._buffer.record
             record["index"], record["accumulation"] = self._iteration, passes
@@ -300,19 +302,17 @@ class TraceRecorder(Uncopied):
             if scale is not None:
                 record["loss_scale"] = scale
 
-    def _warn_of_passes(self) -> None:
-        """Warn, once and on the first rank, of several passes for an optimizer step."""
-        if not self._warned_of_passes and (remark := self._steps.remark()):
-            self._warned_of_passes = True
-            if self._source.ranks.rank == 0:
-                line = f"{remark}; {RULES['several_backwards'].remedy}"
-                warnings.warn(f"gradlab: recording {self.path}: {line}", stacklevel=3)
-
-    def _warn_of(self, unaveraged: str) -> None:
-        """Warn, once and on the first rank, of layers that are trained and that ranks do not average."""
-        if unaveraged and not self._warned and self._source.ranks.rank == 0:
-            self._warned = True
-            warnings.warn(f"gradlab: recording {self.path}: {unaveraged}", stacklevel=3)
+    def _warn(self, closing: bool = False) -> None:
+        """Warn of what is wrong with layers and backward passes: of each kind once, on the first rank."""
+        remarks = {"unaveraged": self._source.unaveraged(closing), **self._steps.remarks(closing)}
+        if thawed := [layer.name for layer in self._source.thawed(closing) if admits(self._choice, layer)]:
+            remark = "frozen when the recording began and trained now, so not in the trace"
+            remarks["thawed"] = f"{listed(thawed)}: {remark}; unfreeze layers first, then start a recording"
+        for kind, remark in remarks.items():
+            if remark and kind not in self._warned:
+                self._warned.add(kind)
+                if self._source.ranks.rank == 0:
+                    warnings.warn(f"gradlab: recording {self.path}: {remark}", stacklevel=3)
 
     def _discard_step(self) -> None:
         if self._buffer is not None:

@@ -52,7 +52,7 @@ class BucketSource:
         self._model = weakref.ref(model)
         device = next(model.parameters()).device
         self.ranks = Ranks(model.process_group, device)
-        self._averaged, self._layouts = AveragedLayers(model), BucketLayouts(rearrange=False)
+        self._averaged, self._layouts = AveragedLayers(model), BucketLayouts(model, rearrange=False)
         self._divisor = self.ranks.size
         self._unread = ""  # why steps are lost, if DDP hands over what cannot be recorded
         self.topology: Topology | None = None
@@ -94,6 +94,10 @@ class BucketSource:
         """Say which trained layers ranks do not average, see `AveragedLayers.look`, or why steps are lost; or ""."""
         missing = self._averaged.missing() if closing else self._averaged.look()
         return not_averaged(missing) if missing else self._unread
+
+    def thawed(self, closing: bool = False) -> list[Layer]:
+        """List the layers that ranks average, trained now and frozen at the start; see `AveragedLayers.look`."""
+        return self._averaged.thawed() if closing or self._averaged.looks else []
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket as DDP without a hook does; a future of its buffer."""
@@ -192,6 +196,10 @@ class ShardSource:
         """Do as `BucketSource.unaveraged`."""
         missing = self._averaged.missing() if closing else self._averaged.look()
         return not_averaged(missing, *SHARDED) if missing else ""
+
+    def thawed(self, closing: bool = False) -> list[Layer]:
+        """Return none: a unit refuses layers that are thawed."""
+        return []
 
     def gradients(self, unit: Unit, flat: torch.Tensor) -> list[Gradient]:
         """Put a unit's gradients together from their shards. A collective of the node's ranks.

@@ -108,7 +108,7 @@ class CompressionState(Exchange):
         del make
         self._topology = topology
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
-        self._layouts = BucketLayouts(rearrange=True)
+        self._layouts = BucketLayouts(ddp_model, rearrange=True)
         self.engine = Engine(self._driver, self._device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
@@ -189,6 +189,8 @@ class CompressionState(Exchange):
             self._not_come -= gradients.keys()
             if bucket.is_last() and self._not_come:
                 raise GradlabError(not_averaged(sorted(self._not_come)))
+        if bucket.is_last():
+            self._steps.after_exchange()
         return self.engine.submit(bucket.index(), bucket.is_last(), bucket.buffer(), gradients)
 
     @property

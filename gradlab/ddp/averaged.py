@@ -35,6 +35,7 @@ class AveragedLayers:
     def __init__(self, model: nn.Module, sharded: Callable[[], list[torch.Tensor]] | None = None) -> None:
         self._model, self._sharded = weakref.ref(model), sharded
         self._looks = 0
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         held = _of_reducer(model) if isinstance(model, DistributedDataParallel) else {}
         self._reducer = list(held)
         self._known = {id(one): kind for one, kind in (held or _kinds(_passing_for_it(model))).items()}
@@ -64,9 +65,9 @@ class AveragedLayers:
         names = names_of_parameters(model)
         frozen = [p for p in self._reducer if not p.requires_grad or id(p) not in names]
         if frozen:
-            listed = _listed([names.get(id(p), f"a removed layer {list(p.shape)}") for p in frozen])
+            named = listed([names.get(id(p), f"a removed layer {list(p.shape)}") for p in frozen])
             raise GradlabError(
-                f"DDP waits for gradients of {listed}: frozen or removed after the DDP model was made; freeze layers "
+                f"DDP waits for gradients of {named}: frozen or removed after the DDP model was made; freeze layers "
                 "first, then make the DDP model (or make it with find_unused_parameters=True)"
             )
 
@@ -116,13 +117,25 @@ class AveragedLayers:
         pairs = synchronised_layers(model) if isinstance(model, DistributedDataParallel) else named_layers(model)
         return [layer.name for layer, parameter in pairs if not self._has(parameter)]
 
+    def thawed(self) -> list[Layer]:
+        """List the layers that are trained now, that ranks average, and that were frozen when this object was made."""
+        model = self._model()
+        if model is None or all(id(p) in self._trained or not p.requires_grad for p in model.parameters()):
+            return []
+        return [layer for layer, p in named_layers(model) if id(p) not in self._trained and self._has(p)]
+
     def _has(self, parameter: torch.Tensor) -> bool:
         return self._known.get(id(parameter)) == (parameter.dtype, parameter.device)
 
     def look(self) -> list[str]:
         """Do as `missing` in each of the first 16 steps, and then in every 16th, as it looks at all parameters."""
         self._looks += 1
-        return self.missing() if self._looks <= _EVERY or self._looks % _EVERY == 0 else []
+        return self.missing() if self.looks else []
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step is one in which all parameters are looked at."""
+        return self._looks <= _EVERY or self._looks % _EVERY == 0
 
 
 def not_averaged(missing: Sequence[str], made: str = "the DDP model was made", make: str = "make the DDP model") -> str:
@@ -134,7 +147,7 @@ def not_averaged(missing: Sequence[str], made: str = "the DDP model was made", m
         make: what should come after them.
     """
     return (
-        f"{_listed(missing)}: unfrozen, added or replaced after {made}, or of another dtype or device since, so that "
+        f"{listed(missing)}: unfrozen, added or replaced after {made}, or of another dtype or device since, so that "
         f"ranks do not average it and drift apart; do that first, then {make}"
     )
 
@@ -143,7 +156,8 @@ def _kinds(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Kind]:
     return {parameter: (parameter.dtype, parameter.device) for parameter in parameters}
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Name three layers, and count the rest."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
 
 
@@ -156,7 +170,15 @@ def _of_reducer(model: DistributedDataParallel) -> dict[torch.Tensor, Kind]:
         buckets = model.reducer._get_zeros_like_grad_buckets()
     except (AttributeError, RuntimeError):
         return {}
-    return {one: (bucket.buffer().dtype, bucket.buffer().device) for bucket in buckets for one in bucket.parameters()}
+    return {
+        one: (_dtype(one, bucket.buffer()), bucket.buffer().device) for bucket in buckets for one in bucket.parameters()
+    }
+
+
+def _dtype(parameter: torch.Tensor, buffer: torch.Tensor) -> torch.dtype:
+    """What a parameter's dtype was when its bucket was made, which may hold complex numbers as pairs of real ones."""
+    of_pairs = parameter.is_complex() and parameter.dtype.to_real() == buffer.dtype
+    return parameter.dtype if of_pairs else buffer.dtype
 
 
 def _passing_for_it(model: nn.Module) -> list[torch.Tensor]:

@@ -9,14 +9,17 @@ therefore permutes gradients. So a gradient in a bucket is compared with the one
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, permutations
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gradlab.errors import GradlabError
+from gradlab.layout import names_of_parameters
 
 _COMPARED = 3  # backward passes, the one after which DDP makes its buckets anew among them
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -49,12 +52,13 @@ class BucketLayouts:
     """Reads the gradients of DDP's buckets, each in its parameter's shape.
 
     Args:
+        model: whose layers errors name. It is not kept alive.
         rearrange: whether a gradient is laid out anew, in the bucket, where DDP would read its average by other strides
             than it lies by. Plain DDP does not.
     """
 
-    def __init__(self, rearrange: bool) -> None:
-        self._rearrange = rearrange
+    def __init__(self, model: nn.Module, rearrange: bool) -> None:
+        self._model, self._rearrange = weakref.ref(model), rearrange
         self._known: dict[torch.Tensor, _Layout] = {}
 
     def gradients(self, bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -72,8 +76,8 @@ class BucketLayouts:
         """
         if bucket.buffer().is_sparse:
             raise GradlabError(
-                "a sparse gradient (an embedding with sparse=True): only dense gradients can be compressed; make the "
-                "embedding with sparse=False"
+                f"{self._name(bucket.parameters()[0])}: a sparse gradient (an embedding with sparse=True), and only "
+                "dense gradients can be compressed; make the embedding with sparse=False"
             )
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         return [(parameter, self._view(parameter, gradient)) for parameter, gradient in pairs]
@@ -85,12 +89,21 @@ class BucketLayouts:
         if known is None or known.strides != strides:
             turned = known is not None or not parameter.is_contiguous()
             known = self._known[parameter] = _Layout(strides, _expected(parameter), _expected(parameter), turned)
-        if known.sure < _COMPARED:
-            _compare(known, parameter, shown)
+        if known.sure < _COMPARED and not _compare(known, parameter, shown):
+            raise OldGradient(
+                f"{self._name(parameter)}: its gradient is in DDP's bucket in no layout of the parameter's: its memory "
+                "layout was changed after the DDP model was made; call .to(memory_format=...) before "
+                "DistributedDataParallel(...)"
+            )
         if known.lies != known.read and self._rearrange:
             read = shown.as_strided(shown.shape, known.read)
             return read.copy_(shown.as_strided(shown.shape, known.lies).clone())
         return shown if known.lies == shown.stride() else shown.as_strided(shown.shape, known.lies)
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        model = self._model()
+        names = {} if model is None else names_of_parameters(model)
+        return names.get(id(parameter), f"a layer {list(parameter.shape)}")
 
 
 def _expected(parameter: torch.Tensor) -> Strides:
@@ -103,15 +116,15 @@ def _contiguous(parameter: torch.Tensor) -> Strides:
     return torch.empty(parameter.shape, device="meta").stride()
 
 
-def _compare(known: _Layout, parameter: torch.Tensor, shown: torch.Tensor) -> None:
-    """Find out how a gradient lies in its bucket, from the same one in `parameter.grad`."""
+def _compare(known: _Layout, parameter: torch.Tensor, shown: torch.Tensor) -> bool:
+    """Find out how a gradient lies in its bucket, from the same one in `parameter.grad`; whether it is there at all."""
     gradient = parameter.grad
     if gradient is None:  # the loss does not depend on it
-        return
+        return True
     if gradient.data_ptr() == shown.data_ptr():  # a view of the bucket itself
         known.lies = known.read = gradient.stride()
         known.sure += 1
-        return
+        return True
     with torch.no_grad():
         wanted, found = gradient.nan_to_num(), shown.nan_to_num()
 
@@ -123,14 +136,10 @@ def _compare(known: _Layout, parameter: torch.Tensor, shown: torch.Tensor) -> No
     if likely:
         known.lies = known.lies if known.lies in likely else likely[0]
         known.sure += len(likely) == 1
-    elif told and known.turned:
-        raise OldGradient(
-            f"the gradient of a layer {list(parameter.shape)} is in DDP's bucket in no layout of its parameter's: the "
-            "parameter's memory layout was changed after the DDP model was made; call .to(memory_format=...) before "
-            "DistributedDataParallel(...)"
-        )
-    else:  # a hook may have changed parameter.grad after DDP copied it
+        return True
+    if not known.turned:  # a hook may have changed parameter.grad after DDP copied it
         known.sure += told
+    return not (told and known.turned)
 
 
 def _likely(parameter: torch.Tensor) -> list[Strides]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,58 @@ def at_each_step(
             handles.append(one.register_step_pre_hook(Hook(partial(call, False))))
             handles.append(one.register_step_post_hook(Hook(partial(call, True))))
     return handles
+
+
+class LocalPasses:
+    """Counts backward passes since the last one whose gradients ranks averaged, by two parameters of a model in DDP.
+
+    DDP averages in the first backward pass after a forward pass of its own, unless that was under `no_sync`. What
+    another pass adds afterwards stays with its rank: one under `no_sync`, one more through a retained graph, those
+    of a static graph after `autograd.grad`, those through the module inside DDP.
+
+    Args:
+        parameters: whose gradients DDP averages.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._passes = 0
+        self._watched = [*parameters[:1], *parameters[1:][-1:]]
+        method = weakref.WeakMethod(self._accumulated)
+        self._handles = [
+            one.register_post_accumulate_grad_hook(Hook(partial(call_alive, method))) for one in self._watched
+        ]
+
+    def exchanged(self) -> None:
+        """Note that ranks have averaged all gradients."""
+        self._passes = 0
+
+    @property
+    def unaveraged(self) -> bool:
+        """Whether a pass came since ranks averaged."""
+        return self._passes > 0
+
+    def applied_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether a step of an optimizer applies what ranks have not averaged. It copies to the host if so."""
+        if not self._passes:
+            return False
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        applied = [one.grad for one in self._watched if one.grad is not None and id(one) in held]
+        return any(bool(gradient.detach().any()) for gradient in applied)
+
+    def close(self) -> None:
+        """Stop counting. Idempotent."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._passes += 1
+
+
+def call_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: object) -> None:
+    """Call a method unless its object is gone."""
+    if (alive := method()) is not None:
+        alive(*arguments)
 
 
 def refuse_other_steps(held: HeldLayers) -> Any:

@@ -33,6 +33,7 @@ RATE_FACTOR = 2.0  # between two steps
 RATE_SHARE = 0.01  # of the largest learning rate: below it, what a residual holds no longer matters
 OVERFLOWS = 3  # steps in a row
 HUGE = 1e15  # a state above it overflows in squares, sums or products of float32
+LOCAL_GRADIENTS = "the optimizer applies gradients of each rank alone, so that ranks drift apart"
 SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, below 1
 
 
@@ -100,6 +101,13 @@ RULES: dict[str, Rule] = {
             "layer_not_averaged",
             "a trainable layer that DDP's reducer does not have: looked for in the first 16 steps, then in every 16th",
             "then make the plan and attach anew",
+        ),
+        Rule(
+            "local_gradients",
+            "an optimizer step after a backward pass that DDP did not average, and that came after its last average",
+            "end each optimizer step with a forward pass of the DDP model and one backward pass, outside of no_sync(): "
+            "DDP averages in the first backward pass after its forward pass alone, not in a second one through a "
+            "retained graph, nor after autograd.grad with static_graph=True",
         ),
         Rule(
             "several_backwards",
@@ -451,6 +459,15 @@ def several_backwards(step: int, passes: int, momentum: bool) -> Finding:
 def several_passes(passes: int) -> str:
     """Say how many synchronised backward passes came for one optimizer step."""
     return f"{passes} synchronised backward passes for one optimizer step"
+
+
+def local_gradients(step: int) -> Finding:
+    """Find an optimizer step that applies gradients which ranks did not average.
+
+    Args:
+        step: the iteration.
+    """
+    return finding("local_gradients", LOCAL_GRADIENTS, 1, 0, step=step)
 
 
 def dropped_backwards(step: int, passes: int, steps: int) -> Finding:

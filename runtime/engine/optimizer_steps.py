@@ -21,7 +21,7 @@ from torch import nn
 
 from gradlab.codec.wrapper import wrappers_of
 from gradlab.ddp.copies import Hook
-from gradlab.ddp.optimizer_steps import at_each_step
+from gradlab.ddp.optimizer_steps import LocalPasses, at_each_step, call_alive
 from gradlab.executor import PlanRun, rules
 from gradlab.runtime.engine.driver import StepDriver
 
@@ -56,9 +56,10 @@ class OptimizerSteps:
         self._looking: list[Any] = []  # handles, while the next pass is looked at
         self._handles = at_each_step(optimizers, self._stepped)
         self._in_ddp = model is not None
+        self._local: LocalPasses | None = None  # from the first exchange on, in DDP
         if self._handles and model is not None:
             self._handles.append(
-                model.register_forward_pre_hook(Hook(partial(_call, weakref.WeakMethod(self._forward))))
+                model.register_forward_pre_hook(Hook(partial(call_alive, weakref.WeakMethod(self._forward))))
             )
         self.follow(driver.run)
 
@@ -71,6 +72,8 @@ class OptimizerSteps:
     def close(self) -> None:
         """Take all hooks away. Idempotent."""
         self._stop_looking()
+        if self._local is not None:
+            self._local.close()
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
@@ -128,6 +131,13 @@ class OptimizerSteps:
             run.open_step.followed = known and self._unseen < _WITHOUT_A_STEP
         self._stop_looking()
 
+    def after_exchange(self) -> None:
+        """Note that DDP has handed over all gradients of a backward pass."""
+        if self._local is not None:
+            self._local.exchanged()
+        elif self._handles:
+            self._local = LocalPasses(list(self._parameters.values()))
+
     def _resolve(self) -> None:
         seen = self._driver.run.open_step.seen
         dropped = self._dropped_layers()
@@ -165,6 +175,8 @@ class OptimizerSteps:
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._driver.current is not None or self._driver.broken is not None:
             return  # a step within a backward pass: nothing is known of it
+        if self._local is not None and self._local.applied_by(optimizer):
+            self._tell(rules.local_gradients(self._driver.run.iteration - 1))
         exchanges = self._driver.run.open_step.exchanges
         held = self._held_by(optimizer) if self._several else None
         self._unseen = 0
@@ -188,11 +200,6 @@ class OptimizerSteps:
     def _tell(self, found: rules.Finding) -> None:
         """Tell at once: all ranks see it at the same step."""
         self._driver.rules.tell([found])
-
-
-def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: object) -> None:
-    if (alive := method()) is not None:
-        alive(*arguments)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ def changed_while_attached(group: dist.ProcessGroup, folder: str, change: str, w
     return said(train)
 
 
-def frozen_after_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
+def frozen_after_ddp(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
     """What comes of layers that are frozen between DDP and a plan, and thawed later."""
     model = in_ddp(group, frozen=False)[1]
     model.module[0].requires_grad_(False)
@@ -170,7 +170,20 @@ def frozen_after_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
     net[0].weight.requires_grad_(True)
     thawed = said(lambda: backward(model, group, STEPS))
     state.close()
-    return {"refused": refused, "equal": torch.equal(*trained), "thawed": thawed}
+    unrecorded = [
+        said(lambda layers=layers: thawed_while_recorded(group, Path(folder) / layers.strip("*."), layers))
+        for layers in ("[02].*", "*.bias", "2.*")
+    ]
+    return {"refused": refused, "equal": torch.equal(*trained), "thawed": thawed, "unrecorded": unrecorded}
+
+
+def thawed_while_recorded(group: dist.ProcessGroup, path: Path, layers: str) -> None:
+    net, model = in_ddp(group, frozen=False, find_unused_parameters=True)
+    net[0].requires_grad_(False)
+    with TraceRecorder(model, path, layers=layers):
+        backward(model, group, 0)
+        net[0].requires_grad_(True)
+        backward(model, group, 1)
 
 
 def added_under_fsdp(group: dist.ProcessGroup, folder: str) -> list[str]:

@@ -132,6 +132,21 @@ def unlike(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"warned": warned, "rules": found, "asked": [step for step in asked if step]}
 
 
+def overflowing(group: dist.ProcessGroup) -> dict[str, Any]:
+    """One finite step too large for what top-k keeps back, on rank 0 alone, and healthy ones after it."""
+    with listening() as warned:
+        run, error = exchange(group, plan("topk", {"density": 0.01}), rules={"state_overflows": "error"}), ""
+        with run:
+            try:
+                for step in range(6):
+                    size = 1e38 if step else (3e38, 1.0)[dist.get_rank(group)]
+                    run.step({"a": torch.full(SHAPE, size), "b": torch.ones(64)})
+            except GradlabError as raised:
+                error = str(raised)
+            found = run.report()["rules"]
+    return {"warned": warned, "rules": found, "error": error}
+
+
 def rates(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """A rate that falls to a tenth at once, one that does so smoothly, and residuals that follow the first."""
     said = {}

@@ -68,6 +68,31 @@ def test_a_step_whose_closure_has_the_backward_pass(pool: ProcessPool) -> None:
         assert result == {"iteration": STEPS, "saved": STEPS, "exact": True}
 
 
+@pytest.mark.parametrize("loop", ["first of two synchronised", "retained", "penalised, static graph", "inside"])
+def test_a_step_that_applies_what_ranks_did_not_average_is_told(pool: ProcessPool, tmp_path: Path, loop: str) -> None:
+    """By compression and by a recorder, which change nothing of plain DDP's training."""
+    first, second = pool.run("jobs.report_tasks_training:looped", 2, loop=loop, folder=str(tmp_path))
+    assert second["drift"] > 1e-4
+    assert second["recorded"]["equal"]
+    for result in (first, second):
+        assert result["compressed"]["rules"] == ([] if loop == "inside" else ["local_gradients"])
+    rule = "(rule hook_not_reached)" if loop == "inside" else "(rule local_gradients)"
+    assert rule in first["compressed"]["said"]
+    what = (
+        "nothing was recorded" if loop == "inside" else "so that ranks drift apart, and the trace holds none of these"
+    )
+    assert what in first["recorded"]["said"]
+    assert second["compressed"]["said"] == second["recorded"]["said"] == ""
+
+
+def test_a_complex_layer_left_out_is_averaged_as_ever(pool: ProcessPool, tmp_path: Path) -> None:
+    for result in pool.run(
+        "jobs.report_tasks_training:looped", 2, loop="complex", folder=str(tmp_path), layers="real*", least=300
+    ):
+        assert (result["drift"], result["recorded"]["said"], result["compressed"]["rules"]) == (0.0, "", [])
+        assert result["compressed"]["difference"] < 1e-6
+
+
 @pytest.mark.parametrize(("passes", "every"), [(1, 1), (3, 1), (3, 2)])
 def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path, passes: int, every: int) -> None:
     results = pool.run("jobs.step_tasks:recorded", 2, folder=str(tmp_path / "trace"), passes=passes, every=every)

@@ -32,11 +32,20 @@ def test_layers_that_come_in_training_are_told_of(pool: ProcessPool, tmp_path: P
     assert (way == "error") == bool(second)
 
 
-def test_layers_frozen_after_ddp_are_refused_unless_ddp_looks_for_unused_ones(pool: ProcessPool) -> None:
-    for result in pool.run("jobs.reducer_tasks:frozen_after_ddp", 2):
+def test_layers_frozen_after_ddp_are_refused_unless_ddp_looks_for_unused_ones(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    """Thawed later, they are refused by compression, and a recorder tells of those that were to be recorded."""
+    results = pool.run("jobs.reducer_tasks:frozen_after_ddp", 2, folder=str(tmp_path))
+    for result in results:
         assert result["refused"].startswith("DDP waits for gradients of 0.weight, 0.bias: frozen")
         assert result["equal"]
         assert "0.weight was frozen when compression was attached" in result["thawed"]
+    every, biases, none = results[0]["unrecorded"]
+    assert "0.weight, 0.bias: frozen when the recording began and trained now" in every
+    assert "0.weight" not in biases
+    assert "0.bias: frozen" in biases
+    assert not none
 
 
 def test_a_layer_added_after_fully_shard_is_told_of(pool: ProcessPool, tmp_path: Path) -> None:

@@ -231,6 +231,15 @@ def test_what_one_rank_suspects_of_the_mean_is_asked_of_all(pool: ProcessPool) -
     assert (first["asked"], second["asked"]) == ([], [9])
 
 
+def test_a_state_that_one_step_has_spoiled_ends_the_run_on_all_ranks(pool: ProcessPool) -> None:
+    """At the third step that overflows, with the layer of the rank that keeps too much."""
+    first, second = pool.run("jobs.rule_tasks:overflowing", 2)
+    assert first["error"] == second["error"]
+    assert "step 3: gradients were finite in 3 steps in a row" in first["error"]
+    assert "the residual of error_feedback holds values of up to 3e+38 in a, with which" in first["error"]
+    assert [one["ranks"] for one in second["rules"] if one["rule"] == "state_overflows"] == [[0]]
+
+
 def test_a_jump_of_the_rate_under_kept_residuals(pool: ProcessPool) -> None:
     for rank, results in enumerate(pool.run("jobs.rule_tasks:rates", 2)):
         assert [len(results[name]) for name in ("jump", "smooth", "followed")] == [rank == 0, 0, 0]
