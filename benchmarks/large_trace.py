@@ -112,7 +112,7 @@ def forget_peaks() -> None:
     """Let the kernel begin anew to note the most memory of each of our processes."""
     for process in processes():
         try:
-            Path(f"/proc/{process}/clear_refs").write_text("5")
+            Path(f"/proc/{process}/clear_refs").write_text("5", encoding="utf-8")
         except OSError:
             continue
 
@@ -122,7 +122,7 @@ def peaks() -> tuple[int, int]:
     by_process = {}
     for process in processes():
         try:
-            status = Path(f"/proc/{process}/status").read_text()
+            status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
         except OSError:
             continue
         known = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]

@@ -152,7 +152,7 @@ def information_table(rows: Sequence[Row]) -> str:
 
 def claimed(report: Path) -> list[Row]:
     """A row per layer of a report: what the claim's table shows, means over iterations, in bits per parameter."""
-    between, rows = json.loads(report.read_text())["between_nodes"], []
+    between, rows = json.loads(report.read_text(encoding="utf-8"))["between_nodes"], []
     for layer in between["layers"]:
         histograms = {
             bins: {name: statistics.fmean(found[name]) for name in ("entropy", "information", "shuffled", "shifted")}

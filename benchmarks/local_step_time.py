@@ -82,7 +82,9 @@ def _way(name: str) -> Callable[[Any, Any], tuple[Any, Any]]:
                 now = time.perf_counter(), time.process_time()
                 turns.append([(end - start) / EVERY for start, end in zip(began, now, strict=True)])
                 seconds, processor = map(statistics.median, zip(*turns, strict=True))
-                kept.write_text(json.dumps({"seconds": seconds, "processor": processor, "turns": len(turns)}))
+                kept.write_text(
+                    json.dumps({"seconds": seconds, "processor": processor, "turns": len(turns)}), encoding="utf-8"
+                )
 
         model.register_forward_pre_hook(lambda *_: begins.append((time.perf_counter(), time.process_time())))
         register_optimizer_step_post_hook(stepped)
@@ -174,7 +176,7 @@ def in_turns(options: argparse.Namespace, rate: str) -> dict[str, dict[str, floa
             raise SystemExit(f"{row['hook']}: {row['error']}")
         if row["hook"] in hooks:
             part = Path(f"{kept}.{hooks[row['hook']]}")
-            found[hooks[row["hook"]]] = {**json.loads(part.read_text()), "sent": row["tx_bytes"]}
+            found[hooks[row["hook"]]] = {**json.loads(part.read_text(encoding="utf-8")), "sent": row["tx_bytes"]}
             part.unlink()
     return found
 

@@ -122,7 +122,7 @@ def in_processes(way: str, settings: TrainSettings) -> Row:
     """Train in a process per worker, with `OuterStep`, or with gradients through a plan: score, losses, payload."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (way, settings, folder), nprocs=WORKERS)
-        done: Row = json.loads(Path(folder, "0.json").read_text())
+        done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
     return done
 
 
@@ -155,7 +155,7 @@ def _worker(rank: int, way: str, settings: TrainSettings, folder: str) -> None:
     if rank == 0:
         score = workload.score(worker.model, data.test_x, data.test_y)
         row = {"score": score, "losses": twentieths((losses / WORKERS).tolist()), "payload": payload}
-        Path(folder, "0.json").write_text(json.dumps(row))
+        Path(folder, "0.json").write_text(json.dumps(row), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

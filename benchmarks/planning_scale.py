@@ -107,7 +107,7 @@ def descendants(pid: int) -> list[int]:
 def peak(pid: int) -> float:
     """Peak resident set size in MB; 0 of a process that has ended."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
         return 0.0
     return next((int(line.split()[1]) / 1e3 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)

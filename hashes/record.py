@@ -40,7 +40,8 @@ def write(path: Path, source: Path, rows: list[tuple[str, str, str]]) -> None:
     """Write the hashes of what a file of versions names."""
     lines = [f"{name}=={version} --hash=sha256:{digest}" for name, version, digest in rows]
     path.write_text(
-        f"# Written by `make hashes`. Of {source.name}, for pip's hash-checking mode.\n" + "\n".join(lines) + "\n"
+        f"# Written by `make hashes`. Of {source.name}, for pip's hash-checking mode.\n" + "\n".join(lines) + "\n",
+        encoding="utf-8",
     )
     print(f"{path.relative_to(ROOT)}: {len(lines)} files")
 

@@ -113,7 +113,7 @@ def run(name: str, command: list[str], log: Path) -> bool:
         check=False,
     )
     seconds = time.perf_counter() - begun
-    log.write_text(done.stdout + "\n" + done.stderr)
+    log.write_text(done.stdout + "\n" + done.stderr, encoding="utf-8")
     *errors, peak = done.stderr.splitlines()
     first = next((line for line in [*done.stdout.splitlines(), *errors] if line.strip()), "")
     shown = first if len(first) <= LONGEST else first[: LONGEST - 1] + "…"

@@ -37,7 +37,7 @@ def run(framework: str, folder: Path, ranks: int, what: str) -> Cells:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     log, results = folder / f"{framework}.log", folder / f"{framework}.json"
     results.unlink(missing_ok=True)
-    with open(log, "a") as file:
+    with open(log, "a", encoding="utf-8") as file:
         command = [python(*MODULES), *launch, script, framework, str(folder), what]
         done = subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=1800, check=False)
     if done.returncode or not results.exists():

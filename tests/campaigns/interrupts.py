@@ -111,7 +111,7 @@ def not_whole(path: Path) -> str:
         return f"without {sorted(missing)}" if missing else ""
     try:
         if path.read_bytes()[:1] == b"{":
-            json.loads(path.read_text())
+            json.loads(path.read_text(encoding="utf-8"))
         else:
             Artifact.load(path)
     except (ValueError, GradlabError) as error:

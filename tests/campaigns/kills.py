@@ -135,7 +135,7 @@ def record(rank: int, folder: Path, steps: int) -> None:
     """Record steps, and say after each how many are on the disk."""
     model = parallel_model()
     recorder = TraceRecorder(model, folder / "trace", flush_seconds=0.02, segment_bytes=200_000)
-    with open(folder / f"progress-{rank}", "w") as progress:
+    with open(folder / f"progress-{rank}", "w", encoding="utf-8") as progress:
         for batch in batches(steps):
             loss_of(model, batch).backward()
             model.zero_grad()
@@ -228,7 +228,7 @@ def train(rank: int, folder: Path, every: int) -> None:
         if start:
             model.load_state_dict(torch.load(folder / f"checkpoint-{start}" / "model.pt", weights_only=True))
             files.load(folder / f"checkpoint-{start}", "state", "nothing to do")
-        with open(folder / f"progress-{rank}", "w") as progress:
+        with open(folder / f"progress-{rank}", "w", encoding="utf-8") as progress:
             for step in range(start, STEPS):
                 model.zero_grad()
                 model(gradients(SHAPES, rank, step)).backward()

@@ -44,7 +44,7 @@ def job(out: Path, size: int, chosen: list[list[str]]) -> None:
                     f"{size} ranks, {row} / {option}: {results[f'{row} / {option}']} ({time.monotonic() - began:.1f} s)"
                 )
                 sys.stdout.flush()
-                out.write_text(json.dumps(results))
+                out.write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -105,7 +105,7 @@ def of_a_log(page: Any, log: Path) -> Iterator[str]:
         if step > STEPS:
             append(log, line(step))
         wait_for_head(page, f"step {step},")
-        last, shown = json.loads(log.read_text().splitlines()[-1]), numbers_of(page)
+        last, shown = json.loads(log.read_text(encoding="utf-8").splitlines()[-1]), numbers_of(page)
         for name, value in last.items():
             if name in ("step", "time", "rules") or "/" in name:
                 continue

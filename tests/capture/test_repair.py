@@ -50,7 +50,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 
 def _acknowledged(file: Path) -> int:
-    lines = file.read_text().split("\n")[1:-1] if file.exists() else []
+    lines = file.read_text(encoding="utf-8").split("\n")[1:-1] if file.exists() else []
     return int(lines[-1]) if lines else 0
 
 

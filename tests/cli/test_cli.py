@@ -369,7 +369,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=listen) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         deadline = time.monotonic() + 120
-        while not (launched := children.read_text().split()) and time.monotonic() < deadline:
+        while not (launched := children.read_text(encoding="utf-8").split()) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         try:

@@ -80,7 +80,7 @@ def ask(server: PageServer, path: str, method: str = "GET", host: str | None = N
 
 
 def log(path: Path, lines: list[dict[str, Any]] = LINES) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -179,7 +179,7 @@ def test_it_follows_a_file_that_grows_and_ends(tmp_path: Path) -> None:
         return json.loads(numbers.answer())
 
     assert last(seen())["loss"] == "2.500"
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write('{"step": 2, "time": 10.5, "lo')
         file.flush()
         assert last(seen())["loss"] == "2.500"
@@ -251,7 +251,7 @@ def test_a_line_of_another_form_is_named_and_what_follows_is_shown(tmp_path: Pat
     assert err == f"gradlab: {path}: step 5: rules is 5, expected null or a list\n"
     log(path, LINES)
     numbers = Numbers(WatchedLog(path))
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 3, "rules": ["a", 7]}) + "\n" + json.dumps({"step": 4, "time": 12.0}) + "\n")
     views = []
     for _ in range(2):

@@ -52,7 +52,9 @@ def test_code_is_in_blocks_that_say_its_language(page: Path) -> None:
         assert block.language in ("", "text", "sh", "python", "json"), block.place
         if block.language in ("", "text") and block.note != "one run":  # what a command prints may be lines to paste
             assert not [line for line in block.text.splitlines() if line.startswith(COMMANDS)], block.place
-    indented = re.findall(r"^    (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    indented = re.findall(
+        r"^    (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.MULTILINE
+    )
     assert not [line for line in indented if line.startswith(COMMANDS)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
 import importlib.util
 import pkgutil
 import re
@@ -76,7 +75,7 @@ def test_every_codec_stands_in_one_family() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_names_files_and_links_of_a_page_are_there(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
     files = {ROOT / name for name in re.findall(r"\bbenchmarks/[\w/-]+\.\w+", text)}
     assert not [path for path in links | files if not path.exists()]
@@ -96,7 +95,7 @@ def _exists(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
-    for line in COMMAND.findall(page.read_text()):
+    for line in COMMAND.findall(page.read_text(encoding="utf-8")):
         words, command = line.split(), get_command(app)
         while words and words[0] in getattr(command, "commands", ()):
             command = command.commands[words.pop(0)]
@@ -194,7 +193,7 @@ def test_the_page_of_numbers_defines_every_figure() -> None:
     report = RunReport(place, iteration=0, residuals=None, refresh=None, summary=Summary(0), groups=())
     keys = {*report.to_json(), *(field.name for shape in (StepMeans, GroupMeans) for field in fields(shape))}
     assert not keys - set(re.findall(r"`(\w+)`", page))
-    predict = ast.walk(ast.parse(Path(predict_module.__file__).read_text()))
+    predict = ast.walk(ast.parse(Path(predict_module.__file__).read_text(encoding="utf-8")))
     columns = {
         head for node in predict for found in test_glossary._columns(node) for head in test_glossary._texts(found)
     }

@@ -58,7 +58,7 @@ def everything() -> dict[str, Path]:
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     """Everything in a file's syntax tree."""
-    return tuple(ast.walk(ast.parse(path.read_text())))
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported(module: str, path: Path) -> set[str]:

@@ -17,7 +17,7 @@ PAGES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_keeps_the_style(page: Path) -> None:
-    assert list(faults(page.read_text())) == []
+    assert list(faults(page.read_text(encoding="utf-8"))) == []
 
 
 def test_paragraphs_are_prose_alone() -> None:

@@ -22,7 +22,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = parallel_model()
     recorder = TraceRecorder(model, folder / "trace", flush_seconds=0.05, segment_bytes=1)
-    with open(folder / f"progress-{dist.get_rank()}", "w") as progress:
+    with open(folder / f"progress-{dist.get_rank()}", "w", encoding="utf-8") as progress:
         progress.write(f"{os.getpid()}\n")
         for batch in batches(100_000):
             loss_of(model, batch).backward()

@@ -224,7 +224,7 @@ def logged(folder: Path) -> list[str]:
     callback = CompressionCallback(PLAN, log=True)
     logger = CSVLogger(folder, name="run", version=0)
     trainer(folder, callback, logger=logger, log_every_n_steps=2, max_epochs=1).fit(Model(), loader())
-    with open(folder / "run" / "version_0" / "metrics.csv") as file:
+    with open(folder / "run" / "version_0" / "metrics.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert set(rows[-1]) == {"step", *callback.state.scalars()}
     return [row["step"] for row in rows]

@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_line_per_step_on_one_rank(trained: Path) -> None:
-    *steps, end = [json.loads(line) for line in trained.read_text().splitlines()]
+    *steps, end = [json.loads(line) for line in trained.read_text(encoding="utf-8").splitlines()]
     assert [one["step"] for one in steps] == list(range(1, STEPS + 1))
     assert (end["step"], end["ended"]) == (STEPS, True)
     assert [one["time"] for one in steps] == sorted(one["time"] for one in steps)
@@ -80,7 +80,7 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("")
     watching = subprocess.Popen([python(), "-m", "gradlab", "watch", path], stdout=subprocess.PIPE, text=True)
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         for piece in ('{"step": 1, "time": 1.0, "loss": 2', '.5}\n{"step": 2,', ' "time": 3.0, "loss": 1.5}\n'):
             file.write(piece)
             file.flush()

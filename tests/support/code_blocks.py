@@ -51,7 +51,7 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    text, found = page.read_text(), []
+    text, found = page.read_text(encoding="utf-8"), []
     for match in FENCE.finditer(text):
         above = text[: match.start()].rstrip().rpartition("\n")[2]
         note = NOTE.fullmatch(above.strip())

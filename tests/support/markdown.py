@@ -45,7 +45,7 @@ def broken_links(path: Path) -> Iterator[str]:
     Returns:
         One line per link.
     """
-    for link in links(path.read_text()):
+    for link in links(path.read_text(encoding="utf-8")):
         if OTHER_HOST.match(link):
             continue
         name, _, anchor = link.partition("#")

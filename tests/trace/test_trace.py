@@ -309,7 +309,7 @@ def refused(path: Path, match: str) -> None:
 
 def rewrite(path: Path, **changes: object) -> None:
     """Write a manifest or an index anew, with its checksum right and some fields changed."""
-    kind = json.loads(path.read_text())["format"]
+    kind = json.loads(path.read_text(encoding="utf-8"))["format"]
     body = read_document(path, kind)
     write_document(
         path, kind, {key: value for key, value in body.items() if key not in ("format", "version")} | changes
@@ -317,9 +317,9 @@ def rewrite(path: Path, **changes: object) -> None:
 
 
 def replace_text(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert old in text
-    path.write_text(text.replace(old, new))
+    path.write_text(text.replace(old, new), encoding="utf-8")
 
 
 def test_no_such_folder(tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def _periodic(path: Path) -> Path:
     """A text whose next byte is certain once its verse is known: four verses in a random order."""
     verses = ["the rain in spain\n", "falls mainly on\n", "a plain so plain\n", "that none complain\n"]
     order = np.random.default_rng(0).integers(0, 4, 400)
-    path.write_text("".join(verses[index] for index in order))
+    path.write_text("".join(verses[index] for index in order), encoding="utf-8")
     return path
 
 

@@ -310,7 +310,7 @@ class Messages(Format):
 def read(path: Path) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return outcome(**json.loads(path.read_text()))
+        return outcome(**json.loads(path.read_text(encoding="utf-8")))
 
 
 class Network(Format):
@@ -331,7 +331,7 @@ class Network(Format):
         return Case(codec_name(case["family"]), json.dumps(case).encode(), True, None, self._read)
 
     def _read(self, path: Path) -> str:
-        case = json.loads(path.read_text())
+        case = json.loads(path.read_text(encoding="utf-8"))
         return judged(case["family"], self._pair.run(TASK, ranks=case.pop("world_size"), **case))
 
 

@@ -73,7 +73,7 @@ def method(name: str) -> type[Codec]:
 
 
 def use(path: Path) -> str:
-    name, words = json.loads(path.read_text())
+    name, words = json.loads(path.read_text(encoding="utf-8"))
     chosen = method(name)
     settings = build_settings(chosen, parse_settings(words))
     codec = chosen(TopK(), settings) if issubclass(chosen, Wrapper) else chosen(settings)
