@@ -31,6 +31,7 @@ ITERATIONS, JUMP, BACK = 50, 20, 40
 
 
 def drawn(kind: str, numel: int, iteration: int) -> torch.Tensor:
+    """Draw the gradient of an iteration, (numel,), float32, of one of `KINDS`; the same in every run."""
     generator = torch.Generator().manual_seed(iteration)
     x, y = torch.randn(numel, generator=generator), torch.rand(numel, generator=generator)
     x *= 1 + 0.1 * float(torch.randn((), generator=generator))
@@ -55,6 +56,7 @@ def messages(kind: str, numel: int, bits: float, feedback: bool) -> Iterator[tup
 
 
 def row(kind: str, numel: int, bits: float, feedback: bool) -> dict[str, Any]:
+    """Run all iterations; return the settings, counted bits per value, and milliseconds per message."""
     counted, seconds = zip(*messages(kind, numel, bits, feedback), strict=True)
     jumps = {"6th after": counted[JUMP + 5], "6th back": counted[BACK + 5]} if kind == "scale jumps" else {}
     return {
@@ -73,6 +75,7 @@ def row(kind: str, numel: int, bits: float, feedback: bool) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table of counted bits per value."""
     yield "| values | bits asked for | feedback | message 1 | message 5 | mean of 50 | most |"
     yield "|---|---|---|---|---|---|---|"
     for one in rows:
@@ -81,6 +84,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
+    """Measure all kinds of values and write a row of each, or print the rows that are there as a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--table", action="store_true", help="print the rows that are there")

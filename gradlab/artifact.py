@@ -22,6 +22,7 @@ from gradlab.layout import canonical_json
 from gradlab.learning.slice_pca import slice_view
 from gradlab.plan import Group, Plan
 from gradlab.plan.plan import hash_tensor
+from gradlab.printable import can_be_written
 from gradlab.roles import FIRST_ROLES
 from gradlab.version import VERSION
 
@@ -188,7 +189,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not os.path.isfile(path):
         raise GradlabError(f"no artifact at {path}")
     try:
-        with safe_open(str(path), framework="pt") as file:
+        # safetensors takes names of UTF-8 alone.
+        with (
+            open(path, "rb") as opened,
+            safe_open(str(path) if can_be_written(str(path)) else f"/dev/fd/{opened.fileno()}", "pt") as file,
+        ):
             text = (file.metadata() or {}).get("gradlab")
             tensors = {key: file.get_tensor(key) for key in file.keys()} if text else {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:

@@ -70,16 +70,17 @@ def refused(path: Path, data: bytes, message: str = "") -> None:
 # --- what is saved comes back ---------------------------------------------------------------------------------------
 
 
-def test_an_artifact_round_trips(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["plan.safetensors", os.fsdecode(b"caf\xe9.safetensors")])  # the latter is Latin-1
+def test_an_artifact_round_trips(tmp_path: Path, name: str) -> None:
     saved = golden_artifact()
-    path = saved.save(tmp_path / "new" / "folder" / "plan.safetensors")
+    path = saved.save(tmp_path / "new" / "folder" / name)
     loaded = Artifact.load(path)
     assert loaded.plan.digest == saved.plan.digest
     assert loaded.plan.groups == saved.plan.groups
     assert loaded.provenance == saved.provenance
     for key, tensor in saved.plan.tensors().items():
         assert torch.equal(loaded.plan.tensors()[key], tensor)
-    assert os.listdir(path.parent) == ["plan.safetensors"]
+    assert os.listdir(path.parent) == [name]
 
 
 def test_equal_artifacts_are_equal_files(tmp_path: Path, whole: bytes) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -32,7 +33,7 @@ from gradlab.trace.schema import (
     segment_name,
     with_fields,
 )
-from gradlab.trace.segment import header
+from gradlab.trace.segment import header, locked_if_possible
 
 _RECORDS_PER_CHUNK = 256
 # Bytes of a file that stay in the page cache. A small trace is read from there. Of a large one the cache would keep
@@ -65,7 +66,7 @@ class SegmentWriter:
         self._manifest, self._rows = manifest, rows
         unfinished = self.path.with_name(self.path.name + NEW)
         # The oldest file format that knows SWMR, so that older HDF5 libraries can read a trace as well.
-        self._file = h5py.File(unfinished, "w", libver=("v110", "v110"), rdcc_nbytes=0)
+        self._file = locked_if_possible(partial(h5py.File, unfinished, "w", libver=("v110", "v110"), rdcc_nbytes=0))
         try:
             # HDF5 checksums text of fixed length, but not text of variable length.
             self._file.attrs["gradlab"] = np.bytes_(header(manifest, rank, number))

@@ -35,6 +35,7 @@ class _Printable(Console):
 OUT = _Printable(highlight=False, soft_wrap=True)
 ERR = _Printable(stderr=True, highlight=False, soft_wrap=True)
 _OF_NUMPY = r".*( encountered|Mean of empty slice|All-NaN|Degrees of freedom <= 0)"
+_UNBROKEN = 12  # characters of a number with its unit
 _BEGINNING = 150  # characters of a warning that is printed in short
 
 
@@ -95,7 +96,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table.
+    """Print a table, in which numbers are never cut: on a narrow terminal it is wider than that.
 
     Args:
         title: above the table.
@@ -103,15 +104,29 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         rows: text cells.
         left: number of leading columns that hold text. The others hold numbers.
     """
-    encoding = OUT.encoding  # what it lacks is replaced before columns are measured
-    table = Table(title=encodable(title, encoding) or None, title_justify="left", header_style="bold")
-    for column, name in enumerate(header):
-        table.add_column(encodable(name, encoding), justify="left" if column < left else "right")
-    for row in rows:
-        table.add_row(*(Text(encodable(printable(cell, one_line=True), encoding)) for cell in row))
-    # Never narrower than its content: a table in a log file must not lose digits.
-    console = OUT if OUT.is_terminal else Console(highlight=False, width=200)
-    console.print(table, markup=False)
+    # What the encoding lacks is replaced before columns are measured. No text is markup: paths have brackets.
+    named, *cells = (
+        [Text(encodable(printable(cell, one_line=True), OUT.encoding)) for cell in row]
+        for row in ((title, *header), *rows)
+    )
+    table = Table(title=named[0] if title else None, title_justify="left", header_style="bold")
+    for column, head in enumerate(named[1:]):
+        least = max(_least_width(one) for one in (head, *(row[column] for row in cells)))
+        if column < left:  # names may be broken
+            table.add_column(head, min_width=min(least, _UNBROKEN), overflow="fold")
+        else:
+            table.add_column(head, justify="right", min_width=least)
+    for row in cells:
+        table.add_row(*row)
+    # A log has no width, also where FORCE_COLOR calls it a terminal.
+    console = OUT if OUT.file.isatty() else Console(highlight=False, width=200)
+    console.print(table, markup=False, crop=False)
+
+
+def _least_width(cell: Text) -> int:
+    """Return the width of a number that must not be cut: all of it, or its longest word where it is a sentence."""
+    words = [cell] if cell.cell_len <= _UNBROKEN else cell.split(" ")
+    return max(word.cell_len for word in words)
 
 
 def print_warnings(lines: Iterable[str]) -> None:

@@ -386,8 +386,8 @@ class Codec(ABC):
     """One compression method with its settings.
 
     A subclass sets `name` (the file's name), `about` and `Settings`, a frozen dataclass. It defines `exchange` and
-    `payload_bytes`. A codec's state is the same on every rank. Only wrappers keep state that differs between ranks
-    (see `gradlab.codec.wrapper`).
+    `payload_bytes`. A codec's state has the same keys on every rank, and the same values where decoding or collectives
+    depend on them; ecsq's step, which travels in messages, is each rank's (wrappers: see `gradlab.codec.wrapper`).
 
     >>> codec = codecs.make("topk", density=0.5)
     >>> codec == codecs.make("topk", density=0.5), codec.payload_bytes([Layer("w", (8,))], world_size=2)

@@ -1,8 +1,8 @@
 """Wrappers change a codec's input or its result, without the codec's knowledge.
 
-A wrapper is itself a codec around another one and delegates with `yield from`. Only wrappers may keep state that
-differs between ranks, such as residuals and velocities. A wrapper's state has keys "<layer>/<what>" with <what> in
-`keys`. All other keys belong to the wrapped codec.
+A wrapper is itself a codec around another one and delegates with `yield from`. It may keep state that differs between
+ranks, such as residuals and velocities. A wrapper's state has keys "<layer>/<what>" with <what> in `keys`. All other
+keys belong to the wrapped codec.
 """
 
 from __future__ import annotations

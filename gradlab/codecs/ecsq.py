@@ -164,7 +164,9 @@ class ECSQ(Compressor):
         codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
         unit = _mean_magnitude(vector)  # the unit of steps from one iteration to the next
-        before = float(state[key]) * unit if key in state else None
+        # A rank whose gradients were all zero keeps 0: which keys a state has is the same on all ranks.
+        last = state.get(key, torch.zeros((), dtype=torch.float64))
+        before = float(last) * unit
         message, quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
         after = codec.next_step([message], vector.numel())
@@ -184,11 +186,13 @@ class ECSQ(Compressor):
             out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
             return separate(quantized.added_to(out, -1.0), grads)
 
-        kept = {key: state[key]} if key in state else {}
-        if after is not None and 0 < unit < math.inf:
-            kept = {key: torch.tensor(after / unit, dtype=torch.float64)}
         average, tables = context.alike(mean)
-        return Exchanged(average, Deferred(grads, own, error), kept | tables)
+        kept = tables
+        if self.settings.step is None and len(vector):
+            kept = tables | {key: last}
+            if after is not None and 0 < unit < math.inf:
+                kept[key] = torch.tensor(after / unit, dtype=torch.float64)
+        return Exchanged(average, Deferred(grads, own, error), kept)
 
     # --- tables that are known before a message ---
 

@@ -9,10 +9,12 @@ more bytes than the file has.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ from gradlab.trace.schema import (
 
 _MAX_CHUNK_BYTES = 64 * 2**20
 _MAX_HEADER_BYTES = 2**16
+# Of a file system without locks, such as NFS or Lustre as they are often mounted, or one that can only be read.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS}
 _READ_ATTEMPTS = 26  # with pauses of 67 ms in all
 _MEMBERS = {"gradients", "steps", "unused", "checksums", "committed"}
 
@@ -91,7 +95,27 @@ def _open_growing(path: Path) -> h5py.File:
     set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts
     if set_attempts(ctypes.c_int64(access.id), ctypes.c_uint(_READ_ATTEMPTS)) < 0:
         raise OSError("HDF5 refuses to limit its attempts at reading")
-    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ, access))
+
+    def opened(**locking: bool) -> h5py.File:
+        if locking:
+            access.set_file_locking(locking["locking"], True)
+        return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ, access))
+
+    return locked_if_possible(opened)
+
+
+def locked_if_possible(opened: Callable[..., h5py.File]) -> h5py.File:
+    """Open a file under HDF5's lock, and without where the file system has no locks: a trace has a lock of its own.
+
+    Args:
+        opened: takes `locking=False`, or nothing.
+    """
+    try:
+        return opened()
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return opened(locking=False)
 
 
 class SegmentReader:
@@ -130,7 +154,7 @@ class SegmentReader:
         if not path.is_file():
             raise GradlabError(f"{path}: not a file")
         with _one_line(path, "not a readable HDF5 file, or truncated"):
-            self._file = _open_growing(path) if swmr else h5py.File(path, "r")
+            self._file = _open_growing(path) if swmr else locked_if_possible(partial(h5py.File, path, "r"))
         try:
             with _one_line(path, "damaged"):
                 self._check_header(header(manifest, rank, number))

@@ -15,7 +15,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -115,6 +115,7 @@ class Trace:
         if type(average_ranks) is not int or average_ranks < 1 or ranks % average_ranks:
             raise GradlabError(f"{self.path}: average_ranks = {average_ranks!r}, expected a divisor of {ranks} ranks")
         self.average_ranks = average_ranks
+        self._options = {"allow_empty": allow_empty, "only": only, "average_ranks": average_ranks}
         self.world_size: int = ranks // average_ranks
         self.layers: tuple[Layer, ...] = self._manifest.layers
         self.model_layers: tuple[Layer, ...] = self._manifest.model_layers
@@ -144,6 +145,10 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Travel to another process, such as a DataLoader's worker, as path and options: it opens the files itself."""
+        return partial(Trace, **self._options), (str(self.path.resolve()),)
 
     def close(self) -> None:
         """Close all files; a later read reopens them."""

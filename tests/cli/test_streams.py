@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -121,6 +122,26 @@ def test_columns_are_measured_as_they_are_shown(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdout", out)
     print_table("‖a‖", ["µs", "λ"], [["卷", "1"], ["name", "2"]])
     assert len({len(line.rstrip()) for line in written(out, "ascii").splitlines()[1:]}) == 1
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_table_is_no_markup_and_loses_no_digit(monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
+    """On a terminal of 20 columns, and in a log whose colours are forced (as in GitHub's actions)."""
+    out = (io.TextIOWrapper if forced else Terminal)(io.BytesIO(), "utf-8", "strict")
+    monkeypatch.setattr(sys, "stdout", out)
+    for name, value in {"COLUMNS": "20", "TERM": "xterm", **({"FORCE_COLOR": "1"} if forced else {})}.items():
+        monkeypatch.setenv(name, value)
+    numbers = ["1.60 kB", "2\u202f400\u202f000", "75.7 %", "1.04 ms (985 µs to 1.32 ms)", "-0.123456789012345"]
+    print_table("runs[/b]/[bold]plan", ["[red]w", *"abcde"], [["[/x]" + "y" * 40, *numbers]])
+    shown = re.sub("\x1b\\[[0-9;]*m", "", written(out, "utf-8"))
+    assert all(number in shown for number in [*numbers[:3], numbers[4], "985"])
+    assert all(text in shown for text in ("runs[/b]/[bold]plan", "[red]w", "[/x]yyyyyyyy"))
+    assert shown.count("y") == 40
 
 
 def test_numpys_warnings_are_no_lines(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

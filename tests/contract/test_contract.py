@@ -38,7 +38,10 @@ ON_RANKS = [
 METHODS = [codec for codec in CODECS if codec == codec_of(codec)]
 # float16 ends at 65504.
 AWKWARD = [
-    (c, kind) for c in CODECS for kind in ("equal", "one value", "tiny", "huge") if (c, kind) != ("cast", "huge")
+    (c, kind)
+    for c in CODECS
+    for kind in ("equal", "one value", "zero on a rank", "tiny", "huge")
+    if (c, kind) != ("cast", "huge")
 ]
 
 
@@ -259,14 +262,16 @@ def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
 
 @pytest.mark.parametrize(("codec", "kind"), AWKWARD)
 def test_awkward_gradients(codec: str, kind: str) -> None:
-    """All magnitudes equal, all but one element zero, near the ends of float32: finite on all ranks, which agree, and
-    what was sent and what is left are what there was."""
+    """All magnitudes equal, all but one element zero, all zero on a rank, near the ends of float32: finite on all
+    ranks, which agree, and what was sent and what is left are what there was."""
     plan = plan_for(codec, "layer" if kind in ("one value", "tiny") else "model", feedback=True)
 
     def make(rank: int, step: int) -> Tensors:
         grads = gradients(SHAPES, rank, step)
         if kind == "equal":
             return {name: torch.where(grad < 0, -0.25, 0.25) for name, grad in grads.items()}
+        if kind == "zero on a rank":
+            return {name: grad * (rank != 1) for name, grad in grads.items()}
         if kind == "one value":
             first = {name: torch.arange(grad.numel()).view(grad.shape) == 0 for name, grad in grads.items()}
             return {name: grad * first[name] for name, grad in grads.items()}

@@ -1,8 +1,11 @@
 """The trace format: what is written is read back, and whatever is wrong with a trace is one clear line."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -22,15 +25,20 @@ from gradlab.trace import Trace, check
 from gradlab.trace.rank import runs
 from gradlab.trace.schema import (
     CHUNK_COLUMNS,
+    PART,
     Manifest,
     RankIndex,
     chunk_shape,
     dataset_name,
+    rank_folder,
     read_document,
+    read_manifest,
+    segment_name,
     write_document,
     write_index,
     write_manifest,
 )
+from gradlab.trace.segment import SegmentReader
 
 LAYERS = (
     Layer("conv/one.weight", (4, 3, 2, 2), "convolution"),
@@ -173,6 +181,32 @@ def test_a_trace_opened_for_some_layers_reads_these_and_refuses_the_others(templ
         np.testing.assert_array_equal(trace.read("wide", 1), whole.read("wide", 1))
         with pytest.raises(GradlabError, match="opened for other layers alone, not for 'scale'"):
             trace.read("scale", 0)
+
+
+def test_a_pickled_trace_opens_the_files_itself(template: Path) -> None:
+    with Trace(template, only=["wide"], average_ranks=2) as trace:
+        expected = trace.read("wide", 0)
+        with pickle.loads(pickle.dumps(trace)) as copy:  # noqa: S301 (as a DataLoader does, whose workers are not forked)
+            np.testing.assert_array_equal(copy.read("wide", 0), expected)
+            assert (copy.world_size, copy.source) == (1, trace.source)
+            with pytest.raises(GradlabError, match="opened for other layers alone"):
+                copy.read("scale", 0)
+
+
+@pytest.mark.parametrize("suffix", ["", PART])
+def test_a_file_that_cannot_be_locked_is_read(trace_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """HDF5's lock is refused because it is held; where a file system has none, the error is another one."""
+    path = trace_path / rank_folder(0) / segment_name(0)
+    os.rename(path, whole := path.with_name(path.name + suffix))
+    manifest = read_manifest(trace_path)
+    with open(whole, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(GradlabError, match="unable to lock file"):
+            SegmentReader(whole, manifest, 0, 0, swmr=bool(suffix))
+        monkeypatch.setattr("gradlab.trace.segment._NO_LOCKS", {errno.EAGAIN})
+        reader = SegmentReader(whole, manifest, 0, 0, swmr=bool(suffix))
+        np.testing.assert_array_equal(reader.read(LAYERS[1], 0, 1)[0], gradient(LAYERS[1], 0, 0).reshape(-1))
+        reader.close()
 
 
 @pytest.mark.parametrize(("dtype", "reference"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
