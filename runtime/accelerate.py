@@ -87,13 +87,16 @@ class _Checkpoint:
         self._files, self._model = files, model
 
     def save(self, models: Sequence[nn.Module], weights: Sequence[Any], folder: str) -> None:
-        self._files.save(Path(folder), self._stem(models))
+        if (stem := self._stem(models)) is not None:
+            self._files.save(Path(folder), stem)
 
     def load(self, models: Sequence[nn.Module], folder: str) -> None:
         missing = "to start from a checkpoint without compression, load it before compress()"
-        self._files.load(Path(folder), self._stem(models), missing)
+        if (stem := self._stem(models)) is not None:
+            self._files.load(Path(folder), stem, missing)
 
-    def _stem(self, models: Sequence[nn.Module]) -> str:
+    def _stem(self, models: Sequence[nn.Module]) -> str | None:
+        """The files' name; None where the accelerator has let go of the model, as after `free_memory`."""
         # On a CPU Accelerate lists the model as it was before it was wrapped.
         own = bare_module(self._model)
-        return f"gradlab_{next(i for i, model in enumerate(models) if bare_module(model) is own)}"
+        return next((f"gradlab_{i}" for i, model in enumerate(models) if bare_module(model) is own), None)

@@ -228,7 +228,7 @@ def _check_missing(needs: Mapping[str, tuple[str, ...]], held: HeldLayers) -> No
             )
         warnings.warn(
             "the optimizer holds none of the model's parameters: its momentum and weight decay are taken for those of "
-            "this run, and its learning rates are not known; pass the one that steps the model",
+            "this run, and its learning rates are not known; pass the one that steps the model, made after fully_shard",
             stacklevel=2,
         )
         return

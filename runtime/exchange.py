@@ -417,11 +417,12 @@ class Exchange(Uncopied):
     def close(self) -> None:
         """End the run. Later steps are refused. Closing twice does no harm, and exit closes too.
 
-        A worker thread is stopped, and a process group that was made here is destroyed. If a step is in progress, the
-        other ranks find in their error that this rank was closed.
+        A worker thread is stopped, and a process group that was made here is destroyed. Other ranks that go on find in
+        their error that this rank was closed.
         """
         if self._driver.current is not None:
             self._driver.leave("closed before the step had ended")
+        self._driver.end()
         self._finalizer()
 
     def __enter__(self: Own) -> Own:

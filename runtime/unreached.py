@@ -97,4 +97,7 @@ class UnreachedHook:
                 "all were under no_sync, which exchanges nothing; leave the last forward and backward pass before "
                 "optimizer.step() outside of it"
             )
-        return reasons or [f"the model's communication hook is {hook or 'unknown, as the model is gone'}"]
+        return reasons or [
+            "DDP was not prepared for them; in Lightning's manual optimization call self.manual_backward(loss), not "
+            f"loss.backward() (the model's communication hook is {hook or 'unknown, as the model is gone'})"
+        ]

@@ -236,8 +236,15 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and any(hasattr(part, "set_all_reduce_hook") for part in model.modules())
 
 
+def let_go_of_gathered(model: nn.Module) -> None:
+    """Have a model show its shards again: a forward pass leaves the parameters of some units gathered."""
+    for module in model.modules():
+        if hasattr(module, "set_all_reduce_hook"):
+            module.reshard()
+
+
 def units_of(model: object, caller: str) -> list[Unit]:
-    """List the units of a model.
+    """List the units of a model, which is between two steps.
 
     Args:
         model: what `fully_shard` was called on, or what torch.compile made of it.
@@ -250,6 +257,7 @@ def units_of(model: object, caller: str) -> list[Unit]:
     inner = without_compile(model)
     if not isinstance(inner, nn.Module):
         raise GradlabError(f"{caller}: got a {type(inner).__name__}, expected a model that fully_shard was called on")
+    let_go_of_gathered(inner)
     layers = {parameter: layer for layer, parameter in named_layers(inner)}
     units = [
         Unit(name, module, tuple(_shards(group, layers)), group.device)

@@ -304,6 +304,8 @@ class Step:
         non_finite: names of this rank's layers whose gradients were not finite.
         held: names of the layers without a gradient on any rank, known after `agree`.
         noticed: whether some rank has something to tell the others, known after `agree` of a finite step.
+        order: a whole number below 2^16 for the order in which gradients came, where ranks might differ in it; or None.
+        mixed: whether ranks differ in it, known after `agree` on one of them at least.
         gradients: by layer name, those that `add` took in.
         staged: by group name, new states that are not yet committed.
     """
@@ -316,6 +318,8 @@ class Step:
         self.non_finite: tuple[str, ...] = ()
         self.held: frozenset[str] = frozenset()
         self.noticed = False
+        self.order: int | None = None
+        self.mixed = False
         self._left_out: frozenset[str] = frozenset()
         self.gradients: Tensors = {}
         self.staged: dict[str, Tensors] = {}
@@ -456,8 +460,11 @@ class Step:
             notice: whether this rank has something to tell the others.
         """
         unread, magnitudes = self._unread_of(device)
-        mean = yield Mean(self._flags(device, notice, unread, magnitudes))
+        flags = self._flags(device, notice, unread, magnitudes)
+        mean = yield Mean(flags if self.order is None else torch.cat([flags, flags.new_tensor([self.order])]))
         shares = mean.tolist()
+        if self.order is not None:  # the least or the greatest is off by half at least, where not all are equal
+            self.mixed = abs(shares.pop() - self.order) > 0.25
         world_size = self._run.world_size
         self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
         self.noticed = shares[0] > 1.0 + 0.5 / world_size

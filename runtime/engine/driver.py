@@ -304,6 +304,12 @@ class StepDriver:
         current = self._in_progress(None)
         self._complete(current)
         self._agree_beside(current)
+        if current.step.mixed:
+            raise GradlabError(
+                "ranks used other modules in this step, or in another order, so that gradients of one were averaged "
+                "with those of another; all ranks have to run the same modules in a step (no LayerDrop, no branches "
+                "that depend on a rank's batch)"
+            )
         return self._commit(current)
 
     def _issue(self, requests: Sequence[Request]) -> InFlight:
@@ -404,6 +410,11 @@ class StepDriver:
         if self.broken is None and self.communicator.group is not None:
             self.broken = f"step {self.run.iteration}: {reason}"
             self._reasons.leave(self.broken)
+
+    def end(self) -> None:
+        """Tell the other ranks that this one's run ends here, unless it has failed or ended before."""
+        if self.broken is None and self.communicator.group is not None:
+            self._reasons.leave(f"step {self.run.iteration}: its run was closed")
 
     def close(self) -> None:
         """Let go of the step in progress, if there is one, and of the process group. Idempotent."""

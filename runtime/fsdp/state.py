@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,7 +38,7 @@ from gradlab.ddp.sharded_units import (
 from gradlab.ddp.topology import find_grid, group_along
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
-from gradlab.plan import Plan
+from gradlab.plan import FINITE_FLAG_BYTES, Plan
 from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
@@ -226,6 +227,7 @@ class FSDPCompression(Exchange):
             assert current is not None
             require_whole_backward(self._units)
             self._require_attached()
+            current.step.order = _order_of(current.parts)
             absent = [name for name in self._shards if name not in current.step.gradients]
             if zeros := current.step.leave_out(absent):
                 self._driver.add(Part(len(current.parts), zeros))
@@ -324,6 +326,7 @@ class FSDPCompression(Exchange):
         whole = [unit for unit in self._units if grouped.isdisjoint(shard.layer.name for shard in unit.shards)]
         # A unit without a compressed layer is averaged as it lies, padding included.
         forecast = self.run.plan.payload_bytes(len(topology.nodes)) + sum(unit.padding for unit in whole)
+        forecast += FINITE_FLAG_BYTES * bool(grouped)  # of the order of units, beside the flag
         where = reporting.NodePlace(topology.node, len(topology.nodes), topology.local_rank, topology.local_ranks)
         return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast, where)
 
@@ -455,6 +458,11 @@ def _alive(state: weakref.ref[FSDPCompression]) -> FSDPCompression:
     if alive is None:
         raise GradlabError("the compression of this FSDP model was dropped; keep what compress_fsdp returned")
     return alive
+
+
+def _order_of(parts: Iterable[Part]) -> int:
+    """Return 16 bits of the order in which units came, which differ where ranks used different ones."""
+    return zlib.crc32("\n".join(next(iter(part.gradients), "") for part in parts).encode()) % 2**16
 
 
 @contextmanager

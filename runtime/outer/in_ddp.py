@@ -52,7 +52,10 @@ class LocalSteps:
             model.register_comm_hook(_Inside(self.outer.workers.inside), _average_within)
         except RuntimeError as error:  # DDP takes one hook only
             self.outer.close()
-            raise GradlabError(f"local steps: the model takes no communication hook: {error}") from error
+            raise GradlabError(
+                "local steps: the model has a communication hook already, and DDP takes one only; after a run that "
+                "ended or failed make a new DDP model (with a framework, a new Trainer)"
+            ) from error
         model.broadcast_buffers = False
         self._counted = 0
 

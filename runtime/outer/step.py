@@ -40,7 +40,8 @@ from gradlab.runtime.checks import check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
-from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, plan_of_rank
+from gradlab.runtime.outer.optimizer_steps import OptimizerSteps
+from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, local_part, plan_of_rank
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 # As in DiLoCo, section 3.1: what was best there. In one pass, which takes half the time.
@@ -86,8 +87,8 @@ class OuterStep(Uncopied):
             optimizer.step()
             outer.step()
 
-    All ranks construct it together, and call `step` after every optimizer step. Workers then begin with the first
-    one's parameters. Buffers, such as a batch norm's, stay each worker's own.
+    All ranks construct it together, and call `step` after every optimizer step. Workers begin with the first one's
+    parameters, frozen ones too, and buffers. From there on buffers, such as a batch norm's, are each worker's own.
 
     Common parameters are kept in 32 bits where the model has 16.
 
@@ -161,9 +162,7 @@ class OuterStep(Uncopied):
         inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
         self.workers = Workers(group, inside, self._device.device, timeout, self._held.sharded)
         self.local_steps = 0
-        held = self._held.by_name
-        with torch.no_grad():
-            self.workers.spread([one.values for one in held.values()])
+        held, beside = self._held.by_name, self._held.beside()
         self._ranks = Ranks(self.workers.everyone, self._device.device)
         parts: list[Plan] = []
 
@@ -179,9 +178,14 @@ class OuterStep(Uncopied):
 
         self._together(attempt)
         numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
-        self._ranks.require_same({"the plan (sha256)": self.plan.digest, **numbers})
+        kinds = {name: [*one.shape, str(one.dtype)] for name, one in beside.items()}
+        same = {"the plan (sha256)": self.plan.digest, "frozen layers and buffers": kinds}
+        self._ranks.require_same({**same, **numbers})
+        with torch.no_grad():
+            self.workers.spread([*(one.values for one in held.values()), *map(local_part, beside.values())])
         make = NESTEROV if outer_optimizer is None else outer_optimizer
         self.fragments = [self._fragment(one, make, options) for one in parts]
+        self._counted: OptimizerSteps | None = OptimizerSteps(one.parameter for one in held.values())
         self._thread = ThreadPoolExecutor(1, "gradlab-outer") if delay else None
         self._finalizer = weakref.finalize(self, _end, self._thread, self.fragments, self.workers)
 
@@ -240,6 +244,8 @@ class OuterStep(Uncopied):
         if not self._finalizer.alive:
             raise GradlabError(f"this {CALLER} is closed; make a new one")
         self.local_steps += 1
+        if self._counted is not None and self._counted.after(CALLER):
+            self._counted = None
         changed = False
         for number, fragment in enumerate(self.fragments):
             if fragment.flight is not None and fragment.lands == self.local_steps:

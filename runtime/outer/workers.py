@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.groups import group_like, part_of
+from gradlab.ddp.sharded_units import let_go_of_gathered
 from gradlab.ddp.topology import find_topology
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
@@ -44,8 +45,7 @@ class Held:
     @property
     def values(self) -> torch.Tensor:
         """This rank's part as it is now, `shape`: `Module.to` and `parameter.data = ...` give it another memory."""
-        parameter = self.parameter.detach()
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local_part(self.parameter)
 
 
 class HeldLayers:
@@ -67,6 +67,7 @@ class HeldLayers:
         if not isinstance(inner, nn.Module):
             raise GradlabError(f"{CALLER}: the model is a {type(model).__name__}, expected a torch.nn.Module")
         self._model = weakref.ref(inner)
+        let_go_of_gathered(inner)
         self.by_name = {layer.name: _held(layer, parameter) for layer, parameter in named_layers(inner)}
         if not self.by_name:
             raise GradlabError(f"{CALLER}: the model has no trainable parameters")
@@ -76,6 +77,14 @@ class HeldLayers:
     def sharded(self) -> bool:
         """Whether a worker's ranks each hold a part of its parameters."""
         return any(one.shape != one.layer.shape for one in self.by_name.values())
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return what else the model computes with, by name: frozen parameters and buffers."""
+        model = self._model()
+        assert model is not None
+        trained = {id(one.parameter) for one in self.by_name.values()}
+        frozen = {name: one for name, one in model.named_parameters() if id(one) not in trained}
+        return {**frozen, **dict(model.named_buffers())}
 
     def require_same(self) -> None:
         """Refuse a model whose parameters are others than when this was made: workers would drift apart in silence.
@@ -100,6 +109,12 @@ class HeldLayers:
 
 
 _FIRST = f"change the model first, then make a new {CALLER}"
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, as one that shares its memory and takes no gradient."""
+    whole = tensor.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def _held(layer: Layer, parameter: nn.Parameter) -> Held:
@@ -208,13 +223,13 @@ class Workers:
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all workers the first one's tensors, in place. A collective of all ranks."""
         if self.between is not None:
-            _broadcast(tensors, self.between)
+            _broadcast(tensors, self.between, self._device)
         self.hand_on(tensors)
 
     def hand_on(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give a worker's other ranks what its exchanging rank has, in place. A collective of the worker's ranks."""
         if self.inside is not None and not self.sharded:
-            _broadcast(tensors, self.inside)
+            _broadcast(tensors, self.inside, self._device)
 
     def all_of(self, flag: bool) -> bool:
         """Whether a flag is set on all of a worker's ranks that exchange. A collective of these."""
@@ -232,10 +247,11 @@ class Workers:
                     dist.destroy_process_group(group)
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group its first one's tensors, in place and whatever their layouts are."""
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give all ranks of a group its first one's tensors, in place, whatever their layouts, types and devices are."""
     for tensor in tensors:
-        flat = tensor.contiguous()
-        dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
-        if flat is not tensor:
+        flat = tensor.to(device).contiguous()
+        if flat.numel():  # as bytes: backends do not take every type
+            dist.broadcast(flat.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+        if flat is not tensor and not torch.equal(flat, tensor):  # a buffer that was expanded cannot be written
             tensor.copy_(flat)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType
 from torch import nn
@@ -14,6 +15,7 @@ from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.accelerate import compress
 from gradlab.runtime.checkpoint import sealed
+from jobs.report_tasks_frameworks import prepared_again, two_optimizers_of_accelerate
 
 PLAN = Plan.uniform(nn.Linear(32, 16), "topk", density=0.1)
 
@@ -106,4 +108,6 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         **checkpoints(folder),
         **another_world_size(folder),
         "unknown_policy": unknown_policy(),
+        "prepared_again": prepared_again(dist.group.WORLD, str(folder / "again")),
+        "two_optimizers": two_optimizers_of_accelerate(dist.group.WORLD),
     }

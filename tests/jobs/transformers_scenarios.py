@@ -28,6 +28,7 @@ from gradlab.runtime import CompressionState, OuterStep, compression_hook
 from gradlab.runtime.checkpoint import sealed
 from gradlab.runtime.transformers import CompressionCallback, LocalStepsCallback
 from gradlab.trace import Trace
+from jobs.report_tasks_frameworks import optimizer_of_a_part
 
 TOKENS, LENGTH, BATCH = 32, 8, 2
 SMALL = {"vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 0}
@@ -376,4 +377,5 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         "logged": logged(folder),
         "recorded": recorded(folder),
         "local_steps": local_steps(folder / "local"),
+        "part": optimizer_of_a_part(dist.group.WORLD, str(folder / "part")),
     }

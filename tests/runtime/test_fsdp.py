@@ -14,6 +14,7 @@ from gradlab.runtime.checkpoint import same_shards, sealed
 from jobs.fsdp_tasks import OPTIONS, UNCOMPRESSED
 from support.process_pool import ProcessPool
 
+REPORTS = "jobs.report_tasks_frameworks"
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"density": 0.05}),
     ("powersgd", {"rank": 2}),
@@ -244,3 +245,43 @@ def test_groups_are_cut_where_units_end() -> None:
         ("cd", ("d",)),
     ]
     assert [layer.shape for layer in plan.layers] == list(shards.values())
+
+
+# --- what public reports found ----------------------------------------------------------------------------------------
+
+
+def test_nodes_that_use_other_modules_are_refused(pool: ProcessPool) -> None:
+    """Blocks of one shape, of which each node leaves out another: their gradients must not be averaged in silence."""
+    for told in pool.run(f"{REPORTS}:other_blocks", 4):
+        assert told.startswith("step 0: ranks used other modules in this step")
+
+
+def test_a_model_that_was_used_before_can_be_attached_to(pool: ProcessPool) -> None:
+    """Whose forward pass left parameters gathered, which its optimizer then holds in place of the shards."""
+    for found in pool.run(f"{REPORTS}:used_before", 4):
+        assert "holds 12 of 15 parameters (not embedding.weight, head.weight, head.bias)" in found["told"]
+
+
+def test_an_optimizer_of_before_fully_shard_is_named(pool: ProcessPool) -> None:
+    for told in pool.run(f"{REPORTS}:optimizer_of_before", 4):
+        assert "pass the one that steps the model, made after fully_shard" in told["plain"]
+        assert "the optimizer holds 0 of 15 parameters" in told["rates"]
+
+
+def test_two_optimizers_are_followed(pool: ProcessPool) -> None:
+    for found in pool.run(f"{REPORTS}:two_optimizers", 4):
+        assert found["rates"] == [0.1, 0.02]
+        assert "another optimizer (SGD) trains embedding.weight, head.weight" in found["one"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_shards_of_one_element_and_of_none(pool: ProcessPool, nodes: int) -> None:
+    """Parameters (1,) and (1, 8) over four ranks and two; torch itself refuses ()."""
+    for *wrong, scalar in pool.run(f"{REPORTS}:small_shards", 4, nodes=nodes):
+        assert wrong == []
+        assert "doesn't support scalar parameters" in scalar
+
+
+def test_another_dtype_while_attached_ends_in_an_error(pool: ProcessPool) -> None:
+    """Torch's own, as without compression: no rank goes on."""
+    assert all(pool.run(f"{REPORTS}:other_dtype", 4))

@@ -299,6 +299,9 @@ def test_accelerate_says_the_same_on_all_ranks(first: list[dict[str, Any]]) -> N
     assert "world_size is 1, this run has 2" in said["another_world_size"]
     assert said["another_world_size_split"] == 3
     assert "residuals = 'keep', expected None or one of" in said["unknown_policy"]
+    assert said["prepared_again"] == [["gradlab_0_rank_0.pt", "gradlab_0_rank_1.pt"]] * 2
+    assert said["two_optimizers"]["rates"] == {"0.weight": 0.1, "1.weight": 0.01}
+    assert "another optimizer (AcceleratedOptimizer, SGD) trains 1.weight" in said["two_optimizers"]["one"]
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +328,14 @@ def test_lightning_takes_local_steps(resumed: list[dict[str, Any]]) -> None:
 def test_the_trainer_takes_local_steps(trainer_scenarios: list[dict[str, Any]]) -> None:
     """As a plain loop does, and resumed within a round as never stopped; bit for bit."""
     assert [result["local_steps"] for result in trainer_scenarios] == [[3, True, True]] * 2
+
+
+@needs_transformers
+def test_the_trainer_names_what_its_optimizer_lacks(trainer_scenarios: list[dict[str, Any]]) -> None:
+    """And keeps no residual of it, as it does not move."""
+    for result in trainer_scenarios:
+        assert "the optimizer holds 15 of 16 parameters (not transformer.wte.weight)" in result["part"]["told"]
+        assert (result["part"]["agree"], result["part"]["residual"]) == (True, 0.0)
 
 
 @needs_transformers

@@ -8,6 +8,7 @@ import pytest
 
 from support.process_pool import ProcessPool
 
+REPORTS = "jobs.report_tasks_frameworks"
 ROUNDING = 2e-5  # of formulas that are written otherwise, over hundreds of AdamW steps
 CODECS: dict[str, dict[str, Any]] = {
     "identity": {},
@@ -152,3 +153,32 @@ def test_wrong_use_is_refused(pool: ProcessPool) -> None:
         assert "is damaged" in said["damaged"]
         assert said["no state"] == "checkpoint: a list, expected what state_dict gives"
         assert said["closed"] == "this OuterStep is closed; make a new one"
+
+
+# --- what public reports found ----------------------------------------------------------------------------------------
+
+
+def test_workers_begin_with_one_model(pool: ProcessPool) -> None:
+    """Frozen layers and buffers of every kind too; models that differ are refused, and no rank waits."""
+    for found in pool.run(f"{REPORTS}:other_features", 2):
+        assert found["differ"] == []
+        assert found["other width"].startswith("rank 1: this plan is for another model")
+        assert found["other buffers"].startswith("ranks disagree about frozen layers and buffers: rank 1 has")
+
+
+def test_micro_batches_that_are_taken_for_steps_are_told(pool: ProcessPool) -> None:
+    for told in pool.run(f"{REPORTS}:micro_batches", 2):
+        assert told["accumulated"].startswith("OuterStep: only 4 of the first 16 calls of step() came after")
+        assert told["each"] == ""
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_worker_that_ends_early_is_named(pool: ProcessPool, ddp: bool) -> None:
+    first, other = pool.run(f"{REPORTS}:leaves_early", 2, ddp=ddp)
+    assert first["said"] == ""
+    assert f"another rank failed (rank 0: step {4 if ddp else 2}: its run was closed)" in other["said"]
+
+
+def test_small_layers_and_another_dtype_on_the_way(pool: ProcessPool) -> None:
+    """Shapes (), (0,), (1,), (0, 5), and a model made bfloat16: workers agree, in 32 bits."""
+    assert pool.run(f"{REPORTS}:small_layers_and_another_dtype", 2) == [[], []]
