@@ -464,7 +464,7 @@ class Step:
         mean = yield Mean(flags if self.order is None else torch.cat([flags, flags.new_tensor([self.order])]))
         shares = mean.tolist()
         if self.order is not None:  # the least or the greatest is off by half at least, where not all are equal
-            self.mixed = abs(shares.pop() - self.order) > 0.25
+            self.mixed = abs(shares.pop() - self.order) > 0.25 or self.mixed
         world_size = self._run.world_size
         self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
         self.noticed = shares[0] > 1.0 + 0.5 / world_size

@@ -249,11 +249,14 @@ class FSDPCompression(Exchange):
     def _judge_inside(self, inside: ShardReduction, current: Iteration) -> None:
         """Let all ranks of all nodes agree on whether the reduce-scatters were finite, and whether a rule fired."""
         found = self._driver.rules.add(inside.findings()) if inside.finite else False
-        flags = torch.tensor([not inside.finite, found], dtype=torch.uint8)
+        assert current.step.order is not None
+        flags = torch.tensor([not inside.finite, found, *divmod(current.step.order, 256)], dtype=torch.uint8)
         for ranks in (self._driver.beside, self._driver.communicator):
             assert ranks is not None
-            flags = torch.stack(ranks.gather_bytes(flags.to(ranks.device))).amax(0)
-        not_finite, noticed = flags.tolist()
+            rows = torch.stack(ranks.gather_bytes(flags.to(ranks.device)))
+            current.step.mixed = current.step.mixed or bool(rows[:, 2:].ne(rows[0, 2:]).any())
+            flags = rows.amax(0)
+        not_finite, noticed, *_ = flags.tolist()
         if not_finite:
             current.step.finite = False
         if noticed and not current.step.active:  # else their agreement tells it, with what was found between nodes

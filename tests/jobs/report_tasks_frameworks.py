@@ -93,12 +93,21 @@ def trained(
     return state
 
 
-def other_blocks(group: dist.ProcessGroup) -> str:
+def other_blocks(group: dist.ProcessGroup, nodes: int = 2) -> str:
+    """Half the ranks leave another block out than the others do: other nodes, or other ranks of one node."""
     torch.manual_seed(0)
-    model = Drops()
+    model, mesh = Drops(), mesh_of(group, nodes)
     model.left_out = 1 + 2 * dist.get_rank() // group.size()
-    shard(model, group)
-    return said(lambda: trained(model, group, [torch.optim.SGD(model.parameters(), lr=0.1)]))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    way = {"between": mesh["replicate"]} if nodes > 1 else {"within": mesh["shard"]}
+
+    def train() -> None:
+        with compress_fsdp(model, topk(model), **way):
+            backward(model, dist.get_rank(), 0)
+
+    return said(train)
 
 
 def tied(group: dist.ProcessGroup) -> dict[str, Any]:
