@@ -238,7 +238,8 @@ def is_sharded(model: object) -> bool:
 
 def let_go_of_gathered(model: nn.Module) -> None:
     """Have a model show its shards again: a forward pass leaves the parameters of some units gathered."""
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "set_all_reduce_hook"):
             module.reshard()
 
