@@ -38,7 +38,7 @@ import numpy as np
 from campaigns.fuzzed import FORMATS, Case
 from gradlab.errors import GradlabError
 
-BATCH = 250  # cases of a process
+BATCH = 2000  # cases of a process
 CASE_SECONDS = 10
 MOST_BYTES, FEW_BYTES, TIMES = 2**31, 2**26, 4  # of memory: never more; not counted; files' sizes
 REFUSED, TAKEN = "refused", "taken"
