@@ -115,7 +115,7 @@ class Trace:
         if type(average_ranks) is not int or average_ranks < 1 or ranks % average_ranks:
             raise GradlabError(f"{self.path}: average_ranks = {average_ranks!r}, expected a divisor of {ranks} ranks")
         self.average_ranks = average_ranks
-        self._options = {"allow_empty": allow_empty, "only": only, "average_ranks": average_ranks}
+        self._options: dict[str, Any] = {"allow_empty": allow_empty, "only": only, "average_ranks": average_ranks}
         self.world_size: int = ranks // average_ranks
         self.layers: tuple[Layer, ...] = self._manifest.layers
         self.model_layers: tuple[Layer, ...] = self._manifest.model_layers
