@@ -42,7 +42,7 @@ def main() -> int:
                 failed += 1
                 came = f"FAILED: {traceback.format_exc().strip()}"
             if arguments.markdown:
-                print(f"| {case.where} | {case.met} | {case.name} | {came} |", flush=True)
+                print(f"| [{case.where}]({case.address}) | {case.met} | {case.name} | {came} |", flush=True)
             else:
                 seconds = time.monotonic() - began
                 print(f"{case.where} ({seconds:.0f} s): {case.met}\n  {case.name}: {came}", flush=True)

@@ -37,6 +37,12 @@ class Case:
     tried: Callable[[Workplace], str]
 
     @property
+    def address(self) -> str:
+        """Where the report is."""
+        repository, _, number = self.where.partition("#")
+        return f"https://github.com/{repository}/issues/{number}"
+
+    @property
     def name(self) -> str:
         """What was tried, as the first line of the function's docstring says."""
         return (self.tried.__doc__ or "").strip().splitlines()[0].rstrip(".")

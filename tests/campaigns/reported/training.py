@@ -17,7 +17,7 @@ def _held(work: Workplace, loop: str, rules: tuple[str, ...] = (), steps: int = 
         assert (result["drift"], recorded["equal"], recorded["steps"]) == (0.0, True, steps), result
         assert (compressed["iteration"], tuple(compressed["rules"])) == (4, rules), result
         assert compressed["difference"] < 1e-6, result
-    return f"recorded bit for bit ({steps} steps), compressed within {compressed['difference']:.0e} of plain DDP"
+    return f"held: recorded bit for bit ({steps} steps), compressed within {compressed['difference']:.0e} of plain DDP"
 
 
 def _drifts(work: Workplace, loop: str, rule: str) -> str:
@@ -28,6 +28,8 @@ def _drifts(work: Workplace, loop: str, rule: str) -> str:
     assert rule in first["compressed"]["rules"] or f"(rule {rule})" in first["compressed"]["said"], first
     assert "end each optimizer step with a forward pass of the DDP model" in first["recorded"]["said"], first
     before = f"nothing was said of ranks {second['drift']:.4f} apart"
+    if rule == "hook_not_reached":
+        return f"mended: a warning of the recorder beside rule {rule}; before: an empty trace, and {before}"
     return f"mended: rule {rule} and a warning of the recorder; before: {before}"
 
 
@@ -105,7 +107,7 @@ def zeroed_by_turns(work: Workplace) -> str:
 def complex_layer(work: Workplace) -> str:
     """A complex layer beside real ones, left out of the plan and the recording."""
     came = _held(work, "complex", layers="real*", least=300)
-    return f"mended: {came}; before: refused, and the recorder warned, as if DDP did not average the complex layer"
+    return f"{came.replace('held', 'mended')}; before: the recorder warned as if DDP did not average the complex layer"
 
 
 @report("pytorch/pytorch#51427", "PowerSGD fails when it begins in iteration 1, as DDP makes its buckets anew")
@@ -113,7 +115,7 @@ def begins_with_new_buckets(work: Workplace) -> str:
     """PowerSGD after one dense step, with many buckets and with one."""
     apart, size = work.pool.run(f"{TASKS}:first_step_dense", 2)[0]
     assert apart == 0.0 < size
-    return "the same parameters after 8 steps, bit for bit"
+    return "held: the same parameters after 8 steps, bit for bit"
 
 
 @report("deepspeedai/DeepSpeed#753", "1-bit Adam: the loss scale is halved for ever once compression begins")
@@ -125,7 +127,8 @@ def one_bit_adam(work: Workplace) -> str:
     assert skipped > 6
     assert min(scales) == min(scales[:20]) == scales[-1], scales
     assert losses[-1] < losses[0] / 2, losses
-    return f"{skipped} skipped steps, then a scale that stays; the loss falls from {losses[0]:.0f} to {losses[-1]:.0f}"
+    fell = f"the loss falls from {losses[0]:.0f} to {losses[-1]:.0f}"
+    return f"held: {skipped} skipped steps, then a scale that stays; {fell}"
 
 
 @report("pytorch/pytorch#69591", "DDP reduces all gradients where ZeroRedundancyOptimizer needs a shard")
@@ -134,4 +137,4 @@ def sharded_optimizer(work: Workplace) -> str:
     result = work.pool.run(f"{TASKS}:sharded_optimizer", 2)[1]
     assert "the optimizer has momentum = 0.9" in result["refused"]
     assert (result["drift"], result["iteration"], result["rules"]) == (0.0, 4, [])
-    return "momentum in both is refused by its value; without, ranks stay equal bit for bit"
+    return "held: momentum in both is refused by its value; without, ranks stay equal bit for bit"
