@@ -56,6 +56,7 @@ _OFF, _FARTHEST = 0.04, 4.0  # octaves by which a step that is found anew is off
 _MANY, _FEW = 2**18, 2**16  # values on which a step is found, for the first time and anew
 _FIXED, _BY_LAYER = _HEADER.size + 18, 4  # bytes of a message of which all levels are zero
 _FEWEST = 16  # bytes of a message that are left for levels, at least
+_CHANCE = 8  # bytes that a message of few values differs by from one step to the next
 _LARGEST_STEP, _LEAST_ERROR = 3e38, 1e-12
 _OF_GAUSSIAN = 2.4  # bits of Gaussian values at a step of their mean magnitude
 _DEAREST = 34  # bits of a level, at most, but for the gap before it
@@ -346,7 +347,7 @@ class ECSQ(Compressor):
             return [], Contribution(None, None)
         messages = write(quantized)
         beyond = self._beyond(quantized.missed, messages, vector.numel()) if before else 0.0
-        if abs(beyond) > _OFF * max(1.0, _SLOPE * self.settings.bits):
+        if abs(beyond) > _OFF * max(1.0, _SLOPE * self.settings.bits) and self._misses(messages, vector.numel()):
             guess = quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond))
             found = self._found_step(vector, guess, len(messages))
             if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
@@ -480,6 +481,12 @@ class ECSQ(Compressor):
         bits = 8 * sum(map(len, messages)) / numel
         wanted = self._wanted(numel, len(messages))
         return (bits - wanted) / min(1.0, _SLOPE * wanted)
+
+    def _misses(self, messages: Sequence[Any], numel: int) -> bool:
+        """Whether messages miss the size asked for by more bytes than chance makes of few values."""
+        if self.settings.error is not None:
+            return True
+        return abs(sum(map(len, messages)) - self._wanted(numel, len(messages)) * numel / 8) > _CHANCE * len(messages)
 
     def _found_step(self, vector: torch.Tensor, guess: float | None = None, messages: int = 1) -> float:
         """Find the step that gives the size or the error asked for, on a sample; 0 if it is all zero or not finite.

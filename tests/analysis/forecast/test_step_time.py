@@ -262,17 +262,16 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
             ]
             counted = run_lockstep(coroutines)[rank].wire_bytes
             asked = [request for turn in runs.group(group).turns for request in turn.requests]
-            assert sum(wire_bytes(request, rank, world_size) for request in asked) == counted
+            assert sum(wire_bytes(request, rank, world_size) for request in asked) == counted > 0
 
 
 @pytest.mark.parametrize("codec", COMPRESSORS)
 @pytest.mark.parametrize("grouping", ["layer", "model"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str, world_size: int) -> None:
-    require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), world_size)
+def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str) -> None:
+    require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), 3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     "wrappers", [[Wrap("two_way")], [Wrap("two_way", {"server": "rank"})], [Wrap("momentum_correction")]]
 )
