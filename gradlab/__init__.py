@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from gradlab.layout import Layer
     from gradlab.plan import Plan, Wrap
     from gradlab.runtime.attach import compress
+    from gradlab.runtime.pilot import Pilot
     from gradlab.trace import Trace
 
 __all__ = [
     "Artifact",
     "GradlabError",
     "Layer",
+    "Pilot",
     "Plan",
     "Trace",
     "Wrap",
@@ -41,6 +43,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "Artifact": "gradlab.artifact",
         "Layer": "gradlab.layout",
+        "Pilot": "gradlab.runtime.pilot",
         "Plan": "gradlab.plan",
         "Trace": "gradlab.trace",
         "Wrap": "gradlab.plan",

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from gradlab.ddp.wrapping import require_ddp
+from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.hook import compression_hook
+from gradlab.runtime.pilot.switch import switch_of
 from gradlab.runtime.state import CompressionState
 
 
@@ -62,6 +64,12 @@ def compress(
     """
     model = require_ddp(ddp_model, "compress")
     options = {"optimizer": optimizer, "scaler": scaler, **options}
+    switch = switch_of(model)
+    if switch is not None and switch.state is not None:
+        raise GradlabError("the DDP model is compressed already: attach once")
     state = CompressionState.of(plan, model, "compress", **options)
-    model.register_comm_hook(state, compression_hook)
+    if switch is None:
+        model.register_comm_hook(state, compression_hook)
+    else:
+        switch.state = state
     return state

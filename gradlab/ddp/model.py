@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 
+SWITCHED = "switched_hook"  # the hook that a pilot leaves, which takes another state
+
 
 def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.Parameter]]:
     """List the trainable layers that DDP averages. DDP may be set to skip some.

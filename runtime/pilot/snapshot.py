@@ -1,0 +1,145 @@
+"""All that a training step changes, kept and put back in place."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradlab.errors import GradlabError
+
+
+class Stateful(Protocol):
+    """What a snapshot keeps beside models and optimizers: schedulers, loss scalers, and the like."""
+
+    def state_dict(self) -> Any:
+        """Give the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take a state."""
+
+
+class Snapshot:
+    """A training as it is now.
+
+    Values go back into the tensors that hold them, which others may hold too: DDP's buckets, captured graphs, averages
+    of a model.
+
+    Args:
+        model: with parameters, their gradients, and buffers.
+        optimizers: bare.
+        others: with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], others: Iterable[Stateful]
+    ) -> None:
+        self._parameters = [(one, one.detach().clone(), one.grad, _kept(one.grad)) for one in model.parameters()]
+        self._buffers = [
+            (module, name, buffer, _kept(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+        self._optimizers = [_OptimizerState(one) for one in optimizers]
+        self._others = [(one, copy.deepcopy(one.state_dict())) for one in others]
+        self._draws = draws()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the snapshot keeps of tensors of the model and its optimizers."""
+        parameters = (kept for _, value, _, gradient in self._parameters for kept in (value, gradient))
+        kept = [*parameters, *(buffer for *_, buffer in self._buffers)]
+        own = sum(value.nbytes for value in kept if value is not None)
+        return own + sum(one.nbytes for one in self._optimizers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all back."""
+        for parameter, value, gradient, of_gradient in self._parameters:
+            parameter.copy_(value)
+            parameter.grad = _put(gradient, of_gradient)
+        for module, name, buffer, of_buffer in self._buffers:
+            module._buffers[name] = _put(buffer, of_buffer)
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        for one, state in self._others:
+            one.load_state_dict(copy.deepcopy(state))
+        draw_from(self._draws)
+
+
+class _OptimizerState:
+    """An optimizer's state and settings, put back into the same tensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {
+            parameter: {key: (value, _copied(value)) for key, value in held.items()}
+            for parameter, held in optimizer.state.items()
+        }
+        self._groups = [
+            {key: (value, _copied(value)) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            value.nbytes for held in self._state.values() for _, value in held.values() if torch.is_tensor(value)
+        )
+
+    def restore(self) -> None:
+        state = self._optimizer.state
+        for parameter in [one for one in state if one not in self._state]:
+            del state[parameter]
+        for parameter, held in self._state.items():
+            state[parameter] = {key: _put_back(*pair) for key, pair in held.items()}
+        if len(self._optimizer.param_groups) != len(self._groups):
+            raise GradlabError("the optimizer got parameter groups during a pilot; add them before or after it")
+        for group, kept in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for key in [one for one in group if one != "params" and one not in kept]:
+                del group[key]
+            group.update({key: _put_back(*pair) for key, pair in kept.items()})
+
+
+def draws() -> dict[str, Any]:
+    """Return the states of all generators that training code draws from by itself."""
+    numpy = np.random.get_state()  # noqa: NPY002  training code may draw from it
+    found = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def draw_from(states: dict[str, Any]) -> None:
+    """Put back what `draws` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _put(tensor: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is not None and value is not None:
+        tensor.detach().copy_(value)
+    return tensor
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
+
+
+def _put_back(original: Any, kept: Any) -> Any:
+    if torch.is_tensor(original):
+        original.detach().copy_(kept)
+        return original
+    return copy.deepcopy(kept)

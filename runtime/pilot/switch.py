@@ -1,0 +1,46 @@
+"""The one communication hook of a DDP model, which changes what it runs. DDP takes one, and never gives it back."""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.runtime.state import CompressionState
+
+
+class Switch:
+    """What a model's hook does: plain averages, or a state's plan.
+
+    Attributes:
+        state: whose plan compresses; None: plain averages, as DDP makes them.
+        group: of the model's ranks.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.state: CompressionState | None = None
+        self.group = model.process_group
+
+
+_SWITCHES: weakref.WeakKeyDictionary[DistributedDataParallel, Switch] = weakref.WeakKeyDictionary()
+
+
+def switched_hook(switch: Switch, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as the switch stands."""
+    return allreduce_hook(switch.group, bucket) if switch.state is None else switch.state.submit(bucket)
+
+
+def switch_of(model: DistributedDataParallel) -> Switch | None:
+    """Return the switch that a model's hook has, if a pilot gave it one."""
+    return _SWITCHES.get(model)
+
+
+def switched(model: DistributedDataParallel) -> Switch:
+    """Give a model a hook with a switch, unless it has one."""
+    if (switch := switch_of(model)) is None:
+        switch = Switch(model)
+        model.register_comm_hook(switch, switched_hook)
+        _SWITCHES[model] = switch
+    return switch
