@@ -31,6 +31,7 @@ from gradlab.runtime.state import CompressionState
 DENSE, HALF = "plain DDP", "16 bits"
 _LEAST_STEPS = 8  # that say something of a plan
 _EARLY = 3  # a plan that is clearly too much after a third of the steps is not tried on
+_NEVER = 2**31  # steps in a row that are not finite: such a plan is out, and training goes on
 
 
 class Pilot:
@@ -50,9 +51,9 @@ class Pilot:
 
     The first `steps` batches are kept, and given out once for plain DDP, once for 16 bits, which show how much of a
     difference is chance, and once for each plan. A plan that is clearly beyond `max_loss` after a third of the steps is
-    tried no longer. Model, buffers, optimizers, random numbers and what else is named are
-    put back before each. After the loop all is as it was before it, bit for bit, whatever the plans did; also if it
-    was left early. All ranks do the same.
+    tried no longer. Model, buffers, optimizers, random numbers and what else is named are put back before each. After
+    the loop all is as it was before it, bit for bit, whatever the plans did; also if it was left early. All ranks do
+    the same.
 
     >>> from gradlab import Pilot
     >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 8))
@@ -83,7 +84,8 @@ class Pilot:
         options: others of `gradlab.compress`.
 
     Raises:
-        GradlabError: for a model that is not in DDP or has a hook, plans that are none, or too few steps.
+        GradlabError: for a model that is not in DDP or has a hook, plans that are none or that begin to compress only
+            after half of the steps, or too few steps.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Pilot:
     ) -> None:
         self._model = require_ddp(ddp_model, "Pilot")
         self._optimizers = all_optimizers(optimizer)
-        self._plans = _checked(plans, self._model)
+        self._plans = _checked(plans, self._model, steps)
         if steps < _LEAST_STEPS:
             raise GradlabError(f"steps = {steps!r}, expected {_LEAST_STEPS} or more: fewer say nothing of a plan")
         self._steps, self._max_loss = steps, max_loss
@@ -115,7 +117,7 @@ class Pilot:
         self._losses: list[torch.Tensor] = []
         self._by_plan: dict[str, list[float]] = {}
         self._validation: dict[str, float] = {}
-        self._began = 0.0
+        self._began: float | None = None
         self._late: list[str] = []
         self._result: PilotResult | None = None
 
@@ -163,9 +165,11 @@ class Pilot:
             Batches. Each is a copy, which training may change.
 
         Raises:
-            GradlabError: for fewer than 8 batches, ranks with different numbers of them, or losses that were not
-                recorded.
+            GradlabError: for a second call, a model that is compressed, fewer than 8 batches, ranks with different
+                numbers of them, or losses that were not recorded.
         """
+        if self._began is not None:
+            raise GradlabError("this pilot was used already; make another one")
         switch, self._rest = switched(self._model), iter(batches)
         group = group_like(self._model.process_group, None, next(self._model.parameters()).device)
         snapshot, self._began = Snapshot(self._model, self._optimizers, self._others), time.monotonic()
@@ -194,7 +198,8 @@ class Pilot:
             switch.state = None
             self._losses.clear()
             snapshot.restore()
-        found = sorted(map(self._outcome, self._by_plan.keys() - {DENSE}), key=lambda one: -(one.saving.ratio or 0.0))
+        found = [self._outcome(name) for name in self._by_plan if name != DENSE]
+        found.sort(key=lambda one: -(one.saving.ratio or 0.0))  # which is stable: ranks choose alike
         self._result = PilotResult(tuple(found), self._max_loss, tuple(self._late))
 
     def _is_too_much(self, name: str, steps: int) -> bool:
@@ -214,7 +219,7 @@ class Pilot:
     def _averaged(self, name: str, steps: int) -> tuple[list[float], float]:
         """Average a plan's losses so far over the ranks, by step; with the seconds since the pilot began."""
         own = [float(loss) for loss in self._losses]
-        every = self._gathered((len(self._kept), own, time.monotonic() - self._began))
+        every = self._gathered((len(self._kept), own, self._elapsed))
         counts = [count for count, *_ in every]
         if min(counts) != max(counts):
             raise GradlabError(f"ranks have {counts} batches for a pilot, expected equal numbers")
@@ -241,10 +246,11 @@ class Pilot:
 
     def _say(self, line: str) -> None:
         if self._model.process_group.rank() == 0:
-            print(f"gradlab pilot, {time.monotonic() - self._began:.0f} s: {line}", file=sys.stderr, flush=True)
+            print(f"gradlab pilot, {self._elapsed:.0f} s: {line}", file=sys.stderr, flush=True)
 
-
-_NEVER = 2**31  # steps in a row that are not finite: such a plan is out, and training goes on
+    @property
+    def _elapsed(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
 
 def _seconds(budget: float | str | None) -> float:
@@ -255,7 +261,7 @@ def _seconds(budget: float | str | None) -> float:
     return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2] or "s"] if found else math.inf
 
 
-def _checked(plans: Mapping[str, Plan], model: nn.Module) -> dict[str, Plan]:
+def _checked(plans: Mapping[str, Plan], model: nn.Module, steps: int) -> dict[str, Plan]:
     """Return the plans, with 16 bits before them."""
     if not isinstance(plans, Mapping) or not plans:
         raise GradlabError(f"plans is {type(plans).__name__}, expected a dict of plans by name")
@@ -264,6 +270,11 @@ def _checked(plans: Mapping[str, Plan], model: nn.Module) -> dict[str, Plan]:
             raise GradlabError(f"plans[{name!r}] is {type(plan).__name__}, expected a Plan")
         if name in (DENSE, HALF):
             raise GradlabError(f"plans[{name!r}]: a pilot has one of that name; choose another name")
+        if plan.schedule.warmup_steps > steps // 2:
+            raise GradlabError(
+                f"plans[{name!r}] compresses from step {plan.schedule.warmup_steps} on, and a pilot of {steps} steps "
+                "would judge it by dense ones; give it warmup_steps=0, or the pilot more steps"
+            )
     half = Plan.uniform(model, "cast", dtype="bfloat16", warmup_steps=0, minimum_dimensions=0, minimum_numel=1)
     return {HALF: half, **plans}
 

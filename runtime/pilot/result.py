@@ -38,10 +38,9 @@ class Outcome:
     steps: int
     validation: float | None = None
 
-    @property
-    def highest(self) -> float:
-        """The upper end of the interval, or the validation excess if that is larger."""
-        return self.high if self.validation is None else max(self.high, self.validation)
+    def holds(self, max_loss: float) -> bool:
+        """Say whether the whole interval, and the validation excess, are within a limit. NaN is not."""
+        return self.high <= max_loss and (self.validation is None or self.validation <= max_loss)
 
     def line(self) -> str:
         """Write the outcome as one line."""
@@ -78,7 +77,7 @@ class PilotResult:
     @property
     def best(self) -> Outcome | None:
         """The plan that sends the fewest bytes of those whose whole interval is within `max_loss`; None: no one is."""
-        return next((one for one in self.outcomes if one.highest <= self.max_loss), None)
+        return next((one for one in self.outcomes if one.holds(self.max_loss)), None)
 
     def to_json(self) -> dict[str, Any]:
         """Write the result as plain JSON."""

@@ -49,14 +49,6 @@ class Snapshot:
         self._others = [(one, copy.deepcopy(one.state_dict())) for one in others]
         self._draws = draws()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the snapshot keeps of tensors of the model and its optimizers."""
-        parameters = (kept for _, value, _, gradient in self._parameters for kept in (value, gradient))
-        kept = [*parameters, *(buffer for *_, buffer in self._buffers)]
-        own = sum(value.nbytes for value in kept if value is not None)
-        return own + sum(one.nbytes for one in self._optimizers)
-
     @torch.no_grad()
     def restore(self) -> None:
         """Put all back."""
@@ -85,12 +77,6 @@ class _OptimizerState:
             {key: (value, _copied(value)) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(
-            value.nbytes for held in self._state.values() for _, value in held.values() if torch.is_tensor(value)
-        )
 
     def restore(self) -> None:
         state = self._optimizer.state

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.errors import GradlabError
+from gradlab.runtime.checks import check_ddp
 from gradlab.runtime.state import CompressionState
 
 
@@ -38,9 +40,16 @@ def switch_of(model: DistributedDataParallel) -> Switch | None:
 
 
 def switched(model: DistributedDataParallel) -> Switch:
-    """Give a model a hook with a switch, unless it has one."""
+    """Give a model a hook with a switch, unless it has one.
+
+    Raises:
+        GradlabError: for a model that takes no hook, or is compressed.
+    """
     if (switch := switch_of(model)) is None:
+        check_ddp(model, None, None)
         switch = Switch(model)
         model.register_comm_hook(switch, switched_hook)
         _SWITCHES[model] = switch
+    if switch.state is not None:
+        raise GradlabError("the DDP model is compressed already: let a pilot try plans before that")
     return switch

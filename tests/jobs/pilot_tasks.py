@@ -120,6 +120,14 @@ def bad_input(group: dist.ProcessGroup) -> dict[str, Any]:
     found["not recorded"] = tried(recorded=False)
     found["nan"] = tried(break_in="top-k")
     found["late"] = tried(budget="0s")
+    run = Training(group, "sgd")
+    late = {"late": Plan.uniform(run.model, "topk", density=0.5, minimum_numel=1, warmup_steps=5)}
+    found["dense beginning"] = _refused(functools.partial(gradlab.Pilot, run.model, run.optimizer, late, steps=8))
+    plans = {"signs": Plan.uniform(run.model, "sign")}
+    pilot = gradlab.Pilot(run.model, run.optimizer, plans, steps=8, scheduler=run.scheduler, scaler=run.scaler)
+    for batch in pilot.over(run.batches()):
+        pilot.record(run.step(batch))
+    found["used again"] = [_refused(lambda: list(pilot.over([]))), _refused(lambda: next(iter(pilot.over([0]))))]
     found["budget"] = [_refused(functools.partial(tried, budget=wrong)) for wrong in ("soon", -1)]
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from support.process_pool import ProcessPool
 def test_a_run_with_a_pilot_is_the_run_without(pool: ProcessPool, optimizer: str, warm: int, left_early: bool) -> None:
     """Bit for bit: losses, parameters, buffers, optimizer, loss scale, and random numbers, after `identity`."""
     task = {"optimizer": optimizer, "warm": warm, "left_early": left_early}
-    first, second = pool.run("jobs.pilot_tasks:goes_on", 2, **task)
+    first, second, *_ = pool.run("jobs.pilot_tasks:goes_on", 3 if warm else 2, **task)
     assert first["same"], first["losses"]
     assert second["same"], second["losses"]
     if not left_early:
@@ -33,6 +34,8 @@ def test_what_breaks_a_pilot_is_told_and_all_is_put_back(pool: ProcessPool) -> N
         assert outcomes["top-k"]["excess"] is None
         assert found["nan"]["best"] == "16 bits"
         assert found["late"] == {"max_loss": 0.01, "best": None, "not_tried": ["16 bits", "top-k"], "outcomes": []}
+        assert "compresses from step 5 on" in found["dense beginning"]
+        assert found["used again"] == ["this pilot was used already; make another one"] * 2
         assert all("expected seconds" in error for error in found["budget"])
 
 
@@ -42,4 +45,6 @@ def test_an_excess_is_that_of_the_second_half_and_lies_in_its_interval() -> None
     found = outcome_of("a", [2.0] * 20 + [2.02 if step % 2 else 2.04 for step in range(20)], dense, saving)
     assert found.excess == pytest.approx(0.015)
     assert found.low <= found.excess <= found.high
+    assert found.holds(found.high)
+    assert not replace(found, validation=math.nan).holds(1.0)
     assert math.isnan(outcome_of("b", [math.inf] * 40, dense, saving).excess)
