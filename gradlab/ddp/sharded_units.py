@@ -332,6 +332,27 @@ def has_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> bool:
     return group._all_reduce_hook is all_reduce and reduce_scatter in (None, group._reduce_scatter_comm)
 
 
+def hooks_of(model: nn.Module) -> list[tuple[Any, Any, Any]]:
+    """List the modules that `fully_shard` was called on, each with its all-reduce hook and reduce-scatter as they are.
+
+    torch below 2.8 lets nobody replace the reduce-scatter: None then.
+    """
+    return [
+        (module, group._all_reduce_hook, getattr(group, "_reduce_scatter_comm", None))
+        for module in model.modules()
+        if hasattr(module, "set_all_reduce_hook")
+        for group in _param_groups(module)
+    ]
+
+
+def put_hooks_back(hooks: Iterable[tuple[Any, Any, Any]]) -> None:
+    """Set what `hooks_of` listed."""
+    for module, all_reduce, reduce_scatter in hooks:
+        module.set_all_reduce_hook(all_reduce)
+        if reduce_scatter is not None:
+            module.set_custom_reduce_scatter(reduce_scatter)
+
+
 def layers_of_units(model: object) -> tuple[Layer, ...]:
     """List the whole layers of a model, in registration order."""
     inner = without_compile(model)

@@ -83,7 +83,7 @@ class FSDPCompression(Exchange):
     ) -> None:
         units = units_of(model, CALLER)
         device, row = units[0].device, shard_group(units, CALLER)
-        column = _column(between, within, row, device)
+        column = column_of(between, within, row, device)
         topology = find_grid(row, column, device)
         if between is None and row.size() < dist.get_world_size():
             _warn_of_the_rest(row)
@@ -394,10 +394,10 @@ def _end(driver: StepDriver, steps: OptimizerSteps) -> None:
     driver.close()
 
 
-def _column(
+def column_of(
     between: Mesh | None, within: Mesh | None, row: dist.ProcessGroup, device: torch.device
 ) -> dist.ProcessGroup:
-    """The ranks that hold the same shards; this one alone where nothing is compressed between nodes."""
+    """Return the ranks that hold the same shards; this one alone where nothing is compressed between nodes."""
     if between is None and within is None:
         raise GradlabError(f"{CALLER}: neither between nor within; {HOW_TO}")
     if within is not None:

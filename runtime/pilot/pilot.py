@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import math
-import re
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from gradlab.ddp.groups import group_like
 from gradlab.ddp.optimizers import all_optimizers
-from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan, saving_of_sent
-from gradlab.runtime.pilot.result import Outcome, PilotResult, outcome_of
-from gradlab.runtime.pilot.snapshot import Snapshot, Stateful, draw_from, draws
-from gradlab.runtime.pilot.switch import switched
-from gradlab.runtime.state import CompressionState
+from gradlab.runtime.pilot.given import DENSE, checked_plans, control_of, gradients_of, longest_of, seconds_of
+from gradlab.runtime.pilot.kept import KeptBatches
+from gradlab.runtime.pilot.race import LEAST_STEPS, in_order, is_decided, looks, may_hold
+from gradlab.runtime.pilot.result import PilotResult, unlike_line
+from gradlab.runtime.pilot.scores import Scores
+from gradlab.runtime.pilot.snapshot import Snapshot, Stateful
+from gradlab.runtime.pilot.watch import StepWatch
 
-DENSE, HALF = "plain DDP", "16 bits"
-_LEAST_STEPS = 8  # that say something of a plan
-_EARLY = 3  # a plan that is clearly too much after a third of the steps is not tried on
 _NEVER = 2**31  # steps in a row that are not finite: such a plan is out, and training goes on
+_ROUNDS = 3  # the longest: dense, 16 bits, and one plan at the least
 
 
 class Pilot:
-    """Train some steps under each plan and under plain DDP, and then go back to where training was.
+    """Train some steps under each plan and without compression, and then go back to where training was.
 
         pilot = gradlab.Pilot(ddp_model, optimizer, {"PowerSGD 4": first, "1 bit": second}, steps=60)
         for inputs, targets in pilot.over(batches):
@@ -49,11 +40,12 @@ class Pilot:
         for inputs, targets in pilot.batches:  # those of the pilot again, then the others
             ...
 
-    The first `steps` batches are kept, and given out once for plain DDP, once for 16 bits, which show how much of a
-    difference is chance, and once for each plan. A plan that is clearly beyond `max_loss` after a third of the steps is
-    tried no longer. Model, buffers, optimizers, random numbers and what else is named are put back before each. After
-    the loop all is as it was before it, bit for bit, whatever the plans did; also if it was left early. All ranks do
-    the same.
+    The first batches are kept, and given out once without compression (dense), once for 16 bits, and once for each
+    plan, the one that sends the fewest bytes first. 16 bits (8 where a reduce-scatter is compressed) show how much of a
+    difference is chance. A plan goes on as long as it may be within `max_loss`: after a third of the steps, after all,
+    and after `longer`. Once `keep` plans have held to the end, those that send more are not tried. Model, buffers,
+    optimizers, random numbers and what else is named are put back before each. After the loop all is as it was before
+    it, bit for bit, whatever the plans did; also if it was left early or an error ended it. All ranks do the same.
 
     >>> from gradlab import Pilot
     >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 8))
@@ -69,32 +61,36 @@ class Pilot:
     ['16 bits', 'top-k']
 
     Args:
-        ddp_model: the DistributedDataParallel model, without a communication hook.
+        model: the DistributedDataParallel model, without a communication hook; or what `fully_shard` was called on.
         optimizer: one or several, all that train the model.
         plans: by a name of your choice.
-        steps: batches that each plan trains on, 8 or more.
+        steps: batches that each plan trains on unless it is clearly too much before, 8 or more.
+        longer: batches that the plans train on which may hold until then. None: twice `steps`. `steps`: no longer ones.
+        keep: plans that are to hold to the end before the others are left out.
         scheduler: of learning rates, stepped in the loop.
         scaler: the torch.amp.GradScaler, if one is in use.
         extra: what else a step changes, with `state_dict` and `load_state_dict`: an averaged model, a metric.
-        max_loss: share by which a plan's loss may be above that of plain DDP.
-        evaluate: gives a validation loss, without a change of the model; called once for plain DDP and for each plan
-            that was tried to the end. It counts as the training loss does.
-        budget: the longest that the pilot may take, in seconds or as "90s", "5min" or "1h"; plans that come too late
-            are not tried, and the result names them. None: as long as it takes.
-        options: others of `gradlab.compress`.
+        max_loss: share by which a plan's loss may be above the dense one.
+        evaluate: gives a validation loss, without a change of the model; called once for dense and for each plan that
+            was tried to the end. It counts as the training loss does.
+        budget: the longest that the pilot may take, in seconds or as "90s", "5min" or "1h"; plans that would come too
+            late are not tried, and the result names them. None: as long as it takes.
+        options: others of `gradlab.compress`, such as `within`, or of `compress_fsdp`, such as `between`.
 
     Raises:
-        GradlabError: for a model that is not in DDP or has a hook, plans that are none or that begin to compress only
-            after half of the steps, or too few steps.
+        GradlabError: for a model that is in neither DDP nor FSDP2 or has a hook, plans that are none or that begin to
+            compress only after half of the steps, or too few steps.
     """
 
     def __init__(
         self,
-        ddp_model: nn.Module,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         plans: Mapping[str, Plan],
         *,
         steps: int = 60,
+        longer: int | None = None,
+        keep: int = 3,
         scheduler: Stateful | None = None,
         scaler: Any = None,
         extra: Iterable[Stateful] = (),
@@ -103,22 +99,20 @@ class Pilot:
         budget: float | str | None = None,
         **options: Any,
     ) -> None:
-        self._model = require_ddp(ddp_model, "Pilot")
+        self._steps, self._longest, self._keep = steps, longest_of(steps, longer, keep), keep
+        self._gradients = gradients_of(model, options)
         self._optimizers = all_optimizers(optimizer)
-        self._plans = _checked(plans, self._model, steps)
-        if steps < _LEAST_STEPS:
-            raise GradlabError(f"steps = {steps!r}, expected {_LEAST_STEPS} or more: fewer say nothing of a plan")
-        self._steps, self._max_loss = steps, max_loss
-        self._evaluate, self._budget = evaluate, _seconds(budget)
-        self._scaler, self._options = scaler, options
+        self._control, control = control_of(self._gradients.layers, self._gradients.alone)
+        self._plans = {self._control: control, **checked_plans(plans, self._control, steps)}
+        self._max_loss, self._evaluate, self._budget = max_loss, evaluate, seconds_of(budget)
+        self._scaler = scaler
         self._others = [*(one for one in (scheduler, scaler) if one is not None), *extra]
-        self._kept: list[tuple[Any, dict[str, Any]]] = []  # batches, with the generators' states after each came
-        self._rest: Iterator[Any] = iter(())
+        self._kept, self._rest = KeptBatches(), iter(())  # type: tuple[KeptBatches, Iterator[Any]]
         self._losses: list[torch.Tensor] = []
-        self._by_plan: dict[str, list[float]] = {}
-        self._validation: dict[str, float] = {}
+        self._scores = Scores()
         self._began: float | None = None
-        self._late: list[str] = []
+        self._seconds = 0.0  # since the pilot began, of the slowest rank, when ranks last spoke
+        self._per_step = 0.0  # seconds, of the dense round
         self._result: PilotResult | None = None
 
     @property
@@ -136,15 +130,12 @@ class Pilot:
     def plan(self) -> Plan:
         """The plan that sends the fewest bytes of those that hold; of no compressed layer if there is none."""
         best = self.result.best
-        return Plan(next(iter(self._plans.values())).layers, ()) if best is None else self._plans[best.name]
+        return Plan(self._gradients.layers, ()) if best is None else self._plans[best.name]
 
     @property
     def batches(self) -> Iterator[Any]:
         """The pilot's batches again, with their random numbers, and then the others. To be read once."""
-        kept, self._kept = self._kept, []
-        for batch, drawn in kept:
-            draw_from(drawn)
-            yield batch
+        yield from self._kept.last()
         yield from self._rest
 
     def record(self, loss: float | torch.Tensor) -> None:
@@ -156,134 +147,156 @@ class Pilot:
         self._losses.append(torch.as_tensor(loss, dtype=torch.float64).detach())
 
     def over(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give out batches to train on: the same ones for plain DDP, for 16 bits and for each plan.
+        """Give out batches to train on: the same ones without compression, for 16 bits and for each plan.
 
         Args:
-            batches: of this rank. Fewer than `steps` make a shorter pilot.
+            batches: of this rank. Fewer than are wanted make a shorter pilot.
 
         Yields:
-            Batches. Each is a copy, which training may change.
+            Batches, which training may change.
 
         Raises:
-            GradlabError: for a second call, a model that is compressed, fewer than 8 batches, ranks with different
-                numbers of them, or losses that were not recorded.
+            GradlabError: for a second call, a model that is compressed, fewer than 8 batches, batches that memory does
+                not hold, ranks with different numbers of them, losses that were not recorded, or another optimizer that
+                steps the model.
         """
         if self._began is not None:
             raise GradlabError("this pilot was used already; make another one")
-        switch, self._rest = switched(self._model), iter(batches)
-        group = group_like(self._model.process_group, None, next(self._model.parameters()).device)
-        snapshot, self._began = Snapshot(self._model, self._optimizers, self._others), time.monotonic()
+        self._rest, self._began = iter(batches), time.monotonic()
+        self._gradients.begin()
+        self._gradients.settle()
+        snapshot = Snapshot(self._gradients.model, self._optimizers, self._others)
+        watch = StepWatch(self._optimizers, self._gradients.names)
+        not_tried: list[str] = []
         try:
-            for batch in itertools.islice(self._rest, self._steps):
-                self._kept.append((batch, draws()))
-                yield _copy_of(batch)
-            longest = self._end_of(DENSE, len(self._kept))
-            self._say(f"{len(self._plans)} plans, at most about {longest * (1 + len(self._plans)):.0f} s")
-            for name, plan in self._plans.items():
-                if longest > self._budget:
-                    self._late.append(name)
-                    continue
-                snapshot.restore()
-                options = {"non_finite_limit": _NEVER, "rules": "ignore", **self._options}
-                options |= {"optimizer": self._optimizers, "scaler": self._scaler, "process_group": group}
-                with CompressionState(plan, self._model, **options) as switch.state:
-                    for number, (batch, drawn) in enumerate(self._kept, 1):
-                        draw_from(drawn)
-                        yield _copy_of(batch)
-                        if number == len(self._kept) // _EARLY and self._is_too_much(name, number):
-                            break
-                    longest = self._end_of(name, number)
-                self._say(self._outcome(name).line())
+            with self._gradients.under(None, **self._options):
+                yield from self._dense(watch)
+            names = self._order()
+            while names and self._is_time_for(looks(self._steps, len(self._kept))[0]):
+                self._put_back(snapshot)
+                yield from self._round(name := names.pop(0))
+                self._say(self._scores.outcome(name).line())
+                if is_decided(self._scores.tried(but=self._control), len(self._kept), self._max_loss, self._keep):
+                    break
+            else:
+                not_tried, names = names, []
         finally:
-            switch.state = None
+            watch.close()
             self._losses.clear()
-            snapshot.restore()
-        found = [self._outcome(name) for name in self._by_plan if name != DENSE]
-        found.sort(key=lambda one: -(one.saving.ratio or 0.0))  # which is stable: ranks choose alike
-        self._result = PilotResult(tuple(found), self._max_loss, tuple(self._late))
+            self._put_back(snapshot)
+            self._gradients.end()
+        self._result = PilotResult(
+            self._scores.tried(),
+            self._max_loss,
+            tuple(not_tried),
+            tuple(names),
+            seconds=self._seconds,
+            snapshot_bytes=snapshot.nbytes,
+            batch_bytes=self._kept.nbytes,
+            unlike=self._scores.unlike,
+        )
 
-    def _is_too_much(self, name: str, steps: int) -> bool:
-        """Whether a plan is clearly beyond the limit already."""
-        self._by_plan[name] = self._averaged(name, steps)[0]
-        return steps >= _LEAST_STEPS and name != HALF and not self._outcome(name).low <= self._max_loss
+    def _dense(self, watch: StepWatch) -> Iterator[Any]:
+        """Train without compression, and keep the batches."""
+        for number in range(self._longest):
+            batch = next(self._rest, self)
+            has = batch is not self
+            problem = self._kept.problem(batch, self._longest) if has and not number else None
+            every = [one["has"] for one in self._gather({"has": has, "problem": problem})]
+            if not all(every):
+                self._refuse_fewer(every)
+                break
+            self._kept.add(batch)
+            yield batch
+            if len(self._kept) == self._steps and self._is_short_of_time():
+                break
+        self._end_of(DENSE, len(self._kept), watch.problem(len(self._kept)))
+        self._per_step = self._seconds / len(self._kept)
 
-    def _end_of(self, name: str, steps: int) -> float:
-        """Note what a plan ended with. Returns the seconds since the pilot began, of the slowest rank."""
-        self._by_plan[name], longest = self._averaged(name, steps)
-        self._losses.clear()
-        if self._evaluate is not None and steps == len(self._kept):
-            found = self._gathered(float(self._evaluate()))
-            self._validation[name] = math.fsum(found) / len(found)
-        return longest
+    def _refuse_fewer(self, every: list[bool]) -> None:
+        if any(every):
+            raise GradlabError(
+                f"rank {every.index(False)} has {len(self._kept)} batches for a pilot, and rank {every.index(True)} "
+                "has more; give all ranks as many"
+            )
 
-    def _averaged(self, name: str, steps: int) -> tuple[list[float], float]:
-        """Average a plan's losses so far over the ranks, by step; with the seconds since the pilot began."""
-        own = [float(loss) for loss in self._losses]
-        every = self._gathered((len(self._kept), own, self._elapsed))
-        counts = [count for count, *_ in every]
-        if min(counts) != max(counts):
-            raise GradlabError(f"ranks have {counts} batches for a pilot, expected equal numbers")
-        if counts[0] < _LEAST_STEPS:
-            raise GradlabError(f"{counts[0]} batches for a pilot, expected {_LEAST_STEPS} or more")
-        if any(len(losses) != steps for _, losses, _ in every):
-            raise GradlabError(f"{name}: {len(own)} losses of {steps} batches; call pilot.record(loss) once per batch")
-        by_step = zip(*(losses for _, losses, _ in every), strict=True)
-        return [math.fsum(step) / len(every) for step in by_step], max(seconds for *_, seconds in every)
+    def _is_short_of_time(self) -> bool:
+        """Say whether `longer` rounds would take more than the budget."""
+        self._gather({})
+        return self._seconds / self._steps * self._longest * _ROUNDS > self._budget
 
-    def _gathered(self, own: Any) -> list[Any]:
-        every: list[Any] = [None] * self._model.process_group.size()
-        dist.all_gather_object(every, own, group=self._model.process_group)
-        return every
+    def _order(self) -> list[str]:
+        """Return the plans as they are tried, and tell how long that takes."""
+        after = looks(self._steps, len(self._kept))
+        most = min(self._per_step * after[-1] * (1 + len(self._plans)), self._budget)
+        self._say(f"{len(self._plans)} plans of {after[0]} to {after[-1]} steps, at most about {most:.0f} s in all")
+        savings = {name: saving_of_sent(plan, self._gradients.count) for name, plan in self._plans.items()}
+        self._scores.savings = savings
+        return [self._control, *(name for name in in_order(savings) if name != self._control)]
 
-    def _outcome(self, name: str) -> Outcome:
-        losses = self._by_plan[name]
-        saving = saving_of_sent(self._plans[name], self._model.process_group.size())
-        found = outcome_of(name, losses, self._by_plan[DENSE][: len(losses)], saving)
-        if name not in self._validation:
-            return found
-        dense = self._validation[DENSE]
-        return replace(found, validation=(self._validation[name] - dense) / (abs(dense) or 1.0))
-
-    def _say(self, line: str) -> None:
-        if self._model.process_group.rank() == 0:
-            print(f"gradlab pilot, {self._elapsed:.0f} s: {line}", file=sys.stderr, flush=True)
+    def _round(self, name: str) -> Iterator[Any]:
+        """Train under a plan, as long as it may hold and there is time."""
+        after = looks(self._steps, len(self._kept))
+        with self._gradients.under(self._plans[name], **self._options):
+            for number, batch in enumerate(self._kept.again(), 1):
+                yield batch
+                if number in after[:-1] and not self._goes_on(name, number, after[after.index(number) + 1] - number):
+                    break
+            self._end_of(name, number)
 
     @property
-    def _elapsed(self) -> float:
+    def _options(self) -> dict[str, Any]:
+        found = {"optimizer": self._optimizers, "scaler": self._scaler}
+        return {**found, "non_finite_limit": _NEVER, "rules": "ignore"}
+
+    def _goes_on(self, name: str, steps: int, more: int) -> bool:
+        """Say whether a plan is worth more steps."""
+        self._note(name, steps)
+        return self._is_time_for(more) and (
+            name == self._control or may_hold(self._scores.outcome(name), self._max_loss)
+        )
+
+    def _is_time_for(self, steps: int) -> bool:
+        return self._seconds + steps * self._per_step <= self._budget
+
+    def _put_back(self, snapshot: Snapshot) -> None:
+        self._gradients.settle()
+        snapshot.restore()
+
+    def _end_of(self, name: str, steps: int, problem: str | None = None) -> None:
+        """Note what a plan ended with."""
+        self._note(name, steps, problem)
+        self._losses.clear()
+        if self._evaluate is not None and steps == len(self._kept):
+            own = float(self._evaluate()).hex()
+            self._scores.validate(name, [float.fromhex(one["loss"]) for one in self._gather({"loss": own})])
+
+    def _note(self, name: str, steps: int, problem: str | None = None) -> None:
+        """Gather a plan's losses so far, and note when that was."""
+        own = [float(loss).hex() for loss in self._losses]
+        if steps < LEAST_STEPS:
+            problem = f"{steps} batches for a pilot, expected {LEAST_STEPS} or more"
+        elif len(own) != steps:
+            problem = f"{name}: {len(own)} losses of {steps} batches; call pilot.record(loss) once per batch"
+        every = self._gather({"losses": own, "problem": problem})
+        was_alike = not self._scores.unlike
+        self._scores.note(name, [[float.fromhex(loss) for loss in one["losses"]] for one in every])
+        if was_alike and self._scores.unlike:
+            self._say(unlike_line(self._scores.unlike))
+
+    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Gather plain JSON from all ranks, and raise on all if one has a problem."""
+        every = self._gradients.ranks.gather({"seconds": self._seconds_now(), **own})
+        self._seconds = max(one["seconds"] for one in every)
+        problems = [one.get("problem") for one in every]
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise GradlabError(problem if len(set(problems)) == 1 else f"rank {rank}: {problem}")
+        return every
+
+    def _say(self, line: str) -> None:
+        if self._gradients.ranks.rank == 0:
+            print(f"gradlab pilot, {self._seconds_now():.0f} s: {line}", file=sys.stderr, flush=True)
+
+    def _seconds_now(self) -> float:
         return 0.0 if self._began is None else time.monotonic() - self._began
-
-
-def _seconds(budget: float | str | None) -> float:
-    """Read a duration."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(budget).strip())
-    if budget is not None and not found:
-        raise GradlabError(f"budget = {budget!r}, expected seconds, or a text such as '90s', '5min' or '1h'")
-    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2] or "s"] if found else math.inf
-
-
-def _checked(plans: Mapping[str, Plan], model: nn.Module, steps: int) -> dict[str, Plan]:
-    """Return the plans, with 16 bits before them."""
-    if not isinstance(plans, Mapping) or not plans:
-        raise GradlabError(f"plans is {type(plans).__name__}, expected a dict of plans by name")
-    for name, plan in plans.items():
-        if not isinstance(plan, Plan):
-            raise GradlabError(f"plans[{name!r}] is {type(plan).__name__}, expected a Plan")
-        if name in (DENSE, HALF):
-            raise GradlabError(f"plans[{name!r}]: a pilot has one of that name; choose another name")
-        if plan.schedule.warmup_steps > steps // 2:
-            raise GradlabError(
-                f"plans[{name!r}] compresses from step {plan.schedule.warmup_steps} on, and a pilot of {steps} steps "
-                "would judge it by dense ones; give it warmup_steps=0, or the pilot more steps"
-            )
-    half = Plan.uniform(model, "cast", dtype="bfloat16", warmup_steps=0, minimum_dimensions=0, minimum_numel=1)
-    return {HALF: half, **plans}
-
-
-def _copy_of(batch: Any) -> Any:
-    """Copy a batch, so that what training writes into it does not reach the next plan. What cannot be copied is not."""
-    with suppress(Exception):
-        return copy.deepcopy(batch)
-    warnings.warn(
-        f"gradlab: batches of {type(batch).__name__} cannot be copied; do not change them in training", stacklevel=3
-    )
-    return batch

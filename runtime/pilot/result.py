@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from gradlab.formatting import format_bytes
+from gradlab.runtime.pilot.delay import delay_of
 from gradlab.saving import Saving
 
 _BLOCKS = 6
@@ -27,6 +29,8 @@ class Outcome:
         saving: bytes that a rank sends, against 32 and 16 bits.
         steps: that it was tried.
         validation: excess of its validation loss; None: not measured.
+        delay_steps: that it lies behind dense. Infinite: further than half of the steps. None: the dense loss did not
+            fall by more than chance.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Outcome:
     saving: Saving
     steps: int
     validation: float | None = None
+    delay_steps: float | None = None
 
     def holds(self, max_loss: float) -> bool:
         """Say whether the whole interval, and the validation excess, are within a limit. NaN is not."""
@@ -49,13 +54,20 @@ class Outcome:
             return f"{sends}; a loss was not finite"
         return (
             f"{sends}; loss {self.excess:+.2%} ({self.low:+.2%} to {self.high:+.2%}) after {self.steps} steps, "
-            f"changing by {self.growth:+.2%}"
+            f"changing by {self.growth:+.2%}{self._delay()}"
             + ("" if self.validation is None else f"; validation {self.validation:+.2%}")
         )
 
+    def _delay(self) -> str:
+        if not self.delay_steps:
+            return ""
+        earlier = f"{self.delay_steps:.2g}" if math.isfinite(self.delay_steps) else f"over {self.steps // 2}"
+        return f", as dense {earlier} steps earlier"
+
     def to_json(self) -> dict[str, Any]:
         """Write the outcome as plain JSON; null for what is not finite."""
-        numbers = {name: getattr(self, name) for name in ("excess", "low", "high", "growth", "validation")}
+        names = ("excess", "low", "high", "growth", "validation", "delay_steps")
+        numbers = {name: getattr(self, name) for name in names}
         finite = {name: v if v is not None and math.isfinite(v) else None for name, v in numbers.items()}
         return {"name": self.name, "steps": self.steps, **finite, **self.saving.to_json()}
 
@@ -68,11 +80,22 @@ class PilotResult:
         outcomes: the one that sends the fewest bytes first.
         max_loss: excess up to which a plan holds.
         not_tried: plans that came after the budget.
+        not_needed: plans that were not tried as enough of those that send less hold.
+        seconds: that the pilot took.
+        snapshot_bytes: of memory on this rank for the snapshot: parameters, gradients, buffers and optimizer state.
+        batch_bytes: of memory on this rank for the kept batches.
+        unlike: largest relative difference of a round's first loss from dense's. Nothing is exchanged before it, so
+            that it is 0 unless something else than a plan changes the loss.
     """
 
     outcomes: tuple[Outcome, ...]
     max_loss: float
     not_tried: tuple[str, ...] = ()
+    not_needed: tuple[str, ...] = ()
+    seconds: float = 0.0
+    snapshot_bytes: int = 0
+    batch_bytes: int = 0
+    unlike: float = 0.0
 
     @property
     def best(self) -> Outcome | None:
@@ -80,21 +103,42 @@ class PilotResult:
         return next((one for one in self.outcomes if one.holds(self.max_loss)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Write the result as plain JSON."""
+        """Write the result as plain JSON; of `seconds` and bytes those of this rank."""
         best = self.best
+        plain = ("max_loss", "seconds", "snapshot_bytes", "batch_bytes")
         return {
-            "max_loss": self.max_loss,
+            **{name: getattr(self, name) for name in plain},
+            "unlike": self.unlike if math.isfinite(self.unlike) else None,
             "best": None if best is None else best.name,
             "not_tried": list(self.not_tried),
+            "not_needed": list(self.not_needed),
             "outcomes": [one.to_json() for one in self.outcomes],
         }
 
     def __str__(self) -> str:
         best = self.best
         verdict = "no plan is" if best is None else f"{best.name} sends the fewest bytes of those that are"
-        lines = [f"  {one.line()}" for one in self.outcomes]
-        late = [f"  not tried, for want of time: {', '.join(self.not_tried)}"] if self.not_tried else []
-        return "\n".join([f"within {self.max_loss:.2%} of plain DDP's loss: {verdict}", *lines, *late])
+        lines = [f"within {self.max_loss:.2%} of the dense loss: {verdict}", *(one.line() for one in self.outcomes)]
+        if self.not_needed:
+            lines.append(f"not needed, as enough of those that send less hold: {', '.join(self.not_needed)}")
+        if self.not_tried:
+            lines.append(f"not tried, for want of time: {', '.join(self.not_tried)}")
+        if self.unlike:
+            lines.append(unlike_line(self.unlike))
+        if self.seconds:
+            held = (
+                f"{format_bytes(self.snapshot_bytes)} for the snapshot and {format_bytes(self.batch_bytes)} for batches"
+            )
+            lines.append(f"took {self.seconds:.0f} s, and held {held}")
+        return "\n  ".join(lines)
+
+
+def unlike_line(share: float) -> str:
+    """Say that a first loss was another one than dense's."""
+    return (
+        f"the first loss differs by {share:.2%}, before anything was exchanged: something that this pilot does not put "
+        "back changes the model or its loss; name it in extra=, or take smaller differences for noise"
+    )
 
 
 def outcome_of(name: str, losses: Sequence[float], dense: Sequence[float], saving: Saving) -> Outcome:
@@ -120,4 +164,6 @@ def outcome_of(name: str, losses: Sequence[float], dense: Sequence[float], savin
     excess = float(apart[half:].mean())
     wide = _T_95 * float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
     growth = float(apart[steps - quarter :].mean() - apart[max(0, steps - 2 * quarter) : steps - quarter].mean())
-    return Outcome(name, excess, excess - wide, excess + wide, growth, saving, steps)
+    return Outcome(
+        name, excess, excess - wide, excess + wide, growth, saving, steps, delay_steps=delay_of(losses, dense)
+    )

@@ -45,9 +45,18 @@ class Snapshot:
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
-        self._optimizers = [_OptimizerState(one) for one in optimizers]
+        self._optimizers = [_OptimizerState(one) for one in _with_inner(optimizers)]
         self._others = [(one, copy.deepcopy(one.state_dict())) for one in others]
         self._draws = draws()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the snapshot holds on this rank, without what was named beside model and optimizers."""
+        kept = [tensor for _, value, _, gradient in self._parameters for tensor in (value, gradient)]
+        kept += [tensor for *_, tensor in self._buffers]
+        kept += [tensor for one in self._optimizers for tensor in one.tensors()]
+        local = [one.to_local() if hasattr(one, "to_local") else one for one in kept if one is not None]  # of a DTensor
+        return sum(one.numel() * one.element_size() for one in local)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -78,6 +87,11 @@ class _OptimizerState:
             for group in optimizer.param_groups
         ]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept of the state."""
+        kept = [value for held in self._state.values() for _, value in held.values()]
+        return [value for value in kept if torch.is_tensor(value)]
+
     def restore(self) -> None:
         state = self._optimizer.state
         for parameter in [one for one in state if one not in self._state]:
@@ -90,6 +104,15 @@ class _OptimizerState:
             for key in [one for one in group if one != "params" and one not in kept]:
                 del group[key]
             group.update({key: _put_back(*pair) for key, pair in kept.items()})
+
+
+def _with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Add the optimizer inside of a ZeroRedundancyOptimizer, which has the state of this rank's share."""
+    found: list[torch.optim.Optimizer] = []
+    for one in optimizers:
+        inner = getattr(one, "optim", None)
+        found += [one, inner] if isinstance(inner, torch.optim.Optimizer) else [one]
+    return found
 
 
 def draws() -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""Read what a pilot was given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.runtime.pilot.race import LEAST_STEPS
+
+DENSE = "dense"
+
+
+def seconds_of(budget: float | str | None) -> float:
+    """Read a duration; infinite for None.
+
+    >>> seconds_of("5min")
+    300.0
+
+    Raises:
+        GradlabError: for what is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(budget).strip())
+    if budget is not None and not found:
+        raise GradlabError(f"budget = {budget!r}, expected seconds, or a text such as '90s', '5min' or '1h'")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2] or "s"] if found else math.inf
+
+
+def longest_of(steps: Any, longer: Any, keep: Any) -> int:
+    """Return the steps of the longest round: `longer`, or twice `steps`.
+
+    Raises:
+        GradlabError: for numbers that make no pilot.
+    """
+    longest = 2 * steps if longer is None else longer
+    for name, value, least, why in (
+        ("steps", steps, LEAST_STEPS, ": fewer say nothing of a plan"),
+        ("longer", longest, steps, ", as steps"),
+        ("keep", keep, 1, ""),
+    ):
+        if type(value) is not int or value < least:
+            raise GradlabError(f"{name} = {value!r}, expected {least} or more{why}")
+    return int(longest)
+
+
+def control_of(layers: Iterable[Layer], alone: bool) -> tuple[str, Plan]:
+    """Return a plan that hardly changes gradients, which shows how much of a difference is chance, with its name.
+
+    Args:
+        layers: of the model.
+        alone: whether a rank has to compute its messages alone, as in a reduce-scatter.
+    """
+    whole = {"warmup_steps": 0, "minimum_dimensions": 0, "minimum_numel": 1}
+    if alone:
+        return "8 bits", Plan.uniform(layers, "block_scaled", dtype="int8", **whole)
+    return "16 bits", Plan.uniform(layers, "cast", dtype="bfloat16", **whole)
+
+
+def checked_plans(plans: Any, control: str, steps: int) -> dict[str, Plan]:
+    """Return the plans as a dict of its own.
+
+    Raises:
+        GradlabError: for plans that are none, or that a pilot of so many steps would judge falsely.
+    """
+    if not isinstance(plans, Mapping) or not plans:
+        raise GradlabError(f"plans is {type(plans).__name__}, expected a dict of plans by name")
+    for name, plan in plans.items():
+        if not isinstance(plan, Plan):
+            raise GradlabError(f"plans[{name!r}] is {type(plan).__name__}, expected a Plan")
+        if name in (DENSE, control):
+            raise GradlabError(f"plans[{name!r}]: a pilot has one of that name; choose another name")
+        if plan.schedule.warmup_steps > steps // 2:
+            raise GradlabError(
+                f"plans[{name!r}] compresses from step {plan.schedule.warmup_steps} on, and a pilot of {steps} steps "
+                "would judge it by dense ones; give it warmup_steps=0, or the pilot more steps"
+            )
+    return dict(plans)
+
+
+def gradients_of(model: object, options: dict[str, Any]) -> Any:
+    """Return how a model's ranks exchange gradients: one of `runtime.pilot.gradients`.
+
+    Raises:
+        GradlabError: for a model in neither DDP nor FSDP2.
+    """
+    from gradlab.ddp.sharded_units import is_sharded
+    from gradlab.ddp.wrapping import without_compile
+    from gradlab.runtime.pilot import gradients
+
+    if is_sharded(without_compile(model)):
+        return gradients.FSDPGradients(model, options)
+    return gradients.DDPGradients(model, options)

@@ -1,0 +1,134 @@
+"""How the ranks of a training exchange gradients, which a pilot changes from round to round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import part_of
+from gradlab.ddp.model import synchronised_layers
+from gradlab.ddp.sharded_units import (
+    attached_hooks,
+    hooks_of,
+    layers_of_units,
+    let_go_of_gathered,
+    put_hooks_back,
+    shard_group,
+    units_of,
+)
+from gradlab.ddp.topology import NODE, find_grid, find_topology
+from gradlab.ddp.wrapping import require_ddp, without_compile
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.runtime.fsdp.state import column_of, compress_fsdp
+from gradlab.runtime.pilot.switch import switched
+from gradlab.runtime.state import CompressionState
+
+CALLER = "Pilot"  # named at the front of errors
+
+
+class DDPGradients:
+    """DDP's average, by the switch in its hook.
+
+    Attributes:
+        model: in DDP.
+        layers: that it averages.
+        ranks: all of them.
+        count: ranks, or nodes, that a plan runs between; known from `begin` on.
+        alone: whether a rank has to compute its messages alone.
+    """
+
+    alone = False
+
+    def __init__(self, model: object, options: dict[str, Any]) -> None:
+        self.model, self._options = require_ddp(model, CALLER), options
+        self.layers = tuple(layer for layer, _ in synchronised_layers(self.model))
+        self.names: dict[torch.Tensor, str] = {one: layer.name for layer, one in synchronised_layers(self.model)}
+        self._device = next(self.model.parameters()).device
+
+    def begin(self) -> None:
+        """Look at the ranks, and take over the exchange, which stays what it was. A collective."""
+        self._switch = switched(self.model)
+        group = self.model.process_group
+        self.ranks = Ranks(group, self._device)
+        topology = find_topology(self._options.get("within", NODE), group, self._device)
+        self.count = group.size() if topology is None else len(topology.nodes)
+
+    @contextmanager
+    def under(self, plan: Plan | None, **options: Any) -> Iterator[None]:
+        """Exchange by a plan for a while, or exactly for None."""
+        if plan is None:
+            yield
+            return
+        try:
+            with CompressionState(plan, self.model, **{**options, **self._options}) as self._switch.state:
+                yield
+        finally:
+            self._switch.state = None
+
+    def settle(self) -> None:
+        """Leave nothing of a step in the model before its values are kept or put back."""
+
+    def end(self) -> None:
+        """Give the exchange back."""
+
+
+class FSDPGradients:
+    """FSDP2's reduce-scatter inside a node, and the all-reduce between nodes where there is one.
+
+    Exact is what FSDP does alone; with `between`, a plan of no groups, which is native HSDP bit for bit.
+
+    Attributes: as those of `DDPGradients`.
+    """
+
+    def __init__(self, model: object, options: dict[str, Any]) -> None:
+        units = units_of(model, CALLER)
+        self.model: Any = without_compile(model)
+        self.layers: tuple[Layer, ...] = layers_of_units(model)
+        self.names = {shard.parameter: shard.layer.name for unit in units for shard in unit.shards}
+        self._options, self._units, self._device = options, units, units[0].device
+        self.alone = options.get("between") is None  # the plan is that of the reduce-scatter
+
+    def begin(self) -> None:
+        """Look at the ranks. A collective."""
+        if hooked := attached_hooks(self._units):
+            raise GradlabError(f"{CALLER}: {hooked[0]} is compressed already: let a pilot try plans before that")
+        row, between = shard_group(self._units, CALLER), self._options.get("between")
+        column = column_of(between, self._options.get("within"), row, self._device)
+        grid = find_grid(row, column, self._device)
+        self._group = part_of((row, column), [rank for node in grid.nodes for rank in node], None, self._device)
+        self.ranks = Ranks(self._group, self._device)
+        self.count = row.size() if between is None else len(grid.nodes)
+        self._hooks = hooks_of(self.model)
+
+    @contextmanager
+    def under(self, plan: Plan | None, **options: Any) -> Iterator[None]:
+        """Exchange by a plan for a while, or exactly for None."""
+        try:
+            with self._state(plan, options):
+                yield
+        finally:
+            put_hooks_back(self._hooks)
+
+    def _state(self, plan: Plan | None, options: dict[str, Any]) -> AbstractContextManager[Any]:
+        chosen = {**options, **self._options}
+        if plan is not None:
+            return compress_fsdp(self.model, plan, **chosen)
+        if chosen.get("between") is None:
+            return nullcontext()
+        chosen = {name: value for name, value in chosen.items() if name not in ("within", "inside")}
+        return compress_fsdp(self.model, Plan(self.layers), **chosen)
+
+    def settle(self) -> None:
+        """Have the model show its shards: a forward pass leaves some units gathered."""
+        let_go_of_gathered(self.model)
+
+    def end(self) -> None:
+        """Give the exchange back."""
+        dist.destroy_process_group(self._group)

@@ -1,0 +1,53 @@
+"""The losses of a pilot's rounds, and what they say of each plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradlab.runtime.pilot.given import DENSE
+from gradlab.runtime.pilot.race import in_order
+from gradlab.runtime.pilot.result import Outcome, outcome_of
+from gradlab.saving import Saving
+
+
+class Scores:
+    """Mean losses of all ranks by round, which are the same on all of them.
+
+    Attributes:
+        savings: of the plans.
+        unlike: largest relative difference of a first loss from dense's, see `PilotResult`.
+    """
+
+    def __init__(self) -> None:
+        self.savings: Mapping[str, Saving] = {}
+        self.unlike = 0.0
+        self._losses: dict[str, list[float]] = {}
+        self._validation: dict[str, float] = {}
+
+    def note(self, name: str, losses: Sequence[Sequence[float]]) -> None:
+        """Note a round's losses so far, of each rank, by step."""
+        self._losses[name] = [math.fsum(step) / len(losses) for step in zip(*losses, strict=True)]
+        first, dense = self._losses[name][0], self._losses[DENSE][0]
+        if first != dense and math.isfinite(dense):
+            apart = abs(first - dense) / (abs(dense) or 1.0)
+            self.unlike = max(self.unlike, apart if math.isfinite(apart) else math.inf)
+
+    def validate(self, name: str, losses: Sequence[float]) -> None:
+        """Note the validation loss of each rank after a round."""
+        self._validation[name] = math.fsum(losses) / len(losses)
+
+    def outcome(self, name: str) -> Outcome:
+        """Compare a plan with the dense round as far as it came."""
+        losses = self._losses[name]
+        found = outcome_of(name, losses, self._losses[DENSE][: len(losses)], self.savings[name])
+        if name not in self._validation:
+            return found
+        dense = self._validation[DENSE]
+        return replace(found, validation=(self._validation[name] - dense) / (abs(dense) or 1.0))
+
+    def tried(self, but: str = "") -> tuple[Outcome, ...]:
+        """Return the outcomes of all plans so far but one, the one that sends the fewest bytes first."""
+        names = [name for name in in_order(self.savings) if name in self._losses and name != but]
+        return tuple(self.outcome(name) for name in names)
