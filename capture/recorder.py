@@ -28,6 +28,7 @@ from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import RecorderSettings
 from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
 from gradlab.capture.start import start_recording
+from gradlab.capture.trial import train_in_trial
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed
@@ -35,6 +36,7 @@ from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
 from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
+from gradlab.trial import trial
 
 
 def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -122,6 +124,8 @@ class TraceRecorder(Uncopied):
             different sizes, native HSDP.
     """
 
+    _finalizer: Any = None  # a trial of gradlab pilot has none
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -137,8 +141,11 @@ class TraceRecorder(Uncopied):
         overwrite: bool = False,
         **settings: Any,
     ) -> None:
-        source = _source_of(model, wrap, within, between)
         self.path = Path(path)
+        if trial() is not None:
+            self._writer: AsyncWriter | NoWriter = train_in_trial(model, path, within, between, optimizer, scaler)
+            return
+        source = _source_of(model, wrap, within, between)
         self._settings = RecorderSettings(**settings)
         metadata = {} if metadata is None else metadata
         chosen, self.size, self._writer, self._held = start_recording(
@@ -215,6 +222,8 @@ class TraceRecorder(Uncopied):
         Returns:
             Numbers of steps written and lost.
         """
+        if self._finalizer is None:
+            return self._writer.close()
         self._discard_step()
         self._finalizer.detach()
         self._warn(closing=True)

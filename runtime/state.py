@@ -31,6 +31,7 @@ from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
 from gradlab.runtime.exchange import Exchange, Result, surroundings_of
 from gradlab.runtime.unreached import UnreachedHook, drifting
+from gradlab.trial import trial
 
 
 class CompressionState(Exchange):
@@ -155,6 +156,8 @@ class CompressionState(Exchange):
             GradlabError: as `load`, and for anything but a plan or a path.
         """
         ddp_model = require_ddp(ddp_model, caller)
+        if (running := trial()) is not None:
+            return running.follow(cls(running.plan, ddp_model, **running.options(options)), options.get("scaler"))
         loaded: list[Plan] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
         _agree_on(ddp_model, lambda: loaded.append(given_plan(plan, caller)))

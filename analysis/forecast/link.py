@@ -33,7 +33,7 @@ from gradlab.collectives.ring import RingCode, ring_wire_bytes
 from gradlab.errors import GradlabError
 
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 
 
@@ -424,7 +424,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration from a text such as "50us", "1.5ms" or "0.36s". A bare number is seconds.
+    """Read a duration from a text such as "50us", "1.5ms", "0.36s" or "5min". A bare number is seconds.
 
     Args:
         text: a number, as a rule with its unit.
@@ -435,7 +435,7 @@ def parse_seconds(text: str) -> float:
     Raises:
         GradlabError: for anything else, and below 0.
     """
-    match = re.fullmatch(rf"{_NUMBER}(?:e([+-]?\d+))?\s*(s|ms|us|µs|ns)?", text.strip().lower())
+    match = re.fullmatch(rf"{_NUMBER}(?:e([+-]?\d+))?\s*(h|min|s|ms|us|µs|ns)?", text.strip().lower())
     if not match:
         raise GradlabError(f"duration {text!r}: expected a time from 0 with its unit, such as 50us, 1ms or 0.36s")
     value = float(f"{match[1]}e{match[2] or 0}") * _TIMES[match[3] or "s"]

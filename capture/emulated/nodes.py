@@ -27,6 +27,7 @@ from gradlab.capture.emulated.start import (
     require_room,
 )
 from gradlab.capture.emulated.state import ForwardPasses, NodeBuffers, NodeStreams
+from gradlab.capture.emulated.trial import TrialOfNodes
 from gradlab.capture.layers import LayerChoice, choose_layers
 from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import StepSettings, announce
@@ -36,6 +37,7 @@ from gradlab.ddp.copies import Hook
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
+from gradlab.trial import trial
 
 
 class EmulatedNodes:
@@ -128,19 +130,23 @@ class EmulatedNodes:
         self._next = 0  # the node whose turn it is
         self._closed = False
         self._annotations: dict[str, float] = {}
-        self._writer = TraceWriter(
-            path,
-            self.size.layers,
-            world_size,
-            dtype=self._settings.dtype,
-            metadata=metadata,
-            overwrite=overwrite,
-            segment_bytes=self._settings.segment_bytes,
-            samples=self.size.samples,
-            most_steps=self.size.steps,
-            optimizer_steps=bool(held.optimizers),
-        )
-        announce(self.path, self.size, self._settings)
+        self._trial = None
+        if (running := trial()) is not None:
+            self._trial = TrialOfNodes(running, named_layers(model), world_size, optimizer, scaler)
+        else:
+            self._writer = TraceWriter(
+                path,
+                self.size.layers,
+                world_size,
+                dtype=self._settings.dtype,
+                metadata=metadata,
+                overwrite=overwrite,
+                segment_bytes=self._settings.segment_bytes,
+                samples=self.size.samples,
+                most_steps=self.size.steps,
+                optimizer_steps=bool(held.optimizers),
+            )
+            announce(self.path, self.size, self._settings)
         self._passes.inside = False
         self._watching = model.register_forward_pre_hook(Hook(self._passes))
         if world_size == 1:
@@ -182,7 +188,9 @@ class EmulatedNodes:
             if rank == 0:
                 scale = None if self._scaler is None else self._scaler.get_scale()
                 self._optimizer_step = self._steps.begin_pass(scale)
-            if self._settings.wants(self._iteration, self._taken):
+            if self._trial is not None:
+                self._trial.add(rank)
+            elif self._settings.wants(self._iteration, self._taken):
                 self._record(rank)
         except BaseException:
             self._mean.discard_node()
@@ -227,6 +235,8 @@ class EmulatedNodes:
         self._taken += self._settings.wants(self._iteration, self._taken)
         self._iteration += 1
         self._next = 0
+        if self._trial is not None:
+            self._trial.end_step()
 
     def close(self) -> RecorderReport:
         """Write what is left, close the trace, and report whole steps and the bytes of all nodes.
@@ -242,7 +252,10 @@ class EmulatedNodes:
             self._watching.remove()
             self._steps.close()
             self._passes.inside = None
-            self._written(self._writer.close)
+            if self._trial is None:
+                self._written(self._writer.close)
+        if self._trial is not None:
+            return RecorderReport(str(self.path), 0, 0, 0)
         lost = int(self._next > 0 and self._settings.wants(self._iteration, self._taken))
         return RecorderReport(str(self.path), self._taken, lost, self._taken * self.world_size * self._row_bytes)
 

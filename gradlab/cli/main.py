@@ -11,6 +11,7 @@ import typer
 from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, streams, timeline, trace
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
+from gradlab.cli.pilot import command as pilot
 from gradlab.cli.train import command as train
 from gradlab.cli.watch import command as watch
 from gradlab.errors import GradlabError
@@ -30,6 +31,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (analyze.analyze, "Write a report on a recording: will it pay?"),
     (compare.compare, "Set two reports side by side"),
     (recommend.recommend, "Choose one plan for your network, or none"),
+    (pilot.pilot, "Try plans on your own training command"),
     (evaluate.evaluate, "Replay methods on recorded gradients"),
     (predict.predict, "Forecast the step times of an artifact's plan"),
     (watch.watch, "Show a run while it trains or records"),

@@ -53,6 +53,7 @@ from gradlab.runtime.fsdp.levels import HeldShards, Levels
 from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.saving import bytes_in_16_bits
+from gradlab.trial import trial
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
 
@@ -384,9 +385,11 @@ def compress_fsdp(
         GradlabError: for a model that is not under FSDP2 along one dimension, or has a hook; for a mesh that does not
             fit; for a plan of another model, or whose codecs need whole layers. See `Exchange`.
     """
-    return FSDPCompression(
-        plan, model, between=between, within=within, inside=inside, optimizer=optimizer, scaler=scaler, **options
-    )
+    options = {"between": between, "within": within, "inside": inside, "optimizer": optimizer, **options}
+    if (running := trial()) is not None:
+        options = running.options({**options, "inside": None})
+        return running.follow(FSDPCompression(running.plan, model, scaler=scaler, **options), scaler)
+    return FSDPCompression(plan, model, scaler=scaler, **options)
 
 
 def _end(driver: StepDriver, steps: OptimizerSteps) -> None:

@@ -1,0 +1,1 @@
+"""`gradlab pilot`: plans tried on the user's own training command."""

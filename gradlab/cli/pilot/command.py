@@ -1,0 +1,97 @@
+"""`gradlab pilot`: the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradlab.cli.console import OUT, print_json
+from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
+from gradlab.cli.network_options import MAX_LOSS_TEXT, MaxLoss, share_of_loss
+from gradlab.errors import GradlabError
+
+
+def pilot(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
+    out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the best plan, if one holds.")],
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="That trains.")] = None,
+    steps: Annotated[int, typer.Option(min=8, max=100_000, help="Compressed steps of each run.")] = 60,
+    start: Annotated[int, typer.Option(min=0, max=100_000, help="Dense steps before them.")] = 10,
+    plan: Annotated[
+        list[Path] | None, typer.Option(metavar="ARTIFACT", help="Try this plan; repeatable. [default: usual ones]")
+    ] = None,
+    max_loss: MaxLoss = MAX_LOSS_TEXT,
+    budget: Annotated[str | None, typer.Option(metavar="TIME", help="The longest that all may take: 5min.")] = None,
+    work: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the runs' output. [default: ARTIFACT.pilot]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an artifact and runs that are there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Try plans on your own training: run your command once for plain DDP, once for 16 bits, and once for each plan.
+
+    The command is that of your training, or of the recording, as it stands. Its lines of gradlab (TraceRecorder,
+    gradlab.compress, compress_fsdp, EmulatedNodes, and the callbacks of Lightning, Accelerate and the Trainer) take the
+    plan of the run, record nothing, and end the process after --start and --steps. Each run has to begin alike: seed
+    the script, and let it begin anew or from a checkpoint that it does not write itself in these steps.
+
+    Of the plans whose loss is at most --max-loss above plain DDP's, the artifact is that which sends the fewest bytes.
+
+    Examples:
+
+      gradlab pilot trace --out plan.safetensors -- torchrun --nproc-per-node 2 train.py --record trace
+
+      gradlab pilot trace --out plan.safetensors --plan a.safetensors --plan b.safetensors --steps 100 --budget 10min --
+      accelerate launch train.py
+    """
+    from gradlab.analysis.forecast.link import parse_seconds
+    from gradlab.analysis.outputs import require_free
+    from gradlab.artifact import Artifact
+    from gradlab.cli.pilot.plans import chosen_plans
+    from gradlab.cli.pilot.trials import Trials
+    from gradlab.files import write_whole
+    from gradlab.trace import Trace
+
+    if not command:
+        raise GradlabError("no command that trains: put it last, behind --, such as -- torchrun train.py")
+    if shutil.which(command[0]) is None:
+        raise GradlabError(f"{command[0]}: no such command")
+    result_file, work = Path(f"{out}.pilot.json"), work or Path(f"{out}.pilot")
+    for path in (out, result_file):
+        require_free(path, overwrite)
+    allowed = share_of_loss(max_loss)
+    until = None if budget is None else time.monotonic() + parse_seconds(budget)
+    with Trace(trace) as opened:
+        chosen = chosen_plans(opened, plan or [])
+    _make_room(work, overwrite)
+    trials = Trials(command, work.resolve(), steps, start, allowed, until)
+    tried = trials.try_plans(chosen.plans, chosen.refused)
+    best = tried.result.best
+    if best is not None:
+        provenance = {**chosen.provenance(best.name), "world_size": tried.ranks, "pilot": tried.to_json()}
+        Artifact(trials.begun_late(trials.plans[best.name]), provenance).save(out, overwrite)
+    write_whole(result_file, json.dumps(tried.to_json(), indent=1).encode())
+    if as_json:
+        print_json({**tried.to_json(), "artifact": None if best is None else str(out)})
+    else:
+        OUT.print(str(tried), markup=False)
+        lines = "" if best is None else f"\n{where_to_paste(False)}\n\n{lines_to_paste(out, tried.ranks, 1, False)}\n"
+        OUT.print(f"{lines}\n{out if best else 'No artifact is written: no plan holds.'}", markup=False)
+
+
+def _make_room(work: Path, overwrite: bool) -> None:
+    """Remove the runs of an earlier pilot, and nothing else.
+
+    Raises:
+        GradlabError: if there are some and they may not be replaced.
+    """
+    runs = [one for one in work.glob("run-*") if (one / "trial.json").is_file()]
+    if runs and not overwrite:
+        raise GradlabError(f"{work}: holds runs of a pilot; choose another --work or give --overwrite")
+    for one in runs:
+        shutil.rmtree(one)

@@ -1,0 +1,131 @@
+"""One run of the user's command under one plan: started, watched by its losses, and ended with all its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradlab.cli.console import reason_of
+from gradlab.errors import GradlabError
+from gradlab.printable import printable
+from gradlab.trial import VARIABLE, Losses, TrialSettings, read_losses
+
+LOG = "output.log"
+_LOOK_EVERY = 0.2  # seconds
+_GRACE = 5.0  # seconds in which a process may end after SIGTERM, or after its last step
+_TAIL_BYTES = 2**18  # of the output, in which a reason is looked for
+_RANK = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # how torch begins the lines of a rank's traceback
+
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*", re.MULTILINE)  # how a traceback ends
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over.
+
+    Attributes:
+        losses: what its ranks logged.
+        seconds: from its start to its end.
+        problem: why it did not come to its end by itself, in a line; None: it did.
+        output: the lines of its output that say more of that.
+        stopped: whether `watch` asked for its end.
+    """
+
+    losses: Losses
+    seconds: float
+    problem: str | None = None
+    output: str = ""
+    stopped: bool = False
+
+
+def run_trial(
+    command: Sequence[str],
+    folder: Path,
+    settings: TrialSettings,
+    watch: Callable[[Losses], bool] = lambda losses: False,
+    until: float | None = None,
+) -> Ended:
+    """Run a command under a plan.
+
+    Args:
+        command: words.
+        folder: new, for the plan, the losses and the output.
+        settings: the plan and the number of steps.
+        watch: is shown the losses so far now and then, and says whether that is enough.
+        until: on `time.monotonic`, when it is ended. None: never.
+
+    Returns:
+        What came. Whatever happens, no process of the run is left.
+
+    Raises:
+        GradlabError: if the command cannot be started, or the losses are not what ranks write.
+    """
+    folder.mkdir(parents=True)
+    settings.save(folder)
+    began, stopped, problem = time.monotonic(), False, None
+    with open(folder / LOG, "wb") as output:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        environment = {**os.environ, VARIABLE: str(folder)}
+        try:
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)  # type: ignore[call-overload]
+        except OSError as error:
+            raise GradlabError(f"cannot run {command[0]}: {error.strerror or error}") from None
+        try:
+            complete = None
+            while process.poll() is None and not stopped:
+                time.sleep(_LOOK_EVERY)
+                losses, now = read_losses(folder), time.monotonic()
+                if losses.steps >= settings.steps:
+                    complete = complete or now
+                    if now > complete + _GRACE:
+                        break
+                elif until is not None and now > until:
+                    problem = f"not over after {now - began:.0f} s"
+                    break
+                else:
+                    stopped = watch(losses)
+        finally:
+            _end(process, folder)
+    losses, output = read_losses(folder), ""
+    if process.returncode and not stopped and problem is None and losses.steps < settings.steps:
+        output = _RANK.sub("", _tail(folder))
+        error = _ERROR.search(output)
+        problem = error[0][:300] if error else f"exit code {process.returncode}"
+    return Ended(losses, time.monotonic() - began, problem, reason_of(output), stopped)
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End a process and all that it has started: torchrun's ranks have sessions of their own."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE)
+    for one in _left_over(folder):
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _left_over(folder: Path) -> Iterator[int]:
+    """Find processes of a run by its folder in their environment, where the system tells that (Linux)."""
+    mark = f"{VARIABLE}={folder}".encode()
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in place.read_bytes().split(b"\0"):
+                yield int(place.parent.name)
+
+
+def _tail(folder: Path) -> str:
+    with open(folder / LOG, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return printable(file.read().decode("utf-8", "replace"))
