@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from gradlab.errors import GradlabError
@@ -25,8 +25,7 @@ def fragments_of(plan: Plan, count: int) -> list[Plan]:
     """
     if count == 1:
         return [plan]
-    if plan.refresh is not None:
-        raise GradlabError("the plan has a refresh, which chooses for all layers together: use fragments = 1")
+    _refuse_refresh(plan, count)
     parts = _inseparable(plan)
     if len(parts) < count:
         raise GradlabError(
@@ -34,6 +33,34 @@ def fragments_of(plan: Plan, count: int) -> list[Plan]:
             "plan with smaller groups (group_bytes=)"
         )
     return [_part(plan, members) for members in _balanced(parts, count)]
+
+
+def cut_like(plan: Plan, fragments: Sequence[Collection[str]]) -> list[Plan]:
+    """Cut a plan where another one of the same layers was cut.
+
+    Args:
+        plan: of the whole model.
+        fragments: names of the layers of each.
+
+    Returns:
+        The plans, as `fragments_of` does.
+
+    Raises:
+        GradlabError: for a group of layers in several fragments, or a refresh and more than one.
+    """
+    _refuse_refresh(plan, len(fragments))
+    for group in plan.groups:
+        if not any(set(group.layers) <= set(names) for names in fragments):
+            raise GradlabError(
+                f"group {group.name} has layers of several of the {len(fragments)} fragments; make a plan with smaller "
+                "groups (group_bytes=)"
+            )
+    return [_part(plan, [layer for layer in plan.layers if layer.name in names]) for names in fragments]
+
+
+def _refuse_refresh(plan: Plan, count: int) -> None:
+    if plan.refresh is not None and count > 1:
+        raise GradlabError("the plan has a refresh, which chooses for all layers together: use fragments = 1")
 
 
 def _inseparable(plan: Plan) -> list[list[Layer]]:

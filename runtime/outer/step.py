@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -34,7 +34,7 @@ from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.plan.fragments import fragments_of
+from gradlab.plan.fragments import cut_like, fragments_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
@@ -338,6 +338,45 @@ class OuterStep(Uncopied):
             else:
                 values.copy_(torch.lerp(common.detach(), values.to(common.dtype), own))
 
+    @contextmanager
+    def exchanging_by(self, plan: Plan, group: dist.ProcessGroup | None = None, **options: Any) -> Iterator[None]:
+        """Exchange by another plan for a while: the one that a pilot has found. All ranks begin and end it together.
+
+        Common parameters, outer optimizers and what is on its way stay. Residuals begin at zero.
+
+        Args:
+            plan: for the model's layers, none of whose groups has layers of several fragments.
+            group: of the same ranks as `workers.between`; None: that one.
+            options: of `Exchange`.
+
+        Raises:
+            GradlabError: for a plan that does not fit.
+        """
+        parts: list[Plan] = []
+        self._together(lambda: parts.extend(self._cut_alike(plan)))
+        before, own, group = [one.exchange for one in self.fragments], self.plan, group or self.workers.between
+        self.plan = plan
+        try:
+            with ExitStack() as exchanges:
+                for fragment, part in zip(self.fragments, parts, strict=True):
+                    if group is not None:
+                        made = Exchange(
+                            part, fragment.parameters.items(), group, optimizer=fragment.optimizers, **options
+                        )
+                        fragment.exchange = exchanges.enter_context(made)
+                yield
+                self.wait()
+        finally:
+            for fragment, exchange in zip(self.fragments, before, strict=True):
+                fragment.exchange = exchange
+            self.plan = own
+
+    def _cut_alike(self, plan: Plan) -> list[Plan]:
+        """A plan's parts for this run's fragments."""
+        plan.check_model([one.layer for one in self._held.by_name.values()])
+        parts = cut_like(plan, [one.parameters for one in self.fragments])
+        return [plan_of_rank(one, self._held, self.workers.sharded) for one in parts]
+
     def _warn_of(self, fragment: Fragment) -> None:
         warnings.warn(
             f"{CALLER}: at local step {self.local_steps} what came of {next(iter(fragment.parameters))} and what "
@@ -346,6 +385,11 @@ class OuterStep(Uncopied):
         )
 
     # --- what it holds ---
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Layer names by the model's own parameters."""
+        return {one.parameter: name for name, one in self._held.by_name.items()}
 
     @property
     def outer_steps(self) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.runtime.pilot.race import LEAST_STEPS
 
 DENSE = "dense"
+_LEAST_EXCHANGES = 4  # outer steps that say something of a plan
 
 
 def seconds_of(budget: float | str | None) -> float:
@@ -47,20 +47,25 @@ def longest_of(steps: Any, longer: Any, keep: Any) -> int:
     return int(longest)
 
 
-def control_of(layers: Iterable[Layer], alone: bool) -> tuple[str, Plan]:
+def control_of(gradients: Any) -> tuple[str, Plan]:
     """Return a plan that hardly changes gradients, which shows how much of a difference is chance, with its name.
 
     Args:
-        layers: of the model.
-        alone: whether a rank has to compute its messages alone, as in a reduce-scatter.
+        gradients: what a pilot changes, see `gradients_of`.
     """
-    whole = {"warmup_steps": 0, "minimum_dimensions": 0, "minimum_numel": 1}
-    if alone:
-        return "8 bits", Plan.uniform(layers, "block_scaled", dtype="int8", **whole)
-    return "16 bits", Plan.uniform(layers, "cast", dtype="bfloat16", **whole)
+    name, codec, dtype = ("8 bits", "block_scaled", "int8") if gradients.alone else ("16 bits", "cast", "bfloat16")
+    return name, Plan.uniform(
+        gradients.layers,
+        codec,
+        dtype=dtype,
+        warmup_steps=0,
+        minimum_dimensions=0,
+        minimum_numel=1,
+        group_bytes=gradients.group_bytes,
+    )
 
 
-def checked_plans(plans: Any, control: str, steps: int) -> dict[str, Plan]:
+def checked_plans(plans: Any, control: str, exchanges: int) -> dict[str, Plan]:
     """Return the plans as a dict of its own.
 
     Raises:
@@ -73,24 +78,43 @@ def checked_plans(plans: Any, control: str, steps: int) -> dict[str, Plan]:
             raise GradlabError(f"plans[{name!r}] is {type(plan).__name__}, expected a Plan")
         if name in (DENSE, control):
             raise GradlabError(f"plans[{name!r}]: a pilot has one of that name; choose another name")
-        if plan.schedule.warmup_steps > steps // 2:
+        if plan.schedule.warmup_steps > exchanges // 2:
             raise GradlabError(
-                f"plans[{name!r}] compresses from step {plan.schedule.warmup_steps} on, and a pilot of {steps} steps "
-                "would judge it by dense ones; give it warmup_steps=0, or the pilot more steps"
+                f"plans[{name!r}] compresses from step {plan.schedule.warmup_steps} on, and a pilot of {exchanges} "
+                "steps would judge it by dense ones; give it warmup_steps=0, or the pilot more steps"
             )
     return dict(plans)
 
 
-def gradients_of(model: object, options: dict[str, Any]) -> Any:
+def gradients_of(model: object, outer: Any, options: dict[str, Any]) -> Any:
     """Return how a model's ranks exchange gradients: one of `runtime.pilot.gradients`.
 
     Raises:
-        GradlabError: for a model in neither DDP nor FSDP2.
+        GradlabError: for a model in neither DDP nor FSDP2, and an outer step that is none.
     """
     from gradlab.ddp.sharded_units import is_sharded
     from gradlab.ddp.wrapping import without_compile
+    from gradlab.runtime.outer import OuterStep
     from gradlab.runtime.pilot import gradients
 
+    if outer is not None:
+        if not isinstance(outer, OuterStep):
+            raise GradlabError(f"outer is {type(outer).__name__}, expected the OuterStep that the loop calls")
+        return gradients.OuterGradients(model, outer, options)
     if is_sharded(without_compile(model)):
         return gradients.FSDPGradients(model, options)
     return gradients.DDPGradients(model, options)
+
+
+def exchanges_in(steps: int, every: int) -> int:
+    """Return how many exchanges a pilot has, with one every so many steps.
+
+    Raises:
+        GradlabError: for too few.
+    """
+    if steps // every < _LEAST_EXCHANGES:
+        raise GradlabError(
+            f"steps = {steps} are {steps // every} outer steps, expected {_LEAST_EXCHANGES} or more: give "
+            f"steps={_LEAST_EXCHANGES * every}"
+        )
+    return steps // every

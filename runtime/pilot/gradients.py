@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.groups import part_of
+from gradlab.ddp.groups import group_like, part_of
 from gradlab.ddp.model import synchronised_layers
 from gradlab.ddp.sharded_units import (
     attached_hooks,
     hooks_of,
+    is_sharded,
     layers_of_units,
     let_go_of_gathered,
     put_hooks_back,
@@ -27,6 +28,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.runtime.fsdp.state import column_of, compress_fsdp
+from gradlab.runtime.outer import OuterStep
 from gradlab.runtime.pilot.switch import switched
 from gradlab.runtime.state import CompressionState
 
@@ -42,9 +44,11 @@ class DDPGradients:
         ranks: all of them.
         count: ranks, or nodes, that a plan runs between; known from `begin` on.
         alone: whether a rank has to compute its messages alone.
+        group_bytes: that groups of the control have at most; None: as usual.
     """
 
     alone = False
+    group_bytes: float | None = None
 
     def __init__(self, model: object, options: dict[str, Any]) -> None:
         self.model, self._options = require_ddp(model, CALLER), options
@@ -86,6 +90,8 @@ class FSDPGradients:
 
     Attributes: as those of `DDPGradients`.
     """
+
+    group_bytes: float | None = None
 
     def __init__(self, model: object, options: dict[str, Any]) -> None:
         units = units_of(model, CALLER)
@@ -132,3 +138,46 @@ class FSDPGradients:
     def end(self) -> None:
         """Give the exchange back."""
         dist.destroy_process_group(self._group)
+
+
+class OuterGradients:
+    """An outer step's exchange of pseudo-gradients. Exact is a plan of no groups.
+
+    Attributes: as those of `DDPGradients`.
+    """
+
+    alone = False
+    group_bytes: float | None = 1.0  # a layer each: fragments cut no group
+
+    def __init__(self, model: object, outer: OuterStep, options: dict[str, Any]) -> None:
+        inner = without_compile(model)
+        if not isinstance(inner, torch.nn.Module):
+            raise GradlabError(f"{CALLER}: the model is a {type(model).__name__}, expected the one of the outer step")
+        self.model, self.layers, self._outer, self._options = inner, outer.plan.layers, outer, options
+        self.names = outer.names
+        self.count, self._device = outer.workers.count, next(inner.parameters()).device
+
+    def begin(self) -> None:
+        """Make a group for the plans. A collective."""
+        self._outer.wait()
+        self.ranks = Ranks(self._outer.workers.everyone, self._device)
+        between = self._outer.workers.between
+        self._group = None if between is None else group_like(between, None, self._device)
+
+    @contextmanager
+    def under(self, plan: Plan | None, **options: Any) -> Iterator[None]:
+        """Exchange by a plan for a while, or exactly for None."""
+        chosen = {name: value for name, value in options.items() if name not in ("optimizer", "scaler")}
+        chosen |= self._options
+        with self._outer.exchanging_by(Plan(self.layers) if plan is None else plan, self._group, **chosen):
+            yield
+
+    def settle(self) -> None:
+        """Have a sharded model show its shards."""
+        if is_sharded(self.model):
+            let_go_of_gathered(self.model)
+
+    def end(self) -> None:
+        """Give the exchange back."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)

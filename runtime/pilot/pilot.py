@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,13 +13,24 @@ from torch import nn
 from gradlab.ddp.optimizers import all_optimizers
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan, saving_of_sent
-from gradlab.runtime.pilot.given import DENSE, checked_plans, control_of, gradients_of, longest_of, seconds_of
+from gradlab.runtime.pilot.given import (
+    DENSE,
+    checked_plans,
+    control_of,
+    exchanges_in,
+    gradients_of,
+    longest_of,
+    seconds_of,
+)
 from gradlab.runtime.pilot.kept import KeptBatches
 from gradlab.runtime.pilot.race import LEAST_STEPS, in_order, is_decided, looks, may_hold
 from gradlab.runtime.pilot.result import PilotResult, unlike_line
 from gradlab.runtime.pilot.scores import Scores
 from gradlab.runtime.pilot.snapshot import Snapshot, Stateful
 from gradlab.runtime.pilot.watch import StepWatch
+
+if TYPE_CHECKING:
+    from gradlab.runtime.outer import OuterStep
 
 _NEVER = 2**31  # steps in a row that are not finite: such a plan is out, and training goes on
 _ROUNDS = 3  # the longest: dense, 16 bits, and one plan at the least
@@ -70,6 +81,7 @@ class Pilot:
         scheduler: of learning rates, stepped in the loop.
         scaler: the torch.amp.GradScaler, if one is in use.
         extra: what else a step changes, with `state_dict` and `load_state_dict`: an averaged model, a metric.
+        outer: the OuterStep whose `step` the loop calls; the plans are then tried on what it exchanges.
         max_loss: share by which a plan's loss may be above the dense one.
         evaluate: gives a validation loss, without a change of the model; called once for dense and for each plan that
             was tried to the end. It counts as the training loss does.
@@ -94,19 +106,21 @@ class Pilot:
         scheduler: Stateful | None = None,
         scaler: Any = None,
         extra: Iterable[Stateful] = (),
+        outer: OuterStep | None = None,
         max_loss: float = 0.01,
         evaluate: Callable[[], float | torch.Tensor] | None = None,
         budget: float | str | None = None,
         **options: Any,
     ) -> None:
         self._steps, self._longest, self._keep = steps, longest_of(steps, longer, keep), keep
-        self._gradients = gradients_of(model, options)
+        self._gradients = gradients_of(model, outer, options)
         self._optimizers = all_optimizers(optimizer)
-        self._control, control = control_of(self._gradients.layers, self._gradients.alone)
-        self._plans = {self._control: control, **checked_plans(plans, self._control, steps)}
+        self._control, control = control_of(self._gradients)
+        exchanges = steps if outer is None else exchanges_in(steps, outer.every)
+        self._plans = {self._control: control, **checked_plans(plans, self._control, exchanges)}
         self._max_loss, self._evaluate, self._budget = max_loss, evaluate, seconds_of(budget)
         self._scaler = scaler
-        self._others = [*(one for one in (scheduler, scaler) if one is not None), *extra]
+        self._others = [*(one for one in (scheduler, scaler, outer) if one is not None), *extra]
         self._kept, self._rest = KeptBatches(), iter(())  # type: tuple[KeptBatches, Iterator[Any]]
         self._losses: list[torch.Tensor] = []
         self._scores = Scores()

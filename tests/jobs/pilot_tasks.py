@@ -22,8 +22,8 @@ import gradlab
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.runtime import compress_fsdp
-from jobs import fsdp_tasks
+from gradlab.runtime import OuterStep, compress_fsdp
+from jobs import fsdp_tasks, outer_tasks
 from jobs.matrix_cells import node_group
 from support.pool_groups import SPARE
 
@@ -314,3 +314,47 @@ def sharded_goes_on(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
         found += [float(run.step(batch)) for batch in pilot.batches]
     same = found == losses and all(map(torch.equal, alone.values(), run.values()))
     return {"same": same, "losses": (losses, found), "result": pilot.result.to_json()}
+
+
+def outer_goes_on(group: dist.ProcessGroup, codec: str, fragments: int, delay: int) -> dict[str, Any]:
+    """Local steps with a pilot after some of them, beside the run without: the outer step's plan has residuals."""
+    rank, warm, every = dist.get_rank(group), 3, 2
+    layers = layers_of(outer_tasks.network())
+
+    def training() -> tuple[nn.Module, torch.optim.Optimizer, OuterStep]:
+        model, plan = outer_tasks.network(), Plan.uniform(layers, codec, minimum_numel=1, group_bytes=1)
+        options = {"every": every, "fragments": fragments, "delay": delay, "group": group, "rules": "ignore"}
+        return model, outer_tasks.adamw(model), OuterStep(plan, model, **options)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, outer: OuterStep, batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        outer.step()
+        return loss.detach()
+
+    batches = [outer_tasks.batch(rank, number) for number in range(15)]
+    alone, run = training(), training()
+    losses = [float(step(*alone, batch)) for batch in batches]
+    stream = iter(batches)
+    found = [float(step(*run, next(stream))) for _ in range(warm)]
+    plans = {"top-k": Plan.uniform(layers, "topk", density=0.05, minimum_numel=1, group_bytes=1)}
+    options = {"steps": PILOT, "longer": PILOT, "max_loss": 10.0, "outer": run[2]}
+    pilot = gradlab.Pilot(run[0], run[1], plans, **options)
+    for batch in pilot.over(stream):
+        pilot.record(step(*run, batch))
+    found += [float(step(*run, batch)) for batch in pilot.batches]
+    values = [[*model.parameters(), *outer.fragments[0].parameters.values()] for model, _, outer in (alone, run)]
+    digests = [outer.state_dict()["sha256"] for *_, outer in (alone, run)]
+    same = found == losses and all(map(torch.equal, *values)) and digests[0] == digests[1]
+    with run[2].exchanging_by(plans["top-k"]):
+        for batch in batches[:every]:
+            step(*run, batch)
+        run[2].wait()
+        exchanges = [one.exchange for one in run[2].fragments]
+        sent = [(one.statistics.steps[-1].payload_bytes, one.run.plan.payload_bytes(2)) for one in exchanges]
+        groups = sum(len(one.run.plan.groups) for one in exchanges)
+    for *_, outer in (alone, run):
+        outer.close()
+    return {"same": same, "losses": (losses, found), "result": pilot.result.to_json(), "sent": sent, "groups": groups}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from collections import namedtuple
 from dataclasses import replace
@@ -16,7 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradlab.errors import GradlabError
 from gradlab.runtime.pilot.delay import delay_of
+from gradlab.runtime.pilot.given import exchanges_in
 from gradlab.runtime.pilot.kept import copied
 from gradlab.runtime.pilot.race import looks, race
 from gradlab.runtime.pilot.result import outcome_of
@@ -57,6 +60,18 @@ def test_a_sharded_run_with_a_pilot_is_the_run_without(pool: ProcessPool, betwee
         assert [one["steps"] for one in found["result"]["outcomes"]] == [8, 8]
         assert found["result"]["unlike"] == 0
         assert found["result"]["outcomes"][0]["excess"] != 0
+
+
+@pytest.mark.parametrize(("codec", "fragments", "delay"), [("topk", 1, 0), ("topk", 2, 1)])
+def test_local_steps_with_a_pilot_are_those_without(pool: ProcessPool, codec: str, fragments: int, delay: int) -> None:
+    """Bit for bit, with what is on its way and the residuals of the outer step's own plan."""
+    for found in pool.run("jobs.pilot_tasks:outer_goes_on", 2, codec=codec, fragments=fragments, delay=delay):
+        assert found["same"], found["losses"]
+        assert [one["steps"] for one in found["result"]["outcomes"]] == [8, 8]
+        assert found["result"]["unlike"] == 0
+        assert found["result"]["outcomes"][0]["excess"] != 0
+        assert all(counted == forecast for counted, forecast in found["sent"])  # by the pilot's plan, afterwards
+        assert found["groups"] == 8
 
 
 def test_what_breaks_a_pilot_is_told_and_all_is_put_back(pool: ProcessPool) -> None:
@@ -109,6 +124,14 @@ def test_a_rank_that_dies_leaves_the_others_with_an_error_and_the_snapshot(tmp_p
     assert ranks[1].communicate(timeout=60)[0] == b""
     assert found["back"]
     assert "a collective failed" in found["error"]
+
+
+def test_a_pilot_of_local_steps_has_as_many_exchanges_as_say_something() -> None:
+    assert exchanges_in(60, 15) == 4
+    with pytest.raises(
+        GradlabError, match=re.escape("steps = 60 are 2 outer steps, expected 4 or more: give steps=120")
+    ):
+        exchanges_in(60, 30)
 
 
 def test_an_excess_is_that_of_the_second_half_and_lies_in_its_interval() -> None:
