@@ -354,7 +354,7 @@ def outer_goes_on(group: dist.ProcessGroup, codec: str, fragments: int, delay: i
         run[2].wait()
         exchanges = [one.exchange for one in run[2].fragments]
         sent = [(one.statistics.steps[-1].payload_bytes, one.run.plan.payload_bytes(2)) for one in exchanges]
-        groups = sum(len(one.run.plan.groups) for one in exchanges)
+        by_it = run[2].plan is plans["top-k"]
     for *_, outer in (alone, run):
         outer.close()
-    return {"same": same, "losses": (losses, found), "result": pilot.result.to_json(), "sent": sent, "groups": groups}
+    return {"same": same, "losses": (losses, found), "result": pilot.result.to_json(), "sent": sent, "by_it": by_it}
