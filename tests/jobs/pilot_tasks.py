@@ -281,9 +281,8 @@ class Sharded:
 
 
 def sharded_goes_on(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
-    """FSDP2 with a pilot of its reduce-scatter, or of the all-reduce between nodes of one rank, and without."""
-    rank, nodes = dist.get_rank(group), group.size() if between else 1
-    mesh = fsdp_tasks.mesh_of(group, nodes)
+    """FSDP2 with a pilot of its reduce-scatter, or of the all-reduce between two nodes, and without."""
+    rank, mesh = dist.get_rank(group), fsdp_tasks.mesh_of(group, 2 if between else 1)
 
     def training() -> Sharded:
         model = fsdp_tasks.sharded(mesh["shard"])
