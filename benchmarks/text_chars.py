@@ -38,9 +38,10 @@ from rows import Row, add, has, read
 
 from gradlab import __version__
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.candidates import usual_plans
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.speed import Configuration, forecast_speed, usual_plans
+from gradlab.analysis.forecast.speed import Configuration, forecast_speed
 from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact

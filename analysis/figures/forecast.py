@@ -1,19 +1,23 @@
-"""Figures of forecasts: step time over link speed, for one plan with its break-even, and for several side by side."""
+"""Figures of forecasts: step time over link speed, of one plan or several, and the frontier of error over seconds."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors, panels
+from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors, method_markers, panels
 from gradlab.analysis.forecast import Forecast, Network, NodeForecast
+from gradlab.analysis.forecast.frontier import GIVEN
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.speed import SpeedForecast
 from gradlab.formatting import format_counted
 
 _COLUMNS = 3
+_LEAST_ERROR = 1e-7  # of a cosine of 1, on a logarithmic axis
 
 
 def plot_step_time(forecast: Forecast) -> Figure:
@@ -96,4 +100,36 @@ def plot_speed(speed: SpeedForecast) -> Figure:
         panel.tick_params(axis="x", labelrotation=30)
     axes[0].set_ylabel("step time, s" if speed.compute_seconds else "exchange alone, s")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def plot_frontier(rows: Sequence[Mapping[str, Any]], uncompressed: Mapping[str, float]) -> Figure:
+    """Draw the error of every replayed setting over the seconds of its step, a line per family.
+
+    Args:
+        rows: `gradlab.analysis.forecast.frontier.Row.to_json()`, those with seconds and a cosine. A family's rows
+            stand together, in the order of its settings.
+        uncompressed: seconds of steps without a codec, by name.
+
+    Returns:
+        The figure.
+    """
+    figure, (axes,) = panels(1, 1, height=3.2)
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        families.setdefault(row["family"], []).append(row)
+    colors, markers = method_colors(families), method_markers(families)
+    for name, curve in families.items():
+        seconds = [row["seconds"] for row in curve]
+        errors = [max(_LEAST_ERROR, 1 - row["cosine"]) for row in curve]
+        look = {"color": colors[name], "marker": markers[name], "markersize": 6}
+        line = "none" if name == GIVEN else "-"
+        axes.plot(seconds, errors, linestyle=line, linewidth=0.8, fillstyle="none", label=name, **look)
+        inside = [place for place, row in enumerate(curve) if row["within"]]
+        if inside:
+            axes.plot([seconds[i] for i in inside], [errors[i] for i in inside], linestyle="none", **look)
+    for (name, seconds_of), style in zip(uncompressed.items(), ("--", ":"), strict=False):
+        axes.axvline(seconds_of, color=BLACK, linewidth=0.8, linestyle=style, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="step time, s", ylabel="error: 1 - cosine")
+    figure.legend(loc="outside right upper")
     return figure

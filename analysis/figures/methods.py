@@ -156,25 +156,6 @@ def plot_tradeoff(runs: Runs) -> Figure:
     return _scatter(points, "payload per step and rank", f"final {metric.label}", list(runs))
 
 
-def plot_replay_tradeoff(replays: Replays) -> Figure:
-    """Draw payload bytes per step against the median contribution error, by replay.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-
-    Returns:
-        The figure.
-    """
-    points = {}
-    for name, replay in replays.items():
-        summary = replay["summary"]
-        if summary["contribution_error"] is not None:
-            points[name] = (summary["payload_bytes_per_step"]["mean"], summary["contribution_error"])
-    return _scatter(
-        points, "payload per step and rank", "median relative error\n‖input - decoded‖ / ‖input‖", list(replays)
-    )
-
-
 def _scatter(points: Mapping[str, tuple[float, float]], xlabel: str, ylabel: str, names: list[str]) -> Figure:
     figure, (axes,) = panels(1, 1, height=2.8)
     colors, markers = method_colors(names), method_markers(names)

@@ -287,6 +287,7 @@ def _at(job: Job, network: Network) -> NodeForecast:
     def on(link: Link) -> Comparison:
         return compare(job, link, speed=network.speed, node=network.node)
 
+    @functools.cache  # both searches for a break-even begin at the same speeds
     def at(bits_per_second: float) -> Comparison:
         return on(replace(network.links[0], bits_per_second=bits_per_second))
 

@@ -23,47 +23,13 @@ from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import Jsonable, plain
-from gradlab.layout import Layer
-from gradlab.plan import FEEDBACK, Plan, Wrap, named_plan
+from gradlab.plan import Plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
 
-HALF_PLAN = "16-bit floats"
 _IN_BRIEF = 2  # configurations that the short verdict names: about 60 words
-# By name, a codec or a published method of `gradlab.plan.recipes`, with settings: one of each kind, none of which needs
-# a fit.
-USUAL: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    HALF_PLAN: ("cast", {"dtype": "float16"}),
-    "int8": ("block_scaled", {"dtype": "int8"}),
-    "QSGD 4 bits, max norm": ("QSGD, max norm", {"bits": 4}),
-    "1-bit SGD": ("1-bit SGD", {}),
-    "PowerSGD rank 4": ("PowerSGD", {"rank": 4}),
-    "top-k 1 %": ("topk", {"density": 0.01}),
-    "signs, both ways": ("sign", {}),
-    "ecsq 0.5 bits, both ways": ("ecsq", {"bits": 0.5, "wrappers": (*FEEDBACK, Wrap("two_way"))}),
-}
-
-
-def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
-    """Make one plan of each kind for a model, as a first look. Kinds that find no layer to compress are left out.
-
-    Args:
-        layers: the model's.
-
-    Returns:
-        Plans by name.
-    """
-    plans = {}
-    for name, (method, settings) in USUAL.items():
-        try:
-            plan = named_plan(tuple(layers), method, **settings)
-        except GradlabError:  # no layer large enough
-            continue
-        if plan.compressed_groups:
-            plans[name] = plan
-    return plans
 
 
 @dataclass(frozen=True)
@@ -383,7 +349,7 @@ def forecast_speed(
         raise GradlabError("no plan compresses anything: all steps are those of plain DDP")
     forecasts = {}
     for done, (name, plan) in enumerate(compressing.items()):
-        forecasts[name] = forecast(plan, _with_codec_time(network, replays.get(name)))
+        forecasts[name] = forecast(plan, with_codec_time(network, replays.get(name)))
         if progress:
             progress("forecasts", done + 1, len(compressing))
     judged = {name: Judged.of(replays[name]) if name in replays else Judged() for name in compressing}
@@ -395,7 +361,7 @@ def forecast_speed(
     return SpeedForecast(network, judged, forecasts, configurations, max_loss)
 
 
-def _with_codec_time(network: Network, replay: Replay | None) -> Network:
+def with_codec_time(network: Network, replay: Replay | None) -> Network:
     """Take the codecs' time from a plan's replay, unless a run has measured it."""
     summary = None if replay is None else replay.summary()
     if replay is None or summary is None or not summary.codec_seconds or network.profile.codec is not None:

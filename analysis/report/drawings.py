@@ -196,13 +196,6 @@ def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
             "the residual of error feedback. Dotted: iterations that a plan was fitted on.",
             partial(method_plots.plot_errors, lossy, {}),
         ),
-        Drawing(
-            "replay_tradeoff",
-            "Bytes against error",
-            "Median relative error over the compressed iterations (after the fit, for fitted plans) against the "
-            "payload that a rank contributes.",
-            partial(method_plots.plot_replay_tradeoff, lossy),
-        ),
         _layer_errors(lossy, {}),
     ]
 

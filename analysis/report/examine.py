@@ -14,9 +14,10 @@ import numpy as np
 
 from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.candidates import Family, candidates
 from gradlab.analysis.forecast.endings import MAX_LOSS
+from gradlab.analysis.forecast.frontier import Tried, try_plans
 from gradlab.analysis.forecast.local_speed import forecast_local_speed
-from gradlab.analysis.forecast.speed import SpeedForecast, forecast_speed, usual_plans
 from gradlab.analysis.forecast.tape import forecast_tapes
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
@@ -26,8 +27,7 @@ from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
 from gradlab.analysis.measure.spectrum import SpectrumOptions, TraceSpectrum, measure_spectrum
 from gradlab.analysis.parallel import Workers
-from gradlab.analysis.replay import check_replay, replay_plans
-from gradlab.analysis.replay.result import Replay
+from gradlab.analysis.replay import check_replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.trace_report import Examination
 from gradlab.errors import GradlabError
@@ -48,6 +48,7 @@ def examine(
     trace: Trace,
     *,
     plans: Mapping[str, Plan] | None = None,
+    families: Mapping[str, Family] | None = None,
     provenances: Mapping[str, Mapping[str, Any]] | None = None,
     network: Network | None = None,
     max_loss: float = MAX_LOSS,
@@ -68,7 +69,8 @@ def examine(
 
     Args:
         trace: the recording.
-        plans: the plans to replay and to forecast, by name. None: `usual_plans`.
+        plans: the plans to replay and to forecast, by name. None: none but those of `families`.
+        families: whose settings are searched by replay. None: without `plans`, those of `candidates`; else none.
         provenances: provenances of the plans' artifacts, by name, so that fitted plans are judged on iterations after
             their fit.
         network: what the plans' steps are forecast for. None: `Network()`.
@@ -91,19 +93,11 @@ def examine(
         if part not in PARTS:
             raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
     layer_places(trace, after_addition)
-    for plan in (plans or {}).values():  # before the work, not after it
-        check_replay(trace, plan, replay_start(trace, look), len(trace.steps))
+    _check_plans(trace, plans or {}, look)  # before the work, not after it
     options = SpectrumOptions(max_samples=look.spectrum.iterations(_values_per_step(trace)))
     spectrum = measure_spectrum(trace, options, workers=workers, progress=progress)
     examination = Examination(spectrum, look=look)
-    if look.quick:
-        examination.remarks.append(_what_is_quick(trace, spectrum, look, parts))
-    if trace.local_steps:
-        examination.remarks.append(f"Not gradients of single steps, but {trace.local_steps}.")
-    if trace.several_passes:
-        examination.remarks.append(f"{trace.several_passes}.")
-    if trace.samples:
-        examination.remarks.append(f"Measured on a sample: the trace holds {trace.extent}.")
+    examination.remarks += remarks_on(trace, look, parts, spectrum)
     if spectrum.never_finite_layers:
         layers = ", ".join(spectrum.never_finite_layers)
         examination.remarks.append(f"Never finite on all ranks, and left out: {layers}.")
@@ -128,16 +122,25 @@ def examine(
             noise = partial(_noise_scale, spectrum, trace)
             examination.measured["noise_scale"] = _attempt(examination, "No noise scale", noise)
         if "payoff" in parts:
-            asked = partial(forecast_speed, network=network or Network(), max_loss=max_loss, progress=progress)
-            _of_plans(examination, trace, plans, provenances or {}, asked, for_page, workers, progress)
+            tried = try_recorded(
+                trace,
+                families_of(trace, look) if families is None and plans is None else families or {},
+                plans or {},
+                provenances=provenances,
+                network=network,
+                max_loss=max_loss,
+                look=look,
+                workers=workers,
+                progress=progress,
+            )
+            _take(examination, tried, trace, for_page, progress)
     else:
         examination.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
     if "limits" in parts:
         measure = partial(measure_limits, trace, extent=look.limits, workers=workers, progress=progress)
         limits = _attempt(examination, "No limits", measure)
         if limits is not None:
-            known = {name: plan for name, plan in _plans(trace, plans).items() if name in examination.replays}
-            limits = replace(limits, plans=place_plans(limits, examination.replays, known))
+            limits = replace(limits, plans=place_plans(limits, examination.replays, examination.plans))
         examination.measured["limits"] = limits
     return examination
 
@@ -151,22 +154,43 @@ def _attempt(examination: Examination, what: str, measure: Callable[[], Result])
         return None
 
 
-def _what_is_quick(trace: Trace, spectrum: TraceSpectrum, look: Look, parts: Collection[str]) -> str:
+def remarks_on(
+    trace: Trace, look: Look, parts: Collection[str] = ("payoff",), spectrum: TraceSpectrum | None = None
+) -> list[str]:
+    """Say what limits any measurement of a recording.
+
+    Args:
+        trace: the recording.
+        look: how much is measured.
+        parts: names out of `PARTS`.
+        spectrum: that was measured. None: it was not.
+    """
+    remarks = [_what_is_quick(trace, spectrum, look, parts)] if look.quick else []
+    if trace.local_steps:
+        remarks.append(f"Not gradients of single steps, but {trace.local_steps}.")
+    if trace.several_passes:
+        remarks.append(f"{trace.several_passes}.")
+    if trace.samples:
+        remarks.append(f"Measured on a sample: the trace holds {trace.extent}.")
+    return remarks
+
+
+def _what_is_quick(trace: Trace, spectrum: TraceSpectrum | None, look: Look, parts: Collection[str]) -> str:
     """Say how little a quick look measures."""
     recorded, between = len(trace.steps), look.between
-    measured = [f"spectra of {len(spectrum.steps)} of {recorded} iterations"]
+    measured = [] if spectrum is None else [f"spectra of {len(spectrum.steps)} of {recorded} iterations"]
     if "between" in parts:
         pair = f"{format_counted(between.pairs, 'pair')} of ranks"
         measured.append(f"{pair} in up to {between.iterations} iterations at up to {between.values} values of a layer")
     if "payoff" in parts:
-        measured.append(f"plans over the last {recorded - replay_start(trace, look)} iterations")
+        measured.append(f"plans over the last {recorded - replay_start(trace, look)} iterations, at fewer settings")
     if "limits" in parts:
         measured.append(f"codecs in one iteration of up to {look.limits.layers} layers, at one setting each")
     if "within" in parts:
         measured.append(f"slices fitted on up to {look.samples} iterations")
     if "signs" in parts:
         measured.append(f"signs of up to {look.signs.iterations(_values_per_step(trace))} iterations")
-    return f"A quick look: {', '.join(measured)}. The report without --quick measures and draws more."
+    return f"A quick look: {', '.join(measured)}. Without --quick more is measured."
 
 
 def _of_one_rank(examination: Examination, trace: Trace, workers: Workers, progress: Progress | None) -> None:
@@ -200,39 +224,71 @@ def _noise_scale(spectrum: TraceSpectrum, trace: Trace) -> TraceNoise:
     )
 
 
-def _of_plans(
-    examination: Examination,
+def families_of(trace: Trace, look: Look = THOROUGH) -> dict[str, Family]:
+    """List the families of plans that are searched for a report: a quick look takes every second setting.
+
+    Args:
+        trace: the recording.
+        look: how much is measured.
+    """
+    return candidates(trace.model_layers, coarse=look.quick)
+
+
+def try_recorded(
     trace: Trace,
-    plans: Mapping[str, Plan] | None,
-    provenances: Mapping[str, Mapping[str, Any]],
-    forecast: Callable[..., SpeedForecast],
-    for_page: bool,
-    workers: Workers,
-    progress: Progress | None,
-) -> None:
-    tried = _plans(trace, plans)
-    start = replay_start(trace, examination.look)
-    for name, result in replay_plans(trace, tried, start=start, workers=workers, progress=progress).items():
-        if isinstance(result, Replay):
-            examination.replays[name] = result.held_out(provenances.get(name, {}))
-        elif plans is None:  # of the usual ones those that fit are enough
-            examination.remarks.append(f"{name}: {result}")
-        else:
-            raise result
-    replayed = {name: plan for name, plan in tried.items() if name in examination.replays}
-    if replayed:
-        measure = partial(forecast, replayed, examination.replays)
-        examination.speed = _attempt(examination, "No forecast", measure)
+    families: Mapping[str, Family],
+    plans: Mapping[str, Plan],
+    *,
+    provenances: Mapping[str, Mapping[str, Any]] | None = None,
+    network: Network | None = None,
+    max_loss: float = MAX_LOSS,
+    look: Look = THOROUGH,
+    workers: Workers = 1,
+    progress: Progress | None = None,
+) -> Tried:
+    """Try plans as `examine` does for "payoff", and nothing else: what a recommendation needs.
+
+    Args:
+        trace: the recording.
+        families: whose settings are searched.
+        plans: further plans, by name.
+        provenances, network, max_loss, look, workers, progress: as `examine` takes them.
+
+    Raises:
+        GradlabError: for a plan of another model.
+    """
+    _check_plans(trace, plans, look)
+    return try_plans(
+        trace,
+        families,
+        plans,
+        network=network or Network(),
+        max_loss=max_loss,
+        start=replay_start(trace, look),
+        seconds=look.search_seconds,
+        provenances=provenances,
+        workers=workers,
+        progress=progress,
+    )
+
+
+def _check_plans(trace: Trace, plans: Mapping[str, Plan], look: Look) -> None:
+    for plan in plans.values():
+        check_replay(trace, plan, replay_start(trace, look), len(trace.steps))
+
+
+def _take(examination: Examination, tried: Tried, trace: Trace, for_page: bool, progress: Progress | None) -> None:
+    """Take what was tried into an examination, with forecasts for the page to play with and of local steps."""
+    examination.plans, examination.replays = tried.plans, tried.replays
+    examination.speed, examination.frontier = tried.speed, tried.frontier
+    examination.remarks += tried.remarks
     if examination.speed is not None:
+        known = {name: plan for name, plan in tried.plans.items() if name in tried.replays}
         if for_page:
-            examination.tapes = forecast_tapes(replayed, examination.speed.forecasts, progress)
+            examination.tapes = forecast_tapes(known, examination.speed.forecasts, progress)
         examination.local_steps = forecast_local_speed(
-            replayed, examination.speed, trace.local_step_count, progress=progress
+            known, examination.speed, trace.local_step_count, progress=progress
         )
-
-
-def _plans(trace: Trace, plans: Mapping[str, Plan] | None) -> Mapping[str, Plan]:
-    return usual_plans(trace.model_layers) if plans is None else plans
 
 
 def replay_start(trace: Trace, look: Look = THOROUGH) -> int:

@@ -34,6 +34,7 @@ class Look(Jsonable):
     Attributes:
         quick: whether this is a quick look, which its report then says.
         spectrum, signs, replays: iterations of spectra, of signs and of replays.
+        search_seconds: budget of the search for settings.
         samples: GradiVeQ's L_t. Of a shorter trace the first half is fitted, so that the other half can be held out.
         fitted: parameters up to which a GradiVeQ fit of the whole model is made.
         between: how much of what ranks share.
@@ -48,6 +49,7 @@ class Look(Jsonable):
     spectrum: Bounded = Bounded(32, 200, 2**31)
     signs: Bounded = Bounded(4, 400, 2**27)
     replays: Bounded = Bounded(8, 40, 4 * 10**8)
+    search_seconds: float = 600.0
     samples: int = 100
     fitted: int = 4 * 10**6
     between: BetweenRanks = field(default_factory=BetweenRanks)
@@ -62,7 +64,8 @@ QUICK = Look(
     quick=True,
     spectrum=Bounded(4, 32, 2**26),
     signs=Bounded(2, 12, 2**24),
-    replays=Bounded(2, 4, 2**24),
+    replays=Bounded(8, 8, 2**24),
+    search_seconds=120.0,
     samples=24,
     fitted=0,
     between=BetweenRanks(iterations=12, pairs=1, values=1024),

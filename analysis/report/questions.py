@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from gradlab.analysis.figures import forecast as forecast_plots
 from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, loss_limit_text
 from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.speed import Configuration, SpeedForecast
@@ -21,7 +23,7 @@ from gradlab.analysis.report.limits import limits_section
 from gradlab.analysis.report.local_steps import local_steps_section
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.noise_scale import noise_scale_section
-from gradlab.analysis.report.page import Section, Table
+from gradlab.analysis.report.page import Drawing, Section, Table
 from gradlab.analysis.report.replays import replays_section
 from gradlab.analysis.report.signs import signs_section
 from gradlab.analysis.report.step_times import range_cell, step_times_section
@@ -78,7 +80,22 @@ def _which_plan(data: Json) -> Section | None:
     if not replays:
         return None
     parts = _known([layer_matrix_section(data, layer_anchors(data))])
-    return Section("which", "Which plan, with which settings?", _choice(data), [_plan_table(data)], parts=parts)
+    title = "Which plan, with which settings?"
+    return Section("which", title, _choice(data), [_plan_table(data)], _frontier_drawings(data), parts=parts)
+
+
+def _frontier_drawings(data: Json) -> list[Drawing]:
+    """Draw every setting that was replayed: its error over its step's seconds."""
+    at, rows = _asked(data), [row for row in data.get("frontier") or () if None not in (row["seconds"], row["cosine"])]
+    if at is None or not rows:
+        return []
+    caption = (
+        f"Every setting that was replayed, by method: 1 minus its judged cosine, over its step {at.where}. "
+        "Filled: within the allowed loss by what similar methods ended at. Lower and to the left is better."
+    )
+    uncompressed = {at.dense_way: at.dense_seconds, "16 bits": at.half_seconds}
+    draw = partial(forecast_plots.plot_frontier, rows, uncompressed)
+    return [Drawing("frontier", "Error over step time", caption, draw)]
 
 
 def _asked(data: Json) -> Configuration | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.fit.gradiveq import GradiveqFit
+from gradlab.analysis.forecast.frontier import Row
 from gradlab.analysis.forecast.local_speed import LocalSpeed
 from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
@@ -28,6 +29,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_count
 from gradlab.jsonable import plain
+from gradlab.plan import Plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,8 +68,9 @@ class Examination:
 
     spectrum: of every layer. None: not measured yet.
     fit: a GradiVeQ fit on the trace.
-    replays: plans replayed on the trace, by name.
+    plans, replays: plans replayed on the trace, by name.
     speed: forecasts of those plans on a network.
+    frontier: every setting that was replayed in search of those plans, see `gradlab.analysis.forecast.frontier`.
     local_steps: the same where an exchange comes after several steps. None: not known, or not worth a word.
     tapes: of those plans, see `gradlab.analysis.forecast.tape`. None: the page computes nothing itself.
     measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
@@ -78,8 +81,10 @@ class Examination:
 
     spectrum: TraceSpectrum | None = None
     fit: GradiveqFit | None = None
+    plans: Mapping[str, Plan] = field(default_factory=dict)
     replays: dict[str, Replay] = field(default_factory=dict)
     speed: SpeedForecast | None = None
+    frontier: Sequence[Row] = ()
     local_steps: LocalSpeed | None = None
     tapes: Any = None
     measured: dict[str, Any] = field(default_factory=dict)
@@ -134,6 +139,7 @@ def write_trace_report(
         "replays": replays,
         "ranking": plain(ranking_stability(judged)),
         "payoff": known.speed,
+        "frontier": plain(known.frontier),
         "local_steps": known.local_steps,
         **{name: dict(plain(part)) if part else None for name, part in known.measured.items()},
     }

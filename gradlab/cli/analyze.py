@@ -80,7 +80,7 @@ def analyze(
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.report.examine import PARTS, examine
+    from gradlab.analysis.report.examine import PARTS, examine, families_of
     from gradlab.analysis.report.look import QUICK, THOROUGH
     from gradlab.analysis.report.trace_report import write_trace_report
     from gradlab.artifact import Artifact
@@ -96,9 +96,11 @@ def analyze(
     names = {path: Path(path).stem for path in artifacts}
     if len(set(names.values())) < len(names):
         names = {path: path for path in artifacts}
+    look = QUICK if quick else THOROUGH
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         examination = examine(
             opened,
+            families=families_of(opened, look),
             plans={names[path]: artifact.plan for path, artifact in artifacts.items()} or None,
             provenances={names[path]: artifact.provenance for path, artifact in artifacts.items()},
             network=network,
@@ -106,7 +108,7 @@ def analyze(
             for_page=True,
             after_addition=after_addition or (),
             parts=PARTS if only is None else [part.strip() for part in only.split(",")],
-            look=QUICK if quick else THOROUGH,
+            look=look,
             workers=sharing,
             progress=progress,
         )

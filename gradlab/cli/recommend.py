@@ -60,8 +60,9 @@ def recommend(
 ) -> None:
     """Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
 
-    Plans of every kind that needs no fit are replayed on the recording, and those given by --plan. Of the plans whose
-    similar methods ended within --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it.
+    Replays on the recording search each method that needs no fit for the setting that sends the fewest bytes within
+    --max-loss. Plans given by --plan are replayed beside them. Of the plans whose similar methods ended within
+    --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it.
     If plain 16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it
     is "do not compress", and no artifact is written.
 
@@ -75,12 +76,12 @@ def recommend(
     """
     from gradlab.analysis.fit.uniform import uniform_artifact
     from gradlab.analysis.forecast import Network
+    from gradlab.analysis.forecast.candidates import without
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.forecast.recommendation import NOTHING, require_computing
     from gradlab.analysis.forecast.recommendation import recommend as choose
-    from gradlab.analysis.forecast.speed import usual_plans
     from gradlab.analysis.outputs import require_free
-    from gradlab.analysis.report.examine import examine
+    from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
     from gradlab.analysis.report.look import QUICK, THOROUGH
     from gradlab.artifact import Artifact
     from gradlab.cli.fit.options import optimizer_of_training
@@ -98,43 +99,43 @@ def recommend(
         profile,
         node=node_of(ranks, inside, fsdp=fsdp),
     )
-    paths = plan or []
+    paths, look = plan or [], QUICK if quick else THOROUGH
     stems = len({path.stem for path in paths}) == len(paths)
     given = {path.stem if stems else str(path): Artifact.load(path) for path in paths}
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         _check_recording(opened)
         optimizer = optimizer_of_training(opened, None)
-        plans = usual_plans(opened.model_layers) | {name: artifact.plan for name, artifact in given.items()}
-        conflicts = {name: _conflict(one, optimizer, ranks, fsdp) for name, one in plans.items()}
-        plans = {name: one for name, one in plans.items() if not conflicts[name]}
-        examination = examine(
+        families, plans = families_of(opened, look), {name: artifact.plan for name, artifact in given.items()}
+        named = {one.name: one.plan for family in families.values() for one in family.candidates} | plans
+        conflicts = {name: why for name, one in named.items() if (why := _conflict(one, optimizer, ranks, fsdp))}
+        tried = try_recorded(
             opened,
-            plans=plans,
+            without(families, conflicts),
+            {name: one for name, one in plans.items() if name not in conflicts},
             provenances={name: artifact.provenance for name, artifact in given.items()},
             network=network,
             max_loss=allowed,
-            parts=("payoff",),
-            look=QUICK if quick else THOROUGH,
+            look=look,
             workers=sharing,
             progress=progress,
         )
-    examination.remarks += [f"{name} was left out: {why}." for name, why in conflicts.items() if why]
-    if examination.speed is None:
-        raise GradlabError(" ".join(examination.remarks) or f"{trace}: no plan could be forecast")
-    found = choose(examination.speed)
-    chosen = _plan_to_write(found, plans, nodes_of_several=ranks > 1)
+        remarks = [*remarks_on(opened, look), *tried.remarks, *_left_out(conflicts)]
+    if tried.speed is None:
+        raise GradlabError(" ".join(remarks) or f"{trace}: no plan could be forecast")
+    found = choose(tried.speed)
+    chosen = _plan_to_write(found, tried.plans, nodes_of_several=ranks > 1)
     if chosen is not None:
         artifact = given.get(chosen) or uniform_artifact(
-            plans[chosen], examination.replays[chosen], optimizer=optimizer
+            tried.plans[chosen], tried.replays[chosen], optimizer=optimizer
         )
         artifact.save(out, overwrite)
     artifact_path = None if chosen is None else out
     lines = "" if found.decision == NOTHING else lines_to_paste(artifact_path, count, ranks, fsdp)
     if as_json:
-        written = {"artifact": artifact_path and str(artifact_path), "paste": lines, "remarks": examination.remarks}
-        print_json({**found.to_json(), **written})
+        written = {"artifact": artifact_path and str(artifact_path), "paste": lines, "remarks": remarks}
+        print_json({**found.to_json(), **written, "frontier": [row.to_json() for row in tried.frontier]})
         return
-    _tell(found, examination.remarks, where_to_paste(fsdp), lines, artifact_path)
+    _tell(found, remarks, where_to_paste(fsdp), lines, artifact_path)
 
 
 def _conflict(plan: Plan, optimizer: OptimizerSettings | None, ranks: int, fsdp: bool) -> str:
@@ -147,6 +148,17 @@ def _conflict(plan: Plan, optimizer: OptimizerSettings | None, ranks: int, fsdp:
     if fsdp:
         return conflict_on_shards(plan)
     return conflict_between_nodes(plan) if ranks > 1 else ""
+
+
+def _left_out(conflicts: Mapping[str, str]) -> list[str]:
+    """Say once for each reason which plans were left out."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in conflicts.items():
+        by_reason.setdefault(why, []).append(name)
+    return [
+        f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} left out: {why}."
+        for why, names in by_reason.items()
+    ]
 
 
 def _tell(found: Recommendation, remarks: Sequence[str], where: str, lines: str, artifact: Path | None) -> None:
@@ -180,8 +192,8 @@ def _nodes_and_ranks(text: str) -> tuple[int, int]:
 
 def _plan_to_write(found: Recommendation, plans: Mapping[str, Plan], nodes_of_several: bool) -> str | None:
     """Name the plan of the artifact: the one recommended; of 16 bits between nodes of several ranks that of `cast`."""
+    from gradlab.analysis.forecast.candidates import HALF_PLAN
     from gradlab.analysis.forecast.recommendation import HALF
-    from gradlab.analysis.forecast.speed import HALF_PLAN
 
     half = found.decision == HALF and nodes_of_several and HALF_PLAN in plans
     return HALF_PLAN if half else found.plan

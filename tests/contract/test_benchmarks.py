@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from gradlab.analysis.forecast.speed import USUAL, usual_plans
+from gradlab.analysis.forecast.candidates import candidates
 from gradlab.codec.registry import CODECS
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan, named_plan
@@ -33,6 +33,7 @@ PHRASES: tuple[tuple[str, Callable[[re.Match[str]], Settings]], ...] = (
     (r"([\d.]+) %", lambda m: {"": {"density": round(float(m[1]) / 100, 6)}}),
     (r"(\d+) of (\d+)", lambda m: {"": {"count": int(m[1]), "chunk": int(m[2])}}),
     (r"max norm", lambda m: {"": {"norm": "max"}}),
+    (r"buckets of (\d+)", lambda m: {"": {"bucket_size": int(m[1])}}),
     (r"L2 norm", lambda m: {"": {"norm": "l2"}}),
     (r"alternating", lambda m: {"": {"alternating": True}}),
     (r"no resets", lambda m: {"error_feedback": {"reset_steps": 0}}),
@@ -137,11 +138,9 @@ def test_dgc_beside_lgc_is_its_recipe(benchmarks: Mapping[str, ModuleType]) -> N
         check(said, plan(setting, model), layers_of(model), warmup_steps=setting.dense)
 
 
-def test_usual_plans_of_a_report_are_the_recipes() -> None:
-    plans = usual_plans(LAYERS)
-    assert set(plans) == set(USUAL)
-    rows = named(plans)
-    assert len(rows) == 3
+def test_candidates_of_a_search_are_the_recipes() -> None:
+    rows = named({one.name: one.plan for family in candidates(LAYERS).values() for one in family.candidates})
+    assert len(rows) > 10
     for title, plan in rows.items():
         check(title, plan)
 
