@@ -122,7 +122,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], uncompressed: Mapping[str, 
     for name, curve in families.items():
         seconds = [row["seconds"] for row in curve]
         errors = [max(_LEAST_ERROR, 1 - row["cosine"]) for row in curve]
-        look = {"color": colors[name], "marker": markers[name], "markersize": 6}
+        look: dict[str, Any] = {"color": colors[name], "marker": markers[name], "markersize": 6}
         line = "none" if name == GIVEN else "-"
         axes.plot(seconds, errors, linestyle=line, linewidth=0.8, fillstyle="none", label=name, **look)
         inside = [place for place, row in enumerate(curve) if row["within"]]
