@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradlab.analysis.forecast.speed import HALF_PLAN, usual_plans
+from gradlab.analysis.forecast.candidates import HALF_PLAN, usual_plans
 from gradlab.artifact import Artifact
 from gradlab.cli.pilot.trials import DENSE, HALF
 from gradlab.ddp.optimizers import OptimizerSettings
