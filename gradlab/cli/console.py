@@ -170,10 +170,3 @@ def say(text: str) -> None:
         text: the remark.
     """
     ERR.print(text, markup=False)
-
-
-def reason_of(log: str, longest: int = 25) -> str:
-    """Return the lines of a log that say why a run failed: a rank's own traceback comes first, then torchrun's."""
-    lines = log.splitlines()
-    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
-    return "\n".join(lines[-longest:] if first is None else lines[first : first + longest])

@@ -17,7 +17,7 @@ from gradlab.json_form import require_form
 
 _MOST_BYTES = 2**24  # of a rank's file: 300,000 steps
 _MOST_RANKS = 2**16
-_HEAD, _LINE = {"rank": int, "world_size": int}, {"loss": (float, None)}
+_HEAD, _LINE = {"rank": int, "world_size": int, "exchanging": int}, {"loss": (float, None)}
 
 
 class LossFile:
@@ -26,14 +26,15 @@ class LossFile:
     Args:
         folder: of the trial.
         rank, world_size: of this process.
+        exchanging: ranks between which the plan runs: of several on a node one.
 
     Raises:
         GradlabError: if the file cannot be written.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, exchanging: int) -> None:
         self._path = _path(folder, rank)
-        self._write({"rank": rank, "world_size": world_size}, "w")
+        self._write({"rank": rank, "world_size": world_size, "exchanging": exchanging}, "w")
 
     def add(self, loss: float) -> None:
         """Append a step's loss."""
@@ -53,9 +54,11 @@ class Losses:
 
     Attributes:
         by_rank: losses by step, of each rank. NaN: not finite. Empty where a rank has not begun.
+        exchanging: ranks between which the plan runs.
     """
 
     by_rank: tuple[tuple[float, ...], ...] = ()
+    exchanging: int = 0
 
     @property
     def steps(self) -> int:
@@ -87,7 +90,7 @@ def read_losses(folder: Path) -> Losses:
         OSError: for one that cannot be read.
     """
     found: dict[int, tuple[float, ...]] = {}
-    sizes: set[int] = set()
+    sizes: set[tuple[int, int]] = set()
     for path in sorted(folder.glob(_path(folder, 0).name.replace("00000", "*"))):
         lines = _lines(path)
         if not lines:
@@ -95,12 +98,13 @@ def read_losses(folder: Path) -> Losses:
         head = require_form(lines[0], _HEAD, f"{path}, line 1")
         if not 0 <= head["rank"] < head["world_size"] <= _MOST_RANKS or path != _path(folder, head["rank"]):
             raise GradlabError(f"{path}, line 1: rank {head['rank']} of {head['world_size']}, which is not this file's")
-        sizes.add(head["world_size"])
+        sizes.add((head["world_size"], head["exchanging"]))
         values = [require_form(line, _LINE, f"{path}, line {at}")["loss"] for at, line in enumerate(lines[1:], 2)]
         found[head["rank"]] = tuple(math.nan if value is None else float(value) for value in values)
     if len(sizes) > 1:
-        raise GradlabError(f"{folder}: ranks of {sorted(sizes)} processes wrote here, expected one number")
-    return Losses(tuple(found.get(rank, ()) for rank in range(max(sizes, default=0))))
+        raise GradlabError(f"{folder}: ranks of {sorted(sizes)} (all, exchanging) wrote here, expected one number")
+    ranks, exchanging = max(sizes, default=(0, 0))
+    return Losses(tuple(found.get(rank, ()) for rank in range(ranks)), exchanging)
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -26,10 +26,10 @@ _NEVER = 2**31  # steps in a row that are not finite: the command sees them in t
 
 
 class Exchanging(Protocol):
-    """A compression state, of which only the records of its exchanges are read."""
+    """A compression state, of which only the number of ranks and the records of its exchanges are read."""
 
-    @property
-    def statistics(self) -> Any: ...
+    run: Any
+    statistics: Any
 
 
 State = TypeVar("State", bound=Exchanging)
@@ -86,7 +86,9 @@ class Trial:
             GradlabError: for a second one.
         """
         rank, last = dist.get_rank(), None
-        self._begin([rank], dist.get_world_size())
+        between = state.run.world_size
+        # Of one alone FSDP's reduce-scatter inside a node is compressed.
+        self._begin([rank], dist.get_world_size(), between if between > 1 else dist.get_world_size())
 
         def after(loss: float | None) -> None:
             nonlocal last
@@ -110,7 +112,7 @@ class Trial:
         Raises:
             GradlabError: as `follow`.
         """
-        self._begin(range(ranks), ranks)
+        self._begin(range(ranks), ranks, ranks)
         _after_each_backward(lambda loss: self._see(loss, 1.0 if scaler is None else scaler.get_scale()))
 
     def end_rank(self, rank: int) -> None:
@@ -130,10 +132,10 @@ class Trial:
                 dist.barrier()  # a rank that ends may cut others off from what it sent last
             sys.exit(0)
 
-    def _begin(self, ranks: Iterable[int], world_size: int) -> None:
+    def _begin(self, ranks: Iterable[int], world_size: int, exchanging: int) -> None:
         if self._files:
             raise GradlabError("gradlab pilot: a second model is compressed or recorded; it tries plans on one")
-        self._files = {rank: LossFile(self._folder, rank, world_size) for rank in ranks}
+        self._files = {rank: LossFile(self._folder, rank, world_size, exchanging) for rank in ranks}
 
     def _see(self, loss: float | None, scale: float) -> None:
         self._pending += [] if loss is None else [loss / scale]

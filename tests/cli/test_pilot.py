@@ -168,7 +168,7 @@ def test_losses_are_read_as_far_as_all_ranks_have_written_them(
     """Whatever is not finite is NaN, and a line that is cut off does not count."""
     folder = tmp_path_factory.mktemp("losses")
     for rank, losses in enumerate(by_rank):
-        file = LossFile(folder, rank, len(by_rank))
+        file = LossFile(folder, rank, len(by_rank), 2)
         for loss in losses:
             file.add(loss)
     cut = folder / "losses-00000.jsonl"
@@ -190,10 +190,10 @@ def test_losses_are_read_as_far_as_all_ranks_have_written_them(
     ("text", "said"),
     [
         ("{}\n", "line 1"),
-        ('{"rank": 1, "world_size": 2}\n', "which is not this file's"),
-        ('{"rank": 0, "world_size": 100000000}\n', "which is not this file's"),
-        ('{"rank": 0, "world_size": 1}\n{"loss": "low"}\n', "line 2: loss is 'low'"),
-        ('{"rank": 0, "world_size": 1}\n\x00\x01\n', "line 2: b'\\x00\\x01' is not JSON"),
+        ('{"rank": 1, "world_size": 2, "exchanging": 2}\n', "which is not this file's"),
+        ('{"rank": 0, "world_size": 100000000, "exchanging": 2}\n', "which is not this file's"),
+        ('{"rank": 0, "world_size": 1, "exchanging": 1}\n{"loss": "low"}\n', "line 2: loss is 'low'"),
+        ('{"rank": 0, "world_size": 1, "exchanging": 1}\n\x00\x01\n', "line 2: b'\\x00\\x01' is not JSON"),
     ],
 )
 def test_a_file_that_no_rank_wrote_is_refused(tmp_path: Path, text: str, said: str) -> None:

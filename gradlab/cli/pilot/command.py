@@ -30,7 +30,7 @@ def pilot(
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for the runs' output. [default: ARTIFACT.pilot]")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace an artifact and runs that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an artifact that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Try plans on your own training: run your command once for plain DDP, once for 16 bits, and once for each plan.
@@ -68,7 +68,7 @@ def pilot(
     until = None if budget is None else time.monotonic() + parse_seconds(budget)
     with Trace(trace) as opened:
         chosen = chosen_plans(opened, plan or [])
-    _make_room(work, overwrite)
+    _remove_runs(work)
     trials = Trials(command, work.resolve(), steps, start, allowed, until)
     tried = trials.try_plans(chosen.plans, chosen.refused)
     best = tried.result.best
@@ -84,14 +84,8 @@ def pilot(
         OUT.print(f"{lines}\n{out if best else 'No artifact is written: no plan holds.'}", markup=False)
 
 
-def _make_room(work: Path, overwrite: bool) -> None:
-    """Remove the runs of an earlier pilot, and nothing else.
-
-    Raises:
-        GradlabError: if there are some and they may not be replaced.
-    """
-    runs = [one for one in work.glob("run-*") if (one / "trial.json").is_file()]
-    if runs and not overwrite:
-        raise GradlabError(f"{work}: holds runs of a pilot; choose another --work or give --overwrite")
-    for one in runs:
-        shutil.rmtree(one)
+def _remove_runs(work: Path) -> None:
+    """Remove the runs of an earlier pilot, and nothing else."""
+    for one in work.glob("run-*"):
+        if (one / "trial.json").is_file():
+            shutil.rmtree(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -11,19 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gradlab.cli.console import reason_of
 from gradlab.errors import GradlabError
 from gradlab.printable import printable
 from gradlab.trial import VARIABLE, Losses, TrialSettings, read_losses
 
 LOG = "output.log"
 _LOOK_EVERY = 0.2  # seconds
-_GRACE = 5.0  # seconds in which a process may end after SIGTERM, or after its last step
+_SHARE = 0.05  # of a core's time that looking takes at most
+_GRACE = 5.0  # seconds in which a process may end after SIGTERM
+_LEAVING = 15.0  # after its last step
 _TAIL_BYTES = 2**18  # of the output, in which a reason is looked for
 _RANK = re.compile(r"^\[rank\d+\]:\s?", re.MULTILINE)  # how torch begins the lines of a rank's traceback
 
-_ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*", re.MULTILINE)  # how a traceback ends
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b(?=:|$)")  # how a traceback ends
+_SHOWN = 24  # lines of output that tell of a failure
 
 
 @dataclass(frozen=True)
@@ -69,36 +73,46 @@ def run_trial(
     """
     folder.mkdir(parents=True)
     settings.save(folder)
-    began, stopped, problem = time.monotonic(), False, None
-    with open(folder / LOG, "wb") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    began = time.monotonic()
+    with open(folder / LOG, "wb") as log:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         environment = {**os.environ, VARIABLE: str(folder)}
         try:
-            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)  # type: ignore[call-overload]
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         except OSError as error:
             raise GradlabError(f"cannot run {command[0]}: {error.strerror or error}") from None
         try:
-            complete = None
-            while process.poll() is None and not stopped:
-                time.sleep(_LOOK_EVERY)
-                losses, now = read_losses(folder), time.monotonic()
-                if losses.steps >= settings.steps:
-                    complete = complete or now
-                    if now > complete + _GRACE:
-                        break
-                elif until is not None and now > until:
-                    problem = f"not over after {now - began:.0f} s"
-                    break
-                else:
-                    stopped = watch(losses)
+            late, stopped = _wait(process, folder, settings.steps, watch, until)
         finally:
             _end(process, folder)
-    losses, output = read_losses(folder), ""
-    if process.returncode and not stopped and problem is None and losses.steps < settings.steps:
-        output = _RANK.sub("", _tail(folder))
-        error = _ERROR.search(output)
-        problem = error[0][:300] if error else f"exit code {process.returncode}"
-    return Ended(losses, time.monotonic() - began, problem, reason_of(output), stopped)
+    losses, seconds = read_losses(folder), time.monotonic() - began
+    if late:
+        return Ended(losses, seconds, f"not over after {seconds:.0f} s")
+    if stopped or not process.returncode or losses.steps >= settings.steps:
+        return Ended(losses, seconds, stopped=stopped)
+    found, output = _error_in(_RANK.sub("", _tail(folder)))
+    return Ended(losses, seconds, found or f"exit code {process.returncode}", output)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], folder: Path, steps: int, watch: Callable[[Losses], bool], until: float | None
+) -> tuple[bool, bool]:
+    """Wait for the end of a process. Returns whether it is too late, and whether `watch` has seen enough."""
+    complete, pause = math.inf, _LOOK_EVERY
+    while process.poll() is None:
+        time.sleep(pause)
+        looked = time.monotonic()
+        losses, now = read_losses(folder), time.monotonic()
+        pause = max(_LOOK_EVERY, (now - looked) / _SHARE)
+        if losses.steps >= steps:
+            complete = min(complete, now)
+            if now > complete + _LEAVING:
+                break
+        elif until is not None and now > until:
+            return True, False
+        elif watch(losses):
+            return False, True
+    return False, False
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -123,6 +137,15 @@ def _left_over(folder: Path) -> Iterator[int]:
         with suppress(OSError):
             if mark in place.read_bytes().split(b"\0"):
                 yield int(place.parent.name)
+
+
+def _error_in(output: str) -> tuple[str, str]:
+    """Find the first error of a rank, which torchrun's own follow, and the lines around it; without one the last."""
+    lines = output.splitlines()
+    at = next((number for number, line in enumerate(lines) if _ERROR.match(line)), None)
+    if at is None:
+        return "", "\n".join(lines[-_SHOWN:])
+    return lines[at][:300], "\n".join(lines[max(0, at - _SHOWN // 2) : at + _SHOWN // 2])
 
 
 def _tail(folder: Path) -> str:

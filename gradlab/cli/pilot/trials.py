@@ -34,7 +34,7 @@ class Tried:
         failed: why others have no outcome, by name.
         noise: two runs of plain DDP beside each other, where the runs did not begin alike; None: they did.
         start: dense steps that each run began with.
-        ranks: that trained.
+        ranks: between which plans ran.
         seconds: that all runs took.
     """
 
@@ -157,11 +157,15 @@ class Trials:
             raise GradlabError(f"{words}: plain DDP's run failed: {ended.problem}; the end of {place}:\n{ended.output}")
         if not ended.losses.by_rank:
             raise GradlabError(
-                f"{words}: no line of gradlab ran in it, so plans cannot be tried; the script needs a TraceRecorder or "
-                "gradlab.compress on the model"
+                f"{words}: no line of gradlab ran in it, so plans cannot be tried; the script needs a TraceRecorder, "
+                "gradlab.compress, compress_fsdp or EmulatedNodes on its model"
             )
-        if len(ended.losses.by_rank) == 1:
+        if ended.losses.exchanging < 2:
             raise GradlabError(f"{words}: one rank, which exchanges nothing; start two or more")
+        if self._is_broken(ended.losses):
+            raise GradlabError(
+                f"{words}: the loss of plain DDP is not finite, so that plans cannot be compared with it"
+            )
         if steps < least:
             raise GradlabError(
                 f"{words}: trained {steps} steps, a pilot needs {least} or more: {self.start} dense ones first"
@@ -189,7 +193,7 @@ class Trials:
 
     @property
     def _ranks(self) -> int:
-        return len(self._dense.by_rank)
+        return self._dense.exchanging
 
     @property
     def _steps(self) -> int:
@@ -219,8 +223,8 @@ class Trials:
         """Say why a run has no outcome; empty: it has one."""
         if ended.problem is not None:
             return ended.problem
-        if len(ended.losses.by_rank) != self._ranks:
-            return f"{len(ended.losses.by_rank)} ranks, plain DDP had {self._ranks}"
+        if len(ended.losses.by_rank) != len(self._dense.by_rank):
+            return f"{len(ended.losses.by_rank)} ranks, plain DDP had {len(self._dense.by_rank)}"
         steps = min(ended.losses.steps, self._dense.steps)
         if steps < self.start + LEAST_STEPS and not self._is_broken(ended.losses):
             return f"trained {steps} steps, expected {self.start + LEAST_STEPS} or more"

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradlab.cli.console import reason_of
 from gradlab.cli.train.outcome import TrainReport
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
@@ -42,7 +41,7 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> TrainRe
         log.seek(0)
         if error is None and result is None:
             raise GradlabError(
-                f"training run {settings.name} failed (exit code {process.returncode}):\n{reason_of(log.read())}"
+                f"training run {settings.name} failed (exit code {process.returncode}):\n{_reason(log.read())}"
             )
     if result is None:
         raise GradlabError(str(error))
@@ -52,6 +51,13 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> TrainRe
 def interpreter() -> str:
     """The Python that ranks are started with: this one."""
     return sys.executable
+
+
+def _reason(log: str, longest: int = 25) -> str:
+    """The lines of a log that say why: the first traceback is a rank's own, torchrun's comes after it."""
+    lines = log.splitlines()
+    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
+    return "\n".join(lines[-longest:] if first is None else lines[first : first + longest])
 
 
 def _follow(
