@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from gradlab.runtime.pilot.race import LEAST_STEPS, in_order, is_decided, looks,
 from gradlab.runtime.pilot.result import PilotResult, unlike_line
 from gradlab.runtime.pilot.scores import Scores
 from gradlab.runtime.pilot.snapshot import Snapshot, Stateful
+from gradlab.runtime.pilot.together import Together
 from gradlab.runtime.pilot.watch import StepWatch
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ class Pilot:
         self._kept, self._rest = KeptBatches(), iter(())  # type: tuple[KeptBatches, Iterator[Any]]
         self._losses: list[torch.Tensor] = []
         self._scores = Scores()
-        self._began: float | None = None
-        self._seconds = 0.0  # since the pilot began, of the slowest rank, when ranks last spoke
+        self._began = False
         self._per_step = 0.0  # seconds, of the dense round
         self._result: PilotResult | None = None
 
@@ -145,6 +144,11 @@ class Pilot:
         """The plan that sends the fewest bytes of those that hold; of no compressed layer if there is none."""
         best = self.result.best
         return Plan(self._gradients.layers, ()) if best is None else self._plans[best.name]
+
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        """The losses so far, mean over ranks by step: of the dense round ("dense"), of 16 bits, and of each plan."""
+        return {name: list(losses) for name, losses in self._scores.losses.items()}
 
     @property
     def batches(self) -> Iterator[Any]:
@@ -174,10 +178,11 @@ class Pilot:
                 not hold, ranks with different numbers of them, losses that were not recorded, or another optimizer that
                 steps the model.
         """
-        if self._began is not None:
+        if self._began:
             raise GradlabError("this pilot was used already; make another one")
-        self._rest, self._began = iter(batches), time.monotonic()
+        self._rest, self._began, began = iter(batches), True, time.monotonic()
         self._gradients.begin()
+        self._together = Together(self._gradients.ranks, began)
         self._gradients.settle()
         snapshot = Snapshot(self._gradients.model, self._optimizers, self._others)
         watch = StepWatch(self._optimizers, self._gradients.names)
@@ -189,7 +194,7 @@ class Pilot:
             while names and self._is_time_for(looks(self._steps, len(self._kept))[0]):
                 self._put_back(snapshot)
                 yield from self._round(name := names.pop(0))
-                self._say(self._scores.outcome(name).line())
+                self._together.say(self._scores.outcome(name).line())
                 if is_decided(self._scores.tried(but=self._control), len(self._kept), self._max_loss, self._keep):
                     break
             else:
@@ -197,14 +202,16 @@ class Pilot:
         finally:
             watch.close()
             self._losses.clear()
-            self._put_back(snapshot)
-            self._gradients.end()
+            try:
+                self._put_back(snapshot)
+            finally:
+                self._gradients.end()
         self._result = PilotResult(
             self._scores.tried(),
             self._max_loss,
             tuple(not_tried),
             tuple(names),
-            seconds=self._seconds,
+            seconds=self._together.seconds,
             snapshot_bytes=snapshot.nbytes,
             batch_bytes=self._kept.nbytes,
             unlike=self._scores.unlike,
@@ -216,34 +223,37 @@ class Pilot:
             batch = next(self._rest, self)
             has = batch is not self
             problem = self._kept.problem(batch, self._longest) if has and not number else None
-            every = [one["has"] for one in self._gather({"has": has, "problem": problem})]
-            if not all(every):
-                self._refuse_fewer(every)
+            if not self._have_all(has, problem):
                 break
             self._kept.add(batch)
             yield batch
             if len(self._kept) == self._steps and self._is_short_of_time():
                 break
         self._end_of(DENSE, len(self._kept), watch.problem(len(self._kept)))
-        self._per_step = self._seconds / len(self._kept)
+        self._per_step = self._together.seconds / len(self._kept)
 
-    def _refuse_fewer(self, every: list[bool]) -> None:
-        if any(every):
+    def _have_all(self, has: bool, problem: str | None) -> bool:
+        """Say whether all ranks have another batch, and refuse that some have one and others none."""
+        every = [one["has"] for one in self._together.gather({"has": has, "problem": problem})]
+        if any(every) and not all(every):
             raise GradlabError(
                 f"rank {every.index(False)} has {len(self._kept)} batches for a pilot, and rank {every.index(True)} "
                 "has more; give all ranks as many"
             )
+        return has
 
     def _is_short_of_time(self) -> bool:
         """Say whether `longer` rounds would take more than the budget."""
-        self._gather({})
-        return self._seconds / self._steps * self._longest * _ROUNDS > self._budget
+        self._together.gather({})
+        return self._together.seconds / self._steps * self._longest * _ROUNDS > self._budget
 
     def _order(self) -> list[str]:
         """Return the plans as they are tried, and tell how long that takes."""
         after = looks(self._steps, len(self._kept))
         most = min(self._per_step * after[-1] * (1 + len(self._plans)), self._budget)
-        self._say(f"{len(self._plans)} plans of {after[0]} to {after[-1]} steps, at most about {most:.0f} s in all")
+        self._together.say(
+            f"{len(self._plans)} plans of {after[0]} to {after[-1]} steps, at most about {most:.0f} s in all"
+        )
         savings = {name: saving_of_sent(plan, self._gradients.count) for name, plan in self._plans.items()}
         self._scores.savings = savings
         return [self._control, *(name for name in in_order(savings) if name != self._control)]
@@ -271,11 +281,13 @@ class Pilot:
         )
 
     def _is_time_for(self, steps: int) -> bool:
-        return self._seconds + steps * self._per_step <= self._budget
+        return self._together.seconds + steps * self._per_step <= self._budget
 
     def _put_back(self, snapshot: Snapshot) -> None:
-        self._gradients.settle()
-        snapshot.restore()
+        try:
+            self._gradients.settle()
+        finally:  # a model that was left in the middle of a step may not settle
+            snapshot.restore()
 
     def _end_of(self, name: str, steps: int, problem: str | None = None) -> None:
         """Note what a plan ended with."""
@@ -283,7 +295,7 @@ class Pilot:
         self._losses.clear()
         if self._evaluate is not None and steps == len(self._kept):
             own = float(self._evaluate()).hex()
-            self._scores.validate(name, [float.fromhex(one["loss"]) for one in self._gather({"loss": own})])
+            self._scores.validate(name, [float.fromhex(one["loss"]) for one in self._together.gather({"loss": own})])
 
     def _note(self, name: str, steps: int, problem: str | None = None) -> None:
         """Gather a plan's losses so far, and note when that was."""
@@ -292,25 +304,8 @@ class Pilot:
             problem = f"{steps} batches for a pilot, expected {LEAST_STEPS} or more"
         elif len(own) != steps:
             problem = f"{name}: {len(own)} losses of {steps} batches; call pilot.record(loss) once per batch"
-        every = self._gather({"losses": own, "problem": problem})
+        every = self._together.gather({"losses": own, "problem": problem})
         was_alike = not self._scores.unlike
         self._scores.note(name, [[float.fromhex(loss) for loss in one["losses"]] for one in every])
         if was_alike and self._scores.unlike:
-            self._say(unlike_line(self._scores.unlike))
-
-    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather plain JSON from all ranks, and raise on all if one has a problem."""
-        every = self._gradients.ranks.gather({"seconds": self._seconds_now(), **own})
-        self._seconds = max(one["seconds"] for one in every)
-        problems = [one.get("problem") for one in every]
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                raise GradlabError(problem if len(set(problems)) == 1 else f"rank {rank}: {problem}")
-        return every
-
-    def _say(self, line: str) -> None:
-        if self._gradients.ranks.rank == 0:
-            print(f"gradlab pilot, {self._seconds_now():.0f} s: {line}", file=sys.stderr, flush=True)
-
-    def _seconds_now(self) -> float:
-        return 0.0 if self._began is None else time.monotonic() - self._began
+            self._together.say(unlike_line(self._scores.unlike))

@@ -14,6 +14,7 @@ from gradlab.runtime.pilot.delay import delay_of
 from gradlab.saving import Saving
 
 _BLOCKS = 6
+_LEAST_DELAY = 0.1  # steps, that a line speaks of
 _T_95 = 2.571  # Student's t at 95 %, two-sided, of `_BLOCKS` blocks
 
 
@@ -59,7 +60,7 @@ class Outcome:
         )
 
     def _delay(self) -> str:
-        if not self.delay_steps:
+        if self.delay_steps is None or self.delay_steps < _LEAST_DELAY:
             return ""
         earlier = f"{self.delay_steps:.2g}" if math.isfinite(self.delay_steps) else f"over {self.steps // 2}"
         return f", as dense {earlier} steps earlier"
@@ -136,8 +137,8 @@ class PilotResult:
 def unlike_line(share: float) -> str:
     """Say that a first loss was another one than dense's."""
     return (
-        f"the first loss differs by {share:.2%}, before anything was exchanged: something that this pilot does not put "
-        "back changes the model or its loss; name it in extra=, or take smaller differences for noise"
+        f"the first loss differs by {100 * share:.2g} %, before anything was exchanged: something that this pilot does "
+        "not put back changes the model or its loss; name it in extra=, or take smaller differences for noise"
     )
 
 

@@ -17,19 +17,20 @@ class Scores:
 
     Attributes:
         savings: of the plans.
+        losses: of each round, by step.
         unlike: largest relative difference of a first loss from dense's, see `PilotResult`.
     """
 
     def __init__(self) -> None:
         self.savings: Mapping[str, Saving] = {}
         self.unlike = 0.0
-        self._losses: dict[str, list[float]] = {}
+        self.losses: dict[str, list[float]] = {}
         self._validation: dict[str, float] = {}
 
     def note(self, name: str, losses: Sequence[Sequence[float]]) -> None:
         """Note a round's losses so far, of each rank, by step."""
-        self._losses[name] = [math.fsum(step) / len(losses) for step in zip(*losses, strict=True)]
-        first, dense = self._losses[name][0], self._losses[DENSE][0]
+        self.losses[name] = [math.fsum(step) / len(losses) for step in zip(*losses, strict=True)]
+        first, dense = self.losses[name][0], self.losses[DENSE][0]
         if first != dense and math.isfinite(dense):
             apart = abs(first - dense) / (abs(dense) or 1.0)
             self.unlike = max(self.unlike, apart if math.isfinite(apart) else math.inf)
@@ -40,8 +41,8 @@ class Scores:
 
     def outcome(self, name: str) -> Outcome:
         """Compare a plan with the dense round as far as it came."""
-        losses = self._losses[name]
-        found = outcome_of(name, losses, self._losses[DENSE][: len(losses)], self.savings[name])
+        losses = self.losses[name]
+        found = outcome_of(name, losses, self.losses[DENSE][: len(losses)], self.savings[name])
         if name not in self._validation:
             return found
         dense = self._validation[DENSE]
@@ -49,5 +50,5 @@ class Scores:
 
     def tried(self, but: str = "") -> tuple[Outcome, ...]:
         """Return the outcomes of all plans so far but one, the one that sends the fewest bytes first."""
-        names = [name for name in in_order(self.savings) if name in self._losses and name != but]
+        names = [name for name in in_order(self.savings) if name in self.losses and name != but]
         return tuple(self.outcome(name) for name in names)
