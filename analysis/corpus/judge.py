@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradlab.analysis.corpus.outcome import Outcome, replayed_figures
-from gradlab.analysis.forecast.endings import EndingRange, nearest
+from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.replay.result import Replay
 from gradlab.jsonable import Jsonable
@@ -111,6 +112,26 @@ def _place(value: float, others: Sequence[float]) -> Place:
 def _neighbours(judged: Judged, known: Sequence[Outcome]) -> tuple[Neighbour, ...]:
     if judged.cosine is None or judged.length is None:
         return ()
-    endings = [one.ending for one in known]
-    near = nearest(judged.cosine, judged.length, judged.memory, endings, NEIGHBOURS)
+    near = nearest(judged.cosine, judged.length, judged.memory, known)
     return tuple(Neighbour(one.method, one.cosines[judged.length], one.excess) for one in near)
+
+
+def nearest(cosine: float, length: int, memory: bool, known: Sequence[Outcome]) -> list[Outcome]:
+    """List the outcomes of a plan's own kind whose cosines lie nearest to its own, in angle, the nearest first.
+
+    Args:
+        cosine: of a replay.
+        length: steps that are summed over.
+        memory: whether the plan applies gradients of earlier steps.
+        known: the outcomes to look among.
+
+    Returns:
+        At most `NEIGHBOURS`.
+    """
+    among = [one for one in known if one.memory == memory and length in one.cosines]
+    # A stable order: of two that are as near, the one that stands first.
+    return sorted(among, key=lambda one: abs(_angle(one.cosines[length]) - _angle(cosine)))[:NEIGHBOURS]
+
+
+def _angle(cosine: float) -> float:
+    return math.acos(min(1.0, max(-1.0, cosine)))

@@ -101,7 +101,7 @@ _CURVES: Mapping[str, _Curve] = {
 }
 
 
-def candidates(layers: Sequence[Layer], *, coarse: bool = False) -> dict[str, Family]:
+def candidates(layers: Sequence[Layer], *, coarse: bool = False, warmup_steps: int = 0) -> dict[str, Family]:
     """List the families of plans for a model, each as a curve of settings.
 
     Settings are left out that find no layer to compress, or that send no less than 16 bits, which lose next to nothing.
@@ -114,15 +114,16 @@ def candidates(layers: Sequence[Layer], *, coarse: bool = False) -> dict[str, Fa
     Args:
         layers: the model's.
         coarse: whether every second setting is enough, counted from the usual one.
+        warmup_steps: dense iterations that plans begin with.
 
     Returns:
         Families by name, without those that have no setting left.
     """
-    half = _plan_of(layers, _CURVES["16 bits"], HALF_PLAN)
+    half = _plan_of(layers, _CURVES["16 bits"], HALF_PLAN, 0)
     most = None if half is None else half.payload_bytes(_RANKS_TO_SIZE)
     families = {}
     for name, curve in _CURVES.items():
-        if found := _fitting(layers, curve, most):
+        if found := _fitting(layers, curve, most, warmup_steps):
             families[name] = _family(found, curve.usual, coarse)
     return families
 
@@ -136,23 +137,24 @@ def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
     Returns:
         Plans by name. Families that find no layer to compress are left out.
     """
-    plans = {curve.usual: _plan_of(layers, curve, curve.usual) for curve in _CURVES.values()}
+    plans = {curve.usual: _plan_of(layers, curve, curve.usual, 0) for curve in _CURVES.values()}
     return {name: plan for name, plan in plans.items() if plan is not None}
 
 
-def _plan_of(layers: Sequence[Layer], curve: _Curve, name: str) -> Plan | None:
+def _plan_of(layers: Sequence[Layer], curve: _Curve, name: str, warmup_steps: int) -> Plan | None:
+    settings = {**curve.common, **curve.settings[name], "warmup_steps": warmup_steps}
     try:
-        plan = named_plan(tuple(layers), curve.method, **curve.common, **curve.settings[name])
+        plan = named_plan(tuple(layers), curve.method, **settings)
     except GradlabError:  # no layer large enough
         return None
     return plan if plan.compressed_groups else None
 
 
-def _fitting(layers: Sequence[Layer], curve: _Curve, most: int | float | None) -> list[Candidate]:
+def _fitting(layers: Sequence[Layer], curve: _Curve, most: int | float | None, warmup_steps: int) -> list[Candidate]:
     """The settings of a curve that are worth a replay, the one that sends most first."""
     found: list[tuple[float, Candidate]] = []
     for name, setting in curve.settings.items():
-        plan = _plan_of(layers, curve, name)
+        plan = _plan_of(layers, curve, name, warmup_steps)
         sent = math.inf if plan is None else plan.payload_bytes(_RANKS_TO_SIZE)
         if plan is not None and (len(curve.settings) == 1 or most is None or sent < most):
             found.append((sent, Candidate(name, setting, plan)))

@@ -1,12 +1,16 @@
-"""What training ended at with plans whose replays had a similar cosine: the calibration of the verdict.
+"""What trainings ended at whose replays had an error like a plan's: the calibration of the verdict.
 
-`endings.json` has a row for each method that was replayed on a recording and then trained with, on the tasks of
-docs/comparison.md and docs/text.md: the cosines of its replay, by length of the window, and how far above dense its
-loss ended. `benchmarks/judgements.py --write` makes it of the rows in benchmarks/results. Of a new plan the methods of
-its own kind are looked up whose cosine lies next to its own. The kinds are plans that apply gradients of earlier steps
-and plans that do not: a sum of the first kind's updates comes right with time, in a sum of the second kind's all that
-is missing stays missing, so that one cosine means different things. The methods are few, on small tasks: their range is
-an observation, no bound.
+`endings.json` has a row for each plan that was replayed on a recording and then trained with: the cosines of its
+replay, by length of the window, and how far above dense its loss ended, beyond what 16 bits differ from dense by.
+`benchmarks/judgements.py --write` makes it of the rows in benchmarks/results. A plan is compared with trainings of its
+own kind. The kinds are plans that apply gradients of earlier steps and plans that do not: a sum of the first kind's
+updates comes right with time, in a sum of the second kind's all that is missing stays missing, so that one cosine means
+different things.
+
+The trainings of a kind are ordered by the angle of their cosine. A window of an eighth of them moves over them by half
+its length, and tells of the angles in its middle. Its range holds nine tenths of its trainings, and is never narrower
+than that of a smaller angle. In the first window it shrinks to nothing at a cosine of 1. So the range grows with the
+error, and a limit that allows a plan allows every plan with a smaller error.
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from statistics import median
+from typing import Any
 
-from gradlab.errors import GradlabError
 from gradlab.formatting import format_percent
 from gradlab.jsonable import Jsonable
 
-NEIGHBOURS = 5
+_FEWEST, _WINDOWS = 12, 8  # trainings of a window at least; windows side by side at most
+_LEAST_TASKS = 3  # that a window's trainings are of: fewer tell nothing of another task
+_INSIDE = 0.9  # share of a window's trainings that its range holds, at least
 #: By how much the final loss may be above dense training's where nothing else is asked for (--max-loss).
 MAX_LOSS = 0.01
 
@@ -55,10 +61,10 @@ class Ending:
 
 @dataclass(frozen=True)
 class EndingRange(Jsonable):
-    """Losses over dense training's, minus 1, of the methods whose cosines are nearest to a plan's.
+    """Losses over dense training's, minus 1, of trainings with an error like a plan's.
 
-    low, middle, high: the least, the median and the largest; infinite if it diverged.
-    least_cosine, most_cosine: of these methods.
+    low, middle, high: nine tenths of them are from low to high; infinite: they diverged.
+    least_cosine, most_cosine: of these trainings.
     methods: their number.
     """
 
@@ -70,7 +76,7 @@ class EndingRange(Jsonable):
     methods: int
 
     def within(self, max_loss: float) -> bool:
-        """Whether all of them ended at most so far above dense: a share of dense training's loss."""
+        """Whether nine tenths of them ended at most so far above dense: a share of dense training's loss."""
         return self.high <= max_loss
 
     @property
@@ -101,56 +107,109 @@ def calibration() -> tuple[Ending, ...]:
     )
 
 
-def ended_at(
-    cosine: float, length: int, memory: bool, known: Sequence[Ending] | None = None, neighbours: int = NEIGHBOURS
-) -> EndingRange:
-    """Look up the trainings of a plan's own kind whose replayed cosines lie nearest to its own.
-
-    Nearness is that of angles, because cosines crowd at 1.
+def ended_at(cosine: float, length: int, memory: bool, known: Sequence[Ending] | None = None) -> EndingRange | None:
+    """Look up what trainings of a plan's own kind ended at whose replays had an error like its own.
 
     Args:
         cosine: of a replay, as `Replay.judgement` has it.
         length: steps that are summed over.
         memory: whether the plan applies gradients of earlier steps.
         known: the trainings to look among. None: the calibration that comes with gradlab.
-        neighbours: how many are looked up.
 
     Returns:
-        The range of what they ended at.
-
-    Raises:
-        GradlabError: where there is no training of this kind with windows of this length.
+        The range, which never gets narrower as the cosine falls, and is nothing at 1. None: trainings with so large an
+        error, or of this kind, are too few to tell.
     """
-    near = nearest(cosine, length, memory, calibration() if known is None else known, neighbours)
-    if not near:
-        raise GradlabError(f"no training {'with' if memory else 'without'} memory over {length} steps to compare with")
-    ends, cosines = [row.excess for row in near], [row.cosines[length] for row in near]
-    return EndingRange(min(ends), median(ends), max(ends), min(cosines), max(cosines), len(near))
+    bands = _shipped(length, memory) if known is None else _bands(known, length, memory)
+    angle = _angle(cosine)
+    if not angle:
+        return _NOTHING
+    if not bands or angle > bands[-1].most_angle:
+        return None
+    band = next(band for band in bands if angle <= band.most_angle)
+    if band is not bands[0]:
+        return band.range
+    whole, share = band.range, angle / band.most_angle
+    return replace(whole, low=share * whole.low, middle=share * whole.middle, high=share * whole.high)
 
 
-def nearest(
-    cosine: float, length: int, memory: bool, known: Sequence[Ending], neighbours: int = NEIGHBOURS
-) -> list[Ending]:
-    """List the trainings of a plan's own kind whose cosines lie nearest to its own, the nearest first.
+_NOTHING = EndingRange(0.0, 0.0, 0.0, 1.0, 1.0, 0)
 
-    Args:
-        cosine, length, memory, neighbours: as `ended_at` takes them.
-        known: the trainings to look among.
 
-    Returns:
-        At most so many; none where no training of this kind has windows of this length.
-    """
-    among = [row for row in known if row.memory == memory and length in row.cosines]
-    # A stable order: of two that are as near, the one that stands first.
-    return sorted(among, key=lambda row: abs(_angle(row.cosines[length]) - _angle(cosine)))[:neighbours]
+@dataclass(frozen=True)
+class _Band:
+    """Angles up to `most_angle`, from that of the band before, and what a window of trainings around them ended at."""
+
+    most_angle: float
+    range: EndingRange
+
+
+@cache
+def _shipped(length: int, memory: bool) -> tuple[_Band, ...]:
+    return _bands(calibration(), length, memory)
+
+
+def _bands(known: Sequence[Ending], length: int, memory: bool) -> tuple[_Band, ...]:
+    """Move a window over the trainings of a kind, up to the last place at which it has enough tasks."""
+    among = sorted(
+        (row for row in known if row.memory == memory and length in row.cosines),
+        key=lambda row: _angle(row.cosines[length]),
+    )
+    angles = [_angle(row.cosines[length]) for row in among]
+    width = max(_FEWEST, len(among) // _WINDOWS)
+    bands, before = list[_Band](), _NOTHING
+    for start in range(0, len(among) - width // 2, width // 2):
+        last = start + width + width // 2 >= len(among)
+        inside = among[start:] if last else among[start : start + width]
+        if len({row.task for row in inside}) < _LEAST_TASKS:
+            break
+        before = _range_of(inside, length, before)
+        bands.append(_Band(angles[-1] if last else angles[start + 3 * width // 4 - 1], before))
+        if last:
+            break
+    return tuple(bands)
+
+
+def _range_of(rows: Sequence[Ending], length: int, before: EndingRange) -> EndingRange:
+    """Return what nine tenths of a window's trainings ended at, no narrower than the window before."""
+    ends, cosines = sorted(row.excess for row in rows), [row.cosines[length] for row in rows]
+    outside = int((1 - _INSIDE) / 2 * len(ends))  # on each side
+    return EndingRange(
+        min(before.low, ends[outside]),
+        max(before.middle, median(ends)),
+        max(before.high, ends[-1 - outside]),
+        min(cosines),
+        max(cosines),
+        len(rows),
+    )
 
 
 def _angle(cosine: float) -> float:
     return math.acos(min(1.0, max(-1.0, cosine)))
 
 
-def judgement_text(cosine: float, length: int, memory: bool) -> str:
-    """Write a plan's judgement in prose: its cosine, and what trainings with similar cosines ended at.
+def judged_by(summary: Mapping[str, Any]) -> tuple[float | None, int | None, bool]:
+    """Return what a replay's summary, as plain JSON, is judged by: cosine, length of the window, and kind."""
+    return summary["judged_cosine"], summary["judged_length"], summary["memory"]
+
+
+def standing(cosine: float | None, length: int | None, memory: bool) -> tuple[float, float]:
+    """Return what sorts plans, the one nearest to dense first.
+
+    Args:
+        cosine, length, memory: as `ended_at` takes them; None: not known.
+
+    Returns:
+        The middle of what trainings like that ended at, and the cosine, less than nothing the larger it is.
+    """
+    if cosine is None or length is None:
+        return math.inf, math.inf
+    ended = ended_at(cosine, length, memory)
+    return math.inf if ended is None else ended.middle, -cosine
+
+
+def judgement_text(cosine: float | None, length: int | None, memory: bool) -> str:
+    """Write a plan's judgement in prose: its cosine, and what trainings like that ended at.
 
     Args:
         cosine, length, memory: as `ended_at` takes them.
@@ -158,9 +217,13 @@ def judgement_text(cosine: float, length: int, memory: bool) -> str:
     Returns:
         Words that follow "plan X is fast;".
     """
+    if cosine is None or length is None:
+        return (
+            "too few steps with an error were replayed to judge it" if memory else "what its update keeps is not known"
+        )
     near = ended_at(cosine, length, memory)
     over = "" if length == 1 else f" summed over {length} steps"
-    return (
-        f"its update{over} has a cosine of {cosine:.2f} with the true mean as replayed, and the {near.methods} methods "
-        f"nearest to that in our trainings ended {near.text} in loss"
-    )
+    keeps = f"its update{over} has a cosine of {cosine:.2f} with the true mean as replayed"
+    if near is None:
+        return f"{keeps}, and trainings like that are too few to tell what it ends at"
+    return f"{keeps}, and nine tenths of our trainings like that ended {near.text} in loss"

@@ -1,7 +1,7 @@
 """Forecast local steps of several plans on one's own network: how many to take, and which plan to send them by.
 
 The plans are those of `gradlab.analysis.forecast.speed`, and so is the rule that chooses among them: any whose similar
-methods all ended within the allowed loss of dense (--max-loss) will do; without one, that whose similar methods trained
+methods ended within the allowed loss of dense (--max-loss) will do; without one, that whose similar methods trained
 best. Uncompressed training always does. The fewest local steps are taken at which one of these waits for at most a
 tenth of a step, none if synchronous training does, and of those that then do, the plan is taken whose similar methods
 trained best.
@@ -186,7 +186,7 @@ def _all_wait(item: Configuration, compute: float | None) -> bool:
 
 
 def acceptable(judged: Mapping[str, Judged], max_loss: float) -> list[str]:
-    """List the plans to choose from: those whose similar methods all ended within the allowed loss, else the best.
+    """List the plans to choose from: those whose similar methods ended within the allowed loss, else the best.
 
     Args:
         judged: what replays say of plans, by name.

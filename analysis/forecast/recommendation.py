@@ -1,23 +1,43 @@
-"""One answer for one network: which plan to train with, plain 16-bit reduction, or none.
+"""One answer for one network: which plan to train with, plain 16-bit reduction, or none; and which plans to try.
 
-Of the plans whose similar methods ended within an allowed loss of dense training (`gradlab.analysis.forecast.endings`)
-the fastest is taken, if it saves a part of a step that a forecast can tell. Where plain reduction in 16 bits is about
-as fast, that is taken instead: it loses next to nothing, and PyTorch has it.
+Of the plans whose like ended within an allowed loss of dense training on many tasks
+(`gradlab.analysis.forecast.endings`) the fastest is taken, if it saves a part of a step that a forecast can tell. Where
+plain reduction in 16 bits is about as fast, that is taken instead: it loses next to nothing, and PyTorch has it. None
+of that was tried on the task at hand, which a pilot does. Faster plans are proposed for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_counted, format_percent, format_seconds
+from gradlab.formatting import format_percent, format_seconds
 from gradlab.jsonable import Jsonable
 
 COMPRESS, HALF, NOTHING = "compress", "16 bits", "do not compress"
+LIKELY, BOLD = "likely", "bold"
+
+
+@dataclass(frozen=True)
+class Proposal(Jsonable):
+    """A plan for a pilot, faster than what is recommended without one.
+
+    Attributes:
+        plan: its name.
+        risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: few
+            did, or there are too few to tell.
+        seconds: of a step.
+        text: what is known of its loss, in prose.
+    """
+
+    plan: str
+    risk: str
+    seconds: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -31,7 +51,7 @@ class Recommendation(Jsonable):
         dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
         max_loss: that was allowed: the final loss over dense training's, minus 1.
         text: all of it in prose.
-        refused: faster plans than the one recommended, and why they were not taken.
+        proposals: faster plans than what is recommended, for a pilot: the one of less risk first.
     """
 
     decision: str
@@ -41,7 +61,7 @@ class Recommendation(Jsonable):
     half_seconds: float
     max_loss: float
     text: str
-    refused: Mapping[str, str]
+    proposals: tuple[Proposal, ...]
 
 
 def recommend(speed: SpeedForecast) -> Recommendation:
@@ -61,18 +81,12 @@ def recommend(speed: SpeedForecast) -> Recommendation:
     best = min((name for name in allowed if _saves(at, name)), key=at.seconds.__getitem__, default=None)
     half = at.half_saves > SPEED_NOISE and (best is None or at.no_faster_than_16_bits(best))
     seconds = at.half_seconds if half else at.seconds[best] if best is not None else at.dense_seconds
-    refused = {
-        name: _why_not(speed.judged[name], speed.limit)
-        for name in sorted(at.seconds, key=at.seconds.__getitem__)
-        if name not in allowed and at.seconds[name] < seconds and _saves(at, name)
-    }
     decision = HALF if half else NOTHING if best is None else COMPRESS
     plan = best if decision == COMPRESS else None
-    text = " ".join([_text(at, decision, plan, seconds, speed), speed.break_even_text(at), *_refusals(refused)])
+    proposals = _proposals(at, seconds, speed)
+    text = " ".join([_text(at, decision, plan, seconds, speed), speed.break_even_text(at), *_untried(plan, proposals)])
     text = " ".join([text, *caution_lines(speed.judged.values())])
-    return Recommendation(
-        decision, plan, seconds, at.dense_seconds, at.half_seconds, speed.max_loss, text, dict(refused)
-    )
+    return Recommendation(decision, plan, seconds, at.dense_seconds, at.half_seconds, speed.max_loss, text, proposals)
 
 
 def require_computing(profile: Profile) -> None:
@@ -93,10 +107,24 @@ def _saves(at: Configuration, name: str) -> bool:
     return at.seconds[name] < (1 - SPEED_NOISE) * at.dense_seconds
 
 
-def _why_not(judged: Judged, limit: str) -> str:
-    if judged.ended is None:
-        return "what its update keeps is not known"
-    return f"similar methods ended {judged.ended.text} in loss, where {limit} is allowed"
+def _proposals(at: Configuration, seconds: float, speed: SpeedForecast) -> tuple[Proposal, ...]:
+    """Choose at most two plans for a pilot, each faster than what comes before it by more than forecasts err."""
+    found = []
+    for risk, may in ((LIKELY, _likely), (BOLD, _may_hold)):
+        names = [name for name in at.seconds if may(speed.judged[name], speed.max_loss) and _saves(at, name)]
+        name = min(names, key=at.seconds.__getitem__, default=None)
+        if name is not None and at.seconds[name] < (1 - SPEED_NOISE) * seconds:
+            seconds = at.seconds[name]
+            found.append(Proposal(name, risk, seconds, speed.judged[name].known_text))
+    return tuple(found)
+
+
+def _likely(judged: Judged, max_loss: float) -> bool:
+    return judged.ended is not None and judged.ended.middle <= max_loss
+
+
+def _may_hold(judged: Judged, max_loss: float) -> bool:
+    return judged.ended is None or judged.ended.low <= max_loss
 
 
 def _text(at: Configuration, decision: str, plan: str | None, seconds: float, speed: SpeedForecast) -> str:
@@ -117,11 +145,9 @@ def _text(at: Configuration, decision: str, plan: str | None, seconds: float, sp
     return f"{where} do not compress: no plan with {speed.limit} saves more than {least} of {dense}."
 
 
-def _refusals(refused: Mapping[str, str]) -> list[str]:
-    """Name the fastest plan that was not taken."""
-    name = next(iter(refused), None)
-    if name is None:
-        return []
-    others = len(refused) - 1
-    same = f"; the same goes for {format_counted(others, 'other plan')}" if others else ""
-    return [f"{name} would be faster, but {refused[name]}{same}."]
+def _untried(plan: str | None, proposals: Sequence[Proposal]) -> list[str]:
+    """Say what was not tried, and name what a pilot would try."""
+    if not proposals:
+        return [] if plan is None else ["It was not tried on your task, which a pilot does."]
+    named = "; ".join(f"{one.plan}, {format_seconds(one.seconds)} ({one.text})" for one in proposals)
+    return [f"None of this was tried on your task. A pilot tries faster plans: {named}."]

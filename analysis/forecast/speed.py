@@ -2,19 +2,18 @@
 
 Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
 judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
-had a similar cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose similar methods all
+had a similar cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose similar methods
 ended within the loss that is allowed over dense (--max-loss), and plain reduction in 16 bits, which loses next to
 nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text
+from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text, standing
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast, pays_text
@@ -44,7 +43,7 @@ class Configuration(Jsonable):
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
         that it saves. None and 0: no plan does.
-    closest, closest_saves: the same, of the plans whose similar methods all ended within the allowed loss.
+    closest, closest_saves: the same, of the plans whose similar methods ended within the allowed loss.
     """
 
     nodes: int
@@ -75,7 +74,7 @@ class Configuration(Jsonable):
 
     @property
     def taken(self) -> str | None:
-        """The fastest plan whose similar methods all ended within the allowed loss, unless 16 bits are as fast."""
+        """The fastest plan whose similar methods ended within the allowed loss, unless 16 bits are as fast."""
         half = self.half_saves > SPEED_NOISE
         return None if self.closest is None or (half and self.no_faster_than_16_bits(self.closest)) else self.closest
 
@@ -134,17 +133,20 @@ class Judged(Jsonable):
 
     @property
     def standing(self) -> tuple[float, float]:
-        """What sorts plans, best first: the middle of what similar methods ended at, then the cosine."""
-        if self.ended is None or self.cosine is None:
-            return math.inf, math.inf
-        return self.ended.middle, -self.cosine
+        """What sorts plans, best first."""
+        return standing(self.cosine, self.length, self.memory)
 
     @property
     def text(self) -> str:
         """In prose, after the plan's name."""
-        if self.cosine is None or self.length is None:
-            return "what its update keeps is not known"
         return judgement_text(self.cosine, self.length, self.memory)
+
+    @property
+    def known_text(self) -> str:
+        """What trainings with an error like its own ended at, in a few words."""
+        if self.cosine is None:
+            return "not judged"
+        return "too few trainings to tell" if self.ended is None else self.ended.text
 
 
 def caution_lines(judged: Iterable[Judged]) -> list[str]:
@@ -172,7 +174,7 @@ class SpeedForecast:
 
     @property
     def allowed(self) -> list[str]:
-        """The plans whose similar methods all ended within `max_loss` of dense training."""
+        """The plans whose similar methods ended within `max_loss` of dense training."""
         return [name for name, judged in self.judged.items() if judged.within(self.max_loss)]
 
     @property

@@ -208,12 +208,11 @@ class Replay:
         """What the plan is judged by: of one that applies gradients of earlier steps, sums over windows.
 
         The windows are of `JUDGED_LENGTH` steps, the length that went best with the loss on the tasks of
-        docs/comparison.md. Other plans, and replays of fewer than two windows, are judged by single steps. None where
-        no step has an error.
+        docs/comparison.md, and there are two or more. Other plans are judged by single steps. None where no step has
+        an error, or too few have one.
         """
-        longest = JUDGED_LENGTH if self.memory else 1
-        known = [one for one in self.window_errors if one.length <= longest]
-        return next((one for one in reversed(known) if one.windows >= 2), known[0] if known else None)
+        length, fewest = (JUDGED_LENGTH, 2) if self.memory else (1, 1)
+        return next((one for one in self.window_errors if one.length == length and one.windows >= fewest), None)
 
     @property
     def caution(self) -> str | None:

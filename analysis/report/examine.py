@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_LONGEST_BEGINNING = 1000  # iterations; a later recording is of a run that goes on from a checkpoint
+
 # Parts by the names of a report's pages; layers, their spectra and agreement are always measured.
 PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
 
@@ -230,8 +232,22 @@ def families_of(trace: Trace, look: Look = THOROUGH) -> dict[str, Family]:
     Args:
         trace: the recording.
         look: how much is measured.
+
+    Returns:
+        Families by name. Plans begin to compress where they are judged, see `beginning`.
     """
-    return candidates(trace.model_layers, coarse=look.quick)
+    return candidates(trace.model_layers, coarse=look.quick, warmup_steps=beginning(trace, look))
+
+
+def beginning(trace: Trace, look: Look = THOROUGH) -> int:
+    """Return the iteration from which plans are judged, and compress: 0 in a recording of a run long under way.
+
+    Args:
+        trace: the recording.
+        look: how much is measured.
+    """
+    first = int(trace.steps[replay_start(trace, look)])
+    return first if first <= _LONGEST_BEGINNING else 0
 
 
 def try_recorded(

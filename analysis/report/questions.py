@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from gradlab.analysis.figures import forecast as forecast_plots
-from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, loss_limit_text
+from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judged_by, loss_limit_text, standing
 from gradlab.analysis.forecast.plans import SPEED_NOISE
 from gradlab.analysis.forecast.speed import Configuration, SpeedForecast
 from gradlab.analysis.report.between_ranks import between_ranks_section
@@ -187,25 +187,25 @@ def _accuracy(data: Json) -> Section | None:
 
 def _ended(summary: Json) -> EndingRange | None:
     """What trainings with similar cosines ended at; None without a cosine."""
-    cosine, length = summary["judged_cosine"], summary["judged_length"]
-    return None if cosine is None or length is None else ended_at(cosine, length, summary["memory"])
+    cosine, length, memory = judged_by(summary)
+    return None if cosine is None or length is None else ended_at(cosine, length, memory)
 
 
 def _who_is_close(replays: Json, max_loss: float) -> list[str]:
-    """Name the plans whose similar methods all ended within the allowed loss, and the one farthest from dense."""
+    """Name the plans whose like ended within the allowed loss, and the one farthest from dense."""
     endings = {name: ended for name, replay in replays.items() if (ended := _ended(replay["summary"])) is not None}
     if not endings:
-        return ["What the plans' updates keep is not known: no later iteration with a gradient was replayed."]
+        return ["What the plans would end at is not known: too few later iterations with a gradient were replayed."]
     close = [name for name, ended in endings.items() if ended.within(max_loss)]
     limit = loss_limit_text(max_loss)
     lines = [
-        f"In our trainings the methods similar to {', '.join(close)} all ended with {limit} than dense training."
+        f"Nine tenths of our trainings with errors like those of {', '.join(close)} ended with {limit} than dense."
         if close
-        else f"No plan's similar methods all ended with {limit} than dense training."
+        else f"Of no plan nine tenths of our trainings with an error like its own ended with {limit} than dense."
     ]
     worst = max(endings, key=lambda name: endings[name].middle)
     if worst not in close:
-        lines.append(f"Methods similar to {worst} ended {endings[worst].text}.")
+        lines.append(f"Those like {worst} ended {endings[worst].text}.")
     return lines
 
 
@@ -216,7 +216,7 @@ def _how_sure(replays: Json) -> str:
     sure = f"How sure: each plan is judged on {judged} recorded steps that its fit did not see"
     cautions = dict.fromkeys(one["summary"]["caution"] for one in replays.values() if one["summary"]["caution"])
     limits = "".join(f" Mind the recording: {line}." for line in cautions)
-    return f"{sure}, and trainings of other models ended so: an observation, no bound.{limits}"
+    return f"{sure}, and trainings of other models ended so. A pilot on your own training knows more.{limits}"
 
 
 def _order(data: Json) -> list[str]:
@@ -224,10 +224,10 @@ def _order(data: Json) -> list[str]:
 
 
 def _accuracy_table(replays: Json) -> Table:
-    """What each plan's update keeps, and what similar methods ended at; the nearest to dense comes first."""
+    """What each plan's update keeps, and what trainings like that ended at; the nearest to dense comes first."""
     rows = []
     summaries = {name: replay["summary"] for name, replay in replays.items()}
-    for name in sorted(summaries, key=lambda name: _standing(summaries[name])):
+    for name in sorted(summaries, key=lambda name: standing(*judged_by(summaries[name]))):
         summary, ended = summaries[name], _ended(summaries[name])
         cosine = "-" if summary["judged_cosine"] is None else f"{summary['judged_cosine']:.3f}"
         rows.append(
@@ -235,17 +235,12 @@ def _accuracy_table(replays: Json) -> Table:
         )
     columns = ("plan", "cosine", "summed over", "similar methods ended", "error's trend")
     note = (
-        "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. Similar "
-        "methods: those of the same kind with the nearest cosines in the trainings of docs/comparison.md and "
-        "docs/text.md, and their final loss over dense training's: least, middle and most. They are few, on small "
-        "tasks. Trend: of a rank's error, in points per 100 steps, with a 95 % interval."
+        "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. Similar: "
+        "plans of the same kind with cosines about as far from 1, on the small tasks of docs/comparison.md, and "
+        "their final loss over dense training's: nine tenths are from the first figure to the last, half up to the "
+        "middle one. Trend: of a rank's error, in points per 100 steps, with a 95 % interval."
     )
     return Table("What updates keep, and what similar methods ended at", columns, rows, note)
-
-
-def _standing(summary: Json) -> tuple[float, float]:
-    ended = _ended(summary)
-    return (math.inf, 0.0) if ended is None else (ended.middle, -summary["judged_cosine"])
 
 
 # --- what do the gradients look like? ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast import SPEED_NOISE
-from gradlab.analysis.forecast.endings import ended_at, judgement_text
+from gradlab.analysis.forecast.endings import judged_by, judgement_text, standing
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.intervals import FEWEST_RANKED
 from gradlab.analysis.report.tables import trend_text
@@ -347,13 +347,13 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     unknown += [name for name in lossy if name not in known]  # the mean was zero in every iteration
     lines = []
     if known:
-        best = min(known, key=lambda name: _standing(known[name]))
+        best = min(known, key=lambda name: standing(*judged_by(known[name])))
         chosen = known[best]
         sent = Saving.read(chosen).text("fewer bytes")
         mean, own = format_percent(chosen["aggregate_error"]), format_percent(chosen["contribution_error"])
         several = f"Of the lossy plans replayed, {best} is the one whose similar methods trained best: it"
         which = several if len(summaries) > 1 else best
-        judged = judgement_text(chosen["judged_cosine"], chosen["judged_length"], chosen["memory"])
+        judged = judgement_text(*judged_by(chosen))
         lines.append(
             f"{which} sends {sent}; {judged}. Median errors of a step: {mean} of the mean, {own} of a rank's own."
         )
@@ -366,12 +366,6 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
             "but those of its fit."
         )
     return " ".join(lines)
-
-
-def _standing(summary: Mapping[str, Any]) -> tuple[float, float]:
-    """What sorts plans: the middle of what similar methods ended at, then the cosine, largest first."""
-    cosine = summary["judged_cosine"]
-    return ended_at(cosine, summary["judged_length"], summary["memory"]).middle, -cosine
 
 
 def _cautions(summaries: Mapping[str, Any]) -> list[str]:

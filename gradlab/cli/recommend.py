@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +30,8 @@ from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.recommendation import Recommendation
+    from gradlab.analysis.report.examine import Tried
+    from gradlab.artifact import Artifact
     from gradlab.ddp.optimizers import OptimizerSettings
     from gradlab.plan import Plan
     from gradlab.trace import Trace
@@ -61,10 +64,11 @@ def recommend(
     """Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
 
     Replays on the recording search each method that needs no fit for the setting that sends the fewest bytes within
-    --max-loss. Plans given by --plan are replayed beside them. Of the plans whose similar methods ended within
-    --max-loss of dense training the fastest is taken, as `gradlab analyze` forecasts it.
-    If plain 16-bit reduction is about as fast, that is the answer; if no plan saves more than a forecast can tell, it
-    is "do not compress", and no artifact is written.
+    --max-loss. Plans given by --plan are replayed beside them. The fastest is taken, as `gradlab analyze` forecasts it,
+    of the plans whose similar methods ended within --max-loss of dense training in nine of ten cases. If plain 16-bit
+    reduction is about as fast, that is the answer. If no plan saves more than a forecast can tell, it is "do not
+    compress", and no artifact is written. Faster plans, which may lose more, are written beside the artifact for
+    `gradlab pilot`, which tries them on your own training.
 
     Examples:
 
@@ -74,11 +78,10 @@ def recommend(
 
       gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit --compute-seconds 0.36s
     """
-    from gradlab.analysis.fit.uniform import uniform_artifact
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.candidates import without
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
-    from gradlab.analysis.forecast.recommendation import NOTHING, require_computing
+    from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, NOTHING, require_computing
     from gradlab.analysis.forecast.recommendation import recommend as choose
     from gradlab.analysis.outputs import require_free
     from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
@@ -87,7 +90,8 @@ def recommend(
     from gradlab.cli.fit.options import optimizer_of_training
     from gradlab.trace import Trace
 
-    require_free(out, overwrite)
+    for path in (out, _beside(out, LIKELY), _beside(out, BOLD)):
+        require_free(path, overwrite)
     sharing, allowed, (count, ranks) = workers_of(workers, dask), share_of_loss(max_loss), _nodes_and_ranks(nodes)
     profile = profile_of_step(run, compute_seconds)
     require_computing(profile)
@@ -125,17 +129,63 @@ def recommend(
     found = choose(tried.speed)
     chosen = _plan_to_write(found, tried.plans, nodes_of_several=ranks > 1)
     if chosen is not None:
-        artifact = given.get(chosen) or uniform_artifact(
-            tried.plans[chosen], tried.replays[chosen], optimizer=optimizer
-        )
-        artifact.save(out, overwrite)
+        _artifact_of(chosen, tried, given, optimizer).save(out, overwrite)
     artifact_path = None if chosen is None else out
+    to_try = _proposed(found, tried, given, out, optimizer, overwrite)
+    pilot = _pilot_command(trace, out, to_try, artifact_path)
+    dense_first = 0 if chosen is None else tried.plans[chosen].schedule.warmup_steps
     lines = "" if found.decision == NOTHING else lines_to_paste(artifact_path, count, ranks, fsdp)
     if as_json:
-        written = {"artifact": artifact_path and str(artifact_path), "paste": lines, "remarks": remarks}
+        written: dict[str, Any] = {"paste": lines, "remarks": remarks}
+        written |= {"artifact": artifact_path and str(artifact_path)}
+        written |= {"pilot": pilot, "artifacts_to_try": [str(path) for path in to_try], "warmup_steps": dense_first}
         print_json({**found.to_json(), **written, "frontier": [row.to_json() for row in tried.frontier]})
         return
-    _tell(found, remarks, where_to_paste(fsdp), lines, artifact_path)
+    _tell(
+        found,
+        remarks,
+        where_to_paste(fsdp),
+        lines,
+        [*_beginning_line(dense_first), *_pilot_lines(pilot)],
+        artifact_path,
+    )
+
+
+def _artifact_of(
+    name: str, tried: Tried, given: Mapping[str, Artifact], optimizer: OptimizerSettings | None
+) -> Artifact:
+    from gradlab.analysis.fit.uniform import uniform_artifact
+
+    return given.get(name) or uniform_artifact(tried.plans[name], tried.replays[name], optimizer=optimizer)
+
+
+def _proposed(
+    found: Recommendation,
+    tried: Tried,
+    given: Mapping[str, Artifact],
+    out: Path,
+    optimizer: OptimizerSettings | None,
+    overwrite: bool,
+) -> list[Path]:
+    """Write what a pilot is to try beside the artifact: plan.likely.safetensors, plan.bold.safetensors."""
+    paths = []
+    for one in found.proposals:
+        paths.append(_artifact_of(one.plan, tried, given, optimizer).save(_beside(out, one.risk), overwrite))
+    return paths
+
+
+def _beside(out: Path, which: str) -> Path:
+    return out.with_name(f"{out.stem}.{which}{out.suffix}")
+
+
+def _pilot_command(trace: Path, out: Path, to_try: Sequence[Path], artifact: Path | None) -> str:
+    """Write the command that tries plans on the user's own training; empty where there is none to try."""
+    plans = [path for path in (artifact, *to_try) if path is not None]
+    if not plans:
+        return ""
+    words = ["gradlab", "pilot", str(trace), "--out", str(_beside(out, "best"))]
+    words += [word for path in plans for word in ("--plan", str(path))]
+    return f"{shlex.join(words)} -- torchrun ..."
 
 
 def _conflict(plan: Plan, optimizer: OptimizerSettings | None, ranks: int, fsdp: bool) -> str:
@@ -161,13 +211,32 @@ def _left_out(conflicts: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _tell(found: Recommendation, remarks: Sequence[str], where: str, lines: str, artifact: Path | None) -> None:
-    """Print the answer for people, with the lines to paste and the artifact that was written."""
+def _tell(
+    found: Recommendation, remarks: Sequence[str], where: str, lines: str, more: Sequence[str], artifact: Path | None
+) -> None:
+    """Print the answer for people, with the lines to paste, what else there is to say, and the artifact."""
     OUT.print(found.text, markup=False)
     print_warnings(remarks)
     if lines:
         OUT.print(f"\n{where}\n\n{lines}", markup=False)  # not indented: it is pasted
+    for paragraph in more:
+        OUT.print(f"\n{paragraph}", markup=False)
     OUT.print(f"\n{artifact or 'No artifact is written: there is no plan to load.'}", markup=False)
+
+
+def _beginning_line(dense_first: int) -> list[str]:
+    if not dense_first:
+        return []
+    return [f"The plan compresses after {dense_first} dense steps: it was judged from there on."]
+
+
+def _pilot_lines(pilot: str) -> list[str]:
+    if not pilot:
+        return []
+    return [
+        "To try it on your own training, with the command that made the recording in place of `torchrun ...`:",
+        pilot,
+    ]
 
 
 def _check_recording(trace: Trace) -> None:

@@ -123,7 +123,7 @@ class Pilot:
         self._others = [*(one for one in (scheduler, scaler, outer) if one is not None), *extra]
         self._kept, self._rest = KeptBatches(), iter(())  # type: tuple[KeptBatches, Iterator[Any]]
         self._losses: list[torch.Tensor] = []
-        self._scores = Scores()
+        self._scores = Scores(self._control)
         self._began = False
         self._per_step = 0.0  # seconds, of the dense round
         self._result: PilotResult | None = None
@@ -195,7 +195,7 @@ class Pilot:
                 self._put_back(snapshot)
                 yield from self._round(name := names.pop(0))
                 self._together.say(self._scores.outcome(name).line())
-                if is_decided(self._scores.tried(but=self._control), len(self._kept), self._max_loss, self._keep):
+                if is_decided(self._scores.tried(control=False), len(self._kept), self._max_loss, self._keep):
                     break
             else:
                 not_tried, names = names, []

@@ -37,8 +37,8 @@ def in_order(savings: Mapping[str, Saving]) -> list[str]:
 
 
 def may_hold(outcome: Outcome, max_loss: float) -> bool:
-    """Say whether a plan is worth more steps: its interval reaches into the limit. One that is not finite is not."""
-    return outcome.low <= max_loss
+    """Say whether a plan is worth more steps: its end may be within the limit. One that is not finite is not."""
+    return outcome.end.low <= max_loss
 
 
 def is_decided(outcomes: Iterable[Outcome], longest: int, max_loss: float, keep: int) -> bool:
@@ -54,6 +54,7 @@ def race(
     steps: int,
     max_loss: float,
     keep: int = 3,
+    chance: float = 0.0,
 ) -> list[Outcome]:
     """Tell from whole recorded trainings what a pilot would have found.
 
@@ -64,6 +65,7 @@ def race(
         steps: of the pilot.
         max_loss: excess up to which a plan holds.
         keep: plans that are to hold.
+        chance: see `Outcome`.
 
     Returns:
         Outcomes of the plans that it would have tried, fewest bytes first. Their `steps` are what it would have cost.
@@ -73,7 +75,7 @@ def race(
         if is_decided(found, longest, max_loss, keep):
             break
         for look in looks(steps, longest):
-            outcome = outcome_of(name, losses[name][:look], dense[:look], savings[name])
+            outcome = outcome_of(name, losses[name][:look], dense[:look], savings[name], chance)
             if not may_hold(outcome, max_loss):
                 break
         found.append(outcome)

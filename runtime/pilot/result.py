@@ -11,6 +11,7 @@ import numpy as np
 
 from gradlab.formatting import format_bytes
 from gradlab.runtime.pilot.delay import delay_of
+from gradlab.runtime.pilot.growth import GROWTH, End
 from gradlab.saving import Saving
 
 _BLOCKS = 6
@@ -32,6 +33,7 @@ class Outcome:
         validation: excess of its validation loss; None: not measured.
         delay_steps: that it lies behind dense. Infinite: further than half of the steps. None: the dense loss did not
             fall by more than chance.
+        chance: the largest excess that the interval of 16 bits reaches in the same pilot.
     """
 
     name: str
@@ -43,10 +45,16 @@ class Outcome:
     steps: int
     validation: float | None = None
     delay_steps: float | None = None
+    chance: float = 0.0
+
+    @property
+    def end(self) -> End:
+        """The excess that is expected at the end of training, see `gradlab.runtime.pilot.growth`."""
+        return GROWTH.end(self.excess, self.low, self.high, self.chance)
 
     def holds(self, max_loss: float) -> bool:
-        """Say whether the whole interval, and the validation excess, are within a limit. NaN is not."""
-        return self.high <= max_loss and (self.validation is None or self.validation <= max_loss)
+        """Say whether what is expected at the end, and the validation excess, are within a limit. NaN is not."""
+        return self.end.high <= max_loss and (self.validation is None or self.validation <= max_loss)
 
     def line(self) -> str:
         """Write the outcome as one line."""
@@ -57,6 +65,7 @@ class Outcome:
             f"{sends}; loss {self.excess:+.2%} ({self.low:+.2%} to {self.high:+.2%}) after {self.steps} steps, "
             f"changing by {self.growth:+.2%}{self._delay()}"
             + ("" if self.validation is None else f"; validation {self.validation:+.2%}")
+            + f"; expected at the end {self.end.middle:+.2%} ({self.end.low:+.2%} to {self.end.high:+.2%})"
         )
 
     def _delay(self) -> str:
@@ -69,6 +78,7 @@ class Outcome:
         """Write the outcome as plain JSON; null for what is not finite."""
         names = ("excess", "low", "high", "growth", "validation", "delay_steps")
         numbers = {name: getattr(self, name) for name in names}
+        numbers |= {f"end_{name}": getattr(self.end, name) for name in ("low", "middle", "high")}
         finite = {name: v if v is not None and math.isfinite(v) else None for name, v in numbers.items()}
         return {"name": self.name, "steps": self.steps, **finite, **self.saving.to_json()}
 
@@ -100,7 +110,7 @@ class PilotResult:
 
     @property
     def best(self) -> Outcome | None:
-        """The plan that sends the fewest bytes of those whose whole interval is within `max_loss`; None: no one is."""
+        """The plan that sends the fewest bytes of those that hold; None: no one does."""
         return next((one for one in self.outcomes if one.holds(self.max_loss)), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -119,7 +129,10 @@ class PilotResult:
     def __str__(self) -> str:
         best = self.best
         verdict = "no plan is" if best is None else f"{best.name} sends the fewest bytes of those that are"
-        lines = [f"within {self.max_loss:.2%} of the dense loss: {verdict}", *(one.line() for one in self.outcomes)]
+        lines = [
+            f"within {self.max_loss:.2%} of the dense loss at the end: {verdict}",
+            *(one.line() for one in self.outcomes),
+        ]
         if self.not_needed:
             lines.append(f"not needed, as enough of those that send less hold: {', '.join(self.not_needed)}")
         if self.not_tried:
@@ -142,7 +155,9 @@ def unlike_line(share: float) -> str:
     )
 
 
-def outcome_of(name: str, losses: Sequence[float], dense: Sequence[float], saving: Saving) -> Outcome:
+def outcome_of(
+    name: str, losses: Sequence[float], dense: Sequence[float], saving: Saving, chance: float = 0.0
+) -> Outcome:
     """Compare a plan's losses with dense ones of the same steps.
 
     Args:
@@ -150,6 +165,7 @@ def outcome_of(name: str, losses: Sequence[float], dense: Sequence[float], savin
         losses: mean over ranks, by step.
         dense: the same under plain DDP.
         saving: of the plan.
+        chance: see `Outcome`.
 
     Returns:
         The outcome. Shares are of the absolute mean dense loss.
@@ -166,5 +182,5 @@ def outcome_of(name: str, losses: Sequence[float], dense: Sequence[float], savin
     wide = _T_95 * float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
     growth = float(apart[steps - quarter :].mean() - apart[max(0, steps - 2 * quarter) : steps - quarter].mean())
     return Outcome(
-        name, excess, excess - wide, excess + wide, growth, saving, steps, delay_steps=delay_of(losses, dense)
+        name, excess, excess - wide, excess + wide, growth, saving, steps, None, delay_of(losses, dense), chance
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gradlab.runtime.pilot.given import DENSE
+from gradlab.runtime.pilot.growth import chance_of
 from gradlab.runtime.pilot.race import in_order
 from gradlab.runtime.pilot.result import Outcome, outcome_of
 from gradlab.saving import Saving
@@ -21,7 +22,8 @@ class Scores:
         unlike: largest relative difference of a first loss from dense's, see `PilotResult`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, control: str) -> None:
+        self._control = control
         self.savings: Mapping[str, Saving] = {}
         self.unlike = 0.0
         self.losses: dict[str, list[float]] = {}
@@ -42,13 +44,23 @@ class Scores:
     def outcome(self, name: str) -> Outcome:
         """Compare a plan with the dense round as far as it came."""
         losses = self.losses[name]
-        found = outcome_of(name, losses, self.losses[DENSE][: len(losses)], self.savings[name])
+        chance = 0.0 if name == self._control else self._chance
+        found = outcome_of(name, losses, self.losses[DENSE][: len(losses)], self.savings[name], chance)
         if name not in self._validation:
             return found
         dense = self._validation[DENSE]
         return replace(found, validation=(self._validation[name] - dense) / (abs(dense) or 1.0))
 
-    def tried(self, but: str = "") -> tuple[Outcome, ...]:
-        """Return the outcomes of all plans so far but one, the one that sends the fewest bytes first."""
-        names = [name for name in in_order(self.savings) if name in self.losses and name != but]
+    @property
+    def _chance(self) -> float:
+        """Return how far the control is from dense, which shows what chance does."""
+        if self._control not in self.losses:
+            return 0.0
+        control = self.outcome(self._control)
+        return chance_of(control.low, control.high)
+
+    def tried(self, control: bool = True) -> tuple[Outcome, ...]:
+        """Return the outcomes of all plans so far, the one that sends the fewest bytes first."""
+        names = [name for name in in_order(self.savings) if name in self.losses]
+        names = [name for name in names if control or name != self._control]
         return tuple(self.outcome(name) for name in names)

@@ -1303,7 +1303,7 @@ MUTANTS = (
     ),
     Mutant(
         file="runtime/pilot/race.py",
-        old="    return outcome.low <= max_loss",
+        old="    return outcome.end.low <= max_loss",
         new="    return outcome.excess <= max_loss",
         tests=("tests/runtime/test_pilot.py",),
         what="A plan that may yet hold is given up after a third of the steps.",

@@ -95,7 +95,8 @@ def scratch(recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for example in EXAMPLES:
             shutil.copy(example, tmp_path)
         commands = [words for block in BLOCKS[page] if block.language == "sh" for words in commands_of(block)]
-        made = [words[words.index(way) + 1] for words in commands for way in MAKES if way in words]
+        own = [words[: words.index("--")] if "--" in words else words for words in commands]  # not of a command in them
+        made = [words[words.index(way) + 1] for words in own for way in MAKES if way in words]
         if recording.name not in made:
             (tmp_path / recording.name).symlink_to(recording)
         monkeypatch.chdir(tmp_path)

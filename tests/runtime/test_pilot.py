@@ -137,7 +137,7 @@ def test_an_excess_is_that_of_the_second_half_and_lies_in_its_interval() -> None
     found = outcome_of("a", [2.0] * 20 + [2.02 if step % 2 else 2.04 for step in range(20)], dense, saving)
     assert found.excess == pytest.approx(0.015)
     assert found.low <= found.excess <= found.high
-    assert found.holds(found.high)
+    assert found.holds(found.end.high)
     assert not replace(found, validation=math.nan).holds(1.0)
     assert math.isnan(outcome_of("b", [math.inf] * 40, dense, saving).excess)
 
@@ -190,7 +190,7 @@ def test_a_delay_is_told_where_dense_falls_and_reaches_as_far_back() -> None:
     assert delay_of(falling, [2 + 0.1 * (step % 2) for step in range(40)]) is None
     outcome = outcome_of("a", [loss + 0.2 for loss in falling], falling, Saving(4.0, 2.0))
     assert outcome.delay_steps == pytest.approx(2)
-    assert outcome.line().endswith(", as dense 2 steps earlier")
+    assert ", as dense 2 steps earlier; expected at the end +10." in outcome.line()
 
 
 def test_a_kept_batch_has_memory_of_its_own_and_no_more() -> None:

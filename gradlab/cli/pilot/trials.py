@@ -14,6 +14,7 @@ from typing import Any
 from gradlab.cli.pilot.run import LOG, Ended, run_trial
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan, saving_of_sent
+from gradlab.runtime.pilot.growth import chance_of
 from gradlab.runtime.pilot.race import LEAST_STEPS, in_order, is_decided, looks, may_hold
 from gradlab.runtime.pilot.result import Outcome, PilotResult, outcome_of
 from gradlab.trial import Losses, TrialSettings
@@ -207,7 +208,8 @@ class Trials:
     def _outcome(self, name: str, plan: Plan, losses: Losses) -> Outcome:
         steps = slice(self.start, min(losses.steps, self._dense.steps))
         saving = saving_of_sent(plan, self._ranks)
-        return outcome_of(name, losses.means[steps], self._dense.means[steps], saving)
+        control = next((chance_of(one.low, one.high) for one in self._found if one.name == HALF), 0.0)
+        return outcome_of(name, losses.means[steps], self._dense.means[steps], saving, control)
 
     def _is_enough(self, name: str, plan: Plan, losses: Losses) -> bool:
         """Whether a plan is clearly beyond the limit, or broken, before its run is over."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
-from gradlab.analysis.forecast.recommendation import COMPRESS, HALF, NOTHING, Recommendation, recommend
+from gradlab.analysis.forecast.recommendation import BOLD, COMPRESS, HALF, NOTHING, Recommendation, recommend
 from gradlab.analysis.forecast.speed import forecast_speed
 from gradlab.artifact import Artifact
 from gradlab.cli.network_options import MAX_LOSS_TEXT, share_of_loss
@@ -45,19 +46,23 @@ REPLAYS = {"top-k": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999), "16
 
 
 def recommended(
-    link: Link, max_loss: float, plans: tuple[str, ...] = tuple(PLANS), profile: Profile = COMPUTING
+    link: Link,
+    max_loss: float,
+    plans: tuple[str, ...] = tuple(PLANS),
+    profile: Profile = COMPUTING,
+    replays: Mapping[str, Replayed] = REPLAYS,
 ) -> Recommendation:
     chosen = {name: PLANS[name] for name in plans}
-    replays: Any = {name: REPLAYS[name] for name in plans}
-    return recommend(forecast_speed(chosen, replays, Network([link], (8,), profile), max_loss=max_loss))
+    judged: Any = {name: replays[name] for name in plans}
+    return recommend(forecast_speed(chosen, judged, Network([link], (8,), profile), max_loss=max_loss))
 
 
 def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> None:
     found = recommended(SLOW, 0.01)
     assert (found.decision, found.plan) == (COMPRESS, "int8")
     assert found.text.startswith("At 1 Mbit/s between 8 nodes compress with int8: a step takes ")
-    assert list(found.refused) == ["top-k"]
-    assert "top-k would be faster, but similar methods ended " in found.text
+    assert [(one.plan, one.risk) for one in found.proposals] == [("top-k", BOLD)]
+    assert "None of this was tried on your task. A pilot tries faster plans: top-k, " in found.text
     assert found.seconds < found.half_seconds < found.dense_seconds
 
 
@@ -86,9 +91,22 @@ def test_a_break_even_in_prose(rate: float | None, text: str) -> None:
 
 
 def test_with_more_loss_allowed_a_faster_plan_is_taken() -> None:
-    found = recommended(SLOW, 9.0)
-    assert (found.plan, found.refused) == ("top-k", {})
+    found = recommended(SLOW, 9.0, replays=REPLAYS | {"top-k": Replayed(0.9, 4, memory=True)})
+    assert (found.plan, found.proposals) == ("top-k", ())
+    assert "It was not tried on your task, which a pilot does." in found.text
     assert found.seconds < recommended(SLOW, 0.01).seconds
+
+
+@pytest.mark.parametrize("max_loss", [0.0, 0.005, 0.01, 0.05])
+def test_what_is_exact_is_always_allowed_and_an_error_forbids_no_smaller_one(max_loss: float) -> None:
+    """Also where the allowed loss is nothing."""
+    allowed = []
+    for cosine in (1.0, 0.9999, 0.999, 0.99, 0.9, 0.5, 0.0):
+        replays = {"top-k": Replayed(cosine, 4, memory=True)}
+        found = recommended(SLOW, max_loss, ("top-k",), replays=replays)
+        allowed.append(found.decision == COMPRESS)
+    assert allowed == sorted(allowed, reverse=True)
+    assert allowed[0]
 
 
 def test_16_bits_are_the_answer_where_nothing_allowed_is_faster() -> None:

@@ -120,7 +120,7 @@ def test_durations(text: str, expected: float) -> None:
     assert parse_seconds(text) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("text", ["-1ms", "fast", "1min", "", "1e999s"])
+@pytest.mark.parametrize("text", ["-1ms", "fast", "1day", "", "1e999s"])
 def test_other_durations_are_refused(text: str) -> None:
     with pytest.raises(GradlabError, match="duration"):
         parse_seconds(text)

@@ -1,0 +1,123 @@
+"""What gradlab says of tasks, by command: before a pilot, after it, and what came.
+
+    python benchmarks/promise.py --data FOLDER --rows FILE [--tasks ViT U-Net ...] [--limit 1%] [--table]
+
+Of each task of pilot_tasks.py 100 steps are recorded on two ranks. `gradlab recommend` chooses a plan from the
+recording, and `gradlab pilot` from trials of promise_job.py. Then the script trains densely and with both plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rows import Row, add, has, read
+
+SIX = ("ViT", "U-Net", "diffusion", "LSTM", "GPT", "tabular")
+JOB = Path(__file__).with_name("promise_job.py")
+GRADLAB = (sys.executable, "-m", "gradlab.cli.main")
+NETWORK = ("--nodes", "2", "--bandwidth", "2mbit", "--compute-seconds", "20ms")
+RECORDED, PILOT = 100, 60
+
+
+def command(task: str, data: Path, *words: object) -> list[str]:
+    """The user's own command."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*launch, str(JOB), task, "--data", str(data), *map(str, words)]
+
+
+def run(words: list[str]) -> str:
+    """Run a command, and return what it printed. Its errors are shown if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def ended(task: str, data: Path, folder: Path, plan: Path | None) -> float:
+    """Train to the end. Returns the loss on batches that no step has."""
+    result = folder / "result.json"
+    run(command(task, data, "--result", result, *(() if plan is None else ("--plan", plan))))
+    return float(json.loads(result.read_text())["loss"])
+
+
+def promised(task: str, data: Path, limit: str) -> Row:
+    """Record, recommend, try, and train."""
+    row: Row = {"task": task, "limit": limit}
+    with tempfile.TemporaryDirectory() as kept:
+        folder = Path(kept)
+        trace, before, after = folder / "trace", folder / "before.safetensors", folder / "after.safetensors"
+        run(command(task, data, "--record", trace, "--stop", RECORDED))
+        began = time.monotonic()
+        words = [*GRADLAB, "recommend", str(trace), "--out", str(before), *NETWORK, "--max-loss", limit, "--json"]
+        found = json.loads(run(words))
+        row |= {"recommend_seconds": time.monotonic() - began, "before": found["plan"], "text": found["text"]}
+        row["proposed"] = [(one["plan"], one["risk"]) for one in found["proposals"]]
+        began = time.monotonic()
+        to_try = [*([str(before)] if before.exists() else []), *found["artifacts_to_try"]]
+        plans = [word for path in to_try for word in ("--plan", path)]
+        words = [
+            *GRADLAB,
+            "pilot",
+            str(trace),
+            "--out",
+            str(after),
+            "--steps",
+            str(PILOT),
+            "--max-loss",
+            limit,
+            "--json",
+        ]
+        tried = json.loads(run([*words, *plans, "--", *command(task, data, "--record", trace)]))
+        row |= {"pilot_seconds": time.monotonic() - began, "after": tried["best"], "outcomes": tried["outcomes"]}
+        dense = ended(task, data, folder, None)
+        row["dense"] = dense
+        for name, artifact in (("before", before), ("after", after)):
+            row[f"{name}_end"] = ended(task, data, folder, artifact) / dense - 1 if artifact.exists() else None
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    """A line per task."""
+    lines = [
+        "| task | limit | before the pilot | came | after the pilot | expected | came |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        best = next((one for one in row["outcomes"] if one["name"] == row["after"]), {})
+        expected = f"{best['end_low']:+.1%} to {best['end_high']:+.1%}" if best.get("end_low") is not None else "-"
+        came = [_percent(row[key]) for key in ("before_end", "after_end")]
+        cells = [row["task"], row["limit"], row["before"], came[0], row["after"], expected, came[1]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _percent(value: Any) -> str:
+    return "-" if value is None else f"{value:+.2%}"
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="*", default=list(SIX))
+    parser.add_argument("--limit", default="1%")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if not options.table:
+        for task in options.tasks:
+            if not has(read(options.rows), {"task": task, "limit": options.limit}):
+                add(options.rows, promised(task, options.data, options.limit), ("outcomes",))
+    print(table(read(options.rows)))
+
+
+if __name__ == "__main__":
+    main()
