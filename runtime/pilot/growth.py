@@ -1,8 +1,8 @@
 """From a pilot to the end of training: by what factor an excess of loss grows or shrinks.
 
 The excess of a plan's loss over dense's at the end is taken for g times that of its pilot, with g between two factors
-that held nine of ten ends of tasks that the factors did not see. `benchmarks/pilots.py law` fits them on whole
-trainings of small tasks, and prints on which; a test compares.
+that held nine of ten ends of tasks that the factors did not see. `benchmarks/pilot_law.py` fits them on whole
+trainings of small tasks, and prints on which. A test compares.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Growth:
         return End(least, min(max(self.middle * excess, least), most), most)
 
 
-#: `benchmarks/pilots.py law`
+#: Of all tasks, as `benchmarks/pilot_law.py` prints it.
 GROWTH = Growth(0.303, 1.03, 3.6, 4.18)
 
 
