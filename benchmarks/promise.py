@@ -1,6 +1,6 @@
 """What gradlab says of tasks, by command: before a pilot, after it, and what came.
 
-    python benchmarks/promise.py --data FOLDER --rows FILE [--tasks ViT U-Net ...] [--limit 1%] [--table]
+    python benchmarks/promise.py --data FOLDER --rows FILE [--tasks ViT U-Net ...] [--limits 1% ...] [--table]
 
 Of each task of pilot_tasks.py 100 steps are recorded on two ranks. `gradlab recommend` chooses a plan from the
 recording, and `gradlab pilot` from trials of promise_job.py. Then the script trains densely and with both plans.
@@ -15,16 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pilot_tasks import UNSEEN
 from rows import Row, add, has, read
 
-SIX = ("ViT", "U-Net", "diffusion", "LSTM", "GPT", "tabular")
+from gradlab.artifact import Artifact
+
+NINE = ("ViT", "U-Net", "diffusion", "LSTM", "GPT", "tabular", *UNSEEN)
 JOB = Path(__file__).with_name("promise_job.py")
 GRADLAB = (sys.executable, "-m", "gradlab.cli.main")
 NETWORK = ("--nodes", "2", "--bandwidth", "2mbit", "--compute-seconds", "20ms")
-RECORDED, PILOT = 100, 60
+RECORDED = 100
 
 
 def command(task: str, data: Path, *words: object) -> list[str]:
@@ -41,46 +45,58 @@ def run(words: list[str]) -> str:
     return done.stdout
 
 
-def ended(task: str, data: Path, folder: Path, plan: Path | None) -> float:
-    """Train to the end. Returns the loss on batches that no step has."""
-    result = folder / "result.json"
-    run(command(task, data, "--result", result, *(() if plan is None else ("--plan", plan))))
-    return float(json.loads(result.read_text())["loss"])
+class Trained:
+    """Trainings of a task to the end, each plan once."""
+
+    def __init__(self, task: str, data: Path, folder: Path) -> None:
+        self._task, self._data, self._folder = task, data, folder
+        self._ends: dict[str | None, float] = {}
+
+    def end(self, artifact: Path | None) -> float:
+        """Return the loss on batches that no step has. None: dense training."""
+        plan = None if artifact is None else Artifact.load(artifact).plan.digest
+        if plan not in self._ends:
+            result = self._folder / "result.json"
+            run(
+                command(self._task, self._data, "--result", result, *(() if artifact is None else ("--plan", artifact)))
+            )
+            self._ends[plan] = float(json.loads(result.read_text())["loss"])
+        return self._ends[plan]
 
 
-def promised(task: str, data: Path, limit: str) -> Row:
-    """Record, recommend, try, and train."""
-    row: Row = {"task": task, "limit": limit}
+def promises(task: str, data: Path, limits: Sequence[str]) -> Iterator[Row]:
+    """Record, and for each limit recommend, try, and train."""
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
-        trace, before, after = folder / "trace", folder / "before.safetensors", folder / "after.safetensors"
+        trained, trace = Trained(task, data, folder), folder / "trace"
         run(command(task, data, "--record", trace, "--stop", RECORDED))
-        began = time.monotonic()
-        words = [*GRADLAB, "recommend", str(trace), "--out", str(before), *NETWORK, "--max-loss", limit, "--json"]
-        found = json.loads(run(words))
-        row |= {"recommend_seconds": time.monotonic() - began, "before": found["plan"], "text": found["text"]}
-        row["proposed"] = [(one["plan"], one["risk"]) for one in found["proposals"]]
-        began = time.monotonic()
-        to_try = [*([str(before)] if before.exists() else []), *found["artifacts_to_try"]]
-        plans = [word for path in to_try for word in ("--plan", path)]
-        words = [
-            *GRADLAB,
-            "pilot",
-            str(trace),
-            "--out",
-            str(after),
-            "--steps",
-            str(PILOT),
-            "--max-loss",
-            limit,
-            "--json",
-        ]
-        tried = json.loads(run([*words, *plans, "--", *command(task, data, "--record", trace)]))
-        row |= {"pilot_seconds": time.monotonic() - began, "after": tried["best"], "outcomes": tried["outcomes"]}
-        dense = ended(task, data, folder, None)
-        row["dense"] = dense
-        for name, artifact in (("before", before), ("after", after)):
-            row[f"{name}_end"] = ended(task, data, folder, artifact) / dense - 1 if artifact.exists() else None
+        for limit in limits:
+            chosen = folder / limit
+            chosen.mkdir()
+            yield {
+                "task": task,
+                "limit": limit,
+                **promised(command(task, data, "--record", trace), trace, chosen, trained),
+            }
+
+
+def promised(training: Sequence[str], trace: Path, folder: Path, trained: Trained) -> Row:
+    """Recommend, try, and train."""
+    before, after, limit = folder / "before.safetensors", folder / "after.safetensors", folder.name
+    began = time.monotonic()
+    words = [*GRADLAB, "recommend", str(trace), "--out", str(before), *NETWORK, "--max-loss", limit, "--json"]
+    found = json.loads(run(words))
+    row: Row = {"recommend_seconds": time.monotonic() - began, "before": found["plan"], "text": found["text"]}
+    row["proposed"] = [(one["plan"], one["risk"]) for one in found["proposals"]]
+    began = time.monotonic()
+    to_try = [*([str(before)] if before.exists() else []), *found["artifacts_to_try"]]
+    plans = [word for path in to_try for word in ("--plan", path)]
+    words = [*GRADLAB, "pilot", str(trace), "--out", str(after), "--max-loss", limit, "--json", *plans]
+    tried = json.loads(run([*words, "--", *training]))
+    row |= {"pilot_seconds": time.monotonic() - began, "after": tried["best"], "outcomes": tried["outcomes"]}
+    row["dense"] = dense = trained.end(None)
+    for name, artifact in (("before", before), ("after", after)):
+        row[f"{name}_end"] = trained.end(artifact) / dense - 1 if artifact.exists() else None
     return row
 
 
@@ -108,14 +124,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="*", default=list(SIX))
-    parser.add_argument("--limit", default="1%")
+    parser.add_argument("--tasks", nargs="*", default=list(NINE))
+    parser.add_argument("--limits", nargs="*", default=["1%"])
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not options.table:
         for task in options.tasks:
-            if not has(read(options.rows), {"task": task, "limit": options.limit}):
-                add(options.rows, promised(task, options.data, options.limit), ("outcomes",))
+            done = read(options.rows)
+            limits = [one for one in options.limits if not has(done, {"task": task, "limit": one})]
+            for row in promises(task, options.data, limits) if limits else ():
+                add(options.rows, row, ("outcomes",))
     print(table(read(options.rows)))
 
 

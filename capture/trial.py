@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 
 from gradlab.capture.writing.async_writer import NoWriter
-from gradlab.errors import GradlabError
 
 
 def train_in_trial(
     model: nn.Module, path: str | os.PathLike[str], within: Any, between: Any, optimizer: Any, scaler: Any
 ) -> NoWriter:
-    """Let the trial's plan average a model's gradients.
+    """Let the trial's plan average a model's gradients, between FSDP2's shards if `between` says so.
 
     Args:
-        model: in DDP.
+        model: in DDP, or sharded by FSDP2.
         path: of the trace that would have been recorded.
         within, between, optimizer, scaler: as `TraceRecorder` takes them.
 
@@ -25,14 +24,14 @@ def train_in_trial(
         A writer that writes nothing.
 
     Raises:
-        GradlabError: for a model under FSDP2, and whatever `gradlab.compress` refuses.
+        GradlabError: whatever `gradlab.compress` and `compress_fsdp` refuse.
     """
     from gradlab import compress
+    from gradlab.runtime import compress_fsdp
 
+    options = {"optimizer": optimizer, "scaler": scaler}
     if between is not None:
-        raise GradlabError(
-            "gradlab pilot: TraceRecorder cannot try plans under FSDP2; give the script the line "
-            "gradlab.runtime.compress_fsdp(model, plan, between=...) in its place"
-        )
-    compress(model, path, optimizer=optimizer, scaler=scaler, **({} if within is None else {"within": within}))
+        compress_fsdp(model, os.fspath(path), between=between, **options)
+    else:
+        compress(model, path, **options, **({} if within is None else {"within": within}))
     return NoWriter(str(path))

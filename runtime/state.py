@@ -83,6 +83,9 @@ class CompressionState(Exchange):
         **options: Any,
     ) -> None:
         ddp_model = require_ddp(ddp_model, "CompressionState")
+        running = trial()
+        if running is not None:
+            plan, options = running.plan, running.options(options)
         chosen = RunOptions(hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph, **options)
         pairs, ranks = named_as_in(plan, synchronised_layers(ddp_model)), ddp_model.process_group
         averaged = AveragedLayers(ddp_model)
@@ -119,6 +122,8 @@ class CompressionState(Exchange):
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
         ends = self.engine, self._driver, self._unreached, averaged, self._steps
         self._finalizer = weakref.finalize(self, partial(_end, *ends))
+        if running is not None:
+            running.follow(self, chosen.scaler)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], ddp_model: DistributedDataParallel, **options: Any) -> CompressionState:
@@ -157,7 +162,7 @@ class CompressionState(Exchange):
         """
         ddp_model = require_ddp(ddp_model, caller)
         if (running := trial()) is not None:
-            return running.follow(cls(running.plan, ddp_model, **running.options(options)), options.get("scaler"))
+            return cls(running.plan, ddp_model, **options)
         loaded: list[Plan] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
         _agree_on(ddp_model, lambda: loaded.append(given_plan(plan, caller)))

@@ -85,22 +85,47 @@ class Trial:
         Raises:
             GradlabError: for a second one.
         """
-        rank, last = dist.get_rank(), None
+        last = None
         between = state.run.world_size
-        # Of one alone FSDP's reduce-scatter inside a node is compressed.
-        self._begin([rank], dist.get_world_size(), between if between > 1 else dist.get_world_size())
 
-        def after(loss: float | None) -> None:
+        def after() -> None:
             nonlocal last
-            self._see(loss, 1.0 if scaler is None else scaler.get_scale())
             steps = state.statistics.steps
             if steps and steps[-1] is not last:
                 last = steps[-1]
-                self.end_rank(rank)
-                self.end_step()
+                self.end()
 
-        _after_each_backward(after)
+        # Of one alone FSDP's reduce-scatter inside a node is compressed.
+        self.count(between if between > 1 else dist.get_world_size(), scaler, after)
         return state
+
+    def count(self, exchanging: int, scaler: Any = None, after: Callable[[], None] = lambda: None) -> None:
+        """Log losses of this rank. `end` says when a step is over.
+
+        Args:
+            exchanging: ranks between which the plan runs.
+            scaler: of the losses, if one is in use.
+            after: is called after each backward pass.
+
+        Raises:
+            GradlabError: as `follow`.
+        """
+        self._begin([dist.get_rank()], dist.get_world_size(), exchanging)
+
+        def seen(loss: float | None) -> None:
+            self._see(loss, scaler)
+            after()
+
+        _after_each_backward(seen)
+
+    def end(self) -> None:
+        """Log this rank's loss of a step, and count the step.
+
+        Raises:
+            SystemExit: as `end_step`.
+        """
+        self.end_rank(dist.get_rank())
+        self.end_step()
 
     def emulate(self, ranks: int, scaler: Any = None) -> None:
         """Log losses of ranks that this process plays in turn. `end_rank` and `end_step` say when each has its own.
@@ -113,7 +138,7 @@ class Trial:
             GradlabError: as `follow`.
         """
         self._begin(range(ranks), ranks, ranks)
-        _after_each_backward(lambda loss: self._see(loss, 1.0 if scaler is None else scaler.get_scale()))
+        _after_each_backward(lambda loss: self._see(loss, scaler))
 
     def end_rank(self, rank: int) -> None:
         """Log a rank's loss of a step: the sum of what its backward passes began with."""
@@ -137,7 +162,8 @@ class Trial:
             raise GradlabError("gradlab pilot: a second model is compressed or recorded; it tries plans on one")
         self._files = {rank: LossFile(self._folder, rank, world_size, exchanging) for rank in ranks}
 
-    def _see(self, loss: float | None, scale: float) -> None:
+    def _see(self, loss: float | None, scaler: Any) -> None:
+        scale = 1.0 if scaler is None else scaler.get_scale()
         self._pending += [] if loss is None else [loss / scale]
 
 

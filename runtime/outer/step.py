@@ -42,6 +42,7 @@ from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
 from gradlab.runtime.outer.optimizer_steps import OptimizerSteps
 from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, local_part, plan_of_rank
+from gradlab.trial import trial
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 # As in DiLoCo, section 3.1: what was best there. In one pass, which takes half the time.
@@ -157,6 +158,7 @@ class OuterStep(Uncopied):
         self.every, self.delay, self._mixing = every, delay, mixing
         self._check_numbers(fragments)
         check_timeout(timeout)
+        self._trial = trial()
         self._held = HeldLayers(model)
         self._device = device_of(self._held.device)
         inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
@@ -167,7 +169,7 @@ class OuterStep(Uncopied):
         parts: list[Plan] = []
 
         def attempt() -> None:
-            self.plan = given_plan(plan, CALLER)
+            self.plan = given_plan(plan, CALLER) if self._trial is None else self._trial.plan
             if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
             self.plan.check_model([one.layer for one in held.values()])
@@ -188,6 +190,8 @@ class OuterStep(Uncopied):
         self._counted: OptimizerSteps | None = OptimizerSteps(one.parameter for one in held.values())
         self._thread = ThreadPoolExecutor(1, "gradlab-outer") if delay else None
         self._finalizer = weakref.finalize(self, _end, self._thread, self.fragments, self.workers)
+        if self._trial is not None:
+            self._trial.count(self.workers.count)
 
     def _check_numbers(self, fragments: int) -> None:
         for name, value, least in (("every", self.every, 1), ("fragments", fragments, 1), ("delay", self.delay, 0)):
@@ -256,6 +260,8 @@ class OuterStep(Uncopied):
                 if not self.delay:
                     self._land(fragment)
                     changed = True
+        if self._trial is not None and self.local_steps % self.every == 0:
+            self._trial.end()
         return changed
 
     def _is_due(self, number: int) -> bool:
@@ -484,6 +490,8 @@ class OuterStep(Uncopied):
         if not isinstance(state, Mapping):
             raise GradlabError(f"checkpoint: a {type(state).__name__}, expected what state_dict gives")
         for key, expected in identity.items():
+            if key == "plan" and self._trial is not None:
+                continue
             if type(state.get(key)) is not type(expected) or state[key] != expected:
                 raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected!r}")
         checkpoint.verify(state)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan, Wrap
 from gradlab.trial import VARIABLE, LossFile, TrialSettings, read_losses
-from jobs.piloted_job import network
+from jobs.piloted_job import EVERY, network
 from support.command_line import Command
 from support.recorded import random_gradients, record
 from support.warm_python import python
@@ -42,13 +43,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def training(trace: Path, way: str) -> list[str]:
+    """A command that trains on two ranks."""
+    torchrun = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*torchrun, str(HERE / "jobs/piloted_job.py"), str(trace), way]
+
+
+@pytest.mark.parametrize(("way", "every"), [("sharded", 1), ("by_hand", 1), ("outer", EVERY)])
+def test_each_line_of_gradlab_takes_the_plan_and_logs_losses(place: Path, tmp_path: Path, way: str, every: int) -> None:
+    """A step of the outer loop has the losses of its local steps."""
+    seen = []
+    for name in ("plain", "fine"):
+        plan = Artifact.load(place / "fine.safetensors").plan
+        plan = plan if name == "fine" else Plan(plan.layers, ())
+        settings = TrialSettings(replace(plan, schedule=replace(plan.schedule, warmup_steps=START)), START + STEPS)
+        ended = run_trial(training(place / "trace", way), tmp_path / name, settings)
+        assert ended.problem is None, ended.output
+        seen.append(
+            [list(map(float, (tmp_path / name / f"seen-{rank}").read_text("utf-8").split())) for rank in (0, 1)]
+        )
+        for logged, own in zip(ended.losses.by_rank, seen[-1], strict=True):
+            assert logged == tuple(map(sum, zip(*[iter(own)] * every, strict=True)))
+        assert not (tmp_path / name / "went on").exists()
+    plain, fine = seen
+    same = [[a == b for a, b in zip(*ranks, strict=True)] for ranks in zip(plain, fine, strict=True)]
+    assert all(all(one[: (START + 1) * every]) and not any(one[-every:]) for one in same)
+
+
 def test_a_script_is_run_once_per_plan_with_no_change_to_it(place: Path, gradlab: Command) -> None:
     trace, out = place / "trace", place / "best.safetensors"
     before = {path: path.read_bytes() for path in trace.rglob("*") if path.is_file()}
     plans = [word for name in ("fine", "twice") for word in ("--plan", place / f"{name}.safetensors")]
-    torchrun = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     options = ["--steps", STEPS, "--start", START, "--max-loss", "20%", "--json"]
-    words = ["pilot", trace, "--out", out, *plans, *options, "--", *torchrun, HERE / "jobs/piloted_job.py", trace]
+    words = ["pilot", trace, "--out", out, *plans, *options, "--", *training(trace, "recorded")]
     code, printed, err = gradlab(*words)
     assert code == 0, err
     result = json.loads(printed)

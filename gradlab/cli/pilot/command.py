@@ -21,7 +21,9 @@ def pilot(
     out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the best plan, if one holds.")],
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="That trains.")] = None,
     steps: Annotated[int, typer.Option(min=8, max=100_000, help="Compressed steps of each run.")] = 60,
-    start: Annotated[int, typer.Option(min=0, max=100_000, help="Dense steps before them.")] = 10,
+    start: Annotated[
+        int | None, typer.Option(min=0, max=100_000, help="Dense steps before them. [default: the plans' warm-up]")
+    ] = None,
     plan: Annotated[
         list[Path] | None, typer.Option(metavar="ARTIFACT", help="Try this plan; repeatable. [default: usual ones]")
     ] = None,
@@ -36,7 +38,7 @@ def pilot(
     """Try plans on your own training: run your command once for plain DDP, once for 16 bits, and once for each plan.
 
     The command is that of your training, or of the recording, as it stands. Its lines of gradlab (TraceRecorder,
-    gradlab.compress, compress_fsdp, EmulatedNodes, and the callbacks of Lightning, Accelerate and the Trainer) take the
+    gradlab.compress, compress_fsdp, OuterStep, EmulatedNodes, and the callbacks of Lightning, Accelerate and the Trainer) take the
     plan of the run, record nothing, and end the process after --start and --steps. Each run has to begin alike: seed
     the script, and let it begin anew or from a checkpoint that it does not write itself in these steps.
 
@@ -69,7 +71,8 @@ def pilot(
     with Trace(trace) as opened:
         chosen = chosen_plans(opened, plan or [])
     _remove_runs(work)
-    trials = Trials(command, work.resolve(), steps, start, allowed, until)
+    begin = chosen.warmup_steps if start is None else start
+    trials = Trials(command, work.resolve(), steps, begin, allowed, until)
     tried = trials.try_plans(chosen.plans, chosen.refused)
     best = tried.result.best
     if best is not None:

@@ -16,6 +16,8 @@ from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.trace import Trace
 
+_START = 10  # dense steps before plans that begin with none
+
 
 def plans_to_try(trace: Trace) -> dict[str, Plan]:
     """List the plans that `gradlab recommend` chooses from, without 16 bits, which a pilot tries anyway.
@@ -44,6 +46,12 @@ class ChosenPlans:
     refused: Mapping[str, str]
     artifacts: Mapping[str, Artifact]
     trace: str
+
+    @property
+    def warmup_steps(self) -> int:
+        """Dense steps before a pilot: those that the plans begin with, as they were judged behind them."""
+        own = (plan.schedule.warmup_steps for plan in self.plans.values())
+        return max(own) or _START
 
     def provenance(self, name: str) -> dict[str, Any]:
         """Return what an artifact says of where a plan is from."""

@@ -159,7 +159,7 @@ class Trials:
         if not ended.losses.by_rank:
             raise GradlabError(
                 f"{words}: no line of gradlab ran in it, so plans cannot be tried; the script needs a TraceRecorder, "
-                "gradlab.compress, compress_fsdp or EmulatedNodes on its model"
+                "gradlab.compress, compress_fsdp, OuterStep or EmulatedNodes on its model"
             )
         if ended.losses.exchanging < 2:
             raise GradlabError(f"{words}: one rank, which exchanges nothing; start two or more")
@@ -169,7 +169,7 @@ class Trials:
             )
         if steps < least:
             raise GradlabError(
-                f"{words}: trained {steps} steps, a pilot needs {least} or more: {self.start} dense ones first"
+                f"{words}: trained {steps} steps, a pilot needs {least} or more: {self.start} dense ones first (--start)"
             )
         if steps < self.start + self.steps:
             self._say(f"the script ends after {steps} steps, so the pilot is as long")
@@ -233,8 +233,9 @@ class Trials:
         return ""
 
     def _begins_alike(self, losses: Losses) -> bool:
-        """Whether all losses before the first compressed update are plain DDP's, bit for bit."""
-        return losses.first(self.start + 1) == self._dense.first(self.start + 1)
+        """Whether all losses before the first compressed step are plain DDP's, bit for bit."""
+        steps = max(1, self.start)
+        return losses.first(steps) == self._dense.first(steps)
 
     def _say(self, line: str) -> None:
         print(f"gradlab pilot, {time.monotonic() - self.began:.0f} s: {line}", file=sys.stderr, flush=True)
