@@ -38,9 +38,10 @@ def pilot(
     """Try plans on your own training: run your command once for plain DDP, once for 16 bits, and once for each plan.
 
     The command is that of your training, or of the recording, as it stands. Its lines of gradlab (TraceRecorder,
-    gradlab.compress, compress_fsdp, OuterStep, EmulatedNodes, and the callbacks of Lightning, Accelerate and the Trainer) take the
-    plan of the run, record nothing, and end the process after --start and --steps. Each run has to begin alike: seed
-    the script, and let it begin anew or from a checkpoint that it does not write itself in these steps.
+    gradlab.compress, compress_fsdp, OuterStep, EmulatedNodes, and callbacks of Lightning, Accelerate and the Trainer)
+    take the plan of the run, record nothing, and end the process after --start and --steps. Steps of an OuterStep are
+    outer ones. Each run has to begin alike: seed the script, and let it begin anew or from a checkpoint that it does
+    not write itself in these steps.
 
     Of the plans whose loss is at most --max-loss above plain DDP's, the artifact is that which sends the fewest bytes.
 

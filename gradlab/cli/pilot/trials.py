@@ -169,7 +169,7 @@ class Trials:
             )
         if steps < least:
             raise GradlabError(
-                f"{words}: trained {steps} steps, a pilot needs {least} or more: {self.start} dense ones first (--start)"
+                f"{words}: trained {steps} steps, a pilot needs {least} or more: {self.start} (--start) of them dense"
             )
         if steps < self.start + self.steps:
             self._say(f"the script ends after {steps} steps, so the pilot is as long")
