@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,6 @@ from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.replay.result import Replay
 from gradlab.jsonable import Jsonable
 from gradlab.saving import Saving
-
-NEIGHBOURS = 2  # of a corpus, which has a handful of methods of each kind
 
 
 @dataclass(frozen=True)
@@ -28,15 +25,6 @@ class Place(Jsonable):
 
 
 @dataclass(frozen=True)
-class Neighbour(Jsonable):
-    """A method of the corpus whose cosine lies near: its loss over dense training's, minus 1; infinite: it diverged."""
-
-    method: str
-    cosine: float
-    excess: float
-
-
-@dataclass(frozen=True)
 class Judgement(Jsonable):
     """A method on one recording.
 
@@ -46,7 +34,6 @@ class Judgement(Jsonable):
         by_cosine: its place among the corpus's methods of its own kind, and itself, by the cosine; None: not known.
             The kinds are plans that apply gradients of earlier steps and plans that do not.
         by_bytes: its place among all methods, and itself, by the payload.
-        neighbours: the corpus's methods of its kind whose cosines are nearest, with what they ended at.
         warnings: what limits the replay, one line each.
     """
 
@@ -60,7 +47,6 @@ class Judgement(Jsonable):
     codec_seconds: float | None
     by_cosine: Place | None
     by_bytes: Place
-    neighbours: tuple[Neighbour, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -81,7 +67,7 @@ def judge(replay: Replay, outcomes: Sequence[Outcome]) -> Judgement:
         outcomes: of the recording's methods.
 
     Returns:
-        Its figures, its places, and its neighbours.
+        Its figures and its places.
     """
     summary, judged = replay.summary(), Judged.of(replay)
     figures = replayed_figures(summary, judged)
@@ -92,7 +78,6 @@ def judge(replay: Replay, outcomes: Sequence[Outcome]) -> Judgement:
         codec_seconds=summary.codec_seconds,
         by_cosine=_by_cosine(judged, known),
         by_bytes=_place(summary.payload_bytes_per_step.mean, [one.payload_bytes for one in known]),
-        neighbours=_neighbours(judged, known),
         warnings=tuple(line for line in (judged.caution, *summary.warnings) if line),
     )
 
@@ -107,31 +92,3 @@ def _by_cosine(judged: Judged, known: Sequence[Outcome]) -> Place | None:
 def _place(value: float, others: Sequence[float]) -> Place:
     """The place of a value among others and itself, of which smaller ones are better; equal ones share a place."""
     return Place(1 + sum(other < value for other in others), len(others) + 1)
-
-
-def _neighbours(judged: Judged, known: Sequence[Outcome]) -> tuple[Neighbour, ...]:
-    if judged.cosine is None or judged.length is None:
-        return ()
-    near = nearest(judged.cosine, judged.length, judged.memory, known)
-    return tuple(Neighbour(one.method, one.cosines[judged.length], one.excess) for one in near)
-
-
-def nearest(cosine: float, length: int, memory: bool, known: Sequence[Outcome]) -> list[Outcome]:
-    """List the outcomes of a plan's own kind whose cosines lie nearest to its own, in angle, the nearest first.
-
-    Args:
-        cosine: of a replay.
-        length: steps that are summed over.
-        memory: whether the plan applies gradients of earlier steps.
-        known: the outcomes to look among.
-
-    Returns:
-        At most `NEIGHBOURS`.
-    """
-    among = [one for one in known if one.memory == memory and length in one.cosines]
-    # A stable order: of two that are as near, the one that stands first.
-    return sorted(among, key=lambda one: abs(_angle(one.cosines[length]) - _angle(cosine)))[:NEIGHBOURS]
-
-
-def _angle(cosine: float) -> float:
-    return math.acos(min(1.0, max(-1.0, cosine)))

@@ -1,10 +1,9 @@
 """Forecast local steps of several plans on one's own network: how many to take, and which plan to send them by.
 
 The plans are those of `gradlab.analysis.forecast.speed`, and so is the rule that chooses among them: any whose similar
-methods ended within the allowed loss of dense (--max-loss) will do; without one, that whose similar methods trained
-best. Uncompressed training always does. The fewest local steps are taken at which one of these waits for at most a
-tenth of a step, none if synchronous training does, and of those that then do, the plan is taken whose similar methods
-trained best.
+methods ended within the allowed loss of dense (--max-loss) will do, and uncompressed training always does. The fewest
+local steps are taken at which one of these waits for at most a tenth of a step, none if synchronous training does. Of
+those that then do, the plan with the least error is taken.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ def forecast_local_speed(
     shown = [item for item in speed.configurations if recorded is not None or _all_wait(item, speed.compute_seconds)]
     if speed.compute_seconds is None or not shown:
         return None
-    chosen = acceptable(speed.judged, speed.max_loss)
+    chosen = speed.allowed
     names = list(speed.forecasts) if recorded is not None else chosen or list(speed.forecasts)[:1]
     by_plan = {}
     for done, name in enumerate(names):
@@ -183,21 +182,6 @@ def _all_wait(item: Configuration, compute: float | None) -> bool:
     """Whether on this link every synchronous step, in 32 or 16 bits or through a plan, waits too long."""
     fastest = min(item.dense_seconds, item.half_seconds, *item.seconds.values())
     return compute is not None and compute < (1 - MOST_WAITING) * fastest
-
-
-def acceptable(judged: Mapping[str, Judged], max_loss: float) -> list[str]:
-    """List the plans to choose from: those whose similar methods ended within the allowed loss, else the best.
-
-    Args:
-        judged: what replays say of plans, by name.
-        max_loss: allowed over dense training's loss, minus 1.
-
-    Returns:
-        Names; none if no replay says anything.
-    """
-    close = [name for name, one in judged.items() if one.within(max_loss)]
-    known = [name for name, one in judged.items() if one.ended is not None]
-    return close or sorted(known, key=lambda name: judged[name].standing)[:1]
 
 
 def _configuration(

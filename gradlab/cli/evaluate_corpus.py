@@ -34,7 +34,6 @@ _JUDGED_COLUMNS = (
     "by cosine",
     "by bytes",
     "similar methods ended",
-    "nearest here ended",
 )
 _CORPUS_COLUMNS = (
     "method",
@@ -150,14 +149,12 @@ def _print(corpus: Corpus, methods: Sequence[NamedMethod], judgements: Judgement
 def _judged_cells(found: Judgement | GradlabError) -> list[str]:
     if isinstance(found, GradlabError):
         return [f"refused: {_first_line(found)}", *[ABSENT] * (len(_JUDGED_COLUMNS) - 3)]
-    near = "; ".join(f"{one.method} {_signed(one.excess)}" for one in found.neighbours)
     return [
         *_figures(found),
         format_seconds(found.codec_seconds),
         ABSENT if found.by_cosine is None else str(found.by_cosine),
         str(found.by_bytes),
         _range(found.predicted),
-        near or ABSENT,
     ]
 
 

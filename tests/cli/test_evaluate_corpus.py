@@ -105,7 +105,6 @@ def test_a_method_of_the_corpus_gets_its_own_figures(gradlab: Command, corpus: P
     for title, words in METHODS.items():
         for name in ("cosine", "length", "payload_bytes", "predicted", "aggregate_error"):
             assert found[words][name] == rows[title][name], (title, name)
-        assert found[words]["neighbours"][0]["method"] == title
 
 
 def test_an_artifact_is_the_plan_that_it_holds(gradlab: Command, corpus: Path, desk: Path) -> None:
@@ -113,7 +112,7 @@ def test_an_artifact_is_the_plan_that_it_holds(gradlab: Command, corpus: Path, d
     Artifact(plan).save(desk / "mine.safetensors")
     found = judged(gradlab, corpus, "mine.safetensors", "topk:density=0.05")
     one, other = found.values()
-    for name in ("cosine", "payload_bytes", "predicted", "neighbours", "by_cosine", "by_bytes"):
+    for name in ("cosine", "payload_bytes", "predicted", "by_cosine", "by_bytes"):
         assert one[name] == other[name]
 
 

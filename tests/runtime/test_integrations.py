@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from gradlab.cli.pilot.run import run_trial
+from gradlab.plan import Plan
+from gradlab.trial import TrialSettings
 from support.warm_python import python
 
 HERE = Path(__file__).parents[1]
@@ -136,6 +140,37 @@ def transformers_runs(request: pytest.FixtureRequest) -> Runs:
 def runs(request: pytest.FixtureRequest) -> Runs:
     result: Runs = request.getfixturevalue(request.param)
     return result
+
+
+def piloted(name: str) -> nn.Module:
+    """The model that an example trains."""
+    network = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+    if name == "transformers":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        size = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+        return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+    return nn.ModuleDict({"network": network}) if name == "lightning" else network
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("lightning", marks=needs_lightning),
+        pytest.param("accelerate", marks=needs_accelerate),
+        pytest.param("transformers", marks=needs_transformers),
+    ],
+)
+def test_a_pilot_tries_plans_on_an_example_as_it_stands(name: str, tmp_path: Path) -> None:
+    """Whose own plan is another one."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = [str(EXAMPLES / f"{name}_example.py"), "--folder", str(tmp_path / "checkpoints")]
+    plan = Plan.uniform(piloted(name), "qsgd", bits=4, warmup_steps=3)
+    command = [executable(), *([] if name == "lightning" else torchrun), *words]
+    ended = run_trial(command, tmp_path / "run", TrialSettings(plan, steps=11))
+    assert ended.problem is None, ended.output
+    assert list(map(len, ended.losses.by_rank)) == [11, 11]
+    assert 0 < ended.losses.means[-1] < ended.losses.means[0] < 5
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,3 +144,19 @@ def test_searched_and_given_plans_stand_on_one_frontier(trace: Trace) -> None:
     # What may be taken is replayed over all steps, the rest of a curve is searched by few.
     assert {row.judged_steps for row in tried.frontier if row.name in tried.replays and row.family != GIVEN} == {18}
     assert {row.judged_steps for row in tried.frontier if row.name not in tried.replays} == {SEARCH_STEPS}
+
+
+def test_a_limit_that_more_steps_put_outside_the_loss_gives_way_to_the_setting_before_it(tmp_path: Path) -> None:
+    """QSGD is exact at any number of bits where all values are as large, as in the last steps here."""
+    gradients = random_gradients(0, 40, 2, LAYERS)
+    for step in gradients[-SEARCH_STEPS:]:
+        for rank in step:
+            for name in rank:
+                rank[name] = np.full_like(rank[name], 0.5)
+    families = {"QSGD": candidates(LAYERS)["QSGD"]}
+    names = [one.name for one in families["QSGD"].candidates]
+    with record(tmp_path / "trace", gradients, LAYERS) as trace:
+        tried = try_plans(trace, families, {}, network=NETWORK, max_loss=0.05, start=2, seconds=math.inf)
+    rows = {row.name: row for row in tried.frontier}
+    assert not rows[names[-1]].within
+    assert {name for name, row in rows.items() if row.judged_steps > SEARCH_STEPS} == set(names[-2:])

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from gradlab.analysis.forecast import Network
-from gradlab.analysis.forecast.endings import MAX_LOSS, ended_at
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.local_speed import ENDED_ABOVE, MOST_WAITING, NUMBERS, UNCOMPRESSED, acceptable
+from gradlab.analysis.forecast.local_speed import ENDED_ABOVE, MOST_WAITING, NUMBERS, UNCOMPRESSED
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
-from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.questions import trace_sections
@@ -145,16 +143,6 @@ def test_a_number_that_is_none_is_not_believed(tmp_path: Path, steps: Any) -> No
     metadata = {"local_steps": {"steps": steps, "optimizer": "SGD"}}
     with record(tmp_path / "t", random_gradients(0, 2, 2), metadata=metadata) as trace:
         assert (trace.local_step_count, trace.local_steps) == (None, "")
-
-
-def test_plans_to_choose_from() -> None:
-    def judged(cosine: float) -> Judged:
-        return Judged(cosine, 1, False, ended_at(cosine, 1, False))
-
-    close, far, farther, unknown = judged(0.99999), judged(0.5), judged(0.2), Judged()
-    assert acceptable({"a": far, "b": close, "c": unknown}, MAX_LOSS) == ["b"]
-    assert acceptable({"c": unknown, "b": farther, "a": far}, MAX_LOSS) == ["a"]
-    assert acceptable({"c": unknown}, MAX_LOSS) == []
 
 
 def test_what_our_trainings_ended_at_is_that_of_the_page() -> None:
