@@ -9,6 +9,8 @@ the interval of the law of the other tasks, `gradlab.runtime.pilot.growth`.
 Second table: what a rule finds that takes the plan with fewest bytes of those that it allows: in how many trainings
 it finds one, how many of these ended within the limit, and their bytes over the least that would have (median).
 
+Third table: the same by the place of training at which pilots begin.
+
 Then what a race (`gradlab.runtime.pilot.race`) saves, and the law of all tasks, which gradlab ships.
 """
 
@@ -20,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pilots import CONTROL, DIGEST
+from pilots import CONTROL, DIGEST, PLACES
 from rows import Row, read
 
 from gradlab.analysis.intervals import rank_correlation
@@ -148,6 +150,20 @@ def choice_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def place_table(rows: Sequence[Row]) -> list[str]:
+    """A line per limit and place of the pilot in training, for the rule that decides."""
+    runs = list(by_run(cells(rows)).values())
+    laws, allows = {run[0].task: law_without(run[0].task, rows) for run in runs}, RULES["interval of the end"]
+    lines = ["limit   pilot begins  finds a plan  it held"]
+    for limit in LIMITS:
+        for place in PLACES:
+            here = [run for run in runs if run[0].run.endswith(place)]
+            told = [one for run in here if (one := _choice(run, laws[run[0].task], allows, limit)) is not None]
+            held = _share(sum(held for held, _ in told), len(told)) if told else "-"
+            lines.append(f"{100 * limit:<5g} %  {place:12s} {_share(len(told), len(here)):>13s}  {held:>7s}")
+    return lines
+
+
 def _choice(
     run: Sequence[Cell], law: Growth, allows: Callable[[Cell, Growth, float], bool], limit: float
 ) -> tuple[bool, float] | None:
@@ -185,7 +201,7 @@ def race_line(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Print all."""
     rows = read(DIGEST)
-    print("\n".join([*law_table(rows), "", *choice_table(rows), "", race_line(rows), str(law_of(rows))]))
+    print("\n".join([*law_table(rows), "", *choice_table(rows), "", *place_table(rows), "", race_line(rows), str(law_of(rows))]))
 
 
 if __name__ == "__main__":
