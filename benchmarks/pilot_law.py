@@ -201,7 +201,11 @@ def race_line(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Print all."""
     rows = read(DIGEST)
-    print("\n".join([*law_table(rows), "", *choice_table(rows), "", *place_table(rows), "", race_line(rows), str(law_of(rows))]))
+    print(
+        "\n".join(
+            [*law_table(rows), "", *choice_table(rows), "", *place_table(rows), "", race_line(rows), str(law_of(rows))]
+        )
+    )
 
 
 if __name__ == "__main__":
