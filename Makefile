@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports watched first-hour loggers hashes install clean corpus docs docs-links
+.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports first-hour loggers hashes install clean corpus docs docs-links
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -109,8 +109,8 @@ lgc: install
 # and FSDP2; faults of one line, one at a time,
 # and the test that notices each; every codec x kind of residual trained in lockstep: it converges, is refused, or warns;
 # damaged and altered files of every format (ARGS="--formats trace --count 20000"); public reports of other tools, tried
-# here; a session with a report in a browser, and with pages of `gradlab watch --serve`.
-matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports watched: install
+# here; a session with a report in a browser.
+matrix kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports: install
 	mkdir -p $(WORK) && cd $(WORK) && PYTHONPATH="$(CURDIR)/tests:$$PYTHONPATH" $(CURDIR)/$(BIN)/python $(CURDIR)/tests/campaigns/$@.py $(ARGS)
 
 faults: install

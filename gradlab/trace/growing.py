@@ -19,7 +19,6 @@ from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.trace.checking import committed_segments
 from gradlab.trace.schema import (
-    LOCK,
     MANIFEST,
     STEP_DTYPE,
     Manifest,
@@ -32,7 +31,6 @@ from gradlab.trace.schema import (
 )
 from gradlab.trace.segment import SegmentReader
 
-_LOCKS = Path("/proc/locks")
 _Signature = tuple[int, int, int]  # of a file: inode, bytes, time of the last write in nanoseconds
 
 
@@ -44,12 +42,10 @@ class RankProgress(Jsonable):
         rank: from 0.
         steps: committed; a kill of the recorder loses none of them.
         last_iteration: the last committed one; None: there is none yet.
-        steps_lost: iterations up to the last one that another rank recorded and this one did not; of a closed rank,
-            what its index says.
+        steps_lost: iterations up to the last one that another rank recorded and this one did not; for a closed rank,
+            the number in its index.
         nbytes: of its files.
-        state: "recording" (a process on this machine holds the rank's lock), "closed", "stopped" (open, and its
-            recorder let go of it) or "open" (a run that was killed, or one on another machine).
-        problems: one line each.
+        closed: whether its recording is complete.
     """
 
     rank: int
@@ -57,8 +53,7 @@ class RankProgress(Jsonable):
     last_iteration: int | None
     steps_lost: int
     nbytes: int
-    state: str
-    problems: tuple[str, ...] = ()
+    closed: bool
 
 
 @dataclass(frozen=True)
@@ -71,11 +66,10 @@ class TraceProgress:
         common_steps: iterations that are committed on every rank.
         iterations: of any rank, int64 (T,), ascending.
         losses: the mean over those ranks that committed the iteration and annotated it, float64 (T,); NaN: none did.
-        learning_rates: the largest over those ranks, float64 (T,); NaN: not known.
         non_finite: elements that are infinite or NaN in all, int64.
         nbytes: of all files.
-        began: when the manifest was written, seconds since 1970.
         written: when a file was last written, seconds since 1970.
+        problems: of all ranks, one line each.
     """
 
     manifest: Manifest
@@ -83,24 +77,15 @@ class TraceProgress:
     common_steps: int
     iterations: np.ndarray
     losses: np.ndarray
-    learning_rates: np.ndarray
     non_finite: int
     nbytes: int
-    began: float
     written: float
+    problems: tuple[str, ...]
 
     @property
-    def state(self) -> str:
-        """Of all ranks: "not begun", "recording" if one is, "closed" if all are, else "stopped" or "open"."""
-        states = {rank.state for rank in self.ranks}
-        if states == {"closed"} and len(self.ranks) == self.manifest.world_size:
-            return "closed"
-        return next((state for state in ("recording", "open", "stopped") if state in states), "not begun")
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Of all ranks, one line each."""
-        return tuple(problem for rank in self.ranks for problem in rank.problems)
+    def closed(self) -> bool:
+        """Whether every rank's recording is complete."""
+        return len(self.ranks) == self.manifest.world_size and all(rank.closed for rank in self.ranks)
 
     @property
     def budget(self) -> int | None:
@@ -111,12 +96,6 @@ class TraceProgress:
     def most_steps(self) -> int | None:
         """Steps that will be recorded at most; None: not known."""
         return self._whole_number("max_steps")
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """Mean since the recording began, by the times of its files; None: they do not tell."""
-        seconds = self.written - self.began
-        return self.nbytes / seconds if seconds > 0 else None
 
     def _whole_number(self, name: str) -> int | None:
         value = self.manifest.metadata.get(name)
@@ -153,8 +132,8 @@ class GrowingTrace:
 
     >>> from gradlab.trace import GrowingTrace
     >>> progress = GrowingTrace("trace").look()
-    >>> progress.state, progress.common_steps == len(Trace("trace").steps)
-    ('closed', True)
+    >>> progress.closed, progress.common_steps == len(Trace("trace").steps)
+    (True, True)
 
     Args:
         path: the trace's folder.
@@ -175,9 +154,7 @@ class GrowingTrace:
         there = sorted(rank for rank in ranks_there(self._folder) if rank < self._manifest.world_size)
         looks = [self._look_at(rank) for rank in there]
         due = reduce(np.union1d, [look.iterations for look in looks], np.zeros(0, np.int64))
-        held = _locked_inodes()
-        ranks = tuple(_rank_progress(self._folder, look, due, held) for look in looks)
-        return self._progress(ranks, looks)
+        return self._progress(tuple(_rank_progress(look, due) for look in looks), looks)
 
     @property
     def unsettled(self) -> bool:
@@ -196,18 +173,16 @@ class GrowingTrace:
         iterations, place = np.unique(records["index"], return_inverse=True)
         complete = len(ranks) == self._manifest.world_size
         files = [*_files(self._folder), *(one for look in looks for one in look.files)]
-        began = self._read[2] / 1e9 if self._read else 0.0
         return TraceProgress(
             manifest=self._manifest,
             ranks=ranks,
             common_steps=len(reduce(np.intersect1d, [look.iterations for look in looks])) if complete else 0,
             iterations=iterations,
             losses=mean_by_place(records["loss"], place, len(iterations)),
-            learning_rates=largest_by_place(records["learning_rate"], place, len(iterations)),
             non_finite=int(records["non_finite"].sum()),
             nbytes=sum(size for size, _ in files),
-            began=began,
-            written=max((time for _, time in files), default=began),
+            written=max((time for _, time in files), default=0.0),
+            problems=tuple(problem for look in looks for problem in look.problems),
         )
 
     def _look_at(self, rank: int) -> _RankLook:
@@ -243,8 +218,8 @@ class GrowingTrace:
             segment.failed = signature
 
 
-def _rank_progress(folder: Path, look: _RankLook, due: np.ndarray, held: frozenset[int] | None) -> RankProgress:
-    """due: iterations of any rank; held: files that are locked, as of `_locked_inodes`."""
+def _rank_progress(look: _RankLook, due: np.ndarray) -> RankProgress:
+    """due: iterations of any rank."""
     iterations, index = look.iterations, look.index
     return RankProgress(
         rank=look.rank,
@@ -252,8 +227,7 @@ def _rank_progress(folder: Path, look: _RankLook, due: np.ndarray, held: frozens
         last_iteration=int(iterations[-1]) if len(iterations) else None,
         steps_lost=index.steps_lost if index else lost(iterations, due),
         nbytes=sum(size for size, _ in look.files),
-        state="closed" if index else _open_state(folder / rank_folder(look.rank) / LOCK, held),
-        problems=tuple(look.problems),
+        closed=index is not None,
     )
 
 
@@ -287,13 +261,6 @@ def mean_by_place(values: np.ndarray, place: np.ndarray, count: int) -> np.ndarr
         return np.asarray(sums / np.bincount(place[known], minlength=count))
 
 
-def largest_by_place(values: np.ndarray, place: np.ndarray, count: int) -> np.ndarray:
-    """Take the largest number by place. Arguments and result as of `mean_by_place`."""
-    largest = np.full(count, np.nan)
-    np.fmax.at(largest, place, values)
-    return largest
-
-
 def _index(folder: Path, rank: int) -> tuple[RankIndex | None, list[str]]:
     try:
         return read_index(folder, rank), []
@@ -320,33 +287,3 @@ def _files(folder: Path) -> list[tuple[int, float]]:
                     status = entry.stat(follow_symlinks=False)
                     found.append((status.st_size, status.st_mtime))
     return found
-
-
-def _locked_inodes() -> frozenset[int] | None:
-    """Files that a process of this machine holds a lock on; None: the system does not tell.
-
-    The list names a file by device and inode. Some file systems (overlays, subvolumes) show another device there than
-    to whoever asks for the file, so that the inode alone is compared.
-    """
-    try:
-        return locked_inodes(_LOCKS.read_text("utf-8", "replace"))
-    except OSError:
-        return None
-
-
-def locked_inodes(table: str) -> frozenset[int]:
-    """Read the inodes of all whole-file locks out of Linux's list.
-
-    >>> sorted(locked_inodes("1: FLOCK  ADVISORY  WRITE 12 08:01:42 0 EOF\\n2: POSIX  ADVISORY  READ 13 08:01:7 0 EOF"))
-    [42]
-    """
-    rows = [line.split() for line in table.splitlines()]
-    return frozenset(int(row[5].rsplit(":", 1)[-1]) for row in rows if len(row) > 5 and row[1] == "FLOCK")
-
-
-def _open_state(lock: Path, held: frozenset[int] | None) -> str:
-    """Of a rank without an index, see `RankProgress`."""
-    signature = _signature(lock)
-    if signature is None:
-        return "stopped"
-    return "recording" if held is not None and signature[0] in held else "open"

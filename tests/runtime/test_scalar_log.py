@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import time
 import warnings
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab.artifact import Artifact
+from gradlab.cli.watch.command import pause
 from gradlab.cli.watch.log import WatchedLog, summary
-from gradlab.cli.watch.terminal import POINTS, sparkline
+from gradlab.cli.watch.terminal import BARS, POINTS, Series, sparkline
 from gradlab.datasets import get
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
@@ -172,12 +174,13 @@ def test_what_is_no_log_is_refused(tmp_path: Path, gradlab: Command) -> None:
 
 def test_names_and_rules_of_a_log_drive_no_terminal(tmp_path: Path, gradlab: Command) -> None:
     line: dict[str, Any] = {"step": 1, "time": 1.0, "\x1b[31mred[bold]": 1.0, "rules": ["\x1b]0;title\x07 fired"]}
-    line |= {"relative_error/\x1b[2J": 10**400, "huge": 10**400}
+    line |= {"relative_error/\x1b[2J": 10**400, "huge": 10**400, "\u202eturned": None, "x" * 5000: 1.0, "word": "x"}
     (tmp_path / "run.jsonl").write_text(json.dumps(line) + "\n")
     code, text, _ = gradlab("watch", tmp_path / "run.jsonl", "--once")
     assert code == 0
-    assert "\x1b" not in text
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202a-\u202e]", text)
     assert "red[bold]" in text
+    assert max(map(len, text.splitlines())) < 1000
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e300, 1e300)), max_size=200))
@@ -190,3 +193,39 @@ def test_a_sparkline_has_its_highest_where_the_series_has(series: list[float | N
         if finite and max(finite) > min(finite):
             assert drawn[series.index(max(finite))] == "█"
             assert drawn[series.index(min(finite))] == "▁"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0.0, 0.0, 0.0], "constant"),
+        ([1.0, 1.00000001, 1.0], "constant"),
+        ([1.0, 1.01], ""),
+        ([None, 2.0, None, 2.0], "constant where known"),
+        ([None, 2.0, None, 2.5], ""),
+        ([2.0], "one value so far"),
+        ([None, None], "never finite"),
+    ],
+)
+def test_what_does_not_change_has_words_in_place_of_a_line(values: list[float | None], words: str) -> None:
+    drawn = Series("x", values).cells()[-1]
+    assert drawn == words or (not words and set(drawn) <= {*BARS, " "})
+
+
+def test_the_numbers_are_those_of_the_last_line_and_a_wrong_line_is_named(tmp_path: Path, gradlab: Command) -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "time": 10.0, "payload_bytes": 4e6, "loss": 2.5},
+        {"step": 2, "time": 10.5, "payload_bytes": 1e6, "loss": 1.5},
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cells = [one.cells()[:3] for one in WatchedLog(path).series()]
+    assert cells[0] == ("loss", "1.500", "2.000")
+    assert cells[1:] == [("step seconds", "500 ms", "500 ms"), ("payload bytes", "1.00 MB", "2.50 MB")]
+    path.write_text('{"step": 5, "rules": 5}\n')
+    refusal = f"gradlab: {path}: step 5: rules is 5, expected null or a list\n"
+    assert gradlab("watch", path, "--once") == (2, "", refusal)
+
+
+def test_looking_takes_a_tenth_of_the_time_at_most() -> None:
+    assert (pause(0.0), pause(0.01), pause(2.0)) == (0.5, 0.5, 20.0)

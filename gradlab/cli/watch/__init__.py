@@ -1,1 +1,1 @@
-"""`gradlab watch`: a run or a recording that is under way, in a terminal and as a page."""
+"""`gradlab watch`: a run or a recording that is under way, in a terminal."""

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradlab.cli.watch.view import RECENT, Rows, Series, View
+from rich.console import Group
+
+from gradlab.cli.watch.terminal import RECENT, Series, last_lines, numbers, rows, text
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_number, format_seconds
 from gradlab.json_form import require_form
@@ -20,11 +22,10 @@ _KEPT_RULES = 1000
 _LARGEST = 8  # layers whose errors and norms are listed
 _LINE_BYTES = 2**20  # a longer one is none of ours
 _ERROR, _NORM = "relative_error/", "residual_norm/"  # before a layer's name
-# gradlab's own numbers: what one's script gave, such as the loss, comes before them. Of these a page draws some.
+# gradlab's own numbers: what one's script gave, such as the loss, comes before them.
 _OWN = ("bytes", "seconds", "loss_scale", "finite", "compression_ratio", "ratio_to_16_bits")
 _DERIVED = ("step_seconds", "residual_norm", "largest_relative_error")
 _LINE = {"step": int, "rules?": (None, [str])}
-_DRAWN = ("payload_bytes", "compression_ratio", *_DERIVED)
 
 
 class Tail:
@@ -134,24 +135,21 @@ class WatchedLog:
         recent = list(self.rows)[-RECENT:]
         return seconds_between(recent[0], recent[-1]) if recent else None
 
-    def view(self) -> View:
-        """What to show: numbers, the layers with the largest errors, and rules that fired."""
+    def drawn(self) -> Group:
+        """Draw the numbers, the layers with the largest errors, and rules that fired."""
         step = int(self.last.get("step") or 0)
         state = {None: "running", "ended": "ended"}.get(self.end, f"ended with an error: {self.end}")
         head = f"step {step}, {state}, {format_seconds(self.step_seconds)} a step"
-        return View(str(self._path), head, series=self._series(), tables=self._layers(), rules=self.rules)
+        parts = [text(str(self._path)), text(head, style="bold"), numbers(self.series()), *self._layers()]
+        return Group(*parts, *last_lines("rules that fired:", self.rules))
 
-    def _series(self) -> list[Series]:
+    def series(self) -> list[Series]:
+        """Return the numbers of the run as a whole; what one's script gave comes first."""
         names = [name for name in (self.rows[-1] if self.rows else {}) if name not in ("step", "time")]
-        given = [name for name in names if name not in _DERIVED and not name.endswith(_OWN)]
-        others = [name for name in names if name not in given]
-        steps = [int(row["step"] or 0) for row in self.rows]
-        return [
-            Series(name, steps, [row.get(name) for row in self.rows], name in (*given, *_DRAWN))
-            for name in (*given, *others)
-        ]
+        names.sort(key=lambda name: name in _DERIVED or name.endswith(_OWN))
+        return [Series(name, [row.get(name) for row in self.rows]) for name in names]
 
-    def _layers(self) -> list[Rows]:
+    def _layers(self) -> list[Group]:
         """The layers whose error is largest, with the norms of their residuals."""
         errors = by_layer(self.last, _ERROR)
         if not errors:
@@ -159,10 +157,10 @@ class WatchedLog:
         size = {name: math.inf if value is None else value for name, value in errors.items()}
         largest = sorted(errors, key=lambda name: -size[name])[:_LARGEST]
         norms = by_layer(self.last, _NORM)
-        rows = [(name, format_number(errors[name]), format_number(norms.get(name))) for name in largest]
+        cells = [(name, format_number(errors[name]), format_number(norms.get(name))) for name in largest]
         if len(errors) > _LARGEST:
-            rows.append((f"and {len(errors) - _LARGEST} more", "", ""))
-        return [Rows("layers with the largest error", ("layer", "relative error", "residual norm"), rows)]
+            cells.append((f"and {len(errors) - _LARGEST} more", "", ""))
+        return [rows("layers with the largest error", ("layer", "relative error", "residual norm"), cells)]
 
 
 def summary(numbers: Mapping[str, float | None], before: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Group
 
-from gradlab.cli.watch.view import Rows, Series, View, written
+from gradlab.cli.watch.terminal import Series, last_lines, numbers, rows, text
 from gradlab.formatting import format_bytes, format_count, format_percent, format_seconds
 from gradlab.jsonable import plain
 from gradlab.trace import GrowingTrace, RankProgress, TraceProgress
@@ -19,14 +20,6 @@ from gradlab.trace import GrowingTrace, RankProgress, TraceProgress
 _MOST_RANKS = 16  # that are listed
 _RATE_SECONDS = 30.0  # that the rate of writing is a mean over
 _SETTLING_SECONDS = 0.3  # after which a file that was half written is whole
-_KEPT = 4096  # rates
-_STATES = {
-    "recording": "recording",
-    "closed": "closed",
-    "open": "open: killed (gradlab trace repair closes it), or recorded on another machine",
-    "stopped": "stopped before it was closed (gradlab trace repair closes it)",
-    "not begun": "not begun",
-}
 
 
 class WatchedTrace:
@@ -42,14 +35,15 @@ class WatchedTrace:
     def __init__(self, folder: Path) -> None:
         self._folder, self._trace = folder, GrowingTrace(folder)
         self._looks: deque[tuple[float, int]] = deque()  # seconds of a clock that never jumps, and bytes
-        self._grown = (0.0, -1)  # the look at which there were more bytes than before
-        self._rates: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # last iteration, bytes per second
         self.look()
+        if self._trace.unsettled:  # a file that may have been half written
+            time.sleep(_SETTLING_SECONDS)
+            self.look()
 
     @property
     def ended(self) -> bool:
         """Whether every rank has closed its recording."""
-        return self._progress.state == "closed"
+        return self._progress.closed
 
     def look(self) -> None:
         """Read how far it is."""
@@ -57,48 +51,27 @@ class WatchedTrace:
         now, nbytes = time.monotonic(), self._progress.nbytes
         if self._looks and nbytes < self._looks[-1][1]:  # another recording took its place
             self._looks.clear()
-            self._grown = (0.0, -1)
         self._looks.append((now, nbytes))
         while len(self._looks) > 2 and now - self._looks[1][0] > _RATE_SECONDS:
             self._looks.popleft()
-        self._note_rate(now, nbytes)
-
-    def _note_rate(self, now: float, nbytes: int) -> None:
-        """Keep the rate since the last look that found more: a recorder writes blocks of steps, not single ones."""
-        seconds, before = self._grown
-        if nbytes == before:
-            return
-        if before >= 0 and len(self._progress.iterations):
-            self._rates.append((int(self._progress.iterations[-1]), (nbytes - before) / max(now - seconds, 1e-9)))
-        self._grown = (now, nbytes)
-
-    def settle(self) -> None:
-        """Look again if a file could not be read: it may have been half written."""
-        if self._trace.unsettled:
-            time.sleep(_SETTLING_SECONDS)
-            self.look()
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Of the last 30 seconds of watching; at first and at the end, the mean of the recording. None: not known."""
+        """Mean of the last 30 seconds of watching; None: it was not watched for a second yet."""
         (began, before), (now, nbytes) = self._looks[0], self._looks[-1]
-        if now - began > 1 and not self.ended:
-            return (nbytes - before) / (now - began)
-        return self._progress.bytes_per_second
+        return (nbytes - before) / (now - began) if now - began > 1 else None
 
     def to_json(self) -> dict[str, Any]:
         """How far it is, for scripts."""
         progress = self._progress
-        last = {"loss": last_of(progress.losses), "learning_rate": last_of(progress.learning_rates)}
         values: dict[str, Any] = {
-            "state": progress.state,
+            "closed": progress.closed,
             "world_size": progress.manifest.world_size,
             "common_steps": progress.common_steps,
             "most_steps": progress.most_steps,
             "last_iteration": int(progress.iterations[-1]) if len(progress.iterations) else None,
-            "last": last,
+            "loss": _finite(progress.losses)[-1] if len(progress.losses) else None,
             "nbytes": progress.nbytes,
-            "bytes_per_second": self.bytes_per_second,
             "budget": progress.budget,
             "non_finite": progress.non_finite,
             "written": progress.written,
@@ -107,30 +80,14 @@ class WatchedTrace:
         }
         return {name: plain(value) for name, value in values.items()}
 
-    def view(self) -> View:
-        """What to show: how far it is, bytes, the loss, and every rank."""
+    def drawn(self) -> Group:
+        """Draw how far it is, bytes, the loss, and every rank."""
         progress = self._progress
-        series = [_series("loss", progress), _series("learning_rate", progress)]
-        if self._rates:
-            steps, rates = zip(*self._rates, strict=True)
-            series.append(Series("bytes_per_second", steps, rates))
-        return View(
-            str(self._folder),
-            head(progress),
-            facts=facts(progress, self.bytes_per_second, time.time()),
-            series=[one for one in series if one is not None],
-            tables=[ranks_table(progress.ranks)] if progress.ranks else [],
-            problems=progress.problems,
-        )
-
-
-def _series(name: str, progress: TraceProgress) -> Series | None:
-    """What was annotated, by iteration; None if nothing was."""
-    values = {"loss": progress.losses, "learning_rate": progress.learning_rates}[name]
-    if np.isnan(values).all():
-        return None
-    finite = [float(value) if math.isfinite(value) else None for value in values]
-    return Series(name, progress.iterations.tolist(), finite, drawn=name == "loss")
+        parts = [text(str(self._folder)), text(head(progress), style="bold")]
+        parts += [text(f"{name}: {value}") for name, value in facts(progress, self.bytes_per_second, time.time())]
+        losses = [] if np.isnan(progress.losses).all() else [numbers([Series("loss", _finite(progress.losses))])]
+        ranks = [ranks_table(progress.ranks)] if progress.ranks else []
+        return Group(*parts, *losses, *ranks, *last_lines("problems:", progress.problems))
 
 
 def head(progress: TraceProgress) -> str:
@@ -138,7 +95,7 @@ def head(progress: TraceProgress) -> str:
     ranks, there = progress.manifest.world_size, len(progress.ranks)
     most = "" if progress.most_steps is None else f" of at most {progress.most_steps}"
     begun = "" if there == ranks else f", of which {there} have begun"
-    return f"{progress.common_steps}{most} steps on all {ranks} ranks{begun}, {_STATES[progress.state]}"
+    return f"{progress.common_steps}{most} steps on all {ranks} ranks{begun}, {'closed' if progress.closed else 'open'}"
 
 
 def facts(progress: TraceProgress, bytes_per_second: float | None, now: float) -> list[tuple[str, str]]:
@@ -151,8 +108,8 @@ def facts(progress: TraceProgress, bytes_per_second: float | None, now: float) -
     """
     since = format_seconds(max(0.0, now - progress.written))
     found = [("written", f"{format_bytes(progress.nbytes)}, the last of it {since} ago")]
-    if bytes_per_second is not None:
-        found.append(("rate", written("bytes_per_second", bytes_per_second)))
+    if bytes_per_second is not None and not progress.closed:
+        found.append(("rate", f"{format_bytes(bytes_per_second)}/s"))
     if progress.budget is not None:
         left = progress.budget - progress.nbytes
         share = format_percent(left / progress.budget, 0)
@@ -161,10 +118,12 @@ def facts(progress: TraceProgress, bytes_per_second: float | None, now: float) -
         found.append(("steps lost, of all ranks", format_count(lost)))
     if progress.non_finite:
         found.append(("elements that are not finite", format_count(progress.non_finite)))
+    if not progress.closed:
+        found.append(("if its run was killed", "gradlab trace repair closes it"))
     return found
 
 
-def ranks_table(ranks: Sequence[RankProgress]) -> Rows:
+def ranks_table(ranks: Sequence[RankProgress]) -> Group:
     """List the ranks; of many, those that are furthest behind."""
     listed = list(ranks) if len(ranks) <= _MOST_RANKS else sorted(ranks, key=lambda rank: rank.steps)[:_MOST_RANKS]
     cells = [
@@ -174,15 +133,14 @@ def ranks_table(ranks: Sequence[RankProgress]) -> Rows:
             "-" if rank.last_iteration is None else str(rank.last_iteration),
             str(rank.steps_lost),
             format_bytes(rank.nbytes),
-            rank.state,
+            "closed" if rank.closed else "open",
         )
         for rank in listed
     ]
     if len(ranks) > _MOST_RANKS:
         cells.append((f"and {len(ranks) - _MOST_RANKS} more", "", "", "", "", ""))
-    return Rows("ranks", ("rank", "steps", "last iteration", "lost", "bytes", "state"), cells)
+    return rows("ranks", ("rank", "steps", "last iteration", "lost", "bytes", "state"), cells)
 
 
-def last_of(values: np.ndarray) -> float | None:
-    """Return the last value; None if there is none, or it is not finite."""
-    return float(values[-1]) if len(values) and math.isfinite(values[-1]) else None
+def _finite(values: np.ndarray) -> list[float | None]:
+    return [float(value) if math.isfinite(value) else None for value in values]

@@ -13,8 +13,6 @@ from rich.console import Console
 from campaigns.fuzzed.case import Case, Format, altered_json, damaged, odd
 from gradlab.analysis.report.beside import write_beside
 from gradlab.cli.watch.log import WatchedLog
-from gradlab.cli.watch.server import Numbers
-from gradlab.cli.watch.terminal import drawn
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 
@@ -67,7 +65,7 @@ def odd_rules(draw: np.random.Generator) -> Any:
 
 
 def watched(path: Path) -> str:
-    """Watch the file's first half, and then all of it: on a page, in a terminal, and as JSON."""
+    """Watch the file's first half, and then all of it: in a terminal, and as JSON."""
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     refused, log = None, None
@@ -77,11 +75,12 @@ def watched(path: Path) -> str:
         refused = error
     path.write_bytes(data)
     log = log or WatchedLog(path)
-    page = Numbers(log)
     for _ in range(3):  # each look goes on behind a line that the one before could not read
-        page._until = 0.0
-        json.loads(page.answer())
-    Console(file=io.StringIO(), width=100).print(drawn(log.view()))
+        try:
+            log.look()
+        except GradlabError as error:
+            refused = error
+    Console(file=io.StringIO(), width=100).print(log.drawn())
     json.dumps(plain(log.to_json()), allow_nan=False)
     if refused is not None:
         raise refused
