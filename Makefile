@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test thorough explore gpu quality typecheck benchmark capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports first-hour loggers hashes install clean corpus docs docs-links
+.PHONY: demo test thorough explore gpu quality typecheck capture-cost speed rates netbench-table compare compare-text figures-check lgc matrix faults kills outages interrupts resume frameworks nodes mutants convergence fuzz played reports first-hour loggers hashes install clean corpus docs docs-links
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -37,9 +37,6 @@ quality: install
 typecheck: install
 	mkdir -p $(WORK) && cd $(WORK) && $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p gradlab
 
-benchmark: install
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/step_time.py
-
 # What recording costs: two models, with a core to spare and without (on two cores), and the disk. A run adds its rows.
 capture-cost: install
 	mkdir -p runs
@@ -57,13 +54,12 @@ speed: install
 	$(BIN)/python benchmarks/small_layers.py --rows $(ROWS)/small-layers.jsonl
 	$(BIN)/python benchmarks/lockstep_ranks.py --rows $(ROWS)/lockstep-ranks.jsonl
 
-# Errors over bits of every codec on recordings, beside the least there can be, and what would make ecsq better
+# Errors over bits of every codec on recordings, beside the least there can be
 # (RECORDINGS="TITLE=FOLDER ...", 10 minutes each).
 RECORDINGS ?= ResNet-8=runs/compare/trace
 rates: install
 	mkdir -p $(ROWS)
 	$(BIN)/python benchmarks/rate_distortion.py --rows $(ROWS)/rate-distortion.jsonl --recordings $(RECORDINGS)
-	$(BIN)/python benchmarks/ecsq_refinements.py --rows $(ROWS)/ecsq-refinements.jsonl --recordings $(RECORDINGS)
 
 # Step over computing alone on limited links, beside PyTorch's hooks (hours, and root; NETBENCH=the folder of its run.sh).
 NETBENCH ?= ../shared/tools/netbench
@@ -100,7 +96,6 @@ lgc: install
 	$(BIN)/python benchmarks/lgc.py cifar10 --data $(DATA) --train runs/lgc/rows.jsonl --table
 	$(BIN)/python benchmarks/lgc.py camvid --data $(STREETS) --train runs/lgc/rows.jsonl --table
 	$(BIN)/python benchmarks/lgc_figures.py --data $(DATA) --rows runs/lgc/figures.jsonl --traces runs/lgc --information runs/lgc/information.svg --sparsification runs/lgc/sparsification.svg --reconstruction runs/lgc/reconstruction.svg
-	$(BIN)/python benchmarks/lgc_phases.py --data $(DATA) --rows runs/lgc/phases.jsonl --traces runs/lgc --table --figure runs/lgc/phases.svg
 	$(BIN)/python benchmarks/lgc_bytes.py table6
 
 # Longer campaigns, each a table on standard output: codec x DDP option x ranks; ranks killed, stopped and failing, kills

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ import torch
 import torch.distributed as dist
 from predicted_steps import residual_layers
 from rows import Row, add, read
-from step_time import network
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -104,6 +104,17 @@ RATE = 0.001
 UNIT_CAP_MB = 0.1
 
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+def network(width: int) -> nn.Module:
+    """A plain convolutional network whose wider layers hold most of the parameters, as a residual network's do."""
+    torch.manual_seed(0)
+    channels = [3, width, 2 * width, 4 * width, 8 * width]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+        layers += [nn.Conv2d(after, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], 10))
 
 
 def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:

@@ -24,9 +24,9 @@ def check(*pages: Path) -> tuple[int, list[str]]:
 def test_every_figure_of_the_docs_is_in_the_rows_and_one_that_is_not_is_told(tmp_path: Path) -> None:
     """In one run, as most of its time goes into imports."""
     page = tmp_path / "page.md"
-    command = "<!-- printed by: benchmarks/fsdp_text.py --table -->"
+    command = "<!-- printed by: benchmarks/lockstep_ranks.py --rows benchmarks/results/lockstep-ranks.jsonl --table -->"
     page.write_text(
-        f"{command}\n\n| way | loss |\n|---|---|\n| int8 | 2.3843, 2.41 |\n| top-k 1 % | 2.8198, -0.4849 |\n\n"
+        f"{command}\n\n| codec | ms |\n|---|---|\n| topk | 9.1, 9.0 |\n| clt_k | 4.4, -3.5 |\n\n"
         f"{command}\n\n```\n{'1.5 ' * 12}\n```\n\n"
         "<!-- no rows: lost -->\n| a | 5.5 |\n|---|---|\n\ntext\n\n| b | 1 |\n|---|---|\n| c | 2 |\n"
     )
@@ -35,8 +35,8 @@ def test_every_figure_of_the_docs_is_in_the_rows_and_one_that_is_not_is_told(tmp
     told = [line for line in lines if " found, 0 missing" not in line or line.startswith("page.md")]
     assert told[:-1] == [
         "page.md:3: 2 found, 2 missing",
-        "    2.8198",
-        "    -0.4849",
+        "    4.4",
+        "    -3.5",
         "page.md:10: 0 found, 1 missing",
         "    " + "1.5 " * 12,
         "page.md:15: no rows: lost",

@@ -17,7 +17,7 @@ from gradlab.plan import Plan, method_plan, named_plan
 from gradlab.plan.recipes import METHODS
 from support.benchmark_modules import BENCHMARKS, benchmark_modules
 
-MODULES = ("accuracy", "compared", "fsdp_text", "lgc", "methods", "node_steps", "residual_rates", "text_chars")
+MODULES = ("accuracy", "compared", "lgc", "methods", "node_steps", "text_chars")
 LAYERS = (
     Layer("conv", (16, 8, 3, 3), "convolution"),
     Layer("norm", (16,), "normalization"),
@@ -115,18 +115,11 @@ def test_rows_by_layer_have_the_settings_in_their_titles(benchmarks: Mapping[str
         assert (METHODS[name].codec, {"": dict(row.settings)}) == (row.codec, said)
 
 
-def test_tables_of_codecs_have_recipes_under_their_names(benchmarks: Mapping[str, ModuleType]) -> None:
-    nodes, shards, rates = (benchmarks[name] for name in ("node_steps", "fsdp_text", "residual_rates"))
-    tables = [
-        {title: way[:2] for title, way in nodes.CODECS.items()},
-        {title: (way.codec, way.settings) for title, way in shards.WAYS.items()},
-        {title: way[:2] for title, way in rates.CODECS.items()},
-    ]
-    for table in tables:
-        rows = named(table)
-        assert rows
-        for title, (codec, settings) in rows.items():
-            check(title, named_plan(LAYERS, codec, **settings))
+def test_ways_of_codecs_have_recipes_under_their_names(benchmarks: Mapping[str, ModuleType]) -> None:
+    rows = named({title: way[:2] for title, way in benchmarks["node_steps"].CODECS.items()})
+    assert rows
+    for title, (codec, settings) in rows.items():
+        check(title, named_plan(LAYERS, codec, **settings))
 
 
 def test_dgc_beside_lgc_is_its_recipe(benchmarks: Mapping[str, ModuleType]) -> None:

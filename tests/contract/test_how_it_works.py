@@ -1,4 +1,4 @@
-"""The page that explains gradlab: its codec prints what stands there, on a process group too; its figure is drawn."""
+"""The page that explains gradlab: its codec prints what stands there, on a process group too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gradlab.runtime import Communicator, drive
-from support.benchmark_modules import benchmark_modules
 from support.reference import DOCS
 
 PAGE = (DOCS / "how-it-works.md").read_text()
@@ -34,10 +33,3 @@ def test_the_same_generator_runs_on_a_process_group() -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert mean.tolist() == [2.0, -2.0]
-
-
-def test_the_figure_is_what_its_script_draws() -> None:
-    with benchmark_modules("how_it_works_figure") as modules:
-        drawing = modules["how_it_works_figure"]
-        drawn = drawing.figure([*drawing.conversation(), *drawing.drivers()])
-    assert (DOCS / "figures" / "how-it-works.svg").read_text() == drawn

@@ -49,7 +49,7 @@ def test_bivariate_normal_pairs_have_the_information_they_have(method: str, rho:
 
 
 def test_dependence_that_is_not_monotone_is_seen_by_all_but_the_copula() -> None:
-    """I(x; x^2 + e) = 0.620 bits, by quadrature (benchmarks/information.py)."""
+    """I(x; x^2 + e) = 0.620 bits, by quadrature."""
     x, e = np.random.default_rng(3).standard_normal((2, 20_000))
     assert mutual_information(x, x**2 + e, "mixed") == pytest.approx(0.620, abs=0.03)
     assert abs(mutual_information(x, x**2 + e, "copula")) < 0.01

@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from gradlab.analysis.figures.lgc import plot_rates, plot_reconstruction, plot_sparsification
+from gradlab.analysis.figures.lgc import plot_reconstruction, plot_sparsification
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.fit.lgc.fit import Fitting, fit_lgc, learn
 from gradlab.analysis.fit.lgc.learners import Inputs, RingLearner, learner_of, reconstruction_errors
 from gradlab.analysis.fit.lgc.selection_codes import codes_without_learning
 from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
-from gradlab.analysis.fit.lgc.value_codes import RatePoint
 from gradlab.artifact import Artifact
 from gradlab.codec import seeded_generator
 from gradlab.codecs.lgc_ring import LgcRing
@@ -429,15 +428,13 @@ def test_errors_while_it_learns_are_of_weights_that_have_not_seen_the_iteration(
 def test_figures_are_drawn(tmp_path: Path) -> None:
     losses = {"fixed": [2.0, 1.5, 1.4], "warm-up": [2.0, 1.2, 1.0]}
     errors = {f"{nodes} nodes": {"ring": [1.0] * 25, "server": [0.9] * 25} for nodes in (24, 32)}
-    rates = {"scalar": [RatePoint(1.0, 0.3), RatePoint(2.0, 0.1)], "trellis": [RatePoint(1.1, 0.2)]}
     with drawing():
         figures = (
             plot_sparsification(losses, 20),
             plot_reconstruction(errors, caption="24 nodes " * 40 + "\n32 nodes"),
-            plot_rates(rates),
         )
     lines = [len(figure.axes[0].get_lines()) for figure in figures]
-    assert lines == [2, 3, 3]
+    assert lines == [2, 3]
     wrapped = figures[1].get_supxlabel().split("\n")
     assert " ".join(wrapped[:-1]).split() == ["24", "nodes"] * 40  # what it was drawn with is below, in lines that fit
     assert wrapped[-1] == "32 nodes"
