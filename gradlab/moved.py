@@ -17,7 +17,6 @@ NAMES = {
     "gradlab.analysis.rate_distortion": "gradlab.analysis.measure.rate_distortion",
     "gradlab.analysis.sensitivity": "gradlab.analysis.layer_plan.sensitivity",
     "gradlab.analysis.setting_grids": "gradlab.analysis.layer_plan.grids",
-    "gradlab.analysis.value_codes": "gradlab.analysis.fit.lgc.value_codes",
     "gradlab.autoencoder": "gradlab.learning.autoencoder",
     "gradlab.bits": "gradlab.coding.bits",
     "gradlab.blocks": "gradlab.codec.blockwise",
