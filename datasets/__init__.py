@@ -1,4 +1,4 @@
-"""Workloads: a data set with the model and the recipe that the papers pair it with; and synthetic gradients.
+"""Workloads: a data set with the model and the recipe that the papers pair it with.
 
 workload = gradlab.datasets.get("digits")
 data = workload.load()
@@ -11,10 +11,8 @@ A workload's class takes other settings: `gradlab.datasets.TextWords(context=128
 
 from __future__ import annotations
 
-from gradlab.datasets.camvid import CamVid
-from gradlab.datasets.cifar10 import Cifar10
 from gradlab.datasets.digits import Digits
-from gradlab.datasets.fashion_mnist import FashionMnist
+from gradlab.datasets.images import CamVid, Cifar10, FashionMnist
 from gradlab.datasets.metric import LogitMetric
 from gradlab.datasets.optimizer import build_optimizer, clip_gradients
 from gradlab.datasets.recipe import Recipe, learning_rate_at

@@ -35,16 +35,8 @@ class ConvolutionalNetwork(nn.Module):
 
 
 def initialized(classes: int, seed: int) -> ConvolutionalNetwork:
-    """Build a network whose values follow from the seed alone. The global generator is left as it was.
-
-    Args:
-        classes: number of classes.
-        seed: of all values.
-
-    Returns:
-        The network, on the CPU.
-    """
-    # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
+    """Build a network on the CPU whose values follow from the seed alone."""
+    # Layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):
         network = ConvolutionalNetwork(classes)
     generator = torch.Generator().manual_seed(seed)

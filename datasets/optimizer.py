@@ -16,12 +16,7 @@ Parameters = Iterable[nn.Parameter]
 def build_optimizer(recipe: Recipe, parameters: Parameters) -> torch.optim.Optimizer:
     """Build SGD or AdamW with the recipe's settings, at the learning rate of step 0.
 
-    Args:
-        recipe: of the run.
-        parameters: the model's.
-
-    Returns:
-        The optimizer; of two groups, matrices first, if the recipe does not decay vectors.
+    It has two groups, matrices first, if the recipe does not decay vectors.
     """
     rate, groups = learning_rate_at(recipe, 0), _groups(recipe, parameters)
     if recipe.optimizer == "adamw":
@@ -45,10 +40,6 @@ def clip_gradients(recipe: Recipe, parameters: Parameters) -> None:
     """Scale all gradients by min(1, clip_norm / norm), in place; nothing without a `clip_norm`.
 
     It comes after the exchange, so that every rank clips the same averaged gradient.
-
-    Args:
-        recipe: of the run.
-        parameters: the model's, with their gradients.
     """
     if recipe.clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)

@@ -64,16 +64,7 @@ class PyramidSceneParsing(nn.Module):
 
 
 def initialized(widths: Sequence[int], classes: int, seed: int) -> PyramidSceneParsing:
-    """Build a network whose values follow from the seed alone. The global generator is left as it was.
-
-    Args:
-        widths: channels of the four stages.
-        classes: number of classes.
-        seed: of all values.
-
-    Returns:
-        The network, on the CPU.
-    """
+    """Build a network on the CPU whose values follow from the seed alone. widths: channels of the four stages."""
     with torch.random.fork_rng(devices=[]):
         network = PyramidSceneParsing(widths, classes)
     draw_weights(network, seed)

@@ -42,38 +42,26 @@ class Recipe:
     decays_vectors: bool = True  # False: no weight decay of parameters of less than two dimensions
 
     def __post_init__(self) -> None:
-        sound = {
-            "learning_rate": self.learning_rate > 0 and math.isfinite(self.learning_rate),
-            "momentum": 0 <= self.momentum < 1,
-            "weight_decay": self.weight_decay >= 0 and math.isfinite(self.weight_decay),
-            "batch_size": self.batch_size >= 1,
-            "steps": self.steps >= 1,
-            "warmup_steps": 0 <= self.warmup_steps <= self.steps,
-            "schedule": self.schedule in get_args(Schedule),
-            "nesterov": not self.nesterov or (self.momentum > 0 and self.optimizer == "sgd"),
-            "optimizer": self.optimizer in get_args(Optimizer),
-            "second_momentum": 0 <= self.second_momentum < 1,
-            "end_factor": 0 <= self.end_factor <= 1,
-            "clip_norm": self.clip_norm is None or (self.clip_norm > 0 and math.isfinite(self.clip_norm)),
+        rules = {
+            "learning_rate": (0 < self.learning_rate < math.inf, "a positive number"),
+            "momentum": (0 <= self.momentum < 1, "0 <= momentum < 1"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
+            "batch_size": (self.batch_size >= 1, "at least 1"),
+            "steps": (self.steps >= 1, "at least 1"),
+            "warmup_steps": (0 <= self.warmup_steps <= self.steps, f"0 to steps = {self.steps}"),
+            "schedule": (self.schedule in get_args(Schedule), f"one of {', '.join(get_args(Schedule))}"),
+            "nesterov": (
+                not self.nesterov or (self.momentum > 0 and self.optimizer == "sgd"),
+                "SGD and a momentum above 0 with it",
+            ),
+            "optimizer": (self.optimizer in get_args(Optimizer), f"one of {', '.join(get_args(Optimizer))}"),
+            "second_momentum": (0 <= self.second_momentum < 1, "0 <= second_momentum < 1"),
+            "end_factor": (0 <= self.end_factor <= 1, "0 <= end_factor <= 1"),
+            "clip_norm": (self.clip_norm is None or 0 < self.clip_norm < math.inf, "a positive number, or None"),
         }
-        expected = {
-            "learning_rate": "a positive number",
-            "momentum": "0 <= momentum < 1",
-            "weight_decay": "0 or more",
-            "batch_size": "at least 1",
-            "steps": "at least 1",
-            "warmup_steps": f"0 to steps = {self.steps}",
-            "schedule": f"one of {', '.join(get_args(Schedule))}",
-            "nesterov": "SGD and a momentum above 0 with it",
-            "optimizer": f"one of {', '.join(get_args(Optimizer))}",
-            "second_momentum": "0 <= second_momentum < 1",
-            "end_factor": "0 <= end_factor <= 1",
-            "clip_norm": "a positive number, or None",
-        }
-        for setting, fine in sound.items():
+        for setting, (fine, expected) in rules.items():
             if not fine:
-                value = getattr(self, setting)
-                raise GradlabError(f"recipe: {setting} is {value!r}, expected {expected[setting]}")
+                raise GradlabError(f"recipe: {setting} is {getattr(self, setting)!r}, expected {expected}")
 
 
 def learning_rate_at(recipe: Recipe, step: int) -> float:

@@ -73,19 +73,8 @@ class ResidualNetwork(nn.Module):
 def initialized(
     channels: int, widths: Sequence[int], blocks: Sequence[int], classes: int, seed: int
 ) -> ResidualNetwork:
-    """Build a residual network whose values follow from the seed alone. The global generator is left as it was.
-
-    Args:
-        channels: colours of an image.
-        widths: channels of each stage.
-        blocks: basic blocks in each stage.
-        classes: number of classes.
-        seed: of all values.
-
-    Returns:
-        The network, on the CPU.
-    """
-    # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
+    """Build a `ResidualNetwork` on the CPU whose values follow from the seed alone."""
+    # Layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):
         network = ResidualNetwork(channels, widths, blocks, classes)
     draw_weights(network, seed)
@@ -93,12 +82,7 @@ def initialized(
 
 
 def draw_weights(network: nn.Module, seed: int) -> None:
-    """Draw the weights of convolutions and linear layers in the network's order, and set their biases to zero.
-
-    Args:
-        network: changed in place.
-        seed: of the weights.
-    """
+    """Draw weights of convolutions and linear layers in the network's order, in place, and set their biases to 0."""
     generator = torch.Generator().manual_seed(seed)
     for module in network.modules():
         if isinstance(module, nn.Conv2d):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from gradlab.errors import GradlabError
 MAX_TEXT_BYTES = 1 << 27  # in one file; a token takes eight bytes in memory
 EXPECTED = "a text file, or a folder with train.txt and test.txt"
 _WHITE_SPACE = re.compile(rb"[ \t\r\n]")
+Cut = Literal["bytes", "characters", "words"]
 
 
 class Text(NamedTuple):
@@ -23,18 +24,15 @@ class Text(NamedTuple):
     source: str
 
 
-def read_texts(path: str, *, between_words: bool = False, between_characters: bool = False) -> tuple[Text, Text]:
+def read_texts(path: str, cut: Cut = "bytes") -> tuple[Text, Text]:
     """Read the training and the test text. In a single file these are the first 90 % of its bytes and the rest.
 
     A folder's valid.txt is not read, because nothing is tuned on it here.
 
     Args:
         path: a file, or a folder with train.txt and test.txt.
-        between_words: move the cut of a single file to the next white space.
-        between_characters: move the cut of a single file to the next beginning of a UTF-8 character.
-
-    Returns:
-        The training text and the test text.
+        cut: unit that the split of a single file must leave whole: "characters" of UTF-8, or "words" between white
+            space.
 
     Raises:
         GradlabError: if the path is missing, cannot be read, or holds an empty or an oversized file.
@@ -43,11 +41,11 @@ def read_texts(path: str, *, between_words: bool = False, between_characters: bo
     try:
         if place.is_dir():
             return _read(place / "train.txt"), _read(place / "test.txt")
-        whole = _read(place)
+        whole = _read(place).content
     except OSError as error:
         raise GradlabError(f"{path}: cannot be read ({error.strerror or error})") from error
-    cut = _cut(whole.content, between_words, between_characters)
-    return Text(whole.content[:cut], f"{path} (first 90 %)"), Text(whole.content[cut:], f"{path} (last 10 %)")
+    end = _end_of_training(whole, cut)
+    return Text(whole[:end], f"{path} (first 90 %)"), Text(whole[end:], f"{path} (last 10 %)")
 
 
 def _read(file: Path) -> Text:
@@ -63,14 +61,14 @@ def _read(file: Path) -> Text:
     return Text(content, str(file))
 
 
-def _cut(content: bytes, between_words: bool, between_characters: bool) -> int:
-    cut = 9 * len(content) // 10
-    if between_characters:
-        cut = next((place for place in range(cut, len(content)) if content[place] & 0xC0 != 0x80), len(content))
-    if not between_words:
-        return cut
-    space = _WHITE_SPACE.search(content, cut)
-    return space.start() if space else len(content)
+def _end_of_training(content: bytes, cut: Cut) -> int:
+    end = 9 * len(content) // 10
+    if cut == "characters":
+        return next((place for place in range(end, len(content)) if content[place] & 0xC0 != 0x80), len(content))
+    if cut == "words":
+        space = _WHITE_SPACE.search(content, end)
+        return space.start() if space else len(content)
+    return end
 
 
 def decoded(text: Text) -> str:
@@ -99,31 +97,20 @@ def windows(tokens: np.ndarray, context: int, source: str) -> tuple[torch.Tensor
     Raises:
         GradlabError: if there is no whole row.
     """
-    _require_a_row(tokens, context, source)
-    samples = (len(tokens) - 1) // context
-    line = torch.from_numpy(tokens[: samples * context + 1].astype(np.int64))
-    return line[:-1].view(samples, context), line[1:].view(samples, context)
+    line = _line(tokens, context, source)
+    rows = line[: (len(line) - 1) // context * context + 1]
+    return rows[:-1].view(-1, context), rows[1:].view(-1, context)
 
 
 def every_window(tokens: np.ndarray, context: int, source: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut tokens into rows that begin at every place, so that neighbours share all tokens but one.
-
-    Args:
-        tokens: integers (tokens,).
-        context: tokens in a row.
-        source: the text's name, for messages.
-    Returns:
-        The rows, and each token's successor: two int64 tensors (tokens - context, context), views of one copy.
-    Raises:
-        GradlabError: if there is no whole row.
-    """
-    _require_a_row(tokens, context, source)
-    line = torch.from_numpy(tokens.astype(np.int64))
+    """Cut tokens into rows that begin at every place: as `windows`, but (tokens - context, context)."""
+    line = _line(tokens, context, source)
     return line[:-1].unfold(0, context, 1), line[1:].unfold(0, context, 1)
 
 
-def _require_a_row(tokens: np.ndarray, context: int, source: str) -> None:
+def _line(tokens: np.ndarray, context: int, source: str) -> torch.Tensor:
     if len(tokens) <= context:
         raise GradlabError(
             f"{source}: {len(tokens)} tokens, expected at least {context + 1}: a context of {context} and its successor"
         )
+    return torch.from_numpy(tokens.astype(np.int64))

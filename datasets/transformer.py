@@ -98,18 +98,11 @@ class Transformer(nn.Module):
 
 
 def initialized(size: TransformerSize, seed: int) -> Transformer:
-    """Build a transformer whose values follow from the seed alone. The global generator is left as it was.
+    """Build a transformer on the CPU whose values follow from the seed alone.
 
     Weights are normal with deviation 0.02, divided by sqrt(2 layers) where a branch ends (GPT-2, section 2.3).
-
-    Args:
-        size: of the model.
-        seed: of all values.
-
-    Returns:
-        The transformer, on the CPU.
     """
-    # Torch's layers draw their default values from the global generator: those draws are undone, then overwritten.
+    # Layers draw their default values from the global generator: those draws are undone, then overwritten.
     with torch.random.fork_rng(devices=[]):
         network = Transformer(size)
     generator = torch.Generator().manual_seed(seed)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
 from gradlab.datasets.metric import IGNORED, LogitMetric
 from gradlab.datasets.recipe import Recipe
-from gradlab.datasets.splits import Splits
 from gradlab.errors import GradlabError
 
 
@@ -48,53 +45,43 @@ class Workload(ABC):
 
     @abstractmethod
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
-        """Read the data.
+        """Read the data and normalise them.
 
         Args:
             path: the file or folder, for data sets that need one.
             train_limit: number of leading training samples to keep. None: all.
             test_limit: number of leading test samples to keep. None: all.
 
-        Returns:
-            The data, normalised.
-
         Raises:
-            GradlabError: if the path is missing, unneeded, or does not hold this data set.
+            GradlabError: if the path is missing, unneeded, or does not hold this data set, or a limit is below 1.
         """
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """Build a new model on the CPU. No global generator is advanced.
+        """Build a new model on the CPU whose values follow from the seed. No global generator is advanced."""
 
-        Args:
-            seed: all values of the model follow from it.
-
-        Returns:
-            The model.
-        """
-
-    @abstractmethod
     def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Alter training inputs at random, or return them unchanged.
+        """Alter training inputs (batch, ...) at random, in the same shape. By default they stay as they are."""
+        return x
 
-        Args:
-            x: (batch, ...).
-            generator: of the random numbers.
+    @final
+    def required(self, path: str | None, expected: str) -> str:
+        """Return the path of the user's data.
 
-        Returns:
-            (batch, ...), in the same shape.
+        Raises:
+            GradlabError: without one; the message says what is expected.
         """
+        if path is None:
+            raise GradlabError(f"workload {self.name} needs a path: {expected}")
+        return path
 
     @final
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross entropy. Targets of class -100 do not count.
+        """Compute the mean cross entropy in nats. Targets of class -100 do not count.
 
         Args:
             output: logits (batch, ..., classes).
             target: classes (batch, ...).
-
-        Returns:
-            Nats, a scalar.
         """
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
@@ -108,9 +95,6 @@ class Workload(ABC):
             x: inputs (samples, ...).
             y: classes (samples, ...).
             batch_size: samples at a time. None: the recipe's batch size.
-
-        Returns:
-            The metric.
 
         Raises:
             GradlabError: if there are no samples.
@@ -129,15 +113,7 @@ class Workload(ABC):
 
 
 def limited(length: int, limit: int | None, split: str) -> int:
-    """Compute how many samples a limit keeps.
-
-    Args:
-        length: number of samples there are.
-        limit: number of samples at most. None: all.
-        split: "train" or "test", for messages.
-
-    Returns:
-        Number of samples.
+    """Compute how many of `length` samples a limit keeps. split: "train" or "test", for messages.
 
     Raises:
         GradlabError: for a limit below 1.
@@ -145,33 +121,3 @@ def limited(length: int, limit: int | None, split: str) -> int:
     if limit is not None and limit < 1:
         raise GradlabError(f"{split}_limit is {limit}: expected at least 1 sample, or None for all")
     return length if limit is None else min(length, limit)
-
-
-def limited_data(
-    splits: Splits,
-    normalized: Callable[[np.ndarray], torch.Tensor],
-    train_limit: int | None,
-    test_limit: int | None,
-) -> Data:
-    """Normalise both splits, each up to its limit.
-
-    Args:
-        splits: the arrays as they lie in the file.
-        normalized: turns images into float32 tensors.
-        train_limit: number of leading training samples to keep. None: all.
-        test_limit: number of leading test samples to keep. None: all.
-
-    Returns:
-        The data.
-
-    Raises:
-        GradlabError: for a limit below 1.
-    """
-    train = limited(len(splits.x_train), train_limit, "train")
-    test = limited(len(splits.x_test), test_limit, "test")
-    return Data(
-        normalized(splits.x_train[:train]),
-        torch.from_numpy(splits.y_train[:train].copy()),
-        normalized(splits.x_test[:test]),
-        torch.from_numpy(splits.y_test[:test].copy()),
-    )

@@ -23,7 +23,7 @@ def open_tar(path: Path, most_bytes: int, expected: str) -> Iterator[tarfile.Tar
     Args:
         path: the archive.
         most_bytes: that it may unpack to.
-        expected: what it should be, such as "a CIFAR-10 archive".
+        expected: what it should be, such as "a packed corpus".
 
     Raises:
         GradlabError: for a damaged or truncated archive, also while its members are read, or one that unpacks to more.

@@ -1,6 +1,6 @@
 """The project's files under attack: damaged, altered and sealed again, claiming too much; nothing may fall.
 
-    PYTHONPATH=tests python tests/campaigns/fuzz.py [--formats artifact cifar10 ...] [--count 1000] [--seconds 600]
+    PYTHONPATH=tests python tests/campaigns/fuzz.py [--formats artifact npz ...] [--count 1000] [--seconds 600]
         [--seed N] [--only artifact:1234]
 
 prints a table with a line per format and a line per finding; the exit code is 1 if there is one. Each case is one

@@ -38,7 +38,7 @@ def name(page: Path) -> str:
 
 def test_blocks_that_are_not_run_say_so_and_are_counted() -> None:
     blocks = [block for of_page in BLOCKS.values() for block in of_page]
-    skipped = [block.place for block in blocks if block.note == "not run"]
+    skipped = [block.place for block in blocks if block.note == "not run" and not block.why.startswith("tests/")]
     assert len(skipped) == NOT_RUN, skipped
     assert sum(block.note == "one run" for block in blocks) == NOT_COMPARED
     assert {block.why for block in blocks if block.note == "given"} <= set(GIVEN)

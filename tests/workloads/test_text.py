@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradlab import datasets
-from gradlab.datasets.characters import build_alphabet, encode_characters
 from gradlab.datasets.text_files import every_window, read_texts, windows
+from gradlab.datasets.tokens import build_alphabet, build_vocabulary, encode_characters, encode_words
 from gradlab.datasets.transformer import Transformer, TransformerSize, initialized
-from gradlab.datasets.vocabulary import build_vocabulary, encode
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from support.command_line import Command
@@ -58,16 +57,16 @@ def test_a_vocabulary_has_the_most_frequent_words_first_and_equal_ones_by_code_p
 
 def test_every_word_and_every_end_of_line_is_a_token() -> None:
     vocabulary = {"<unk>": 0, "<eos>": 1, "a": 2, "b": 3}
-    assert encode(" a  b \n\n c a", vocabulary).tolist() == [2, 3, 1, 1, 0, 2]
-    assert encode("a <unk>\r\nb\n", vocabulary).tolist() == [2, 0, 1, 3, 1]
-    assert encode("", vocabulary).tolist() == []
+    assert encode_words(" a  b \n\n c a", vocabulary).tolist() == [2, 3, 1, 1, 0, 2]
+    assert encode_words("a <unk>\r\nb\n", vocabulary).tolist() == [2, 0, 1, 3, 1]
+    assert encode_words("", vocabulary).tolist() == []
 
 
 @given(text=lines, limit=st.integers(3, 12))
 def test_encoding_follows_its_definition(text: str, limit: int) -> None:
     """Against an oracle that reads the text word by word."""
     vocabulary = build_vocabulary(text, limit)
-    tokens = encode(text, vocabulary)
+    tokens = encode_words(text, vocabulary)
     spelled = [word for line in text.split("\n") for word in [*line.split(), "<eos>"]][:-1]
     counts = Counter(word for word in spelled if word not in ("<unk>", "<eos>"))
     assert [vocabulary.get(word, 0) for word in spelled] == tokens.tolist()
@@ -102,12 +101,12 @@ def test_a_file_is_split_at_nine_tenths_and_nothing_is_lost(
     train, test = read_texts(str(file))
     assert train.content + test.content == content
     assert len(train.content) == 9 * len(content) // 10
-    train, test = read_texts(str(file), between_characters=True)
+    train, test = read_texts(str(file), "characters")
     assert train.content + test.content == content
     assert len(train.content) >= 9 * len(content) // 10
     assert all(0x80 <= byte < 0xC0 for byte in content[9 * len(content) // 10 : len(train.content)])
     assert not 0x80 <= (test.content or b"a")[0] < 0xC0
-    train, test = read_texts(str(file), between_words=True)
+    train, test = read_texts(str(file), "words")
     assert train.content + test.content == content
     assert len(train.content) >= 9 * len(content) // 10
     assert test.content[:1] in (b"", b" ", b"\t", b"\r", b"\n")

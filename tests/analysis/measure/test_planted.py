@@ -13,10 +13,10 @@ from gradlab.analysis.measure.information import gaussian_information
 from gradlab.analysis.measure.noise_scale import noise_scale
 from gradlab.analysis.measure.slices.structure import principal_angles
 from gradlab.analysis.measure.spectrum import measure_spectrum
-from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine
 from gradlab.layout import Layer
 from gradlab.learning.slice_pca import principal_axes
 from support.recorded import record_layer
+from support.synthetic import GradientModel, draw, expected_cosine
 
 LAYER = Layer("fc.weight", (40, 30), "linear")
 RANK, DRIFT, STEPS = 6, 0.004, 160

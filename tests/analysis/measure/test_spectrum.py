@@ -29,7 +29,6 @@ from gradlab.analysis.measure.spectrum import (
 from gradlab.analysis.report.verdict import fit_verdict
 from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
-from gradlab.datasets.synthetic import GradientModel, draw, expected_cosine, expected_tail_energy
 from gradlab.errors import GradlabError
 from gradlab.formatting import (
     format_bytes,
@@ -44,6 +43,7 @@ from gradlab.layout import Layer, canonical_json, flatten, split_slices
 from gradlab.learning.slice_pca import principal_axes
 from gradlab.plan import Plan
 from support.recorded import BIAS, CONVOLUTION, LAYERS, LINEAR, random_gradients, record, record_layer
+from support.synthetic import GradientModel, draw, expected_cosine, expected_tail_energy
 
 PLANTED = Layer("conv.weight", (8, 4, 3, 3), "convolution")  # one slice of 288
 

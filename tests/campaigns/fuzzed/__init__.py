@@ -8,7 +8,7 @@ from campaigns.fuzzed.artifact import ArtifactFiles
 from campaigns.fuzzed.case import Case, Format
 from campaigns.fuzzed.checkpoint import CheckpointFiles
 from campaigns.fuzzed.corpus import Corpus
-from campaigns.fuzzed.images import Cifar10, Cifar10Arrays, FashionMnist
+from campaigns.fuzzed.images import Arrays
 from campaigns.fuzzed.messages import Messages, Network
 from campaigns.fuzzed.plain import Measurements, Settings
 from campaigns.fuzzed.runs import Logs, Reports
@@ -21,9 +21,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "settings": Settings,
     "measurements": Measurements,
     "corpus": Corpus,
-    "cifar10": Cifar10,
-    "npz": Cifar10Arrays,
-    "idx": FashionMnist,
+    "npz": Arrays,
     "messages": Messages,
     "network": Network,
     "log": Logs,

@@ -36,12 +36,12 @@ from gradlab.analysis.report.drawings import slice_structure_drawings
 from gradlab.analysis.report.tables import slice_structure_table
 from gradlab.cli.analyze import analyze
 from gradlab.codecs.gradiveq import GradiVeQ
-from gradlab.datasets.synthetic import GradientModel, draw, expected_spectrum, expected_tail_energy
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer, canonical_json, flatten
 from support.laws import law
 from support.recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
+from support.synthetic import GradientModel, draw, expected_spectrum, expected_tail_energy
 
 ALL = DimensionRule(loss_threshold=0.0)  # every axis that holds variance
 CUBE = Layer("conv.weight", (4, 2, 3, 3), "convolution")  # nine slices of F D = 8

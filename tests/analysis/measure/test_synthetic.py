@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import subspace_angles
 
-from gradlab.datasets import synthetic
-from gradlab.errors import GradlabError
+from support import synthetic
 
 MODEL = synthetic.GradientModel(
     numel=40, eigenvalues=(9.0, 4.0, 1.0), noise_std=(0.5, 1.0, 0.25), shared=0.6, drift=0.02
@@ -45,8 +44,7 @@ def _z_scores(x: np.ndarray, y: np.ndarray, truth: np.ndarray, xx: np.ndarray, y
     return error / np.sqrt((np.outer(np.diag(xx), np.diag(yy)) + truth * truth.T) / len(x))
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 1), (0, 1), (2, 1)])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("first", "second", "seed"), [(0, 0, 0), (2, 1, 1)])
 def test_the_empirical_covariance_is_the_stated_one(first: int, second: int, seed: int) -> None:
     model = dataclasses.replace(MODEL, drift=0.0)
     drawn = synthetic.draw(model, STEPS, np.random.default_rng(seed))
@@ -67,17 +65,15 @@ def test_nodes_at_different_steps_are_unrelated() -> None:
     assert np.abs(_z_scores(x, y, np.zeros((40, 40)), *covariances)).max() < 5.5
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_cosine_between_nodes_is_the_stated_one_under_drift(seed: int) -> None:
-    values = synthetic.draw(MODEL, STEPS, np.random.default_rng(seed)).values.astype(float)
+def test_the_cosine_between_nodes_is_the_stated_one_under_drift() -> None:
+    values = synthetic.draw(MODEL, STEPS, np.random.default_rng(0)).values.astype(float)
     products = np.einsum("tmi,tni->mn", values, values) / STEPS
     lengths = np.sqrt(np.diag(products))
     assert np.diag(products) == pytest.approx(synthetic.expected_energy(MODEL), rel=0.06)
     assert np.abs(products / np.outer(lengths, lengths) - synthetic.expected_cosine(MODEL)).max() < 0.03
 
 
-@pytest.mark.parametrize("age", [0, 10, 40])
-@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize(("kept", "age"), [(1, 0), (3, 40)])
 def test_a_basis_loses_with_age_what_is_stated(kept: int, age: int) -> None:
     drawn = synthetic.draw(MODEL, STEPS, np.random.default_rng(3))
     lost = total = 0.0
@@ -86,15 +82,6 @@ def test_a_basis_loses_with_age_what_is_stated(kept: int, age: int) -> None:
         energy, coefficients = gradient @ gradient, drawn.basis(step - age)[:, :kept].T @ gradient
         lost, total = lost + energy - coefficients @ coefficients, total + energy
     assert lost / total == pytest.approx(synthetic.expected_tail_energy(MODEL, kept, age, node=1), abs=0.015)
-
-
-def test_the_mean_over_nodes_has_the_stated_spectrum() -> None:
-    model = dataclasses.replace(MODEL, drift=0.0)
-    mean = synthetic.draw(model, 4 * STEPS, np.random.default_rng(4)).values.astype(float).mean(axis=1)
-    spectrum = np.linalg.eigvalsh(mean.T @ mean / len(mean))[::-1]
-    expected = synthetic.expected_mean_spectrum(model)
-    assert spectrum[:3] == pytest.approx(expected[:3], rel=0.06)
-    assert spectrum[3:].mean() == pytest.approx(expected[3:].mean(), rel=0.02)
 
 
 @settings(max_examples=40, deadline=None)
@@ -126,8 +113,6 @@ def test_every_formula_follows_from_the_covariance(
     pairs = [[_covariance(model, now, m, n) for n in range(model.nodes)] for m in range(model.nodes)]
     cosine = np.trace(pairs[node][other]) / np.sqrt(np.trace(own) * np.trace(pairs[other][other]))
     assert synthetic.expected_cosine(model)[node, other] == pytest.approx(cosine)
-    mean = np.mean(pairs, axis=(0, 1))
-    assert np.allclose(np.linalg.eigvalsh(mean)[::-1], synthetic.expected_mean_spectrum(model), atol=1e-9)
 
 
 def test_a_draw_follows_from_its_generator() -> None:
@@ -136,33 +121,3 @@ def test_a_draw_follows_from_its_generator() -> None:
     assert first.shape == (3, 3, 40)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
-
-
-def test_named_spectra_fall_as_stated() -> None:
-    assert synthetic.geometric_spectrum(3, 0.5, 4.0) == (4.0, 2.0, 1.0)
-    assert synthetic.power_spectrum(3, 2.0, 36.0) == pytest.approx((36.0, 9.0, 4.0))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"numel": 5}, "numel 5: expected at least 2 x rank = 6"),
-        ({"eigenvalues": ()}, "expected at least one, positive, falling"),
-        ({"eigenvalues": (1.0, 2.0)}, "falling"),
-        ({"eigenvalues": (1.0, 0.0)}, "positive"),
-        ({"noise_std": ()}, "one value per node"),
-        ({"noise_std": (-1.0,)}, "0 or more"),
-        ({"shared": 1.1}, "shared 1.1"),
-        ({"drift": float("nan")}, "drift nan"),
-    ],
-)
-def test_settings_that_describe_no_model_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(GradlabError, match=message):
-        dataclasses.replace(MODEL, **changes)  # type: ignore[arg-type]
-
-
-def test_impossible_draws_and_ranks_are_refused() -> None:
-    with pytest.raises(GradlabError, match="steps 0"):
-        synthetic.draw(MODEL, 0, np.random.default_rng(0))
-    with pytest.raises(GradlabError, match="4 directions kept: expected 0 to rank = 3"):
-        synthetic.expected_tail_energy(MODEL, 4)
