@@ -194,6 +194,29 @@ def lockstep(
     return history
 
 
+def together(cases: Sequence[str], grouping: str, feedback: bool) -> Plan:
+    """One plan of several cases, each with layers "<number>_<name>" and groups "<case>/<name>" of its own."""
+    every, groups, learned_by = [], [], {}
+    for number, case in enumerate(cases):
+        plan = plan_for(case, grouping, feedback, shapes=numbered(number))
+        every += plan.layers
+        for group in plan.groups:
+            groups.append(replace(group, name=f"{case}/{group.name}"))
+            if group.name in plan.learned:
+                learned_by[groups[-1].name] = plan.learned[group.name]
+    return Plan(tuple(every), tuple(groups), seed=3, learned=learned_by)
+
+
+def numbered(number: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of one case of several."""
+    return {f"{number}_{name}": shape for name, shape in SHAPES.items()}
+
+
+def all_numbered(cases: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of several cases."""
+    return {name: shape for number in range(len(cases)) for name, shape in numbered(number).items()}
+
+
 class Part(NamedTuple):
     """What one rank holds after an exchange."""
 
@@ -204,21 +227,20 @@ class Part(NamedTuple):
 STEPS = 4  # of the engine against lockstep
 
 
-def lockstep_part(group: dist.ProcessGroup, *case: Any) -> list[dict[str, Part]]:
+def lockstep_part(group: dist.ProcessGroup, *run: Any) -> list[dict[str, Part]]:
     """This rank's part of the prescribed run, per step and group: rank 0 computes it, and hands the parts out."""
     received: list[Any] = [None]
-    parts = prescribed_run(dist.get_world_size(group), *case) if dist.get_rank(group) == 0 else None
+    parts = prescribed_run(dist.get_world_size(group), *run) if dist.get_rank(group) == 0 else None
     dist.scatter_object_list(received, parts, src=0, group=group)
     return received[0]
 
 
-@functools.cache
 def prescribed_run(
-    world_size: int, codec: str, grouping: str, feedback: bool, dtype: torch.dtype
+    world_size: int, cases: Sequence[str], grouping: str, dtype: torch.dtype
 ) -> list[list[dict[str, Part]]]:
     """What prescribed gradients lead to in lockstep, by rank, step and group."""
-    plan = plan_for(codec, grouping, feedback)
-    history = lockstep(plan, world_size, STEPS, lambda rank, step: gradients(SHAPES, rank, step, dtype))
+    plan, shapes = together(cases, grouping, feedback=True), all_numbered(cases)
+    history = lockstep(plan, world_size, STEPS, lambda rank, step: gradients(shapes, rank, step, dtype))
     return [
         [
             {name: Part(by_rank[rank].value.mean, by_rank[rank].value.state) for name, by_rank in step.items()}
@@ -229,88 +251,84 @@ def prescribed_run(
 
 
 @functools.cache
-def asks_for_means(codec: str, grouping: str, feedback: bool) -> bool:
+def asks_for_means(case: str) -> bool:
     """Whether a codec ever asks for a Mean, whose summation order the backend may choose."""
-    plan, grads, seen = plan_for(codec, grouping, feedback), gradients(SHAPES, 0, 0), []
+    plan, grads, seen = plan_for(case, "layer", True), gradients(SHAPES, 0, 0), []
     for group in plan.groups:
         own = {name: grads[name] for name in group.layers}
         run_lockstep([observed(exchange_group(plan.build(group), own, {}, Context(0, 1, 0, group.name)), seen)])
-    return codec_of(codec) in AVERAGES_LATER or any(isinstance(request, Mean) for request in seen)
+    return codec_of(case) in AVERAGES_LATER or any(isinstance(request, Mean) for request in seen)
 
 
 def engine_against_lockstep(
-    group: dist.ProcessGroup, codec: str, grouping: str, feedback: bool, deterministic: bool, dtype: str
+    group: dist.ProcessGroup, cases: Sequence[str], grouping: str, deterministic: bool, dtype: str
 ) -> dict[str, Any]:
-    """Train a prescribed model under DDP on several buckets; compare with the lockstep run of the same plan."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    plan, kind = plan_for(codec, grouping, feedback), getattr(torch, dtype)
-    reference = lockstep_part(group, codec, grouping, feedback, kind)
-    model = DistributedDataParallel(Prescribed(SHAPES, kind), process_group=group, bucket_cap_mb=0.01)
-    bitwise, largest, finite = True, 0.0, True
-    with CompressionState(
-        plan,
-        model,
-        deterministic=deterministic,
-        check_requests=True,
-        segment_bytes=4096,
-        process_group=SPARE.get(world_size),
-    ) as state:
+    """Train a prescribed model under DDP on several buckets, each case's layers by its codec, beside lockstep.
+
+    Returns:
+        By case, what holds; and bytes by step, counted and as forecast.
+    """
+    rank, world_size, kind = dist.get_rank(group), dist.get_world_size(group), getattr(torch, dtype)
+    plan, shapes = together(cases, grouping, feedback=True), all_numbered(cases)
+    reference = lockstep_part(group, tuple(cases), grouping, kind)
+    model = DistributedDataParallel(Prescribed(shapes, kind), process_group=group, bucket_cap_mb=0.01)
+    found = {case: {"bitwise": True, "finite": True, "state_bitwise": True, "largest": 0.0} for case in cases}
+    options = {"check_requests": True, "segment_bytes": 4096, "process_group": SPARE.get(world_size)}
+    with CompressionState(plan, model, deterministic=deterministic, **options) as state:
         model.register_comm_hook(state, compression_hook)
         for step in range(STEPS):
             model.zero_grad()
-            model(gradients(SHAPES, rank, step, kind)).backward()
-            for result in reference[step].values():
-                for name, expected in result.mean.items():
-                    got = getattr(model.module, name).grad
-                    bitwise = bitwise and torch.equal(got, expected)
-                    scale = float(expected.abs().max()) if expected.numel() else 0.0
-                    gap = float((got - expected).abs().max()) if expected.numel() else 0.0
-                    largest = max(largest, gap / scale if scale else gap)
-                    finite = finite and bool(got.isfinite().all())
+            model(gradients(shapes, rank, step, kind)).backward()
+            for name, result in reference[step].items():
+                _compare(found[name.partition("/")[0]], model.module, result.mean)
+        got = dict(state.state_dict()["states"])
         # A group of codec identity is plainly dense in the engine: it keeps no residual, which would be zero.
-        compressed = {compressed.name for compressed in plan.compressed_groups}
-        expected_state = {name: result.state for name, result in reference[-1].items() if name in compressed}
-        got_state = dict(state.state_dict()["states"])
-        state_bitwise = all(
-            torch.equal(got_state.pop(f"{name}::{key}"), value)
-            for name, kept in expected_state.items()
-            for key, value in kept.items()
-        )
+        for compressed in plan.compressed_groups:
+            for key, value in reference[-1][compressed.name].state.items():
+                case = found[compressed.name.partition("/")[0]]
+                case["state_bitwise"] &= torch.equal(got.pop(f"{compressed.name}::{key}"), value)
         payload = [record.payload_bytes for record in state.statistics.steps]
     befores = [{}, *({name: result.state for name, result in step.items()} for step in reference[:-1])]
-    flat = torch.cat([p.grad.float().reshape(-1) for p in model.parameters()])
-    return {
-        "bitwise": bitwise,
-        "state_bitwise": state_bitwise and not got_state,
-        "largest_relative_difference": largest,
-        "finite": finite,
-        "ranks_agree": agree(flat, group),
-        "payload": payload,
-        "forecast": [plan.payload_bytes(world_size, states=states) for states in befores],
-        "means": asks_for_means(codec, grouping, feedback),
-    }
+    for number, case in enumerate(cases):
+        own = [getattr(model.module, name).grad.float().reshape(-1) for name in numbered(number)]
+        found[case] |= {"ranks_agree": agree(torch.cat(own), group)}
+    forecast = [plan.payload_bytes(world_size, states=states) for states in befores]
+    return {"cases": found, "more_states": sorted(got), "payload": payload, "forecast": forecast}
 
 
-def non_finite(group: dist.ProcessGroup, codec: str, grouping: str, bad_rank: int) -> dict[str, Any]:
-    """One rank gets a NaN in its last-arriving layer: all ranks see it, no state moves, and the next step is sound."""
-    rank = dist.get_rank(group)
-    plan = plan_for(codec, grouping, feedback=True)
-    model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
+def _compare(found: dict[str, Any], module: torch.nn.Module, means: Tensors) -> None:
+    for name, expected in means.items():
+        got = getattr(module, name).grad
+        found["bitwise"] &= torch.equal(got, expected)
+        found["finite"] &= bool(got.isfinite().all())
+        scale = float(expected.abs().max()) if expected.numel() else 0.0
+        gap = float((got - expected).abs().max()) if expected.numel() else 0.0
+        found["largest"] = max(found["largest"], gap / scale if scale else gap)
+
+
+def non_finite(group: dist.ProcessGroup, cases: Sequence[str], grouping: str) -> list[dict[str, Any]]:
+    """Rank 1 gets a NaN in one case's layer, then in another's: all ranks see it, no state moves, the rest is sound."""
+    rank, plan, shapes = dist.get_rank(group), together(cases, grouping, feedback=True), all_numbered(cases)
+    model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
+    bad = {2: "0_conv", 3: f"{len(cases) - 1}_conv"}
     with CompressionState(plan, model, process_group=SPARE.get(dist.get_world_size(group))) as state:
         model.register_comm_hook(state, compression_hook)
         outcomes = []
-        for step in range(4):
-            grads = gradients(SHAPES, rank, step)
-            if step == 2 and rank == bad_rank:
-                grads["conv"][0, 0, 0, 0] = torch.nan
+        for step in range(5):
+            grads = gradients(shapes, rank, step)
+            if step in bad and rank == 1:
+                grads[bad[step]][0, 0, 0, 0] = torch.nan
             before = state.state_dict()["states"]
             model.zero_grad()
             model(grads).backward()
             after = state.state_dict()["states"]
             flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-            unchanged = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in after)
-            outcomes.append({"finite": bool(flat.isfinite().all()), "state_unchanged": unchanged})
-    return {"outcomes": outcomes, "has_state": any(bool(tensor.any()) for tensor in after.values())}
+            same = before.keys() == after.keys()
+            changed = {
+                name.partition("/")[0] for name in after if not (same and torch.equal(before[name], after[name]))
+            }
+            outcomes.append({"finite": bool(flat.isfinite().all()), "changed": sorted(changed)})
+    return outcomes
 
 
 def agree(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -43,7 +43,7 @@ class Prescribed(nn.Module):
 def layers(shapes: Mapping[str, Sequence[int]] = SHAPES) -> tuple[Layer, ...]:
     """The layers of `Prescribed(shapes)`; four-dimensional ones count as convolutions."""
     return tuple(
-        Layer(name, tuple(shape), ROLES.get(name, "convolution" if len(shape) == 4 else "other"))
+        Layer(name, tuple(shape), ROLES.get(name.rpartition("_")[2], "convolution" if len(shape) == 4 else "other"))
         for name, shape in shapes.items()
     )
 
