@@ -47,6 +47,11 @@ class Method:
     earlier: bool = False
 
 
+# Stored rows of random axes, which a complement was of before, and what has the same bytes now.
+_HALVES = ("fitted once", "from an earlier run", "from decoded", "earlier and decoded")
+OF_AXES = {"random only": "coordinates only", **{f"half, {how}": f"half coordinates, {how}" for how in _HALVES}}
+
+
 def methods(warmup: int) -> dict[str, Method]:
     """What is compared, all at about the same bytes but dense, 4-bit QSGD and the faithful GradiVeQ."""
 
@@ -66,15 +71,13 @@ def methods(warmup: int) -> dict[str, Method]:
         "topk 2.5 %": Method(lambda layers: Plan.uniform(layers, "topk", warmup_steps=warmup, density=0.025)),
         "gradiveq, faithful": gradiveq(),
         "gradiveq, faithful, K/d = 8": gradiveq(ratio=8, slice_size=768),
-        "random only": gradiveq(ratio=20, complement=1.0),
-        "half, fitted once": gradiveq(**half, compressed_steps=0),
-        "half coordinates, fitted once": gradiveq(**half, drawn="coordinates", compressed_steps=0),
-        "half, from an earlier run": gradiveq(**half, compressed_steps=0, earlier=True),
-        "half, from decoded": gradiveq(**half, refresh="decoded", compressed_steps=200),
-        "half coordinates, from decoded": gradiveq(
-            **half, drawn="coordinates", refresh="decoded", compressed_steps=200
+        "coordinates only": gradiveq(ratio=20, complement=1.0),
+        "half coordinates, fitted once": gradiveq(**half, compressed_steps=0),
+        "half coordinates, from an earlier run": gradiveq(**half, compressed_steps=0, earlier=True),
+        "half coordinates, from decoded": gradiveq(**half, refresh="decoded", compressed_steps=200),
+        "half coordinates, earlier and decoded": gradiveq(
+            **half, refresh="decoded", compressed_steps=200, earlier=True
         ),
-        "half, earlier and decoded": gradiveq(**half, refresh="decoded", compressed_steps=200, earlier=True),
         "pca only, refreshed": gradiveq(**pca),
     }
 
@@ -161,7 +164,8 @@ def table(rows: Sequence[dict[str, Any]], against: str = "dense") -> str:
             mean = {key: statistics.fmean(row[key] for row in runs) for key in ("accuracy", "loss", "ratio", "wire")}
             pairs = [100 * (row["accuracy"] - dense[row["seed"]]) for row in runs if row["seed"] in dense]
             known = methods(runs[0]["warmup"])
-            slices = slice_ratio(known[method], runs) if method in known else None
+            now = OF_AXES.get(method, method)
+            slices = slice_ratio(known[now], runs) if now in known else None
             figures = (
                 f"{100 * mean['accuracy']:6.2f} %  {mean['loss']:.3f}  {'-' if slices is None else f'{slices:.1f}':>4s}"
                 f"  {mean['ratio']:5.1f}  {mean['ratio'] / 2:10.1f}"

@@ -66,9 +66,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "lgc_server": [_LEARNED],
     "gradiveq": [
         {"ratio": 16.0, "complement": 1.0, "compressed_steps": 0},
-        {"ratio": 16.0, "complement": 1.0, "drawn": "coordinates", "compressed_steps": 0},
         _HALF,
-        {**_HALF, "drawn": "coordinates"},
     ],
 }
 # Every codec compresses from the first iteration.

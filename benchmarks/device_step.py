@@ -97,9 +97,7 @@ WAYS: dict[str, Attach] = {
     "natural": ours("natural"),
     "terngrad": ours("terngrad"),
     "dct_topk 64:32": ours("dct_topk", chunk=64, count=32),
-    "gradiveq 1/16, coordinates": ours(
-        "gradiveq", ratio=16.0, complement=1.0, drawn="coordinates", compressed_steps=0, warmup_steps=0
-    ),
+    "gradiveq 1/16, coordinates": ours("gradiveq", ratio=16.0, complement=1.0, compressed_steps=0, warmup_steps=0),
     "ecsq 0.25 bits": ours("ecsq", bits=0.25),
     "ecsq 0.25 bits, groups": ours("ecsq", bits=0.25, **GROUPED),
 }

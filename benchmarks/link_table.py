@@ -42,7 +42,7 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "powersgd_1": ("powersgd", {"rank": 1}),
     "powersgd_2": ("powersgd", {"rank": 2}),
     "clt_k": ("clt_k", {"density": 0.01}),
-    "gradiveq": ("gradiveq", {"ratio": 16.0, "complement": 1.0, "drawn": "coordinates", "warmup_steps": 0}),
+    "gradiveq": ("gradiveq", {"ratio": 16.0, "complement": 1.0, "warmup_steps": 0}),
     "sign": ("sign", {}),
     "one_bit": ("one_bit", {}),
     "topk": ("topk", {"density": 0.01}),

@@ -59,7 +59,7 @@ def plans(layers: Sequence[Layer]) -> Iterator[tuple[str, dict[str, Any], Plan]]
 def fitted_plans(trace: Trace) -> Iterator[tuple[str, dict[str, Any], Callable[[], Plan]]]:
     """Yield what makes the plans of codecs that are fitted on the first half: GradiVeQ's half, and LGC in a ring."""
     half = len(trace.steps) // 2
-    common = {"complement": 0.5, "whitening": False, "pooled": 16, "bfloat16": True, "sample_bits": 0}
+    common = {"complement": 0.5, "whitening": False, "pooled": 16, "sample_bits": 0}
     phases = {"sample_steps": half - 1, "compressed_steps": 0, "warmup_steps": 0}
     for ratio in (4.0, 8.0, 16.0, 32.0, 64.0, 128.0):
         settings = {"ratio": ratio, **common}

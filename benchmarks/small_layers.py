@@ -52,7 +52,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "clt_k": {"density": 0.01},
     "dct_topk": {},
     "powersgd": {"rank": 1},
-    "gradiveq": {"ratio": 16.0, "complement": 1.0, "drawn": "coordinates", "warmup_steps": 0, "compressed_steps": 0},
+    "gradiveq": {"ratio": 16.0, "complement": 1.0, "warmup_steps": 0, "compressed_steps": 0},
 }
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -27,10 +27,9 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
-from gradlab.learning.slice_pca import layer_slices, possible_axes, shared_dimensions, spectrum
+from gradlab.learning.slice_pca import layer_slices, possible_axes, principal_axes, shared_dimensions
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.plan.coverage import known_roles, left_dense, list_roles
-from gradlab.plan.spread import spread_refits
 from gradlab.progress import Progress
 from gradlab.saving import Saving
 
@@ -40,13 +39,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 # The paper's constants: after L_c = 400 compressed iterations L_t = 100 are sampled in the run, and bases fitted again.
-# Its eq. (6) is of one compressor: where slices share several (s below M), each has its own d.
-PAPER = GradiVeQ.Settings(own_dimensions=True)
+PAPER = GradiVeQ.Settings()
 # The form of GradiVeQ that trained best at the same bytes (docs/gradiveq.md): half of a code is random coordinates, new
 # in every iteration, the other half axes fitted on several slices of each layer, and again on what was decoded.
-RECOMMENDED = GradiVeQ.Settings(
-    ratio=20.0, pooled=8, complement=0.5, drawn="coordinates", whitening=False, refresh="decoded"
-)
+RECOMMENDED = GradiVeQ.Settings(ratio=20.0, pooled=8, complement=0.5, whitening=False, refresh="decoded")
 # Share of the samples, the latest, that measure what axes hold that were fitted on the others.
 _JUDGES = 0.25
 _BLOCK_VALUES = 2**22  # float32 values of averaged gradients held at a time, while a layer is streamed
@@ -78,7 +74,6 @@ class GradiveqOptions:
             energy is measured on the last quarter of the samples, which the axes are not fitted on meanwhile.
         roles: of the layers to fit. Where they leave more than half of the model's bytes dense, the fit warns.
         warmup_steps: dense steps before the first compressed one; 0 compresses from the iteration after the samples.
-        spread_refits: whether layers are fitted again in different iterations, see `gradlab.plan.spread.spread_refits`.
         seed: of the plan and of the random bases it is compared with.
     """
 
@@ -89,7 +84,6 @@ class GradiveqOptions:
     total_ratio: float | None = None
     roles: Sequence[str] = GradiVeQ.defaults.roles
     warmup_steps: int = 0
-    spread_refits: bool = False
     seed: int = 0
 
 
@@ -100,7 +94,7 @@ class FittedLayer(Jsonable):
     Args:
         slice_axis: that slices lie along, "outputs" or "inputs".
         slice_size: elements of a slice (K).
-        dimension: codes per slice (d), of fitted axes and random ones; the most of any basis, where they differ.
+        dimension: codes per slice (d), of fitted axes and random coordinates.
         fitted_axes: those of them that were fitted.
         slices: of the layer (M).
         samples: iterations with finite gradients among those fitted on.
@@ -271,7 +265,6 @@ def fit_gradiveq(
         )
     groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(trace.model_layers, groups, schedule, seed, learned)
-    plan = spread_refits(plan) if options.spread_refits else plan
     both = [plan, random_basis_plan(plan, seed)]
     held, control = holdouts_by_age(trace, both, start=window.stop, workers=workers, progress=progress)
     measured = GradiveqMeasurement(
@@ -433,14 +426,14 @@ def _within_budget(
     cut = [layer for layer in trace.model_layers if layer.numel >= sizes.get(layer.name, layer.numel + 1)]
     free -= 4 * sum(layer.numel % sizes[layer.name] if layer in cut else layer.numel for layer in trace.model_layers)
     energies = _by_layer(_layer_energies, trace, window, cut, chosen, "energies", workers, progress)
-    prices = [layer.numel // sizes[layer.name] * (2.0 if chosen[layer.name].bfloat16 else 4.0) for layer in cut]
+    prices = [4.0 * (layer.numel // sizes[layer.name]) for layer in cut]
     try:
         shared = shared_dimensions(list(energies.values()), prices, free)
     except GradlabError as error:
         raise GradlabError(f"total ratio {total_ratio:g} is out of reach: {error}") from None
     dimensions = {layer.name: kept for layer, kept in zip(cut, shared, strict=True)}
     return {
-        name: dataclasses.replace(settings, max_dimension=None, ratio=sizes[name] / dimensions[name])
+        name: dataclasses.replace(settings, ratio=sizes[name] / dimensions[name])
         for name, settings in chosen.items()
         if name in dimensions
     } | {name: settings for name, settings in chosen.items() if name not in dimensions}
@@ -461,18 +454,19 @@ def _layer_energies(source: TraceSource, window: range, layer: Layer, settings: 
 def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
     """Energy that each further axis holds of the `judges` latest of the samples (T, r, K).
 
-    The axes are fitted on the other samples. With a complement there are K axes, and a random one holds its share of
-    the energy that the fitted ones leave.
+    The axes are fitted on the other samples. With a complement there are K codes, and a random coordinate holds its
+    share of the energy that the fitted axes leave.
     """
     size = slices.shape[2]
-    axes, later = spectrum(slices, judges).axes, slices[-judges:].reshape(-1, size)
+    earlier = slices[: max(2, len(slices) - judges)].flatten(0, 1)
+    axes, later = principal_axes(earlier)[1], slices[-judges:].reshape(-1, size)
     fitted = torch.cat([torch.zeros(1), (later @ axes).square().sum(0).cumsum(0)])
     if complement == 0:
         return fitted.diff()
     count = torch.arange(size + 1)
     kept = (count * (1 - complement)).round().long().clamp(max=axes.shape[1])
     left = later.square().sum() - fitted[kept]
-    held = fitted[kept] + left * (count - kept) / (size - kept).clamp(min=1)
+    held = fitted[kept] + left * (count - kept) / size
     return held.diff()
 
 
@@ -541,7 +535,7 @@ def _fit_layer(
     return dict(codec.learned), FittedLayer(
         slice_axis=axis,
         slice_size=codec.slice_size(layer),
-        dimension=int(codec.learned[f"{layer.name}/width"].max()),
+        dimension=int(codec.learned[f"{layer.name}/width"]),
         fitted_axes=codec.learned[f"{layer.name}/basis"].shape[2],
         slices=len(by_slice),
         samples=samples,

@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from gradlab.errors import GradlabError
 from gradlab.learning.slice_code import SliceCode
-from gradlab.learning.slice_pca import Spectrum, fitted_samples, spectrum
+from gradlab.learning.slice_pca import dimension, fitted_samples, principal_axes
 
 _DTYPES = (np.float64, np.float32)
 
@@ -75,9 +75,8 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         self.mean_ = np.ldexp(mean, exponent)
         # One slice, fitted on itself.
         (centred,) = fitted_samples(_tensor(samples)[:, None], _tensor(mean)[None], [[0]])
-        spectra = spectrum(centred)
-        values, axes = _at_least_one(spectra)
-        self.n_components_ = min(self._dimension(spectra), len(values))
+        values, axes = _at_least_one(*principal_axes(centred.flatten(0, 1)))
+        self.n_components_ = min(self._dimension(values), len(values))
         self.components_ = _array(axes[:, : self.n_components_].T, samples.dtype)
         with np.errstate(over="ignore"):
             self.explained_variance_ = np.ldexp(values[: self.n_components_].numpy(), 2 * exponent)
@@ -140,8 +139,8 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         if not 0 <= allowed < 1:
             raise GradlabError(f"GradientPCA: loss_threshold = {allowed!r}, expected lambda in [0, 1) (eq. 6)")
 
-    def _dimension(self, spectra: Spectrum) -> int:
-        return spectra.dimension(self.loss_threshold) if self.n_components is None else int(self.n_components)
+    def _dimension(self, values: torch.Tensor) -> int:
+        return dimension(values, self.loss_threshold) if self.n_components is None else int(self.n_components)
 
     def _validated(self, X: Any, *, fitting: bool) -> np.ndarray:
         """X as an array (n_samples, K); its K and column names are kept, or compared with those kept."""
@@ -153,15 +152,13 @@ class GradientPCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimat
         return validate_data(self, X, reset=fitting, **rules)
 
     def _code(self) -> SliceCode:
-        """U of one slice, and its d."""
-        return SliceCode(_tensor(self.components_).T[None], (self.n_components_,))
+        """U of one slice."""
+        return SliceCode(_tensor(self.components_).T[None])
 
 
-def _at_least_one(spectra: Spectrum) -> tuple[torch.Tensor, torch.Tensor]:
+def _at_least_one(values: torch.Tensor, axes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Eigenvalues (R,) and axes (K, R), R >= 1: as in the codec, constant samples get the first unit vector."""
-    if len(spectra.eigenvalues):
-        return spectra.eigenvalues, spectra.axes
-    return spectra.axes.new_zeros(1), torch.eye(len(spectra.axes), 1, dtype=spectra.axes.dtype)
+    return (values, axes) if len(values) else (axes.new_zeros(1), torch.eye(len(axes), 1, dtype=axes.dtype))
 
 
 def _exponent(values: np.ndarray) -> int:

@@ -31,19 +31,18 @@ from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Rin
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten_alike, unflatten_alike
-from gradlab.learning.alike_layers import SMALL, AlikeCodes, SlicedGradients
+from gradlab.learning.alike_layers import SMALL, JoinedBases, SlicedGradients
 from gradlab.learning.slice_code import CodedSlices, SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
-    Spectrum,
     check_bases,
-    complement,
     default_slice_size,
+    dimension,
     fitted_samples,
     fitted_slices,
+    principal_axes,
     sample_slices,
     slice_view,
-    spectrum,
     stacked_axes,
 )
 from gradlab.roles import WEIGHTS
@@ -52,7 +51,7 @@ SAMPLING, COMPRESSING, DENSE = range(3)
 PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
-COMPLEMENTS = ("axes", "coordinates")
+_DIGEST_BYTES = 40  # of `_digest`: five numbers
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class _Done:
 class GradiVeQ(Codec):
     """Alternate per layer, by a clock that all ranks share: SAMPLING for L_t iterations, then COMPRESSING for L_c.
 
-    State, per layer: "clock" (2,), the mode and the iterations spent in it, negative before the first cycle begins.
-    While compressing also "basis" (B, K, d), "width", the number of codes per slice, () or with `own_dimensions` (B,),
-    and with whitening "mean" (M, K). While sampling also, per iteration, "sample 17" (S, K), the S slices that bases
-    are fitted on, and with whitening "sum" (M, K).
+    State, per layer: "clock" (2,), the mode and the iterations spent in it.
+    While compressing also "basis" (B, K, d), "width", the number of codes per slice, (), and with whitening "mean"
+    (M, K). While sampling also, per iteration, "sample 17" (S, K), the S slices that bases are fitted on, and with
+    whitening "sum" (M, K).
 
     Learned tensors are those of compression. A codec with learned tensors begins with compression, and keeps what it
     has learned out of its state.
@@ -80,8 +79,8 @@ class GradiVeQ(Codec):
     dense.
 
     A fixed basis never sends what it does not span, so error feedback cannot help. With `complement` a share of the d
-    axes is drawn anew in every iteration from the shared seed, orthogonal to the fitted axes, and error feedback helps.
-    Coordinates of what the fitted axes leave (`drawn`) are as linear, and need no orthonormalization.
+    codes are coordinates of what the fitted axes leave, x - U U^T x, drawn anew in every iteration from the shared
+    seed, and error feedback helps.
 
     >>> codec = codecs.make("gradiveq", slice_size=16, sample_bits=0)
     >>> codec.apply(torch.ones(8, 8))  # its first exchanges are samples
@@ -119,23 +118,8 @@ class GradiVeQ(Codec):
             help="that a basis is fitted on, spread over those it serves; 1 (the paper's): the first",
         )
         ratio: float | None = setting(None, least=1, help="d = K / ratio in place of eq. (6)")
-        own_dimensions: bool = setting(
-            False,
-            help="each basis of a layer has its own d by eq. (6), not the largest of them; only reuse makes several, "
-            "and with a complement d is one",
-        )
-        max_dimension: int | None = setting(None, least=1, symbol="d", help="upper limit on d; None: no limit")
         sample_steps: int = setting(100, least=2, unit="iterations", symbol="L_t", help="of sampling")
-        stable_steps: int = setting(
-            0, least=0, unit="samples", help="after which sampling stops if d has stayed the same; 0: never"
-        )
         compressed_steps: int = setting(400, least=0, unit="iterations", symbol="L_c", help="of compression; 0: no end")
-        delay: int = setting(
-            0,
-            least=0,
-            unit="iterations",
-            help="before the first cycle begins; layers with different ones are fitted in different iterations",
-        )
         sample_bits: int = setting(
             4, least=2, most=8, also=(0,), unit="bits", help="per value of QSGD while sampling; 0: uncompressed"
         )
@@ -155,28 +139,15 @@ class GradiVeQ(Codec):
             least=0,
             most=1,
             unit="share of d",
-            help="drawn at random in every iteration, as are axes that PCA lacks; 1: none are fitted, needs a ratio",
-        )
-        drawn: str = setting(
-            "axes",
-            choices=COMPLEMENTS,
-            help='what a complement draws: "axes", orthonormal ones outside of the fitted U, or "coordinates" of '
-            "x - U U^T x, in far less time",
+            help="of random coordinates of x - U U^T x, new in every iteration, also in place of axes that PCA lacks; "
+            "1: no axes are fitted, which needs a ratio",
         )
         whitening: bool = setting(True, help="subtract the samples' mean, as eq. (3) does")
-        held_out: float = setting(
-            0.0,
-            least=0,
-            below=1,
-            unit="share of the samples",
-            help="held out, the latest ones: axes are fitted on the others, and eq. (6) chooses d on these",
-        )
         refresh: str = setting(
             "sample",
             choices=("sample", "decoded"),
             help='after L_c iterations: "sample" again, or fit on the last L_t "decoded" means (needs a complement)',
         )
-        bfloat16: bool = setting(False, help="codes travel in 2 bytes each, not 4")
         ring: bool = setting(False, help="Algorithm 1 in place of one all-reduce of codes, and of QSGD's gather")
         slice_axis: str = setting(
             "auto",
@@ -198,15 +169,13 @@ class GradiVeQ(Codec):
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
         self._learned_by_layer: tuple[Tensors, dict[str, Tensors]] | None = None
-        # Of each layer: what its last draw of axes belongs to, the basis it was drawn beside, and the draw. Of
-        # coordinates, by the first of layers that are coded together: what they belong to, and the draw.
-        self._last_axes: dict[str, tuple[tuple[object, ...], torch.Tensor, torch.Tensor]] = {}
+        # By the first of layers that are coded together: what their last coordinates belong to, and the draw.
         self._last_coordinates: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
         # The last layers and dtypes, and what `_views_of` says of them.
         self._views: tuple[Any, list[torch.dtype], list[tuple[Layer, int, tuple[str, ...]]]] = ((), [], [])
-        self._last_widths: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+        self._last_widths: dict[str, tuple[torch.Tensor, int]] = {}
         self._empty_bases: dict[tuple[object, ...], Tensors] = {}
-        self._alike_codes = AlikeCodes()
+        self._joined_bases = JoinedBases()
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
@@ -229,10 +198,6 @@ class GradiVeQ(Codec):
             return PHASES[DENSE]
         return PHASES[int(self._of(layer.name, _by_layer(state).get(layer.name, {}))["clock"][0])]
 
-    @property
-    def _own_dimensions(self) -> bool:
-        return self.settings.own_dimensions and self.settings.complement == 0
-
     # --- the exchange ---
 
     def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -250,13 +215,12 @@ class GradiVeQ(Codec):
         learned = self._learned_of(name)
         if "clock" in layer_state:
             return {**learned, **layer_state}
-        return {"clock": _clock(*self._first(learned)), **learned, **layer_state}
+        return {"clock": _clock(self._first(learned), 0), **learned, **layer_state}
 
-    def _first(self, learned: Tensors) -> tuple[int, int]:
-        """Return the mode and the position that a layer with these learned tensors begins with."""
+    def _first(self, learned: Tensors) -> int:
+        """Return the mode that a layer with these learned tensors begins with."""
         unfitted = DENSE if self.learned else SAMPLING
-        mode = COMPRESSING if learned or self.settings.complement == 1 else unfitted
-        return mode, -self.settings.delay
+        return COMPRESSING if learned or self.settings.complement == 1 else unfitted
 
     def _learned_of(self, name: str) -> Tensors:
         if self._learned_by_layer is None or self._learned_by_layer[0] is not self.learned:
@@ -303,7 +267,7 @@ class GradiVeQ(Codec):
         for view, size, names in self._views_of(grads):
             seen = [_shaped(grads[name], view.shape) for name in names]
             vectors = flatten_alike(seen, context.workspace, view.role)
-            yield SlicedGradients(names, view, vectors, size, [{}] * len(names), *self._first({}))
+            yield SlicedGradients(names, view, vectors, size, [{}] * len(names), self._first({}), 0)
 
     def _unflattened(
         self, batches: Sequence[SlicedGradients], vectors: Sequence[torch.Tensor], grads: Tensors, context: Context
@@ -337,8 +301,8 @@ class GradiVeQ(Codec):
 
     def _exchanged_like(self, name: str, state: Tensors) -> object:
         """Return what is the same of layers that one code may serve, besides their shape and clock."""
-        widths = self._widths(name, state["width"]) if "width" in state else ()
-        return widths, *[(what, state[what].shape) for what in ("basis", "mean") if what in state]
+        width = self._width_of(name, state["width"]) if "width" in state else 0
+        return width, *[(what, state[what].shape) for what in ("basis", "mean") if what in state]
 
     def _in_batches(self, mode: int) -> bool:
         """Return whether alike layers in a mode are exchanged together: they take as many calls as one."""
@@ -364,25 +328,12 @@ class GradiVeQ(Codec):
         def done(state: Tensors) -> _Done:
             return _Done(mean.unsqueeze(0), lambda: own().unsqueeze(0), [state])
 
-        if position < 0:
-            return done(layer_state | {"clock": _clock(SAMPLING, position + 1)})
         slices = mean[: layer.count * layer.size].view(layer.count, layer.size)
         layer_state = self._with_sample(layer_state, position, slices, context)
         number = position + 1
-        stable = False
-        if self._looks_for_stability(number):
-            widths = self._dimensions(self._spectra(*_samples(layer_state, number), layer.count))
-            agreed = yield Gather(torch.tensor(widths, dtype=torch.float32, device=mean.device))
-            stable = torch.equal(layer_state.get("dimension", agreed[0] * 0), agreed[0])
-            layer_state |= {"dimension": agreed[0]}
-        if stable or number >= self.settings.sample_steps:
+        if number >= self.settings.sample_steps:
             return done((yield from self._fit(layer_state, number, layer.count)))
         return done(layer_state | {"clock": _clock(SAMPLING, number)})
-
-    def _looks_for_stability(self, number: int) -> bool:
-        """Return whether d is compared after `number` samples."""
-        every = self.settings.stable_steps
-        return every > 0 and 2 <= number < self.settings.sample_steps and number % every == 0
 
     def _with_sample(self, layer_state: Tensors, number: int, slices: torch.Tensor, context: Context) -> Tensors:
         """Add a sample of averaged slices (M, K) to the state; `number` counts samples from 0."""
@@ -418,31 +369,18 @@ class GradiVeQ(Codec):
             with sent_by(0):
                 shape = _told_shape(digests[0], learned["basis"])
             learned["basis"] = yield Broadcast(_resized(learned["basis"], shape), root=0)
-            learned["width"] = digests[0][4:].float().view_as(learned["width"])
+            learned["width"] = digests[0][4].float()
         return learned | {"clock": _clock(COMPRESSING, 0)}
 
-    def _spectra(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> list[Spectrum]:
-        """Run PCA for each of B bases; arguments as those of `bases`."""
-        held_out = round(self.settings.held_out * len(samples))
-        parts = fitted_samples(samples, mean, self.fitted_slices(slices))
-        return [spectrum(part, held_out) for part in parts]
-
-    def _dimensions(self, spectra: Sequence[Spectrum]) -> list[int]:
-        """Choose d by eq. (6), or K / ratio: of each basis, or one for all, which the most demanding one requires."""
-        settings, size = self.settings, spectra[0].axes.shape[0]
-        most = min(settings.max_dimension or size, size)
-        if settings.ratio is not None:
-            chosen = [self._width(size)]
-        elif self._own_dimensions:
-            return [min(most, pca.dimension(settings.loss_threshold), max(1, len(pca.eigenvalues))) for pca in spectra]
-        else:
-            chosen = [min(most, max(pca.dimension(settings.loss_threshold) for pca in spectra))]
-        return chosen * len(spectra) if self._own_dimensions else chosen
+    def _dimension(self, eigenvalues: Sequence[torch.Tensor], slice_size: int) -> int:
+        """Choose d of all bases: K / ratio, or what eq. (6) says of the one that needs most."""
+        if self.settings.ratio is not None:
+            return self._width(slice_size)
+        return max(dimension(values, self.settings.loss_threshold) for values in eigenvalues)
 
     def _width(self, slice_size: int) -> int:
-        """Return d = K / ratio, at least 1 and at most `max_dimension`."""
-        limit = self.settings.max_dimension or slice_size
-        return min(limit, max(1, round(slice_size / (self.settings.ratio or 1))))
+        """Return d = K / ratio, at least 1."""
+        return max(1, round(slice_size / (self.settings.ratio or 1)))
 
     def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
         """Fit the bases of one layer.
@@ -453,18 +391,16 @@ class GradiVeQ(Codec):
             slices: M.
 
         Returns:
-            "basis" (B, K, d), "width" (), or (B,) with `own_dimensions`, and, with whitening, "mean" (M, K).
+            "basis" (B, K, d), "width" (), and, with whitening, "mean" (M, K).
         """
-        spectra = self._spectra(samples, mean, slices)
-        widths = self._dimensions(spectra)
-        axes = max(1, *(len(pca.eigenvalues) for pca in spectra), 0)
+        parts = fitted_samples(samples, mean, self.fitted_slices(slices))
+        values, axes = zip(*(principal_axes(part.flatten(0, 1)) for part in parts), strict=True)
+        width, most = self._dimension(values, samples.shape[2]), max(1, *map(len, values))
         if self.settings.complement == 0:
-            widths = [min(width, axes) for width in widths]
-            kept = max(widths)
+            width = kept = min(width, most)
         else:
-            kept = min(axes, max(1, round(widths[0] * (1 - self.settings.complement))))
-        width = torch.tensor(widths if self._own_dimensions else widths[0], dtype=torch.float32)
-        learned = {"basis": stacked_axes(spectra, kept), "width": width}
+            kept = min(most, max(1, round(width * (1 - self.settings.complement))))
+        learned = {"basis": stacked_axes(axes, kept), "width": torch.tensor(float(width))}
         return learned if mean is None else learned | {"mean": mean.float()}
 
     # --- compression ---
@@ -477,8 +413,7 @@ class GradiVeQ(Codec):
         code = self._code_of(batch, states, context)
         means = [state["mean"].to(slices.dtype) for state in states if "mean" in state]
         mean = (means[0] if len(means) == 1 else torch.cat(means)) if means else None
-        dtype = torch.bfloat16 if self.settings.bfloat16 else slices.dtype
-        coded = CodedSlices(slices, code, mean, dtype, context.workspace)
+        coded = CodedSlices(slices, code, mean, context.workspace)
         request, decoded, own = self._asked(coded, batch.names[0], context)
         requests = [request]
         if tail.numel():
@@ -507,11 +442,11 @@ class GradiVeQ(Codec):
             return Mean(codes), coded.decode, lambda: coded.decode(codes)
         turn = zlib.crc32(name.encode())  # the same on all ranks, another one for each layer
         coder = SliceCoder(coded, context.world_size, turn)
-        ring = Ring(SummedRing(coder.bounds, coder.encode, coder.receive, 1, coded.dtype))
+        ring = Ring(SummedRing(coder.bounds, coder.encode, coder.receive, 1, coded.slices.dtype))
         return ring, lambda _: coder.decoded(), coder.own
 
     def _nothing_fitted(self, batch: SlicedGradients) -> Tensors:
-        """Return bases without axes, which random axes complete: they need no state."""
+        """Return bases without axes, which coordinates complete: they need no state."""
         like = batch.vectors
         key = (batch.count, batch.size, like.dtype, like.device)
         if key not in self._empty_bases:  # the same tensors in every iteration, so that what follows from them is known
@@ -524,45 +459,18 @@ class GradiVeQ(Codec):
 
     def _code_of(self, batch: SlicedGradients, states: Sequence[Tensors], context: Context) -> SliceCode:
         """Return the code of layers that are compressed alike in this iteration: fitted axes, and what is drawn."""
-        dtype, basis = batch.vectors.dtype, states[0]["basis"]
-        width = self._widths(batch.names[0], states[0]["width"])[0]
-        if self.settings.complement == 0 or self.settings.drawn == "axes" or width == basis.shape[2]:
-            pairs = zip(batch.names, states, strict=True)
-            return self._alike_codes.of([self._code(name, state, dtype, context) for name, state in pairs], batch)
-        drawn = self._coordinates(batch.names, basis, width - basis.shape[2], context)
-        bases = self._alike_codes.bases_of([state["basis"].to(dtype) for state in states], batch.names)
-        reuse = self.settings.reuse if len(batch.names) == 1 else batch.count
-        return SliceCode(bases, (basis.shape[2],) * len(bases), reuse, drawn)
+        basis, names = states[0]["basis"], batch.names
+        missing = self._width_of(names[0], states[0]["width"]) - basis.shape[2]
+        bases = self._joined_bases.of([state["basis"].to(batch.vectors.dtype) for state in states], names)
+        reuse = self.settings.reuse if len(names) == 1 else batch.count
+        return SliceCode(bases, reuse, self._coordinates(names, basis, missing, context) if missing else None)
 
-    def _code(self, name: str, layer_state: Tensors, dtype: torch.dtype, context: Context) -> SliceCode:
-        """Return the code of one layer in this iteration: the fitted axes, and those that are drawn beside them."""
-        basis = layer_state["basis"]
-        widths = self._widths(name, layer_state["width"])
-        if self.settings.complement == 0:
-            return SliceCode(basis.to(dtype), widths * (len(basis) // len(widths)), self.settings.reuse)
-        missing = widths[0] - basis.shape[2]
-        fitted = (basis.shape[2],) * len(basis)
-        if missing == 0:
-            return SliceCode(basis.to(dtype), fitted, self.settings.reuse)
-        whole = torch.cat([basis, self._axes(name, basis, missing, context)], dim=2)
-        return SliceCode(whole.to(dtype), (whole.shape[2],) * len(whole), self.settings.reuse)
-
-    def _widths(self, name: str, width: torch.Tensor) -> tuple[int, ...]:
-        """Return a layer's d, of each basis or one for all. A GPU is waited for once, not in every iteration."""
+    def _width_of(self, name: str, width: torch.Tensor) -> int:
+        """Return a layer's d. A GPU is waited for once, not in every iteration."""
         last = self._last_widths.get(name)
         if last is None or last[0] is not width:
-            last = self._last_widths[name] = (width, tuple(map(int, width.reshape(-1).tolist())))
+            last = self._last_widths[name] = (width, int(width))
         return last[1]
-
-    def _axes(self, name: str, basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
-        """Draw `count` axes (B, K, count) beside each basis (B, K, d)."""
-        key = (context.seed, context.iteration, context.group, count, basis.device)
-        last = self._last_axes.get(name)
-        # Ranks that are played in one process share what they would all draw.
-        if last is None or last[0] != key or not torch.equal(last[1], basis):
-            drawn = complement(basis, count, context.shared_generator(name))
-            last = self._last_axes[name] = (key, basis, drawn)
-        return last[2]
 
     def _coordinates(self, names: tuple[str, ...], basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
         """Draw `count` coordinates for each basis of alike layers, (L B, count), where one layer's are (B, K, d)."""
@@ -683,29 +591,12 @@ class GradiVeQ(Codec):
         settings = self.settings
         if mode == COMPRESSING:
             fits = settings.refresh == "decoded" and position + 1 == settings.compressed_steps
-            codes = self._codes_of(whole, layer_state, size) * (2 if settings.bfloat16 else 4)
-            return codes + 4 * (tail + (settings.monitor != "off")) + self._digest_bytes(whole) * fits
+            codes = whole * int(layer_state.get("width", self._width(size)))
+            return 4 * (codes + tail + (settings.monitor != "off")) + _DIGEST_BYTES * fits
         bits = settings.sample_bits
         quantizer = QSGD(replace(self._sample_settings, bits=bits or 8))
         sampled = quantizer.payload_bytes([layer], world_size) if bits else 4 * layer.numel
-        looked = 4 * self._numbers(whole) * self._looks_for_stability(position + 1)
-        return sampled + looked + self._digest_bytes(whole) * (position + 1 >= settings.sample_steps)
-
-    def _numbers(self, slices: int) -> int:
-        """Count the dimensions d that a layer of M slices has."""
-        return len(self.fitted_slices(slices)) if self._own_dimensions else 1
-
-    def _digest_bytes(self, slices: int) -> int:
-        return 8 * (4 + self._numbers(slices))
-
-    def _codes_of(self, slices: int, layer_state: Tensors, size: int) -> int:
-        """Count the codes of M slices of `size` elements."""
-        width = layer_state.get("width")
-        if width is None:
-            return slices * self._width(size)
-        step = self.settings.reuse or slices
-        served = [min(step, slices - first) for first in range(0, slices, step)]
-        return sum(n * int(d) for n, d in zip(served, width.expand(len(served)).tolist(), strict=True))
+        return sampled + _DIGEST_BYTES * (position + 1 >= settings.sample_steps)
 
     def check(self, layers: Sequence[Layer]) -> None:
         keys, whitening = ("basis", "mean", "width"), self.settings.whitening
@@ -743,29 +634,25 @@ class GradiVeQ(Codec):
         slices = self.slice_view(layer).numel // size
         fitted = self.fitted_slices(slices)
         sample = Kept((sum(map(len, fitted)), size))
-        widths = (len(fitted),) if self._own_dimensions else ()
         return {
-            "clock": Kept((2,), least=(0.0, -(2.0**31)), most=(len(PHASES) - 1.0, 2.0**31)),
+            "clock": Kept((2,), least=0.0, most=(len(PHASES) - 1.0, 2.0**31)),
             "basis": Kept((len(fitted), size, (0, size))),
-            "width": Kept(widths, least=0.0, most=float(size)),
+            "width": Kept((), least=0.0, most=float(size)),
             "mean": Kept((slices, size)),
             "sum": Kept((slices, size)),
-            "dimension": Kept(((1, max(1, len(fitted))),), least=0.0, most=float(size)),
             **{f"sample {number}": sample for number in range(self.settings.sample_steps)},
         }
 
     def _check_width(self, name: str, basis: torch.Tensor, width: torch.Tensor) -> None:
         """Refuse a number of codes that is not the basis's, or with a complement not between the basis's and K."""
-        bases, size, columns = basis.shape
-        shapes = [(), (bases,)] if self._own_dimensions else [()]
-        least = 1 if self._own_dimensions else columns
-        most = columns if self._own_dimensions or self.settings.complement == 0 else size
-        numbers = width.double()
-        whole = (numbers >= least) & (numbers <= most) & (numbers == numbers.round())
-        if tuple(width.shape) not in shapes or width.dtype == torch.bool or not bool(whole.all()):
+        least = basis.shape[2]
+        most = least if self.settings.complement == 0 else basis.shape[1]
+        number = width.double()
+        whole = (number >= least) & (number <= most) & (number == number.round())
+        if width.ndim or width.dtype == torch.bool or not bool(whole.all()):
             raise GradlabError(
-                f"codec gradiveq: layer {name}: width is {width.tolist()}, expected {' or '.join(map(str, shapes))} "
-                f"of whole numbers from {least} to {most}"
+                f"codec gradiveq: layer {name}: width is {width.tolist()}, expected one whole number from {least} to "
+                f"{most}"
             )
 
 
@@ -794,12 +681,10 @@ def _clock(mode: int, position: int) -> torch.Tensor:
 
 
 def _digest(learned: Tensors) -> torch.Tensor:
-    """Describe bases in int64: the basis's shape, a hash of the basis, and the widths."""
+    """Describe bases in int64: the basis's shape, a hash of the basis, and the width."""
     content = learned["basis"].numpy(force=True).tobytes()
     number = int.from_bytes(hashlib.sha256(content).digest()[:7], "little")
-    device = learned["basis"].device
-    widths = map(int, learned["width"].reshape(-1).tolist())
-    return torch.tensor([*learned["basis"].shape, number, *widths], device=device)
+    return torch.tensor([*learned["basis"].shape, number, int(learned["width"])], device=learned["basis"].device)
 
 
 def _told_shape(digest: torch.Tensor, basis: torch.Tensor) -> list[int]:
@@ -808,10 +693,10 @@ def _told_shape(digest: torch.Tensor, basis: torch.Tensor) -> list[int]:
     Raises:
         GradlabError: for other numbers of bases or elements than this rank's, or more axes than elements.
     """
-    bases, size, axes, _, *widths = digest.tolist()
-    fits = [bases, size] == list(basis.shape[:2]) and 0 <= axes <= size and all(1 <= width <= size for width in widths)
+    bases, size, axes, _, width = digest.tolist()
+    fits = [bases, size] == list(basis.shape[:2]) and 0 <= axes <= size and 1 <= width <= size
     if not fits:
-        raise GradlabError(f"gradiveq: bases {[bases, size, axes]} of widths {widths}, expected {list(basis.shape)}")
+        raise GradlabError(f"gradiveq: bases {[bases, size, axes]} of width {width}, expected {list(basis.shape)}")
     return [bases, size, axes]
 
 

@@ -10,7 +10,6 @@ import torch
 
 from gradlab.codec import Tensors
 from gradlab.layout import Layer
-from gradlab.learning.slice_code import SliceCode
 
 #: Elements of a layer below which it is copied beside alike ones; a larger one gains nothing.
 SMALL = 2**18
@@ -69,20 +68,13 @@ class SlicedGradients:
         return replace(self, **({"names": names, "states": states, "vectors": vectors} | other))
 
 
-class AlikeCodes:
-    """The codes of batches of alike layers. The bases of a batch are joined once, and again when one is another."""
+class JoinedBases:
+    """The bases of batches of alike layers, joined once, and again when one is another."""
 
     def __init__(self) -> None:
         self._joined: dict[tuple[str, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
 
-    def of(self, codes: Sequence[SliceCode], batch: SlicedGradients) -> SliceCode:
-        """Return the code of the slices of alike layers from those of each, which have one basis."""
-        if len(codes) == 1:
-            return codes[0]
-        bases, dimensions = [code.basis for code in codes], tuple(code.dimensions[0] for code in codes)
-        return SliceCode(self.bases_of(bases, batch.names), dimensions, batch.count)
-
-    def bases_of(self, bases: list[torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
+    def of(self, bases: list[torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
         """Join the bases (B, K, d) of alike layers."""
         if len(bases) == 1:
             return bases[0]

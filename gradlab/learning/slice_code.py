@@ -1,15 +1,15 @@
 """What a layer's slices become under bases: codes, eq. (3), and slices again, eq. (5); and the ring that sums codes.
 
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
-training", NeurIPS 2018. Codes of all slices lie one after another, so that each basis may have a dimension d of its
-own, and so that a ring's segments can be cut between any two codes.
+training", NeurIPS 2018. Codes of all slices lie one after another, so that a ring's segments can be cut between any two
+codes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,29 +28,19 @@ class SliceCode:
     A slice x is coded as U^T x, followed by the chosen coordinates of what U leaves, x - U U^T x, if there are any.
 
     Args:
-        basis: (B, K, D), orthonormal columns. Basis b codes with its first `dimensions[b]` ones.
-        dimensions: columns in use, B of them, at most D.
+        basis: (B, K, d), orthonormal columns.
         reuse: consecutive slices that one basis serves; None: one basis serves all.
         coordinates: int64 (B, R), different ones of each basis; None: none.
     """
 
     basis: torch.Tensor
-    dimensions: tuple[int, ...]
     reuse: int | None = None
     coordinates: torch.Tensor | None = None
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Codes of a slice, for each basis."""
-        more = 0 if self.coordinates is None else self.coordinates.shape[1]
-        return tuple(dimension + more for dimension in self.dimensions)
-
-    def edges(self, slices: int) -> list[int]:
-        """List where the codes of each of M slices begin, and where the last ones end: M + 1 places."""
-        widths = self.widths
-        if len(set(widths)) == 1:
-            return [widths[0] * m for m in range(slices + 1)]
-        return list(accumulate((widths[m // (self.reuse or slices)] for m in range(slices)), initial=0))
+    def width(self) -> int:
+        """Codes of a slice."""
+        return self.basis.shape[2] + (0 if self.coordinates is None else self.coordinates.shape[1])
 
     def encode(self, slices: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Code slices (m, K), the first of which has the index `first` in its layer, eq. (3); returns a vector."""
@@ -70,14 +60,14 @@ class SliceCode:
             return out
         runs, done = served_rows(out, self.reuse, first), 0
         for rows, b in runs:
-            count = len(rows) * self.widths[b]
+            count = len(rows) * self.width
             self._decode(codes[done : done + count].view(len(rows), -1), b, rows)
             done += count
         return out
 
     def _drawn_alone(self, slices: torch.Tensor, first: int) -> torch.Tensor | None:
         """Return the coordinates of each slice, (m, R), if they are all that is sent and every basis serves as many."""
-        if self.coordinates is None or any(self.dimensions) or first:
+        if self.coordinates is None or self.basis.shape[2] or first:
             return None
         (bases, count), rows = self.coordinates.shape, slices.shape[0]  # len() of a tensor takes microseconds
         served = rows // bases
@@ -86,19 +76,18 @@ class SliceCode:
         return self.coordinates[:, None].expand(bases, served, count).reshape(rows, count)
 
     def _runs_alike(self, slices: torch.Tensor, first: int) -> tuple[int, int, int] | None:
-        """Return the shape (B, m, K) of slices of which several bases serve m each, with one dimension."""
+        """Return the shape (B, m, K) of slices of which several bases serve m each."""
         bases, served = len(self.basis), len(slices) // len(self.basis)
-        alike = len(set(self.dimensions)) == 1 and served == (self.reuse or served)
-        if bases == 1 or not served or first or len(slices) % bases or not alike:
+        if bases == 1 or not served or first or len(slices) % bases or served != (self.reuse or served):
             return None
         return bases, served, slices.shape[1]
 
     def _encode_alike(self, runs: torch.Tensor) -> torch.Tensor:
         """Code runs of slices (B, m, K), each with its basis, by one product; returns a vector."""
-        axes = self.basis[:, :, : self.dimensions[0]]
+        axes = self.basis
         if self.coordinates is None:
             return torch.bmm(runs, axes).view(-1)
-        chosen, codes = self.coordinates[:, None], runs.new_empty(*runs.shape[:2], self.widths[0])
+        chosen, codes = self.coordinates[:, None], runs.new_empty(*runs.shape[:2], self.width)
         fitted, left = codes.split([axes.shape[2], chosen.shape[2]], dim=2)
         fitted.copy_(torch.bmm(runs, axes))
         chosen_axes = axes.gather(1, chosen.mT.expand(-1, -1, axes.shape[2]))
@@ -107,24 +96,24 @@ class SliceCode:
         return codes.view(-1)
 
     def _decode_alike(self, codes: torch.Tensor, out: torch.Tensor) -> None:
-        axes = self.basis[:, :, : self.dimensions[0]]
+        axes = self.basis
         torch.bmm(codes[:, :, : axes.shape[2]], axes.mT, out=out)
         if self.coordinates is not None:
             chosen = self.coordinates[:, None].expand(-1, out.shape[1], -1)
             out.scatter_add_(2, chosen, codes[:, :, axes.shape[2] :])
 
     def _encode(self, rows: torch.Tensor, b: int) -> torch.Tensor:
-        axes = self.basis[b][:, : self.dimensions[b]]
+        axes = self.basis[b]
         if self.coordinates is None:
             return rows @ axes
-        chosen, codes = self.coordinates[b], rows.new_empty(len(rows), self.widths[b])
+        chosen, codes = self.coordinates[b], rows.new_empty(len(rows), self.width)
         fitted, left = codes.split([axes.shape[1], len(chosen)], dim=1)
         fitted.copy_(rows @ axes)
         left.copy_(torch.addmm(rows.index_select(1, chosen), fitted, axes[chosen].T, alpha=-1))
         return codes
 
     def _decode(self, codes: torch.Tensor, b: int, out: torch.Tensor) -> None:
-        axes = self.basis[b][:, : self.dimensions[b]]
+        axes = self.basis[b]
         torch.mm(codes[:, : axes.shape[1]], axes.T, out=out)
         if self.coordinates is not None:
             out.index_add_(1, self.coordinates[b], codes[:, axes.shape[1] :])
@@ -137,14 +126,12 @@ class CodedSlices:
     slices: (M, K).
     code: of these slices.
     mean: (M, K), or None.
-    dtype: of codes.
     workspace: where memory comes from.
     """
 
     slices: torch.Tensor
     code: SliceCode
     mean: torch.Tensor | None
-    dtype: torch.dtype
     workspace: Workspace
 
     def encode(self, first: int = 0, last: int | None = None) -> torch.Tensor:
@@ -152,12 +139,12 @@ class CodedSlices:
         centred = self.slices[first:last]
         if self.mean is not None:
             centred = torch.sub(centred, self.mean[first:last], out=self.workspace.empty_like(centred))
-        return self.code.encode(centred, first).to(self.dtype)
+        return self.code.encode(centred, first)
 
     def decode(self, codes: torch.Tensor, out: torch.Tensor | None = None, first: int = 0) -> torch.Tensor:
         """Return the slices (m, K) that codes stand for: all of them, or those from `first` on, in `out`."""
         out = self.workspace.empty_like(self.slices) if out is None else out
-        self.code.decode(codes.to(self.slices.dtype), out, first)
+        self.code.decode(codes, out, first)
         return out if self.mean is None else out.add_(self.mean[first : first + out.shape[0]])
 
 
@@ -177,26 +164,25 @@ class SliceCoder:
     """
 
     def __init__(self, coded: CodedSlices, segments: int, turn: int) -> None:
-        self._of, slices = coded, coded.slices
-        self._edges = coded.code.edges(len(slices))
-        self.bounds = segment_bounds(self._edges[-1], segments, turn)
+        self._of, self._width = coded, coded.code.width
+        self._count = self._width * len(coded.slices)
+        self.bounds = segment_bounds(self._count, segments, turn)
         self._runs = self._slice_runs()
-        self._codes = slices.new_empty(self._edges[-1], dtype=coded.dtype)
-        self._means = slices.new_empty(self._edges[-1], dtype=coded.dtype)
+        self._codes, self._means = coded.slices.new_empty(2, self._count)
         self._coded = [False] * len(self._runs)
-        self._missing = [self._edges[last] - self._edges[first] for first, last in self._runs]
+        self._missing = [self._width * (last - first) for first, last in self._runs]
         self._decoded: torch.Tensor | None = None
 
     def _slice_runs(self) -> list[tuple[int, int]]:
         """List for each segment the slices [first, last) whose first code lies in it."""
-        starts = [bisect_left(self._edges, first) for first, _ in self.bounds]
+        starts = [-(-first // self._width) for first, _ in self.bounds]
         return list(pairwise([*starts, len(self._of.slices)]))
 
     def _runs_of(self, first: int, last: int) -> range:
         """List the runs that codes first to last belong to."""
         if first == last:
             return range(0)
-        of_slice = [bisect_right(self._edges, code) - 1 for code in (first, last - 1)]
+        of_slice = [code // self._width for code in (first, last - 1)]
         lasts = [run[1] for run in self._runs]
         return range(bisect_right(lasts, of_slice[0]), bisect_right(lasts, of_slice[1]) + 1)
 
@@ -210,13 +196,13 @@ class SliceCoder:
 
     def _encode(self, first: int, last: int) -> None:
         if first < last:
-            self._codes[self._edges[first] : self._edges[last]].copy_(self._of.encode(first, last))
+            self._codes[self._width * first : self._width * last].copy_(self._of.encode(first, last))
 
     def receive(self, first: int, last: int, codes: torch.Tensor) -> torch.Tensor:
         """Take in the mean codes `first` to `last`, decode slices whose codes are complete now; return the codes."""
         self._means[first:last].copy_(codes)
         for run in self._runs_of(first, last):
-            begin, end = (self._edges[m] for m in self._runs[run])
+            begin, end = (self._width * m for m in self._runs[run])
             self._missing[run] -= min(last, end) - max(first, begin)
             if self._missing[run] == 0:
                 self._decode(self._means, *self._runs[run], self._whole())
@@ -229,17 +215,17 @@ class SliceCoder:
 
     def _decode(self, codes: torch.Tensor, first: int, last: int, out: torch.Tensor) -> None:
         if first < last:
-            self._of.decode(codes[self._edges[first] : self._edges[last]], out[first:last], first)
+            self._of.decode(codes[self._width * first : self._width * last], out[first:last], first)
 
     def decoded(self) -> torch.Tensor:
         """Return the slices (M, K) that all mean codes stand for, once they are received."""
         if any(self._missing):
-            raise RuntimeError(f"{sum(self._missing)} of {self._edges[-1]} codes have not been received")
+            raise RuntimeError(f"{sum(self._missing)} of {self._count} codes have not been received")
         return self._whole()
 
     def own(self) -> torch.Tensor:
         """Decode this rank's own codes: (M, K)."""
-        out, codes = self._of.workspace.empty_like(self._of.slices), self.encode(0, self._edges[-1])
+        out, codes = self._of.workspace.empty_like(self._of.slices), self.encode(0, self._count)
         for run in self._runs:
             self._decode(codes, *run, out)
         return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -189,38 +189,6 @@ def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
     return int(enough.int().argmax()) + 1 if bool(enough.any()) else len(eigenvalues)
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """PCA of the slices that one basis serves.
-
-    eigenvalues: (R,), largest first.
-    axes: (K, R).
-    later: (R,), the share of the held-out samples' energy in the first 1, 2, ... axes; None: no samples were held out.
-    """
-
-    eigenvalues: torch.Tensor
-    axes: torch.Tensor
-    later: torch.Tensor | None = None
-
-    def dimension(self, loss_threshold: float) -> int:
-        """Choose d by eq. (6), on held-out samples if there are any; all axes if even these lose more than lambda."""
-        if self.later is None:
-            return dimension(self.eigenvalues, loss_threshold)
-        enough = self.later >= 1 - loss_threshold
-        return max(1, int(enough.int().argmax()) + 1 if bool(enough.any()) else len(self.later))
-
-
-def spectrum(centred: torch.Tensor, held_out: int = 0) -> Spectrum:
-    """Fit a PCA on samples (T, r, K) of r slices that share a basis, without the latest `held_out` of the T samples."""
-    fitted, later = centred[: max(2, len(centred) - held_out)], centred[max(2, len(centred) - held_out) :]
-    values, axes = principal_axes(fitted.reshape(-1, fitted.shape[2]))
-    if not len(later):
-        return Spectrum(values, axes)
-    captured = (later.double().reshape(-1, axes.shape[0]) @ axes).square().sum(0).cumsum(0)
-    total = later.double().square().sum()
-    return Spectrum(values, axes, captured / total if total > 0 else torch.ones_like(captured))
-
-
 def fitted_samples(
     samples: torch.Tensor, mean: torch.Tensor | None, chosen: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
@@ -236,12 +204,12 @@ def fitted_samples(
     return list(centred.split([len(run) for run in chosen], dim=1))
 
 
-def stacked_axes(spectra: Sequence[Spectrum], width: int) -> torch.Tensor:
-    """Stack the leading axes of B spectra to bases, float32 (B, K, width), completed to orthonormal sets.
+def stacked_axes(axes: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """Stack the leading axes (K, R) of B fits to bases, float32 (B, K, width), completed to orthonormal sets.
 
     Slices that never change have no axes and get the first unit vectors: their mean describes them completely.
     """
-    return torch.stack([_first_columns(pca.axes, width) for pca in spectra]).float().contiguous()
+    return torch.stack([_first_columns(of_basis, width) for of_basis in axes]).float().contiguous()
 
 
 def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
@@ -271,17 +239,6 @@ def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
         return axes[:, :width]
     complete = torch.linalg.qr(torch.cat([axes, torch.eye(axes.shape[0], dtype=axes.dtype)], dim=1)).Q
     return torch.cat([axes, complete[:, axes.shape[1] : width]], dim=1)
-
-
-def complement(basis: torch.Tensor, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw orthonormal columns (B, K, width), orthogonal to each basis (B, K, d), uniformly among all such columns.
-
-    generator: on the CPU, in the same state on every rank.
-    """
-    drawn = torch.randn(basis.shape[0], basis.shape[1], width, generator=generator).to(basis)
-    for _ in range(2):  # twice is enough: one pass leaves only rounding errors along the basis
-        drawn = drawn - basis @ (basis.mT @ drawn)
-    return torch.linalg.qr(drawn).Q
 
 
 def served_rows(rows: torch.Tensor, reuse: int | None, first: int = 0) -> list[tuple[torch.Tensor, int]]:

@@ -159,8 +159,8 @@ def test_stored_rows_have_titles_that_the_benchmarks_know(benchmarks: Mapping[st
         ("fashion-training", {*benchmarks["methods"].METHODS}),
         ("fashion-replay", {*benchmarks["methods"].METHODS, *alone}),
         ("text-chars", {*benchmarks["text_chars"].METHODS}),
-        ("accuracy-16", {*benchmarks["accuracy"].methods(0)}),
-        ("accuracy-128", {*benchmarks["accuracy"].methods(0)}),
+        ("accuracy-16", {*benchmarks["accuracy"].methods(0), *benchmarks["accuracy"].OF_AXES}),
+        ("accuracy-128", {*benchmarks["accuracy"].methods(0), *benchmarks["accuracy"].OF_AXES}),
         ("lgc-training", {*benchmarks["lgc"].METHODS}),
     ):
         rows = [json.loads(line) for line in (BENCHMARKS / "results" / f"{file}.jsonl").read_text().splitlines()]

@@ -53,7 +53,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("clt_k", {"density": 0.01}),
     ("dct_topk", {"chunk": 64, "count": 8}),
     ("powersgd", {"rank": 2}),
-    ("gradiveq", {"ratio": 8.0, "complement": 1.0, "drawn": "coordinates", "warmup_steps": 0}),
+    ("gradiveq", {"ratio": 8.0, "complement": 1.0, "warmup_steps": 0}),
     ("gradiveq", {"ratio": 4.0, "slice_size": 16, "sample_steps": 2, "sample_bits": 0, "warmup_steps": 0}),
 ]
 

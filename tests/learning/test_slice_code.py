@@ -21,13 +21,12 @@ SIZE = 7
 
 
 def drawn_code(seed: int, slices: int, reuse: int | None, coordinates: int) -> tuple[SliceCode, torch.Tensor]:
-    """A code with dimensions of its own for each basis, and slices to code; float64."""
-    draw, numbers = torch.Generator().manual_seed(seed), random.Random(seed)
+    """A code, and slices to code; float64."""
+    draw, dimension = torch.Generator().manual_seed(seed), random.Random(seed).randint(0 if coordinates else 1, 4)
     bases = -(-slices // reuse) if reuse else 1
-    basis = torch.linalg.qr(torch.randn(bases, SIZE, 4, generator=draw).double()).Q
-    dimensions = tuple(numbers.randint(1, 4) for _ in range(bases))
+    basis = torch.linalg.qr(torch.randn(bases, SIZE, dimension, generator=draw).double()).Q
     chosen = random_coordinates(np.array([seed], np.uint64), bases, SIZE, coordinates) if coordinates else None
-    return SliceCode(basis, dimensions, reuse, chosen), torch.randn(slices, SIZE, generator=draw).double()
+    return SliceCode(basis, reuse, chosen), torch.randn(slices, SIZE, generator=draw).double()
 
 
 def splitmix(seed: int, count: int) -> list[int]:
@@ -72,7 +71,7 @@ def test_all_coordinates_are_drawn_as_often() -> None:
 def explicit(code: SliceCode, m: int, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of slice m and what they stand for, one column and one coordinate at a time."""
     b = m // code.reuse if code.reuse else 0
-    columns = [code.basis[b, :, j] for j in range(code.dimensions[b])]
+    columns = [code.basis[b, :, j] for j in range(code.basis.shape[2])]
     codes = [column @ row for column in columns]
     decoded = sum((value * column for value, column in zip(codes, columns, strict=True)), torch.zeros_like(row))
     left = row - decoded
@@ -87,19 +86,19 @@ cases = (st.integers(0, 999), st.integers(1, 9), st.sampled_from([None, 1, 2, 3]
 
 @law(*cases)
 def test_codes_are_the_equations(seed: int, slices: int, reuse: int | None, coordinates: int) -> None:
-    """Slice by slice under its own basis and dimension, wherever a run of slices begins; what is sent is not left."""
+    """Slice by slice under its own basis, wherever a run of slices begins; what is sent is not left."""
     code, rows = drawn_code(seed, slices, reuse, coordinates)
     pairs = [explicit(code, m, row) for m, row in enumerate(rows)]
-    edges, codes = code.edges(slices), code.encode(rows)
+    codes = code.encode(rows)
     torch.testing.assert_close(codes, torch.cat([one for one, _ in pairs]))
-    assert edges == [0, *torch.tensor([len(one) for one, _ in pairs]).cumsum(0).tolist()]
+    assert {len(one) for one, _ in pairs} == {code.width}
     decoded = code.decode(codes, torch.empty_like(rows))
     torch.testing.assert_close(decoded, torch.stack([one for _, one in pairs]))
     assert (rows - decoded).square().sum() <= rows.square().sum() * (1 + 1e-12)  # a contraction
     first = seed % slices
-    torch.testing.assert_close(code.encode(rows[first:], first), codes[edges[first] :])
+    torch.testing.assert_close(code.encode(rows[first:], first), codes[code.width * first :])
     torch.testing.assert_close(
-        code.decode(codes[edges[first] :], torch.empty_like(rows[first:]), first), decoded[first:]
+        code.decode(codes[code.width * first :], torch.empty_like(rows[first:]), first), decoded[first:]
     )
 
 
@@ -110,7 +109,7 @@ def test_segments_in_any_order_give_the_same_bits(
     """Every rank of a ring comes to the segments in another order; what it codes and decodes is what one pass gives."""
     code, rows = drawn_code(seed, slices, reuse, coordinates)
     mean = rows.flip(0) / 2 if whitening else None
-    coded = CodedSlices(rows, code, mean, rows.dtype, Workspace())
+    coded = CodedSlices(rows, code, mean, Workspace())
     coders = [SliceCoder(coded, segments, seed) for _ in range(2)]
     orders = [list(range(segments)), random.Random(seed).sample(range(segments), segments)]
     for coder, order in zip(coders, orders, strict=True):
@@ -127,7 +126,7 @@ def test_segments_in_any_order_give_the_same_bits(
 
 def test_codes_that_are_missing_are_noticed() -> None:
     code, rows = drawn_code(0, 4, None, 2)
-    coder = SliceCoder(CodedSlices(rows, code, None, rows.dtype, Workspace()), 3, 0)
+    coder = SliceCoder(CodedSlices(rows, code, None, Workspace()), 3, 0)
     coder.receive(*coder.bounds[0], coder.encode(*coder.bounds[0]))
     with pytest.raises(RuntimeError, match="codes have not been received"):
         coder.decoded()
@@ -144,9 +143,9 @@ def test_algorithm_1_has_equal_segments_over_all_fused_layers(ranks: int, ratio:
     lengths = []
     for layer in layers:
         size = codec.slice_size(layer)
-        code = SliceCode(torch.zeros(1, size, size // ratio), (size // ratio,))
+        code = SliceCode(torch.zeros(1, size, size // ratio))
         slices = torch.zeros(layer.numel // size, size)
-        coded = CodedSlices(slices, code, None, torch.float32, Workspace())
+        coded = CodedSlices(slices, code, None, Workspace())
         coder = SliceCoder(coded, ranks, crc32(layer.name.encode()))
         lengths.append(torch.tensor([last - first for first, last in coder.bounds]))
     for fused in (lengths, lengths[:-4], lengths[-4:], lengths[:12]):

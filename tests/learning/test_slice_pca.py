@@ -168,7 +168,7 @@ def test_the_loss_on_the_fitted_samples_keeps_the_threshold(loss_threshold: floa
     """Section 3: the chosen d guarantees a loss of at most lambda of the variance of the samples of each slice."""
     slices = normal(seed, count, 3, 10)
     mean = slices.mean(0)
-    basis = fit_bases(slices, mean, loss_threshold, None)
+    basis = fit_bases(slices, mean, loss_threshold)
     for m in range(3):
         centred = slices[:, m] - mean[m].double()
         u = basis[m].double()
@@ -193,12 +193,6 @@ def test_one_basis_for_all_slices_comes_from_the_first() -> None:
     torch.testing.assert_close(each[0, :, : one.shape[2]], one[0])
 
 
-def test_max_dimension_limits_d() -> None:
-    slices = normal(0, 50, 2, 12)
-    assert fit_bases(slices[:, :1], slices[:, :1].mean(0), 0.0, 5).shape == (1, 12, 5)
-    assert fit_bases(slices[:, :1], slices[:, :1].mean(0), 0.0, 99).shape == (1, 12, 12)
-
-
 @pytest.mark.parametrize("value", [0.0, 3.5])
 @pytest.mark.parametrize("reuse", [None, 1, 2])
 def test_samples_that_never_change_are_their_mean(value: float, reuse: int | None) -> None:
@@ -216,7 +210,7 @@ def test_slices_without_variance_beside_others() -> None:
     slices = normal(0, 20, 3, 8)
     slices[:, 1] = 0.0
     slices[:, 2, 1:] = 2.0
-    basis = fit_bases(slices, slices.mean(0), 0.05, None)
+    basis = fit_bases(slices, slices.mean(0), 0.05)
     width = basis.shape[2]
     assert width > 1
     torch.testing.assert_close(basis.mT @ basis, torch.eye(width).expand(3, -1, -1), atol=1e-5, rtol=0)
@@ -284,7 +278,6 @@ def test_samples_that_cannot_be_fitted_are_refused(samples: Tensors, message: st
         {"loss_threshold": 1.0},
         {"slice_size": 0},
         {"reuse": 0},
-        {"max_dimension": 0},
     ],
 )
 def test_settings_out_of_range(settings: dict[str, float]) -> None:

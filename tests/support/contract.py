@@ -70,7 +70,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "monitor_threshold": 2.0,
     },
 }
-SETTINGS["gradiveq, coordinates"] = {**SETTINGS["gradiveq"], "drawn": "coordinates", "delay": 1}
 # The same codecs with messages that go round a ring: "<codec>, ring".
 for _codec in ("identity", "qsgd", "gradiveq"):
     SETTINGS[f"{_codec}, ring"] = {**SETTINGS.get(_codec, {}), "ring": True}

@@ -37,14 +37,13 @@ Paper = Annotated[
     bool,
     typer.Option(
         "--paper",
-        help="The paper's method: d by lambda = 0.01, bases of each layer's first slice, no random axes. After four "
+        help="The paper's method: d by lambda = 0.01, bases of each layer's first slice, nothing random. After four "
         "times --samples compressed iterations the run samples again (as 4-bit QSGD) and fits its bases anew.",
     ),
 ]
 LossThreshold = Annotated[float | None, typer.Option(help=setting_help("gradiveq", "loss_threshold"))]
 SliceSize = Annotated[int | None, typer.Option(help=setting_help("gradiveq", "slice_size"))]
 Reuse = Annotated[int | None, typer.Option(help=setting_help("gradiveq", "reuse"))]
-MaxDimension = Annotated[int | None, typer.Option(help=setting_help("gradiveq", "max_dimension"))]
 Ratio = Annotated[
     float | None, typer.Option(help=setting_help("gradiveq", "ratio", "20 if nothing else decides on d."))
 ]
@@ -54,12 +53,6 @@ TotalRatio = Annotated[
 Complement = Annotated[
     float | None,
     typer.Option(help=setting_help("gradiveq", "complement", "Brings error feedback; 0.5 by default.")),
-]
-SpreadRefits = Annotated[
-    bool,
-    typer.Option(
-        "--spread-refits", help="Layers are fitted again one after another, an iteration each, not all in the same one."
-    ),
 ]
 LayerSetting = Annotated[
     list[str] | None,
@@ -83,7 +76,6 @@ def gradiveq(
     loss_threshold: LossThreshold = None,
     slice_size: SliceSize = None,
     reuse: Reuse = None,
-    max_dimension: MaxDimension = None,
     ratio: Ratio = None,
     total_ratio: TotalRatio = None,
     complement: Complement = None,
@@ -91,7 +83,6 @@ def gradiveq(
     layer_setting: LayerSetting = None,
     role: Roles = None,
     warmup_steps: Warmup = 0,
-    spread_refits: SpreadRefits = False,
     seed: Seed = 0,
     workers: Processes = None,
     dask: Dask = None,
@@ -126,7 +117,6 @@ def gradiveq(
         "loss_threshold": loss_threshold,
         "slice_size": slice_size,
         "reuse": reuse,
-        "max_dimension": max_dimension,
         "ratio": ratio,
         "complement": complement,
     }
@@ -138,7 +128,6 @@ def gradiveq(
         total_ratio=total_ratio,
         roles=known_roles(role) or GradiVeQ.defaults.roles,
         warmup_steps=warmup_steps,
-        spread_refits=spread_refits,
         seed=seed,
     )
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:

@@ -193,7 +193,7 @@ def test_held_out_loss_is_the_planted_tail(tmp_path):
     model = GradientModel(PLANTED.numel, (8.0, 4.0, 2.0, 1.0), (0.05,))
     values = draw(model, 1200, np.random.default_rng(2)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        fit = fit_gradiveq(trace, samples=800, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
+        fit = fit_gradiveq(trace, samples=800, settings=GradiVeQ.Settings(ratio=PLANTED.numel / 4))
     expected = expected_tail_energy(model, kept=4)
     assert fit.provenance["holdout"]["loss"] == pytest.approx(expected, rel=0.08)
     assert fit.provenance["in_sample_loss"] == pytest.approx(expected, rel=0.08)
@@ -204,7 +204,7 @@ def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
     model = GradientModel(PLANTED.numel, (1.0,) * 4, (1e-4,), drift=turn)
     values = draw(model, 20 + 75, np.random.default_rng(3)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        fit = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.0, max_dimension=4))
+        fit = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.05))
         held = holdout_by_age(trace, fit.plan, start=20)
     assert held.to_json() == fit.provenance["holdout"]
     losses = held.loss_by_age
@@ -236,7 +236,7 @@ def test_single_layers_without_structure_are_named(tmp_path):
         for step in structured
     ]
     with record(tmp_path / "t", gradients, [PLANTED, noisy]) as trace:
-        fit = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(max_dimension=3))
+        fit = fit_gradiveq(trace, samples=40, settings=GradiVeQ.Settings(ratio=PLANTED.numel / 3))
     later, control = fit.provenance["holdout"]["groups"], fit.provenance["random_basis"]["groups"]
     assert later["conv.weight"]["loss"] < 0.01 < 0.9 < control["conv.weight"]["loss"]
     assert later["noisy.weight"]["loss"] > control["noisy.weight"]["loss"]

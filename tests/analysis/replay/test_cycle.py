@@ -22,21 +22,19 @@ from support.recorded import BIAS, CONVOLUTION, LINEAR, random_gradients, record
 SETTINGS = {"slice_size": 8, "compressed_steps": 5, "sample_steps": 3, "ratio": 4.0}
 
 
-@pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("complement", [0.0, 0.5])
-def test_the_phases_of_a_cycle(tmp_path: Path, spread: bool, complement: float) -> None:
-    """3 dense iterations that bases are fitted on, 5 compressed, 3 sampled, and so on; a delay prolongs the first."""
+def test_the_phases_of_a_cycle(tmp_path: Path, complement: float) -> None:
+    """3 dense iterations that bases are fitted on, 5 compressed, 3 sampled, and so on."""
     settings = GradiVeQ.Settings(**SETTINGS, reuse=2, complement=complement)
     with record(tmp_path / "t", random_gradients(0, 20, 2)) as trace:
-        plan = fit_gradiveq(trace, samples=3, settings=settings, spread_refits=spread).plan
+        plan = fit_gradiveq(trace, samples=3, settings=settings).plan
         cycle = training_cycle(trace, plan)
     assert cycle.iterations == tuple(range(20))
-    for delay, group in enumerate(plan.groups):
-        later = delay if spread else 0
-        expected = ["dense"] * 3 + ["compressed"] * (5 + later) + (["sampled"] * 3 + ["compressed"] * 5) * 2
+    for group in plan.groups:
+        expected = ["dense"] * 3 + ["compressed"] * 5 + (["sampled"] * 3 + ["compressed"] * 5) * 2
         [layer] = plan.members(group)
         assert cycle.layers[layer.name].phases == tuple(expected[:20])
-        assert cycle.layers[layer.name].fitted_after == tuple(n for n in (10 + later, 18 + later) if n < 19)
+        assert cycle.layers[layer.name].fitted_after == (10, 18)
         slices = layer.numel // 8
         assert cycle.layers[layer.name].slices == slices
         assert cycle.layers[layer.name].fitted_slices == tuple((m,) for m in range(0, slices, 2))

@@ -43,7 +43,7 @@ def uniform(codec, **kwargs):
 def fitted_gradiveq(gradients):
     """A GradiVeQ plan for the convolution, fitted on the gradients' own averages."""
     averages = np.stack([np.mean([rank[CONVOLUTION.name] for rank in step], axis=0) for step in gradients])
-    settings = {"max_dimension": 3, "slice_size": 24, "compressed_steps": 0}
+    settings = {"ratio": 8, "slice_size": 24, "compressed_steps": 0}
     codec = GradiVeQ(build_settings(GradiVeQ, settings)).fit(
         [CONVOLUTION], {CONVOLUTION.name: torch.from_numpy(averages)}
     )
