@@ -36,8 +36,7 @@ def record(
 
     Args:
         accelerator: the one that prepared the model.
-        model: as `accelerator.prepare` returned it, compiled or not. Then the path, as in `TraceRecorder`; the other
-            order of the two still works.
+        model: as `accelerator.prepare` returned it, compiled or not.
         path: folder of the trace, new or empty.
         optimizer: one or several, as `accelerator.prepare` returned them.
         options: those of TraceRecorder. The loss scaler is the accelerator's.
@@ -48,7 +47,5 @@ def record(
     Raises:
         GradlabError: if the model was not wrapped in DistributedDataParallel. See also TraceRecorder.
     """
-    if isinstance(path, nn.Module):  # the order of earlier versions
-        model, path = path, model
     options = {"optimizer": optimizer, "scaler": accelerator.scaler, **options}
     return TraceRecorder(ddp_of_accelerate(accelerator, model, "record"), path, **options)

@@ -85,8 +85,7 @@ def start_recording(
     warn_of_missing(held)
     metadata = _metadata(source, settings, wrap) | optimizer_metadata(held) | metadata
     samples = {sample.layer.name: sample for sample in size.samples}
-    known = bool(held.optimizers)
-    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples, optimizer_steps=known)
+    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples)
     manifest = start_together(path, manifest, overwrite, ranks)
     if ranks.rank == 0:
         announce(path, size, settings)

@@ -6,12 +6,10 @@ loads no torch: each name is imported when it is first asked for. The rooms behi
 """
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from gradlab.errors import GradlabError
 from gradlab.lazy import lazy_names
-from gradlab.moved import MovedModules
 from gradlab.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -52,9 +50,6 @@ __getattr__, __dir__ = lazy_names(
         "wrappers": "gradlab.wrappers",
     },
 )
-
-# Last, for names that no other finder knows.
-sys.meta_path.append(MovedModules())
 
 # In a checkout the side folders lie beside this one; in an installed package they lie in it.
 _folder = os.path.dirname(__file__)

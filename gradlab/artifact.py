@@ -1,8 +1,8 @@
 """An artifact: a plan with its learned tensors in one safetensors file.
 
-The file's single metadata key `gradlab` holds canonical JSON (one key keeps the file's hash stable): format and
-minimum reader version, the plan, its provenance, a sha256 per tensor and one of the header itself, because
-safetensors notices a truncated file but not a flipped bit. Nothing in the file is executed.
+The file's single metadata key `gradlab` holds canonical JSON (one key keeps the file's hash stable): the format's
+number, the plan, its provenance, a sha256 per tensor and one of the header itself, because safetensors notices a
+truncated file but not a flipped bit. Nothing in the file is executed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,12 @@ import torch
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.layout import canonical_json
-from gradlab.learning.slice_pca import slice_view
-from gradlab.plan import Group, Plan
+from gradlab.plan import Plan
 from gradlab.plan.plan import hash_tensor
 from gradlab.printable import can_be_written
-from gradlab.roles import FIRST_ROLES
 from gradlab.version import VERSION
 
-# 2: groups have wrappers, where format 1 had error_feedback alone. 3: a plan may be chosen anew while training. 4:
-# layers may have roles that transformers brought, such as experts, whose codecs see other matrices; slices of
-# GradiVeQ need not lie along a matrix's outputs. 5: metrics of plans that are chosen anew are l2 and squared-l2, where
-# format 3 had plain and squared; such a plan may follow Accordion.
-FORMAT = 5
-_FIRST_WITH_SLICE_AXES = 4
-# The oldest reader that understands what this version writes: of a plan that stays, of one with new roles or such
-# slices, and of one that is chosen anew.
-MINIMUM_READER, MINIMUM_READER_OF_ROLES, MINIMUM_READER_OF_REFRESH = 2, 4, 5
+FORMAT = 1
 _LARGEST_HEADER = 64 * 2**20
 _ROWS = torch.contiguous_format
 
@@ -76,7 +66,6 @@ class Artifact:
             raise GradlabError(f"{path} exists already: choose another name or ask to overwrite it")
         header = {
             "format": FORMAT,
-            "minimum_reader": _minimum_reader(self.plan),
             "written_by": f"gradlab {VERSION}",
             "plan": self.plan.to_json(),
             "origin": self.provenance,
@@ -98,11 +87,11 @@ class Artifact:
             The plan with its provenance.
 
         Raises:
-            GradlabError: if the file is missing, truncated, foreign, written by a newer version, or has a flipped bit.
+            GradlabError: if the file is missing, truncated, foreign, of another format, or has a flipped bit.
         """
         path = Path(path)
         header, tensors = _read(path)
-        _check_version(path, header)
+        _check_format(path, header)
         _check_seal(path, header)
         hashes = header.get("sha256")
         if not isinstance(hashes, dict) or set(hashes) != set(tensors):
@@ -112,42 +101,10 @@ class Artifact:
                 raise GradlabError(f"{path}: tensor {key} is damaged (its sha256 differs from the header's)")
         provenance = header.get("origin")
         try:
-            plan = _with_slice_axes(Plan.from_json(header.get("plan"), tensors), header["format"])
+            plan = Plan.from_json(header.get("plan"), tensors)
             return cls(plan, provenance if isinstance(provenance, dict) else {})
         except GradlabError as error:
             raise GradlabError(f"{path}: {error}") from None
-
-
-def _minimum_reader(plan: Plan) -> int:
-    if plan.refresh is not None:
-        return MINIMUM_READER_OF_REFRESH
-    if any(layer.role not in FIRST_ROLES for layer in plan.layers) or any(
-        _has_slice_axis(plan, group) for group in plan.groups
-    ):
-        return MINIMUM_READER_OF_ROLES
-    return MINIMUM_READER
-
-
-def _has_slice_axis(plan: Plan, group: Group) -> bool:
-    return group.codec == "gradiveq" and ("slice_axis" in group.settings or _is_turned(plan, group))
-
-
-def _is_turned(plan: Plan, group: Group) -> bool:
-    """Whether slices of one of the group's layers lie along its inputs unless a setting says otherwise."""
-    return any(slice_view(layer) != layer for layer in plan.members(group))
-
-
-def _with_slice_axes(plan: Plan, version: int) -> Plan:
-    """The plan with the axis that GradiVeQ's slices always lay along before it was a setting."""
-    if version >= _FIRST_WITH_SLICE_AXES:
-        return plan
-    return replace(plan, groups=tuple(_along_outputs(plan, group) for group in plan.groups))
-
-
-def _along_outputs(plan: Plan, group: Group) -> Group:
-    if group.codec != "gradiveq" or "slice_axis" in group.settings or not _is_turned(plan, group):
-        return group
-    return replace(group, settings={**group.settings, "slice_axis": "outputs"})
 
 
 def _seal(header: dict[str, Any]) -> str:
@@ -211,11 +168,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return header, tensors
 
 
-def _check_version(path: Path, header: dict[str, Any]) -> None:
-    needed, version = header.get("minimum_reader"), header.get("format")
-    if type(needed) is not int or type(version) is not int:
-        raise GradlabError(f"{path}: the header names no format version")
-    if needed > FORMAT:
-        raise GradlabError(
-            f"{path} was written by a newer gradlab (format {version}); this one reads up to format {FORMAT}: upgrade"
-        )
+def _check_format(path: Path, header: dict[str, Any]) -> None:
+    number = header.get("format")
+    if type(number) is not int:
+        raise GradlabError(f"{path}: the header names no format")
+    if number != FORMAT:
+        raise GradlabError(f"{path}: an artifact of format {number}, expected format {FORMAT}: upgrade gradlab")

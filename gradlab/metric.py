@@ -1,7 +1,6 @@
 """The metric that runs are judged by (accuracy, perplexity, ...), as it stands in their reports.
 
 A run's report names it under `metric`, with its values while training (`scores`) and at the end (`final_score`).
-Reports from before that have `accuracies` and `final_accuracy`.
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ def scores(run: Mapping[str, Any]) -> list[Any]:
 
     The list is empty if the metric was not measured.
     """
-    return run.get("scores") or run.get("accuracies") or []
+    return run.get("scores") or []
 
 
 def final_score(run: Mapping[str, Any]) -> float | None:
     """Give the metric at the end; None if it was not measured, or not finite."""
-    value = run.get("final_score", run.get("final_accuracy"))
+    value = run.get("final_score")
     return value if is_finite(value) else None

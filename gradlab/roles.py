@@ -22,8 +22,6 @@ WEIGHTS = (
     "transposed_experts",
 )
 ROLES = (*WEIGHTS, "normalization", "bias", "other")
-# Roles of files that any version reads; the others came with format 4 of artifacts and version 2 of traces.
-FIRST_ROLES = frozenset({"convolution", "linear", "embedding", "normalization", "bias", "other"})
 # Layers of three dimensions that are a batch of matrices, one per expert.
 STACKS = frozenset({"experts", "transposed_experts"})
 # Layers whose weight has its inputs before its outputs.

@@ -87,7 +87,7 @@ class Saving:
 
     @classmethod
     def read(cls, report: Mapping[str, Any]) -> Saving:
-        """Read what `to_json` wrote into a report. One of an earlier version lacks the second factor."""
+        """Read what `to_json` wrote into a report. A report of a dense run has no factors."""
         return cls(report.get("compression_ratio"), report.get("ratio_to_16_bits"))
 
     def to_json(self) -> dict[str, float | None]:

@@ -52,8 +52,7 @@ def compress(
 
     Args:
         accelerator: the one that prepared the model.
-        model: as `accelerator.prepare` returned it, compiled or not. Then the plan, as in `gradlab.compress`; the other
-            order of the two still works.
+        model: as `accelerator.prepare` returned it, compiled or not.
         plan: for the model's trainable parameters, or the path of an artifact.
         optimizer: one or several, as `accelerator.prepare` returned them.
         residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
@@ -68,8 +67,6 @@ def compress(
         GradlabError: if the model was not wrapped in DistributedDataParallel, or has a communication hook already. See
             also CompressionState.
     """
-    if isinstance(plan, nn.Module):  # the order of earlier versions
-        model, plan = plan, model
     ddp_model = ddp_of_accelerate(accelerator, model, "compress")
     check_policy(residuals)
     options = {"optimizer": optimizer, "scaler": accelerator.scaler, **options}

@@ -21,7 +21,7 @@ from gradlab.plan.replanning import ROOT
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.trial import trial
 
-_FORMAT = 3  # 3: with checksums
+_FORMAT = 1
 _BESIDE = ("sha256", "inside", "marks")  # what no checksum of this checkpoint covers; "inside" has its own
 _ALONE = {"local_ranks": 1, "shards": 1}  # what a checkpoint of a run without nodes leaves out
 _MOST_STEPS, _MOST_RATE = 2**48, 1e9

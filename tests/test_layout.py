@@ -361,7 +361,7 @@ def test_the_difference_names_what_differs() -> None:
 
 
 def test_the_fingerprint_is_of_names_and_shapes_alone() -> None:
-    """The text that is hashed is fixed: artifacts of an earlier version must still fit their models."""
+    """The text that is hashed is fixed: an artifact fits its model in every version."""
     layers = (Layer("a.weight", (2, 3), "linear"), Layer("a.bias", (2,), "bias"))
     text = '[["a.weight",[2,3]],["a.bias",[2]]]'
     assert fingerprint(layers) == hashlib.sha256(text.encode()).hexdigest()

@@ -39,7 +39,6 @@ def test_what_saves_nothing_against_16_bits_is_shown_so() -> None:
 
 def test_nothing_is_said_of_what_is_not_known() -> None:
     assert Saving.of(0, 400) == Saving(None, None) == Saving.read({})
-    assert Saving.read({"compression_ratio": 8.0}).text("fewer bytes") == "8.00x fewer bytes"  # an older report
     assert Saving.read({}).cells == ("-", "-")
 
 

@@ -30,7 +30,7 @@ from gradlab.trace import Trace
 from gradlab.trace.schema import read_document, write_document
 from gradlab.version import VERSION as GRADLAB
 
-FORMAT, VERSION = "gradlab-corpus", 1
+FORMAT = "gradlab-corpus"
 MANIFEST, README, ROWS = "corpus.json", "README.md", "rows.jsonl"
 MOST_FILES, MOST_BYTES = 4096, 2**29  # of a corpus; one of three recordings has some 30 files and 30 MB
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -211,7 +211,7 @@ def write_manifest(folder: Path, recordings: Sequence[Recording], command: str, 
             "python": platform.python_version(),
         },
     }
-    write_document(folder / MANIFEST, FORMAT, body, VERSION)
+    write_document(folder / MANIFEST, FORMAT, body)
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def read_corpus(folder: Path) -> Corpus:
     where = folder / MANIFEST
     if not where.is_file():
         raise GradlabError(f"{folder}: no corpus, there is no {MANIFEST} in it")
-    content = read_document(where, FORMAT, VERSION)
+    content = read_document(where, FORMAT)
     _check_files(folder, content.get("files"))
     listed = content.get("recordings")
     if not isinstance(listed, list) or not listed:

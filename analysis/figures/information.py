@@ -28,7 +28,6 @@ from gradlab.analysis.figures.style import (
     write_below,
 )
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
-from gradlab.errors import GradlabError
 
 Json = Mapping[str, Any]
 _ESTIMATORS = {
@@ -70,7 +69,7 @@ def plot_claim(between: Json) -> Figure:
         left.plot(values, rows, marker, color=color, label=label, markersize=5, linestyle="none", fillstyle="none")
     for position, (name, (label, color, marker)) in enumerate(_ESTIMATORS.items()):
         placed = [
-            (row + 0.22 * (position - 0.5), estimates(layer, name)["excess"])
+            (row + 0.22 * (position - 0.5), layer["estimators"][name]["excess"])
             for row, layer in zip(rows, layers, strict=True)
         ]
         style: dict[str, Any] = {"color": color, "markersize": 3, "linewidth": 0.9}
@@ -90,27 +89,6 @@ def plot_claim(between: Json) -> Figure:
         handles = panel.get_legend_handles_labels()
         panel.legend(*handles, loc="upper center", bbox_to_anchor=(0.45, -0.16 - 0.4 / len(layers)), fontsize=7)
     return figure
-
-
-def estimates(layer: Json, method: str) -> Json:
-    """Find what an estimator gave of a layer.
-
-    Args:
-        layer: one of report.json's "between_nodes".
-        method: of the corrected ones.
-
-    Returns:
-        The estimator's entry.
-
-    Raises:
-        GradlabError: for a report of an earlier version, which has other estimators.
-    """
-    if method not in layer["estimators"]:
-        raise GradlabError(
-            f"a report with the estimators {', '.join(layer['estimators'])}, expected {method!r}, which takes the "
-            "place of quantiles and ksg: run `gradlab analyze` on the recording again"
-        )
-    return layer["estimators"][method]
 
 
 def _marked(layer: Json) -> str:
@@ -414,7 +392,7 @@ def plot_layer(data: Json, name: str) -> Figure:
     if between:
         panel = next(left)
         for method, (label, color, _) in _ESTIMATORS.items():
-            series = estimates(between, method)
+            series = between["estimators"][method]
             excess = np.subtract(series["paired"], series["shifted"])
             panel.plot(between["iterations"], excess, color=color, label=label, linewidth=1)
         panel.axhline(0, color=GREY, linewidth=0.8)

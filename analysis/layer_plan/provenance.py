@@ -71,7 +71,7 @@ class LgrecoProvenance(Jsonable):
         gap: share of its size that the plan may be too large by; 0: no plan is smaller.
         gain: uniform_size / size.
         payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
-        sent_bytes: what a rank sends for the first of these; None in an artifact of an earlier version.
+        sent_bytes: what a rank sends for the first of these.
         relative_error: of both plans.
         windows: first and last iteration of each window.
         windows_chosen_on: how many of them, from the first, the plan was chosen on.
@@ -99,6 +99,7 @@ class LgrecoProvenance(Jsonable):
     payload_bytes: float
     uniform_payload_bytes: float
     dense_payload_bytes: float
+    sent_bytes: float
     relative_error: PlanErrors
     windows: tuple[tuple[int, int], ...]
     windows_chosen_on: int
@@ -116,13 +117,10 @@ class LgrecoProvenance(Jsonable):
     alone: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
     hold: Hold | None = None
-    sent_bytes: float | None = None
 
     @property
     def saving(self) -> Saving:
         """How many times fewer bytes a rank sends in a compressed step, of the whole model."""
-        if self.sent_bytes is None:
-            return Saving.of(self.payload_bytes, self.dense_payload_bytes)
         return Saving.of_sent(self.sent_bytes, self.dense_payload_bytes, self.world_size)
 
     @property
@@ -132,5 +130,5 @@ class LgrecoProvenance(Jsonable):
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, by field; those with a default only where there are any."""
-        missing = {name for name in ("step", "alone", "sample", "hold", "sent_bytes") if not getattr(self, name)}
+        missing = {name for name in ("step", "alone", "sample", "hold") if not getattr(self, name)}
         return {name: value for name, value in super().to_json().items() if name not in missing}

@@ -34,8 +34,6 @@ from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
 METHODS = ("histogram", "mixed", "copula")
-# Names of earlier versions, for estimators that "mixed" takes the place of.
-_FORMER = {"quantiles": "mixed", "ksg": "mixed"}
 # LGC's "uniform quantizer with 2^32-level (32 bit) accuracy".
 PAPER_BINS = 2**32
 
@@ -91,9 +89,8 @@ def mutual_information(
 ) -> float:
     """I(x; y) in bits from paired samples x, y (n,); corrected estimators may fall below 0 where there is none.
 
-    x, y: arrays, or variables that many pairs share. method: one of `METHODS`, see the module; "quantiles" and "ksg",
-    names of earlier versions, stand for "mixed". bins: per variable, of the histogram; None: as many as leave about 10
-    samples per joint cell. neighbors: k of "mixed".
+    x, y: arrays, or variables that many pairs share. method: one of `METHODS`, see the module. bins: per variable,
+    of the histogram; None: as many as leave about 10 samples per joint cell. neighbors: k of "mixed".
 
     Raises:
         GradlabError: for an unknown method, fewer than 16 pairs, values that are not finite, lengths that differ, or
@@ -127,7 +124,6 @@ def estimate_information(
             than 64 samples in each.
     """
     first, second = _pair(x, y)
-    method = _FORMER.get(method, method)
     if method == "histogram":
         raise GradlabError(
             'an interval of "histogram": its bias is many times its spread, and plug_in gives that bias; expected one '
@@ -307,7 +303,6 @@ def _pair(x: np.ndarray | Variable, y: np.ndarray | Variable) -> tuple[Variable,
 
 
 def _estimator(method: str, samples: int, bins: int | None, neighbors: int) -> Callable[[Variable, Variable], float]:
-    method = _FORMER.get(method, method)
     if method not in METHODS:
         raise GradlabError(f"method {method!r}, expected one of {', '.join(METHODS)}")
     if method == "copula":

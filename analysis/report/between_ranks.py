@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from gradlab.analysis.figures import information as information_plots
-from gradlab.analysis.figures.information import estimates
 from gradlab.analysis.report.page import Drawing, Section, Table
 from gradlab.formatting import (
     format_number,
@@ -118,7 +117,7 @@ def _between_tables(between: Json) -> list[Table]:
                 layer["name"],
                 ", ".join(layer["place"]) or "-",
                 *(format_number(_mean_of(layer, paper, name)) for name in ("entropy", "information", "shuffled")),
-                *(with_interval(estimates(layer, name)["excess"], "bits", 3) for name in _ESTIMATORS),
+                *(with_interval(layer["estimators"][name]["excess"], "bits", 3) for name in _ESTIMATORS),
                 with_interval(layer["mean_cosine"], "mean", 2),
                 format_number(layer["signal_to_noise"], 2),
                 format_percent(top["overlap"] if top else None),
@@ -147,7 +146,7 @@ def _series_remarks(layers: Sequence[Json]) -> list[list[str]]:
     """A row for each series over iterations that has no interval, or drifts."""
     rows = []
     for layer in layers:
-        series = {f"excess: {label}": estimates(layer, name)["excess"] for name, label in _ESTIMATORS.items()}
+        series = {f"excess: {label}": layer["estimators"][name]["excess"] for name, label in _ESTIMATORS.items()}
         for label, found in {**series, "cosine": layer["mean_cosine"]}.items():
             remarks = [f"no interval: {found['refused']}"] if found["refused"] else []
             if found["drift"] is not None:

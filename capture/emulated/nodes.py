@@ -144,7 +144,6 @@ class EmulatedNodes:
                 segment_bytes=self._settings.segment_bytes,
                 samples=self.size.samples,
                 most_steps=self.size.steps,
-                optimizer_steps=bool(held.optimizers),
             )
             announce(self.path, self.size, self._settings)
         self._passes.inside = False

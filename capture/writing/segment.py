@@ -23,6 +23,7 @@ from gradlab.files import sync_folder
 from gradlab.trace.schema import (
     CHUNK_STEPS,
     PART,
+    STEP_DTYPE,
     STORED_DTYPE,
     Manifest,
     chunk_shape,
@@ -31,7 +32,6 @@ from gradlab.trace.schema import (
     record_checksums,
     row_checksums,
     segment_name,
-    with_fields,
 )
 from gradlab.trace.segment import header, locked_if_possible
 
@@ -93,7 +93,7 @@ class SegmentWriter:
             for layer in self._manifest.layers
         ]
         bits = -(-count // 8)
-        self._records = self._growing(self._file, "steps", (), self._manifest.step_dtype, (_RECORDS_PER_CHUNK,))
+        self._records = self._growing(self._file, "steps", (), STEP_DTYPE, (_RECORDS_PER_CHUNK,))
         self._unused = self._growing(self._file, "unused", (bits,), np.dtype("u1"), (_RECORDS_PER_CHUNK, bits))
         self._checksums = self._growing(self._file, "checksums", (count,), np.dtype("<u4"), (self._rows, count))
         self._counter = self._file.create_dataset("committed", data=np.zeros(1, np.dtype("<i8")))
@@ -159,7 +159,7 @@ class SegmentWriter:
         """Write what steps have beside gradients, then the counter that makes them valid."""
         start, stop = self.committed, self.committed + len(records)
         bits = np.packbits(unused, axis=1)
-        records = with_fields(records, self._manifest.step_dtype)
+        records = records.copy()
         records["checksum"] = record_checksums(records, bits, checksums)
         for dataset, rows in ((self._records, records), (self._unused, bits), (self._checksums, checksums)):
             dataset.resize(stop, axis=0)

@@ -45,7 +45,6 @@ class TraceWriter:
         metadata, overwrite, segment_bytes: as in `TraceRecorder`.
         samples: of which layers the trace will hold blocks only; `layers` then has their `stored` form.
         most_steps: steps that will be written at most, so that memory and files fit them; None: not known.
-        optimizer_steps: whether the trace keeps optimizer steps beside iterations.
     Raises:
         GradlabError: if the folder is not free, or an argument is out of range.
     """
@@ -62,7 +61,6 @@ class TraceWriter:
         segment_bytes: int = SEGMENT_BYTES,
         samples: Sequence[LayerSample] = (),
         most_steps: int | None = None,
-        optimizer_steps: bool = False,
     ) -> None:
         self.path = Path(path)
         if dtype not in STORED_DTYPE:
@@ -71,9 +69,7 @@ class TraceWriter:
         require_free(self.path, overwrite)
         metadata = {"gradlab": VERSION, "emulated": True} | (metadata or {})
         by_name = {sample.layer.name: sample for sample in samples}
-        manifest = Manifest(
-            world_size, tuple(layers), dtype, metadata, samples=by_name, optimizer_steps=optimizer_steps
-        )
+        manifest = Manifest(world_size, tuple(layers), dtype, metadata, samples=by_name)
         self._manifest = Manifest.from_json(manifest.to_json(), self.path)
         start_folder(self.path, self._manifest, overwrite)
         self._ranks = [

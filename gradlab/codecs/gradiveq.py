@@ -177,7 +177,7 @@ class GradiVeQ(Codec):
         self._empty_bases: dict[tuple[object, ...], Tensors] = {}
         self._joined_bases = JoinedBases()
         for key, basis in list(self.learned.items()):
-            if key.endswith("/basis") and basis.ndim == 3:  # artifacts of format 2 have no width
+            if key.endswith("/basis") and basis.ndim == 3:  # a basis that uses all its columns needs no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
 
     def slice_size(self, layer: Layer) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 from gradlab.errors import GradlabError
 
 METRICS = ("l2", "squared-l2")
-_FORMER = {"plain": "l2", "squared": "squared-l2"}  # names in artifacts of formats 3 and 4
 
 
 def require_metric(name: Any) -> str:
@@ -31,15 +30,3 @@ def require_metric(name: Any) -> str:
     if name not in METRICS:
         raise GradlabError(f"metric {str(name)[:80]!r}, expected one of {', '.join(METRICS)}")
     return str(name)
-
-
-def stored_metric(name: Any) -> Any:
-    """Read a metric's name in a file.
-
-    Args:
-        name: as stored, maybe by an earlier version.
-
-    Returns:
-        The name that it has now. What was never a metric comes back as it is.
-    """
-    return _FORMER.get(name, name) if isinstance(name, str) else name

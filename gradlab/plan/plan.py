@@ -111,30 +111,17 @@ class Group:
 
     @classmethod
     def from_json(cls, value: Any) -> Group:
-        """Raises GradlabError for anything but what `to_json` writes, or wrote before there were wrappers."""
-        if not isinstance(value, dict) or not {"name", "layers", "codec", "settings"} <= set(value):
+        """Raises GradlabError for anything but what `to_json` writes."""
+        if not isinstance(value, dict) or not {"name", "layers", "codec", "settings", "wrappers"} <= set(value):
             raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
         layers, settings = value["layers"], value["settings"]
         sound = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
         if not sound or not isinstance(settings, dict) or not all(isinstance(value[k], str) for k in ("name", "codec")):
             raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
-        codec, settings = _codec_of_today(value["codec"], settings)
-        return cls(value["name"], tuple(layers), codec, settings, _wrappers_from_json(value))
-
-
-def _codec_of_today(codec: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Translate the codec pca of formats 1 and 2: bases to the end of the run, gradiveq with no end of compression."""
-    return ("gradiveq", {**settings, "compressed_steps": 0}) if codec == "pca" else (codec, settings)
-
-
-def _wrappers_from_json(group: dict[str, Any]) -> tuple[Wrap, ...]:
-    if "wrappers" not in group:  # format 1
-        if type(group.get("error_feedback")) is not bool:
-            raise GradlabError(f"not a group of a plan: {str(group)[:200]}")
-        return FEEDBACK if group["error_feedback"] else ()
-    if not isinstance(group["wrappers"], list):
-        raise GradlabError(f"not a group of a plan: {str(group)[:200]}")
-    return tuple(Wrap.from_json(item) for item in group["wrappers"])
+        if not isinstance(value["wrappers"], list):
+            raise GradlabError(f"not a group of a plan: {str(value)[:200]}")
+        wrappers = tuple(Wrap.from_json(item) for item in value["wrappers"])
+        return cls(value["name"], tuple(layers), value["codec"], settings, wrappers)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
 from gradlab.plan.accordion import Accordion
-from gradlab.plan.metrics import METRICS, stored_metric
+from gradlab.plan.metrics import METRICS
 
 if TYPE_CHECKING:
     from gradlab.plan.plan import Plan
@@ -117,11 +117,11 @@ class Refresh:
 
     @classmethod
     def from_json(cls, value: Any) -> Refresh:
-        """Raises GradlabError for anything but what `to_json` writes, or wrote before metrics had their names."""
+        """Raises GradlabError for anything but what `to_json` writes."""
         keys = {"every", "delay", "alpha", "metric", "settings", "reference"}
         sound = isinstance(value, dict) and set(value) - {"accordion"} == keys
         sound = sound and all(isinstance(value[key], dict) for key in ("settings", "reference"))
         if not sound or not all(isinstance(choices, list) for choices in value["settings"].values()):
             raise GradlabError(f"not a refresh of a plan: {str(value)[:200]}")
         accordion = Accordion.from_json(value["accordion"]) if "accordion" in value else None
-        return cls(**{**value, "metric": stored_metric(value["metric"]), "accordion": accordion})
+        return cls(**{**value, "accordion": accordion})

@@ -1,15 +1,14 @@
 """The parts of a trace: their names, types and checksums, and the two JSON files that describe them.
 
     manifest.json            what the trace is: run, world size, layers, dtype, metadata; written once, by rank 0.
-                             Version 2 also has samples: of which layers the trace holds only blocks, and which.
-                             Version 3 also has optimizer_steps: whether `steps` holds these
+                             samples says of which layers the trace holds only blocks, and which
     rank-00000/index.json    what rank 0 recorded: its segments with their steps; its presence says "closed"
     rank-00000/000000.h5     a closed segment; while it is being recorded it is called 000000.h5.part
 
 Every file has one writer only, so ranks never wait for each other. A segment holds, in rows of one step each,
 
     gradients/<layer>   (steps, numel)   in chunks of at most 16 steps and 1 MiB, row-major flattening
-    steps               (steps,)         `Manifest.step_dtype`: iteration index, loss, learning rate, loss scale, ...
+    steps               (steps,)         `STEP_DTYPE`: iteration index, loss, learning rate, loss scale, ...
     unused              (steps, ceil(layers / 8))  packed bits: layers that had no gradient on this rank
     checksums           (steps, layers)  CRC-32 of each layer's stored row
     committed           (1,)             rows that are complete; written after everything else
@@ -32,14 +31,12 @@ from gradlab.errors import GradlabError, NewerFormat
 from gradlab.files import write_whole
 from gradlab.jsonable import read_json
 from gradlab.layout import Layer, canonical_json
-from gradlab.roles import FIRST_ROLES
 from gradlab.trace.crc import crc32
 from gradlab.trace.sample import LayerSample
 
 FORMAT = "gradlab-trace"
 INDEX_FORMAT = "gradlab-trace-rank"
-VERSION = 3  # the newest that is read; 2: samples of layers, or later roles, such as experts; 3: optimizer steps
-FIRST_VERSION = 1  # of indices, and of a trace that any version of gradlab reads
+VERSION = 1  # of manifests, indices and segments
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LOCK = "recording.lock"  # held with flock while a rank records
@@ -62,13 +59,9 @@ STEP_DTYPE: np.dtype[Any] = np.dtype(
         ("loss_scale", "<f8"),  # recorded gradient divided by the true one
         ("accumulation", "<i8"),  # forward passes since the last synchronised backward pass
         ("non_finite", "<i8"),  # elements of the recorded gradients that are infinite or NaN
-        ("optimizer_step", "<i8"),  # optimizer steps before this iteration, from 0; -1: not known, or not stored
+        ("optimizer_step", "<i8"),  # optimizer steps before this iteration, from 0; -1: not known
         ("checksum", "<u4"),  # CRC-32 of the fields above, the unused bits and the layers' checksums
     ]
-)
-
-FIRST_STEP_DTYPE: np.dtype[Any] = np.dtype(
-    [(name, STEP_DTYPE[name]) for name in STEP_DTYPE.names or () if name != "optimizer_step"]
 )
 
 _MAX_JSON_BYTES = 64 * 2**20
@@ -120,14 +113,6 @@ def chunk_shape(numel: int, rows: int = CHUNK_STEPS) -> tuple[int, int]:
     return rows, -(-numel // pieces)
 
 
-def with_fields(records: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Return a copy of records, (steps,), with the fields of another `step_dtype`. One that is lacking is -1."""
-    changed = np.full(records.shape, -1, dtype)
-    for name in set(dtype.names or ()) & set(records.dtype.names or ()):
-        changed[name] = records[name]
-    return changed
-
-
 def row_checksums(rows: np.ndarray) -> np.ndarray:
     """Compute the CRC-32 of each stored row: (steps, numel) -> uint32 (steps,)."""
     rows = np.ascontiguousarray(rows)
@@ -138,7 +123,7 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
     """Compute the CRC-32 of everything that a step stores beside its gradients.
 
     Args:
-        records: `Manifest.step_dtype` (steps,), whose own checksums are left out.
+        records: `STEP_DTYPE` (steps,), whose own checksums are left out.
         unused: packed bits, uint8 (steps, ceil(layers / 8)).
         checksums: of each layer's row, uint32 (steps, layers).
     Returns:
@@ -159,7 +144,6 @@ class Manifest:
     metadata: a JSON object from the recorder.
     run: unique to one recording.
     samples: by name, the layers of which the trace holds blocks only.
-    optimizer_steps: whether optimizer steps are stored beside iterations.
     """
 
     world_size: int
@@ -168,20 +152,6 @@ class Manifest:
     metadata: dict[str, Any] = field(default_factory=dict)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     samples: Mapping[str, LayerSample] = field(default_factory=dict)
-    optimizer_steps: bool = False
-
-    @property
-    def version(self) -> int:
-        """The format's version: without samples, later roles and optimizer steps, every gradlab reads the trace."""
-        if self.optimizer_steps:
-            return VERSION
-        known = not self.samples and all(layer.role in FIRST_ROLES for layer in self.layers)
-        return FIRST_VERSION if known else 2
-
-    @property
-    def step_dtype(self) -> np.dtype[Any]:
-        """The type of `steps` in the files."""
-        return STEP_DTYPE if self.optimizer_steps else FIRST_STEP_DTYPE
 
     @property
     def model_layers(self) -> tuple[Layer, ...]:
@@ -195,8 +165,6 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's fields as JSON values; `from_json` reads them back."""
-        samples = {name: sample.to_json() for name, sample in self.samples.items()}
-        later = ({"samples": samples} if samples else {}) | ({"optimizer_steps": True} if self.optimizer_steps else {})
         return {
             "run": self.run,
             "world_size": self.world_size,
@@ -204,7 +172,8 @@ class Manifest:
             "dtype": self.dtype,
             "segments": "rank-{rank:05d}/{segment:06d}.h5",
             "metadata": self.metadata,
-        } | later
+            "samples": {name: sample.to_json() for name, sample in self.samples.items()},
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: Path) -> Manifest:
@@ -224,8 +193,8 @@ class Manifest:
         if not isinstance(metadata, dict):
             raise GradlabError(f"{where}: 'metadata' is {metadata!r}, expected an object")
         layers = _checked_layers(value.get("layers"), where)
-        samples = _checked_samples(value.get("samples", {}), layers, where)
-        return cls(size, layers, str(dtype), metadata, run, samples, value.get("optimizer_steps") is True)
+        samples = _checked_samples(value.get("samples"), layers, where)
+        return cls(size, layers, str(dtype), metadata, run, samples)
 
 
 def _checked_layers(value: Any, where: Path) -> tuple[Layer, ...]:
@@ -284,7 +253,7 @@ class RankIndex:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a trace's manifest into its folder, which must exist; raise OSError if that is impossible."""
-    write_document(folder / MANIFEST, FORMAT, manifest.to_json(), manifest.version)
+    write_document(folder / MANIFEST, FORMAT, manifest.to_json())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -319,23 +288,23 @@ def read_index(folder: Path, rank: int) -> RankIndex | None:
     return RankIndex.from_json(read_document(path, INDEX_FORMAT), path) if path.is_file() else None
 
 
-def write_document(path: Path, document_format: str, body: dict[str, Any], version: int = FIRST_VERSION) -> None:
-    """Write a JSON document with its own sha256, whole or not at all; `version`: the oldest reader that knows it.
+def write_document(path: Path, document_format: str, body: dict[str, Any]) -> None:
+    """Write a JSON document with its own sha256, whole or not at all.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if `body` is not JSON.
     """
-    content = {"format": document_format, "version": version, **body}
+    content = {"format": document_format, "version": VERSION, **body}
     content["sha256"] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
     write_whole(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
 
 
-def read_document(path: Path, document_format: str, newest: int = VERSION) -> dict[str, Any]:
-    """Read a JSON document and check format, version and sha256, in this order; `newest`: the version known here.
+def read_document(path: Path, document_format: str) -> dict[str, Any]:
+    """Read a JSON document and check format, version and sha256, in this order.
 
     Raises:
-        GradlabError: unless the file holds a whole document of this format in a known version.
+        GradlabError: unless the file holds a whole document of this format in version 1.
     """
     try:
         content = read_json(path, f"a {document_format!r} document, whole", _MAX_JSON_BYTES, _MAX_JSON_VALUES)
@@ -344,12 +313,10 @@ def read_document(path: Path, document_format: str, newest: int = VERSION) -> di
     if not isinstance(content, dict) or content.get("format") != document_format:
         raise GradlabError(f"{path}: not written by gradlab, expected a {document_format!r} document")
     version = content.get("version")
-    if type(version) is int and version > newest:
-        raise NewerFormat(
-            f"{path}: written by a newer gradlab (version {version}, this one reads up to {newest}); upgrade gradlab"
-        )
-    if type(version) is not int or version < 1:
-        raise GradlabError(f"{path}: version is {version!r}, expected 1 to {newest}")
+    if type(version) is int and version > VERSION:
+        raise NewerFormat(f"{path}: written by a newer gradlab (version {version}, this one reads {VERSION}): upgrade")
+    if type(version) is not int or version != VERSION:
+        raise GradlabError(f"{path}: version is {version!r}, expected {VERSION}")
     _check_sha256(content, path)
     return content
 

@@ -34,7 +34,6 @@ from gradlab.trace.schema import (
     dataset_name,
     record_checksums,
     row_checksums,
-    with_fields,
 )
 
 _MAX_CHUNK_BYTES = 64 * 2**20
@@ -50,7 +49,7 @@ def header(manifest: Manifest, rank: int, number: int) -> str:
     return canonical_json(
         {
             "format": FORMAT,
-            "version": manifest.version,
+            "version": VERSION,
             "run": manifest.run,
             "world_size": manifest.world_size,
             "layers": fingerprint(manifest.layers),
@@ -148,7 +147,7 @@ class SegmentReader:
         self.layers = manifest.layers
         self._position = {layer.name: position for position, layer in enumerate(manifest.layers)}
         self._stored = STORED_DTYPE[manifest.dtype]
-        self._dtype, self._step_dtype = manifest.dtype, manifest.step_dtype
+        self._dtype = manifest.dtype
         self._seen: set[int] = set()  # addresses of the data sets in the file
         self._claimed = 0  # bytes that these need together
         if not path.is_file():
@@ -166,27 +165,26 @@ class SegmentReader:
     def close(self) -> None:
         self._file.close()
 
-    def _header(self, expected: str) -> Any:
-        """Return the file's own header, None if it has none.
+    def _header(self) -> Any:
+        """Return the file's own header, None if it has none of fixed length.
 
-        Early traces have a header of variable-length text. It lies in HDF5's global heap, the only part of a file
-        without a checksum: a flipped bit there can keep HDF5 reading for ever. So HDF5 never reads such a header here.
+        Text of variable length lies in HDF5's global heap, the only part of a file without a checksum: a flipped bit
+        there can keep HDF5 reading for ever. So HDF5 never reads such a header.
         """
         if "gradlab" not in self._file.attrs:
             return None
         attribute = self._file.attrs.get_id("gradlab")
-        if attribute.shape == () and attribute.dtype.kind == "S" and attribute.dtype.itemsize <= _MAX_HEADER_BYTES:
-            return json.loads(self._file.attrs["gradlab"])
-        with open(self.path, "rb") as file:
-            return json.loads(expected) if expected.encode() in file.read(_MAX_HEADER_BYTES) else None
+        fixed = attribute.shape == () and attribute.dtype.kind == "S" and attribute.dtype.itemsize <= _MAX_HEADER_BYTES
+        return json.loads(self._file.attrs["gradlab"]) if fixed else None
 
     def _check_header(self, expected: str) -> None:
-        header = self._header(expected)
+        header = self._header()
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise GradlabError(f"{self.path}: not a segment of a gradlab trace")
-        if type(header.get("version")) is int and header["version"] > VERSION:
+        version = header.get("version")
+        if type(version) is int and version > VERSION:
             raise NewerFormat(
-                f"{self.path}: written by a newer gradlab (version {header['version']}, this one reads up to {VERSION})"
+                f"{self.path}: written by a newer gradlab (version {version}, this one reads {VERSION}): upgrade"
             )
         for key, value in json.loads(expected).items():
             if header.get(key) != value:
@@ -203,12 +201,11 @@ class SegmentReader:
         if self.committed < 0:
             raise GradlabError(f"{self.path}: damaged, {self.committed} committed steps")
         rows = self.committed
-        records = self._rows("steps", self._step_dtype, (rows,))
+        self.records = records = self._rows("steps", STEP_DTYPE, (rows,))
         self._unused_bits = self._rows("unused", np.dtype("u1"), (rows, -(-count // 8)))
         self._checksums = self._rows("checksums", np.dtype("<u4"), (rows, count))
         if (record_checksums(records, self._unused_bits, self._checksums) != records["checksum"]).any():
             raise GradlabError(f"{self.path}: damaged, the values stored per step do not match their checksums")
-        self.records = with_fields(records, STEP_DTYPE)
         self._open_gradients(only)
 
     def _open_gradients(self, only: Collection[str] | None) -> None:

@@ -829,19 +829,11 @@ MUTANTS = (
     ),
     Mutant(
         file="gradlab/artifact.py",
-        old="return MINIMUM_READER_OF_REFRESH",
-        new="return MINIMUM_READER",
-        tests=("tests/plan/test_refresh.py",),
-        what="A plan that is chosen anew claims that older readers understand it.",
-        select="keeps_its_refresh",
-    ),
-    Mutant(
-        file="gradlab/artifact.py",
-        old="if needed > FORMAT:",
-        new="if version > FORMAT:",
+        old="if number != FORMAT:",
+        new="if number > FORMAT + 1:",
         tests=("tests/test_artifact.py",),
-        what="A newer file that this version understands is refused.",
-        select="older_reader",
+        what="An artifact of format 2 is read.",
+        select="another_format",
     ),
     Mutant(
         file="gradlab/codec/contract.py",

@@ -70,13 +70,6 @@ def require_blocks(full: Path, part: Path) -> None:
     assert files_bytes(part) <= tasks.BUDGET < files_bytes(full)
 
 
-def test_a_trace_within_a_budget_is_of_a_version_that_older_readers_refuse(tmp_path: Path) -> None:
-    tasks.by_emulation(tmp_path / "full", steps=1)
-    tasks.by_emulation(tmp_path / "part", steps=1, budget=1_200_000)
-    for name, version in (("full", 1), ("part", 2)):
-        assert f'"version": {version}' in (tmp_path / name / "manifest.json").read_text()
-
-
 # --- steps or samples -------------------------------------------------------------------------------------------------
 
 

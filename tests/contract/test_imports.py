@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from gradlab.moved import NAMES
 from support.warm_python import torch_python
 
 if sys.version_info >= (3, 11):
@@ -252,12 +251,6 @@ def test_importing_the_runtime_loads_torch_only() -> None:
 def test_codecs_and_plans_load_no_more() -> None:
     statement = "import gradlab.artifact, gradlab.codecs as c; [c.get(name) for name in c.names()]"
     assert loaded_by(statement, torch_python()) & HEAVY == set()
-
-
-@pytest.mark.parametrize(("old", "new"), sorted(NAMES.items()))
-def test_documented_names_of_moved_modules_are_those_modules(old: str, new: str) -> None:
-    assert importlib.import_module(old) is importlib.import_module(new)
-    assert importlib.import_module(new).__name__ == new
 
 
 # --- what is installed ----------------------------------------------------------------------------------------------

@@ -31,12 +31,18 @@ def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def around(plan: Plan | Path, accelerator: Accelerator) -> tuple[Any, ...]:
+    """The arguments of `compress` after the accelerator."""
+    model, optimizer = prepared(accelerator)
+    return model, plan, optimizer
+
+
 def step(accelerator: Accelerator, model: nn.Module) -> None:
     accelerator.backward(model(torch.ones(4, 32)).square().mean())
 
 
 def not_prepared() -> str:
-    return refusal(compress, Accelerator(cpu=True), PLAN, nn.Linear(32, 16))
+    return refusal(compress, Accelerator(cpu=True), nn.Linear(32, 16), PLAN)
 
 
 def hook_of_accelerate() -> str:
@@ -44,19 +50,19 @@ def hook_of_accelerate() -> str:
     accelerator = Accelerator(
         cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]
     )
-    return refusal(compress, accelerator, PLAN, *prepared(accelerator))
+    return refusal(compress, accelerator, *around(PLAN, accelerator))
 
 
 def no_artifact(folder: Path) -> str:
     accelerator = Accelerator(cpu=True)
-    return refusal(compress, accelerator, folder / "absent.safetensors", *prepared(accelerator))
+    return refusal(compress, accelerator, *around(folder / "absent.safetensors", accelerator))
 
 
 def checkpoints(folder: Path) -> dict[str, str | int]:
     """Checkpoints of which rank 1's part is unusable: both ranks hear of it."""
     accelerator = Accelerator(cpu=True)
     model, optimizer = prepared(accelerator)
-    with compress(accelerator, PLAN, model, optimizer) as state:
+    with compress(accelerator, model, PLAN, optimizer) as state:
         for name in ("before", "damaged", "missing", "mixed"):
             accelerator.save_state(str(folder / name))
             step(accelerator, model)
@@ -87,7 +93,7 @@ def another_world_size(folder: Path) -> dict[str, str | int]:
         accelerator.wait_for_everyone()
         refused = refusal(accelerator.load_state, str(folder / "one"))
     accelerator = Accelerator(cpu=True)
-    with compress(accelerator, PLAN, *prepared(accelerator), residuals="split") as state:
+    with compress(accelerator, *around(PLAN, accelerator), residuals="split") as state:
         accelerator.load_state(str(folder / "one"))
         return {"another_world_size": refused, "another_world_size_split": state.iteration}
 

@@ -426,7 +426,7 @@ def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
         state.load_state_dict(saved)
         resumed = steps(state, model, range(3, 6))
         refused = []
-        wrong = (("rank", 99), ("world_size", 99), ("plan", "f" * 64), ("format", 99), ("states", None))
+        wrong = (("rank", 99), ("world_size", 99), ("plan", "f" * 64), ("format", 2), ("states", None))
         for key, value in wrong:
             try:
                 state.load_state_dict({**saved, key: value})

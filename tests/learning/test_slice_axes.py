@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.fit.gradiveq import PAPER, fit_gradiveq
-from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.layout import Layer
 from gradlab.learning.slice_pca import SLICE_AXES, default_slice_size, layer_slices, slice_order, slice_view
-from gradlab.plan import Group, Plan
 from gradlab.roles import ROLES
 from support.laws import law
-from support.recorded import record
 
 RANK = 4
 
@@ -113,57 +107,3 @@ def test_a_matrix_whose_longer_axis_exceeds_a_slice_is_sliced_along_the_other() 
     assert default_slice_size(slice_view(head)) == 2 * 768
     assert default_slice_size(slice_view(Layer("wte", (30522, 768), "embedding"))) == 2 * 768
     assert default_slice_size(slice_view(Layer("square", (64, 64), "linear"))) == 2048  # two slices, not one of 4096
-
-
-def test_files_of_an_older_format_keep_slices_along_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = (Layer("w", (8, 64), "linear"), Layer("c", (8, 4, 3, 3), "convolution"))
-    plan = Plan(layers, tuple(Group(layer.name, (layer.name,), "gradiveq", {"ratio": 8.0}) for layer in layers))
-    assert b'minimum_reader\\":4' in Artifact(plan).save(tmp_path / "new").read_bytes()
-    assert Artifact.load(tmp_path / "new").plan == plan
-    with monkeypatch.context() as older:
-        older.setattr("gradlab.artifact.FORMAT", 3)
-        older.setattr("gradlab.artifact.MINIMUM_READER_OF_ROLES", 3)
-        Artifact(plan).save(tmp_path / "old")
-    linear, convolution = Artifact.load(tmp_path / "old").plan.groups
-    assert linear.settings == {"ratio": 8.0, "slice_axis": "outputs"}
-    assert convolution.settings == {"ratio": 8.0}
-
-
-def test_gpt2_is_fitted_and_compressed_by_default(tmp_path: Path) -> None:
-    layers = (
-        Layer("wte", (31, 16), "embedding"),
-        Layer("ln_1.weight", (16,), "normalization"),
-        Layer("c_attn.weight", (16, 48), "transposed_linear"),
-        Layer("c_attn.bias", (48,), "bias"),
-        Layer("c_fc.weight", (16, 64), "transposed_linear"),
-    )
-    weights = {layer.name for layer in layers if layer.dimensions == 2}
-    assert {layer.name for layer in Plan.uniform(layers, "gradiveq").dense_layers} == {
-        layer.name for layer in layers if layer.name not in weights
-    }
-    generator = torch.Generator().manual_seed(0)
-    gradients = [
-        [{layer.name: torch.randn(layer.shape, generator=generator).numpy() for layer in layers}] for _ in range(24)
-    ]
-    with record(tmp_path / "t", gradients, layers) as trace:
-        fit = fit_gradiveq(trace, samples=16, settings=GradiVeQ.Settings(ratio=8.0, compressed_steps=0))
-    assert set(fit.measured.layers) == weights
-    assert fit.measured.payload_bytes < fit.measured.dense_payload_bytes / 4
-
-
-@pytest.mark.parametrize("role", ["linear", "transposed_linear"])
-def test_a_fit_slices_along_the_axis_that_loses_least(tmp_path: Path, role: str) -> None:
-    """A packed weight: the longer axis is the outputs', and the space that gradients share is the inputs'."""
-    gradients = [stored(gradient, role) for gradient in low_rank((96, 32), 4, 60, inputs_alone=True)]
-    packed = Layer("w", tuple(gradients[0].shape), role)
-    settings = GradiVeQ.Settings(slice_size=32, ratio=8.0, pooled=100, whitening=False, compressed_steps=0)
-    assert slice_view(packed) == slice_view(packed, "outputs")
-    with record(tmp_path / "t", [[{"w": gradient.float().numpy()}] for gradient in gradients], [packed]) as trace:
-        fits = {
-            axis: fit_gradiveq(trace, samples=40, settings=replace(settings, slice_axis=axis)) for axis in SLICE_AXES
-        }
-        paper = fit_gradiveq(trace, samples=40, settings=replace(PAPER, slice_size=32))
-    losses = {axis: fit.measured.holdout.loss for axis, fit in fits.items()}
-    assert losses["auto"] == losses["inputs"] < 0.01 < losses["outputs"]
-    assert fits["auto"].plan.groups == fits["inputs"].plan.groups
-    assert [fit.measured.layers["w"].slice_axis for fit in (fits["auto"], paper)] == ["inputs", "outputs"]

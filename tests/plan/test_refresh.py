@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 import jobs.refresh_tasks as tasks
 from gradlab.analysis.layer_plan.planners import accordion
@@ -247,37 +246,14 @@ def test_a_loss_scale_weighs_no_layer_and_no_iteration() -> None:
 # --- formats and refusals ---------------------------------------------------------------------------------------------
 
 
-def minimum_reader(path: Path) -> int:
-    """The oldest format whose readers understand a file, by its header."""
-    with safe_open(path, framework="pt") as file:
-        return int(json.loads(file.metadata()["gradlab"])["minimum_reader"])
-
-
 def test_an_artifact_keeps_its_refresh(tmp_path: Path) -> None:
     plan = tasks.plan_of("powersgd", accordion=True)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).digest == plan.digest
     path = Artifact(plan).save(tmp_path / "a.safetensors")
     assert Artifact.load(path).plan.refresh == plan.refresh
     still = replace(plan, refresh=None)
-    # A reader that knows no refresh would train with the plan as it begins, and never say so.
-    Artifact(still).save(tmp_path / "still.safetensors")
-    assert [minimum_reader(tmp_path / f"{name}.safetensors") for name in ("a", "still")] == [5, 2]
     assert still.digest != plan.digest
     assert "refresh" not in still.to_json()
-    for one, reader in ((plan, 5), (still, 2)):
-        data = Artifact(one).save(tmp_path / f"{reader}.safetensors").read_bytes()
-        assert f'\\"minimum_reader\\":{reader}'.encode() in data
-
-
-@pytest.mark.parametrize(("former", "metric"), [("plain", "l2"), ("squared", "squared-l2")])
-def test_metrics_bear_other_names_in_earlier_files(former: str, metric: str) -> None:
-    """They are read as what they were, and chosen by; nowhere else are the former names metrics."""
-    plan = tasks.plan_of("topk")
-    assert plan.refresh is not None
-    refresh = replace(plan.refresh, metric=metric)
-    assert Refresh.from_json({**refresh.to_json(), "metric": former}) == refresh == Refresh.from_json(refresh.to_json())
-    with pytest.raises(GradlabError, match=f"metric = {former}, expected one of l2, squared-l2"):
-        replace(refresh, metric=former)
 
 
 def test_a_metric_sums_norms_or_their_squares() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,31 +12,21 @@ from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.plan.accordion import Accordion
 from gradlab.plan.refresh import Refresh
 
-# In the files of formats 1 and 2 this is codec pca.
-_FITTED = {"loss_threshold": 0.25, "slice_size": 12, "compressed_steps": 0}
-FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden" / "artifact.safetensors"
 
 
-def golden(version: int) -> Path:
-    """The file that this format's writer made."""
-    return FOLDER / f"artifact-{version}.safetensors"
-
-
-def golden_artifact(version: int = 5) -> Artifact:
-    """Three codecs, feedback, a warm-up, a seed and a basis, over four layers; from format 2 on other wrappers too,
-    from format 3 on two groups that are chosen anew, by the metric that format 3 calls plain; in
-    format 5 as Accordion says."""
-    around = FEEDBACK
-    if version > 1:
-        around = (Wrap("momentum_correction", {"momentum": 0.5}), Wrap("sparsity_warmup", {"steps": 8, "stages": 2}))
+def golden_artifact() -> Artifact:
+    """Three codecs, wrappers, a warm-up, a seed and a basis, over four layers; two groups are chosen anew."""
     layers = (
         Layer("stem.weight", (4, 3, 2, 2), "convolution"),
         Layer("body.weight", (6, 8), "linear"),
         Layer("head.weight", (5, 6), "linear"),
         Layer("head.bias", (5,), "bias"),
     )
+    around = (Wrap("momentum_correction", {"momentum": 0.5}), Wrap("sparsity_warmup", {"steps": 8, "stages": 2}))
+    fitted = {"loss_threshold": 0.25, "slice_size": 12, "compressed_steps": 0}
     groups = (
-        Group("stem", ("stem.weight",), "gradiveq", _FITTED),
+        Group("stem", ("stem.weight",), "gradiveq", fitted),
         Group("body.weight", ("body.weight",), "powersgd", {"rank": 2}, wrappers=FEEDBACK),
         Group("head", ("head.weight",), "topk", {"density": 0.125}, wrappers=around),
     )
@@ -45,14 +34,12 @@ def golden_artifact(version: int = 5) -> Artifact:
     mean = torch.arange(48.0).reshape(4, 12) / 64
     learned = {"stem": {"stem.weight/basis": basis, "stem.weight/mean": mean}}
     settings = {"body.weight": [{"rank": 1}, {"rank": 2}], "head": [{"density": 0.125}, {"density": 0.25}]}
-    refresh = Refresh(100, settings, {"body.weight": 1, "head": 0}, delay=7, alpha=1.5, metric="l2")
-    if version > 4:
-        refresh = replace(
-            refresh, accordion=Accordion({"body.weight": 1, "head": 1}, {"body.weight": 0, "head": 0}, 0.25)
-        )
-    plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned, refresh=refresh if version > 2 else None)
+    accordion = Accordion({"body.weight": 1, "head": 1}, {"body.weight": 0, "head": 0}, 0.25)
+    first = {"body.weight": 1, "head": 0}
+    refresh = Refresh(100, settings, first, delay=7, alpha=1.5, metric="l2", accordion=accordion)
+    plan = Plan(layers, groups, Schedule(10), seed=5, learned=learned, refresh=refresh)
     return Artifact(plan, {"method": "gradiveq", "held_out_error": {"1": 0.125, "10": 0.5}, "steps": [0, 100]})
 
 
 if __name__ == "__main__":
-    golden_artifact().save(golden(5))
+    golden_artifact().save(GOLDEN, overwrite=True)

@@ -39,6 +39,7 @@ from gradlab.trace.schema import (
     write_manifest,
 )
 from gradlab.trace.segment import SegmentReader
+from support.golden_trace import GOLDEN, golden_gradient
 
 LAYERS = (
     Layer("conv/one.weight", (4, 3, 2, 2), "convolution"),
@@ -46,7 +47,6 @@ LAYERS = (
     Layer("none", (0, 5)),
     Layer("wide", (2, 20_000), "linear"),
 )
-GOLDEN = Path(__file__).parents[1] / "golden" / "trace_v1"
 
 
 def gradient(layer: Layer, rank: int, index: int) -> np.ndarray:
@@ -397,10 +397,10 @@ def _is_same_json(content: bytearray, same: object) -> bool:
 
 
 def test_a_newer_manifest(trace_path: Path) -> None:
-    replace_text(trace_path / "manifest.json", '"version": 1', '"version": 7')
-    refused(trace_path, r"written by a newer gradlab \(version 7, this one reads up to 3\)")
-    replace_text(trace_path / "manifest.json", '"version": 7', '"version": -1')
-    refused(trace_path, "version is -1")
+    replace_text(trace_path / "manifest.json", '"version": 1', '"version": 2')
+    refused(trace_path, r"written by a newer gradlab \(version 2, this one reads 1\): upgrade")
+    replace_text(trace_path / "manifest.json", '"version": 2', '"version": 0')
+    refused(trace_path, "version is 0, expected 1")
 
 
 @pytest.mark.parametrize(
@@ -716,7 +716,7 @@ def test_a_segment_that_is_no_file(trace_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("version", 9, "written by a newer gradlab"),
+        ("version", 2, "written by a newer gradlab .version 2, this one reads 1.: upgrade"),
         ("world_size", 3, "its world_size is 3, the manifest says 2"),
         ("rank", 1, "its rank is 1, the manifest says 0"),
         ("segment", 1, "its segment is 1, the manifest says 0"),
@@ -730,7 +730,7 @@ def test_a_segment_with_another_header(trace_path: Path, key: str, value: int, m
     refused(trace_path, match)
 
 
-def test_the_golden_trace_of_version_1_still_loads() -> None:
+def test_the_golden_trace_loads() -> None:
     with Trace(GOLDEN) as trace:
         assert [layer.name for layer in trace.layers] == ["conv.weight", "conv.bias"]
         assert trace.world_size == 2
@@ -738,8 +738,9 @@ def test_the_golden_trace_of_version_1_still_loads() -> None:
         assert trace.metadata["note"] == "golden"
         for step in trace.iterate():
             for rank in range(2):
-                expected = np.arange(12, dtype=np.float32).reshape(3, 4) + 100 * rank + step.index
+                expected = golden_gradient(rank, step.index)
                 np.testing.assert_array_equal(step.gradients[rank]["conv.weight"], expected)
                 assert step.unused[rank].tolist() == [False, step.index == 2]
             np.testing.assert_array_equal(step.loss, [step.index / 2, step.index / 2])
+            assert step.optimizer_step == step.index
     assert check(GOLDEN).ok

@@ -1,4 +1,4 @@
-"""What reports say of a run's metric, whatever it is called and whichever way is better; old reports stay readable."""
+"""What reports say of a run's metric, whatever it is called and whichever way is better."""
 
 from __future__ import annotations
 
@@ -37,22 +37,16 @@ def test_a_report_names_its_metric(metric: LogitMetric) -> None:
     assert metric_of([{}, run]) == Metric(**metric.to_json())
     assert scores(run) == [[1, 0.5], [2, 0.75]]
     assert final_score(run) == 0.75
-    assert ("final_accuracy" in run) == ("accuracies" in run) == (metric is ACCURACY)
 
 
-def test_a_report_of_the_first_version_speaks_of_accuracy() -> None:
-    old = {"accuracies": [[1, 0.5], [2, 0.75]], "final_accuracy": 0.75}
-    assert metric_of([old]) == Metric("accuracy", "higher", "percent")
-    assert (scores(old), final_score(old)) == ([[1, 0.5], [2, 0.75]], 0.75)
-    new = _run(ACCURACY, [0.5, 0.75])
-    assert {key: new[key] for key in old} == {"accuracies": [[1, 0.5], [2, 0.75]], "final_accuracy": 0.75}
-    assert scores({}) == []
-    assert final_score({}) is None
+def test_a_report_without_a_metric_is_of_an_accuracy_that_was_not_measured() -> None:
+    assert metric_of([{}]) == Metric("accuracy", "higher", "percent")
+    assert (scores({}), final_score({})) == ([], None)
 
 
 def test_a_run_that_diverged_has_no_final_score() -> None:
     for value in (math.nan, math.inf, None):
-        assert final_score({"final_score": value, "final_accuracy": 0.5}) is None
+        assert final_score({"final_score": value}) is None
 
 
 @given(value=st.floats(0.01, 1e4), reference=st.floats(0.01, 1e4))

@@ -11,7 +11,6 @@ from gradlab.capture import RecorderReport
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.datasets import Recipe
-from gradlab.datasets.metric import ACCURACY
 from gradlab.executor.rules import Finding
 from gradlab.jsonable import plain
 from gradlab.metric import Metric
@@ -196,8 +195,6 @@ class RunMeasures:
             "final_score": self.final_score,
             "recorded": [asdict(recorder) for recorder in self.recorded],
         }
-        if self.metric.name == ACCURACY.name:  # as the first version called them
-            report |= {"accuracies": self.scores, "final_accuracy": self.final_score}
         if self.compression is None:
             return {**report, "step_seconds": self.step_seconds}
         measured = asdict(self.compression)

@@ -17,7 +17,7 @@ import pytest
 
 from gradlab.analysis.corpus.archive import TOP, pack, unpack
 from gradlab.analysis.corpus.judge import judge
-from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, VERSION, check_name, read_corpus
+from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, check_name, read_corpus
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes, written
 from gradlab.analysis.replay import replay
 from gradlab.errors import GradlabError
@@ -200,10 +200,10 @@ def altered(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
     """A change of the manifest that is sealed again, as somebody would who means harm."""
 
     def hurt(folder: Path) -> None:
-        body = read_document(folder / MANIFEST, FORMAT, VERSION)
+        body = read_document(folder / MANIFEST, FORMAT)
         change(body)
         del body["format"], body["version"]
-        write_document(folder / MANIFEST, FORMAT, body, VERSION)
+        write_document(folder / MANIFEST, FORMAT, body)
 
     return hurt
 
@@ -279,8 +279,7 @@ def test_damage_is_one_line_that_names_the_file(copy: Path, message: str) -> Non
 
 
 def test_a_newer_corpus_says_upgrade(copy: Path) -> None:
-    body = read_document(copy / MANIFEST, FORMAT, VERSION)
-    del body["format"], body["version"]
-    write_document(copy / MANIFEST, FORMAT, body, VERSION + 1)
-    with pytest.raises(GradlabError, match="written by a newer gradlab"):
+    text = (copy / MANIFEST).read_text()
+    (copy / MANIFEST).write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(GradlabError, match=r"written by a newer gradlab \(version 2, this one reads 1\): upgrade"):
         read_corpus(copy)

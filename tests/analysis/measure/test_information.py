@@ -13,7 +13,6 @@ from scipy.special import digamma
 from scipy.stats import norm
 from sklearn.feature_selection import mutual_info_regression
 
-from gradlab.analysis.figures.information import estimates
 from gradlab.analysis.intervals import mean_interval
 from gradlab.analysis.measure.information import (
     METHODS,
@@ -334,14 +333,3 @@ def test_neighbourhoods_are_those_of_all_distances(seed: int, count: int, of_x: 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_constant_holds_nothing_on_anything(method: str) -> None:
     assert mutual_information(np.zeros(400), normal_pairs(0.0, 400, 0)[0], method) == pytest.approx(0, abs=1e-9)
-
-
-def test_names_of_earlier_estimators_stand_for_the_one_that_replaces_them() -> None:
-    x, y = normal_pairs(0.6, 300, 0)
-    for name in ("quantiles", "ksg"):
-        assert mutual_information(x, y, name) == mutual_information(x, y, "mixed")
-        assert estimate_information(x, y, name).method == "mixed"
-    with pytest.raises(
-        GradlabError, match=r"estimators copula, ksg, expected 'mixed', which takes the place of .* ksg"
-    ):
-        estimates({"estimators": {"copula": {}, "ksg": {}}}, "mixed")

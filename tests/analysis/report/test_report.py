@@ -79,10 +79,10 @@ def run_json(name, *, seconds, accuracy, payload, replayed=None, ratio=1.0):
         "world_size": 2,
         "steps": 12,
         "warmup_steps": 3,
-        "final_accuracy": accuracy,
+        "final_score": accuracy,
         "final_loss": 0.5,
         "losses": [2.0 / (1 + i) for i in range(12)],
-        "accuracies": [[4, accuracy / 2], [8, accuracy * 0.9], [12, accuracy]],
+        "scores": [[4, accuracy / 2], [8, accuracy * 0.9], [12, accuracy]],
         "step_seconds": seconds,
         "time": {"compute": 0.8 * seconds, "compress": 0.001, "communicate": 0.3 * seconds, "wait": 0.2 * seconds},
         "payload_bytes_per_step": {"mean": payload, "max": payload},
@@ -314,7 +314,7 @@ def test_a_short_trace_gives_no_report(tmp_path):
 def timed(seconds, accuracy, ratio=1.0):
     return {
         "step_seconds": seconds,
-        "final_accuracy": accuracy,
+        "final_score": accuracy,
         "compression_ratio": ratio,
         "ratio_to_16_bits": ratio / 2,
     }

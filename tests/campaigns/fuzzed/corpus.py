@@ -15,7 +15,7 @@ import numpy as np
 
 from campaigns.fuzzed.case import Case, Format, altered_json, damaged
 from gradlab.analysis.corpus.archive import TOP, pack, unpack
-from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, VERSION, Source, describe, read_corpus
+from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, Source, describe, read_corpus
 from gradlab.analysis.corpus.manifest import write_manifest as write
 from gradlab.analysis.corpus.outcome import Outcome, written
 from gradlab.analysis.forecast.endings import EndingRange
@@ -74,7 +74,7 @@ class Corpus(Format):
         """The files with one of them altered, and a manifest that seals them."""
         with tempfile.TemporaryDirectory() as place:
             folder = Path(shutil.copytree(self._folder, Path(place) / TOP))
-            body = read_document(folder / MANIFEST, FORMAT, VERSION)
+            body = read_document(folder / MANIFEST, FORMAT)
             del body["format"], body["version"]
             files = dict(self._files)
             if kind == "rows":
@@ -82,7 +82,7 @@ class Corpus(Format):
                 body["files"][ROWS] = {"bytes": len(files[ROWS]), "sha256": hashlib.sha256(files[ROWS]).hexdigest()}
             else:
                 body = _object(altered_json(body, draw))
-            write_document(folder / MANIFEST, FORMAT, body, VERSION)
+            write_document(folder / MANIFEST, FORMAT, body)
             return files | {MANIFEST: (folder / MANIFEST).read_bytes()}
 
 

@@ -17,6 +17,7 @@ from gradlab.trace.crc import crc32
 from gradlab.trace.schema import (
     FORMAT,
     INDEX_FORMAT,
+    STEP_DTYPE,
     Manifest,
     RankIndex,
     dataset_name,
@@ -57,7 +58,7 @@ def recording(layers: Sequence[Layer], fill: Callable[[h5py.Group, Sequence[Laye
         fill(file.create_group("gradients"), layers)
         unused = np.zeros((1, -(-len(layers) // 8)), np.uint8)
         checksums = np.array([[crc_of_zeros(4 * layer.numel) for layer in layers]], "<u4")
-        records = np.zeros(1, manifest.step_dtype)
+        records = np.zeros(1, STEP_DTYPE)
         records["checksum"] = record_checksums(records, unused, checksums)
         for name, data in {"steps": records, "unused": unused, "checksums": checksums}.items():
             file.create_dataset(name, data=data)
