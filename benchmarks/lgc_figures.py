@@ -6,7 +6,7 @@
         --reconstruction fig14.svg
 
 Figure 4: a row per layer, from the report that `gradlab analyze TRACE --only between --out report` writes of ResNet-20,
-`gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 --every 2 --seed 0 --capture TRACE`.
+`gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 -s every=2 --seed 0 --capture TRACE`.
 The others are of ResNet-8 on images halved to 16 x 16. Figures 3 and 12: for each number of emulated nodes (4, 16 and
 22), which share a batch of about 128 images, every tenth of 400 iterations is recorded, and entropy and information are
 measured of pairs of nodes as `gradlab analyze` does. Figure 13: 4 nodes of 16 images, 600 iterations, the largest 0.1 %

@@ -6,7 +6,7 @@
 
 text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is its
 images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. They are
-emulated in one process by the code of `gradlab train --emulate 4 --local-steps H`; "streaming" is
+emulated in one process by the code of `gradlab train --emulate 4 -s local_steps=H`; "streaming" is
 `gradlab.runtime.OuterStep` in 4 processes, with 3 fragments that are applied 5 local steps late, half and half. "sync"
 averages gradients in every step, through the named codec or uncompressed. The others take H local steps and DiLoCo's
 outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer optimizer is SGD of

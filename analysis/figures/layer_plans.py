@@ -1,4 +1,4 @@
-"""Figures of plans by layer: every layer's setting, and the cost of every way of planning at an error."""
+"""Figures of plans by layer: every layer's setting, and how its error goes with the loss."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gradlab.analysis.figures.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, method_markers, panels
-from gradlab.analysis.layer_plan.lgreco import Frontier
-from gradlab.analysis.layer_plan.over_time import CompressionOverTime
+from gradlab.analysis.figures.style import BLUE, GREY, SKY, VERMILION, method_colors, method_markers, panels
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance
-from gradlab.formatting import format_bytes, format_seconds
-from gradlab.saving import Saving
 
 PLAN, UNIFORM = VERMILION, BLUE
 _UNITS = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}
@@ -63,59 +59,6 @@ def _draw_families(panel: Axes, positions: np.ndarray, layers: Sequence[LayerSet
         rows = [row for row, layer in enumerate(layers) if layer.codec == codec]
         values = [shares[row] for row in rows]
         panel.plot(positions[rows], values, linestyle="", marker=markers[codec], color=colors[codec], label=codec)
-
-
-def plot_frontier(frontier: Frontier) -> Figure:
-    """Draw the least cost over the error allowed, a line for each way to plan.
-
-    Args:
-        frontier: `LgrecoFit.frontier()`.
-
-    Returns:
-        The figure.
-    """
-    figure, (panel,) = panels(1, 1, height=3.4)
-    names = list(frontier.planners)
-    colors, markers = method_colors(names), method_markers(names)
-    for name in names:
-        points = sorted(frontier.planners[name])
-        style = {"color": BLACK, "linewidth": 1.6, "zorder": 3} if name == "L-GreCo, exact" else {"color": colors[name]}
-        panel.plot(*zip(*points, strict=True), marker=markers[name], markersize=3, label=name, **style)
-    panel.axvline(1.0, color=GREY, linewidth=0.8, linestyle=":")
-    panel.set(yscale="log", xlabel="error over the uniform plan's", ylabel=_UNITS[frontier.cost])
-    text = format_seconds if frontier.cost == "seconds" else format_bytes
-    panel.yaxis.set_major_formatter(lambda value, _: text(value))
-    panel.yaxis.set_minor_formatter(lambda value, _: "")
-    panel.legend(fontsize=7)
-    return figure
-
-
-def plot_over_time(plans: CompressionOverTime) -> Figure:
-    """Draw L-GreCo's Figs. 9 and 13: compression ratio by window, and bytes in each bucket, mean over windows.
-
-    Args:
-        plans: `PlansOverTime.compression(...)`.
-
-    Returns:
-        The figure.
-    """
-    figure, (left, right) = panels(2, 2, height=2.8)
-    names = list(plans.planners)
-    colors, markers = method_colors(names), method_markers(names)
-    ends = [last for _, last in plans.windows]
-    for name in names:
-        planner = plans.planners[name]
-        label = f"{name} ({Saving(planner.mean_ratio, planner.mean_ratio / 2).text()})"
-        left.plot(ends, planner.ratio, marker=markers[name], markersize=3, color=colors[name], label=label)
-        buckets = np.arange(1, len(planner.bytes_by_bucket) + 1)
-        right.plot(buckets, planner.bytes_by_bucket, marker=markers[name], markersize=3, color=colors[name])
-    left.set(xlabel="iteration", ylabel="compression ratio", ylim=(0, None))
-    right.set(xlabel="bucket, in the order of communication", ylabel="bytes", yscale="log")
-    right.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
-    right.yaxis.set_minor_formatter(lambda value, _: "")
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
 
 
 def plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Figure:

@@ -604,7 +604,7 @@ def _poor_fit(measured: GradiveqMeasurement) -> list[str]:
     if threshold is not None and later > _TOLERATED * threshold:
         lines.append(
             f"The fit was asked to lose at most {format_percent(threshold)} of the gradient's energy (lambda, "
-            f"--loss-threshold). It loses {format_percent(measured.fitted_slices_loss)} on the slices of "
+            f"loss_threshold). It loses {format_percent(measured.fitted_slices_loss)} on the slices of "
             f"{format_counted(len(measured.fitted_on), 'iteration')} that it was fitted on, "
             f"{format_percent(measured.in_sample_loss)} on all slices there, and {format_percent(later)} on later "
             f"iterations (random bases of the same size: {format_percent(control)}). Expect the loss of later "

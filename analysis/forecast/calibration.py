@@ -89,18 +89,12 @@ class Observation:
         """
         return replace(link, bits_per_second=self.bits_per_second)
 
-    def transfer(self, link: Link) -> Transfer:
-        """Describe the measured collective; an all-reduce by the link's algorithm.
-
-        Args:
-            link: whose `all_reduce` names the algorithm.
-
-        Returns:
-            What the link carries.
-        """
+    @property
+    def transfer(self) -> Transfer:
+        """What the link carries."""
         if self.collective == ALL_GATHER:
             return all_gather(self.nbytes, self.nodes)
-        return all_reduce(self.nbytes, self.nodes, link.all_reduce)
+        return all_reduce(self.nbytes, self.nodes)
 
     def relative_error(self, link: Link) -> float:
         """Compute the relative error of the time that a link's costs predict.
@@ -111,7 +105,7 @@ class Observation:
         Returns:
             Predicted seconds over the measured ones, less 1.
         """
-        tried, transfer = self.on(link), self.transfer(link)
+        tried, transfer = self.on(link), self.transfer
         return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
 
     def __str__(self) -> str:
@@ -177,7 +171,7 @@ class Calibration:
             text += " None was held up by processors: what a byte costs them would show on a faster link alone."
         if self.too_fast is not None:
             text += (
-                f" {self.too_fast} took less than its bandwidth, with these headers, latency and algorithm, allows: "
+                f" {self.too_fast} took less than its bandwidth, with these headers and latency, allows: "
                 "was another link measured?"
             )
         return text
@@ -215,7 +209,7 @@ def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibrati
     the same bytes per rank, the two costs cannot be told apart. The link's `collective_seconds` then stay.
 
     Args:
-        link: its latency, headers and algorithm are used as they are. Its bandwidth is replaced by each observation's.
+        link: its latency and headers are used as they are. Its bandwidth is replaced by each observation's.
         observations: at least one all-reduce.
 
     Returns:
@@ -227,7 +221,7 @@ def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibrati
     every, observations = observations, [seen for seen in observations if seen.collective == ALL_REDUCE]
     if not observations:
         raise GradlabError(f"no all-reduce to calibrate a link by: expected {_FORM}")
-    several = len({seen.transfer(link).path_bytes for seen in observations}) > 1
+    several = len({seen.transfer.path_bytes for seen in observations}) > 1
     bare = replace(link, host_seconds_per_byte=0.0, collective_seconds=0.0 if several else link.collective_seconds)
     wires = sorted({seen.on(bare).seconds_per_byte for seen in observations})
     fits = [
@@ -254,7 +248,7 @@ def _gather_factor(fitted: Link, observations: Sequence[Observation]) -> float:
     ratios = []
     for seen in observations:
         if seen.collective == ALL_GATHER:
-            link, transfer = seen.on(replace(fitted, gather_factor=1.0)), seen.transfer(fitted)
+            link, transfer = seen.on(replace(fitted, gather_factor=1.0)), seen.transfer
             fixed = link.collective_seconds + link.delay_seconds(transfer)
             if seen.seconds > fixed and (expected := link.busy_seconds(transfer) - link.collective_seconds) > 0:
                 ratios.append(math.log((seen.seconds - fixed) / expected))
@@ -269,7 +263,7 @@ def _fit(bare: Link, observations: Sequence[Observation], low: float, high: floa
     start = replace(bare, host_seconds_per_byte=low)
     held_up = [seen.on(bare).seconds_per_byte <= low for seen in observations]
     per_byte = [
-        held * seen.transfer(bare).path_bytes / seen.seconds for held, seen in zip(held_up, observations, strict=True)
+        held * seen.transfer.path_bytes / seen.seconds for held, seen in zip(held_up, observations, strict=True)
     ]
     fixed = [collective / seen.seconds for seen in observations]
     more, also = _least_squares([per_byte, fixed], [-seen.relative_error(start) for seen in observations], high - low)

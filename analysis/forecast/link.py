@@ -2,15 +2,14 @@
 
 The cost of a collective is alpha-beta (Hockney 1994; Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
 communication operations in MPICH", table 1): the bytes on its critical path over the link's speed, plus one latency
-for each message that has to follow another. Bytes follow the rules in gradlab.collectives. All-reduces by other
-algorithms than a ring exist in forecasts alone. The engine counts a ring's bytes.
+for each message that has to follow another. Bytes follow the rules in gradlab.collectives.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +45,10 @@ class Link:
     header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of 1448, and its acknowledgements).
     host_seconds_per_byte: time of the ranks' processors per byte sent, while other bytes are on the link.
     collective_seconds: fixed cost of starting a collective.
-    all_reduce: the algorithm of all-reduces, one of `ALL_REDUCES`. All other collectives are Gloo's.
     gather_factor: time per byte of gathers and all-to-alls, beside that of an all-reduce.
 
     Raises:
-        GradlabError: for a number outside its range, or an unknown algorithm.
+        GradlabError: for a number outside its range.
     """
 
     bits_per_second: float
@@ -58,7 +56,6 @@ class Link:
     header_share: float = 0.06
     host_seconds_per_byte: float = 0.0
     collective_seconds: float = 0.0
-    all_reduce: str = "ring"
     gather_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -70,7 +67,6 @@ class Link:
                 raise GradlabError(f"link: {name} = {value:g}, expected a number from 0")
         if not 0 < self.gather_factor < math.inf:
             raise GradlabError(f"link: gather_factor = {self.gather_factor:g}, expected a number above 0")
-        _rule(self.all_reduce)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -105,7 +101,7 @@ class Link:
 class Transfer:
     """One collective as the link sees it.
 
-    wire_bytes: bytes that this rank sends (in a double tree, the busiest rank).
+    wire_bytes: bytes that this rank sends.
     path_bytes: bytes that the busiest link carries, in or out.
     rounds: messages that have to follow one another.
     gathered: whether it is a gather or an all-to-all, which pass messages on whole.
@@ -117,25 +113,8 @@ class Transfer:
     gathered: bool = False
 
 
-def all_reduce(nbytes: int, world_size: int, algorithm: str = "ring") -> Transfer:
-    """Describe an all-reduce.
-
-    Args:
-        nbytes: bytes per rank.
-        world_size: number of ranks N.
-        algorithm: one of `ALL_REDUCES`.
-
-    Returns:
-        What the link carries.
-
-    Raises:
-        GradlabError: for another algorithm.
-    """
-    return _rule(algorithm)(nbytes, world_size)
-
-
-def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Describe a reduce-scatter and an all-gather around a ring, N - 1 messages each.
+def all_reduce(nbytes: int, world_size: int) -> Transfer:
+    """Describe an all-reduce: a reduce-scatter and an all-gather around a ring, N - 1 messages each.
 
     Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 
@@ -148,58 +127,6 @@ def ring_all_reduce(nbytes: int, world_size: int) -> Transfer:
     """
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 * (world_size - 1))
-
-
-def tree_all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Describe an all-reduce over two binary trees of all ranks, half of the bytes over each, as in NCCL.
-
-    Sanders, Speck, Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan". A rank sends a
-    half to each of its neighbours in both trees. It has four at most, as a rank with a parent and two children in one
-    tree is a leaf of the other: 2x the bytes, 1.5x at 3 ranks, 1x at 2. The average is a ring's, 2 (N - 1) / N. Halves
-    travel in small pieces, so that filling the trees costs latencies alone: ceil(log2 N) to the root, as many back.
-
-    Args:
-        nbytes: bytes per rank.
-        world_size: number of ranks N.
-
-    Returns:
-        What the link carries.
-    """
-    neighbours = min(4, world_size) if world_size > 1 else 0
-    wire = neighbours * math.ceil(nbytes / 2)
-    return Transfer(wire, wire, 2 * (world_size - 1).bit_length())
-
-
-def server_all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Describe an all-reduce in which each rank is the server of 1/N of the bytes.
-
-    A sharded parameter server (Li et al. 2014, "Scaling distributed machine learning with the parameter server") on
-    the ranks themselves: a ring's bytes, but two messages in a row, to the server and back. N - 1 messages that meet
-    at one link are taken to cost no more than their bytes.
-
-    Args:
-        nbytes: bytes per rank.
-        world_size: number of ranks N.
-
-    Returns:
-        What the link carries.
-    """
-    wire = all_reduce_wire_bytes(nbytes, world_size)
-    return Transfer(wire, wire, 2 if world_size > 1 else 0)
-
-
-# How an all-reduce may run: bytes and number of ranks -> what the link sees.
-ALL_REDUCES: dict[str, Callable[[int, int], Transfer]] = {
-    "ring": ring_all_reduce,
-    "tree": tree_all_reduce,
-    "server": server_all_reduce,
-}
-
-
-def _rule(algorithm: str) -> Callable[[int, int], Transfer]:
-    if algorithm not in ALL_REDUCES:
-        raise GradlabError(f"link: all_reduce = {algorithm!r}, expected one of {', '.join(ALL_REDUCES)}")
-    return ALL_REDUCES[algorithm]
 
 
 def all_gather(nbytes: int, world_size: int) -> Transfer:
@@ -290,9 +217,7 @@ def ring(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
-def transfers(
-    requests: Sequence[Request], rank: int, world_size: int, algorithm: str = "ring", ranks_per_link: int = 1
-) -> list[Transfer]:
+def transfers(requests: Sequence[Request], rank: int, world_size: int, ranks_per_link: int = 1) -> list[Transfer]:
     """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
 
     Where sizes vary all ranks are taken to send as much as this one. Empty collectives are left out.
@@ -301,22 +226,18 @@ def transfers(
         requests: one rank's.
         rank: that rank.
         world_size: number of ranks N.
-        algorithm: of the all-reduces that serve a `Mean` or a `Sum`, see `Link`.
         ranks_per_link: successive ranks that share a link. What goes round a ring, rank by rank, passes it once; of an
             all-to-all each of its ranks sends over it what other links' ranks get. Trees are not cut by links here.
 
     Returns:
         What the link carries, collective by collective.
-
-    Raises:
-        GradlabError: for an unknown algorithm.
     """
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
-    fused = [_fused(together, rank, world_size, algorithm, ranks_per_link) for together in alike]
+    fused = [_fused(together, rank, world_size, ranks_per_link) for together in alike]
     return [transfer for transfer in fused if transfer.path_bytes]
 
 
-def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, ranks_per_link: int) -> Transfer:
+def _fused(together: Sequence[Any], rank: int, world_size: int, ranks_per_link: int) -> Transfer:
     first = together[0]
     if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
         values = _all_to_all_of(together, rank, world_size, ranks_per_link)
@@ -327,7 +248,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int, algorithm: str, 
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
     if isinstance(first, Mean | Sum):
-        return all_reduce(nbytes, world_size, algorithm)
+        return all_reduce(nbytes, world_size)
     if isinstance(first, Broadcast):
         return broadcast(nbytes, rank, first.root, world_size)
     if not first.varying:

@@ -27,10 +27,6 @@ from gradlab.progress import Progress
 SPEED_NOISE = 0.05
 # From here on a ring's latencies are worth a word.
 _FEW_NODES = 16
-_ALL_REDUCES = {
-    "tree": "over two binary trees, as NCCL's may (bytes: the busiest rank's)",
-    "server": "by way of a server on every rank",
-}
 _HOW_PLANS_RUN = {
     BETWEEN: "between nodes (compress(within=))",
     SHARDS: "on FSDP2's shards (compress_fsdp)",
@@ -336,7 +332,6 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
 
 
 def _link_remarks(network: Network, calibration: Calibration | None) -> list[str]:
-    link = network.links[0]
     lines = [] if calibration is None else [calibration.remark]
     if network.node is not None:
         lines.append(
@@ -344,14 +339,8 @@ def _link_remarks(network: Network, calibration: Calibration | None) -> list[str
             f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
             f"{_HOW_PLANS_RUN[network.node.plans]}."
         )
-    if link.all_reduce in _ALL_REDUCES:
-        lines.append(
-            f"All-reduces are taken to run {_ALL_REDUCES[link.all_reduce]}: times and bytes are of a backend that does "
-            "so. Gloo's run in rings, and its bytes are what the engine counts."
-        )
     if max(network.nodes) > _FEW_NODES:
-        what = "Other collectives" if link.all_reduce in _ALL_REDUCES else "Collectives"
         lines.append(
-            f"{what} are those of Gloo, rings for the most part: their latencies add up with the number of nodes."
+            "Collectives are those of Gloo, rings for the most part: their latencies add up with the number of nodes."
         )
     return lines

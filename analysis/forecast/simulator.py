@@ -361,7 +361,7 @@ def simulate(
     in_place: list[tuple[int, float]] = []  # bytes of a bucket, and the moment at which its average is there
 
     def issue(requests: Sequence[Request]) -> Arriving:
-        together = transfers(requests, rank, world_size, link.all_reduce, ranks_per_link)
+        together = transfers(requests, rank, world_size, ranks_per_link)
         ends = [wire.send(transfer, clock.now) for transfer in together]
         return Arriving(max(ends, default=0.0), len(requests), clock)
 
@@ -370,7 +370,7 @@ def simulate(
         clock.wait_for_network(reduced)
         clock.work(bucket.scan_seconds)
         if bucket.in_place_bytes:
-            dense = all_reduce(bucket.in_place_bytes, world_size, link.all_reduce)
+            dense = all_reduce(bucket.in_place_bytes, world_size)
             in_place.append((bucket.in_place_bytes, wire.send(dense, clock.now)))
         for exchange in bucket.exchanges:
             ticks.start(Simulated(exchange, clock), exchange.gradient_bytes)

@@ -7,7 +7,6 @@ weights that rise with the bucket's number, because the first buckets travel whi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ import numpy as np
 
 from gradlab.analysis.forecast.step_time import assign_buckets
 from gradlab.errors import GradlabError
-from gradlab.jsonable import read_json
 from gradlab.layout import Layer
 
 _TIE = 1e-3
@@ -63,21 +61,6 @@ def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool =
     return BucketTimes(model.coef_ / scale, float(model.intercept_), float(model.score(sizes / scale, seconds)))
 
 
-def read_bucket_times(path: str | os.PathLike[str]) -> BucketTimes:
-    """Fit T(b) to a JSON file of samples, {"sizes": bytes by sample and bucket, "seconds": by sample}.
-
-    Raises:
-        GradlabError: for anything else in it, or what `fit_bucket_times` refuses.
-    """
-    expected = 'bucket times, {"sizes": bytes by sample and bucket, "seconds": by sample}'
-    samples = read_json(path, expected)
-    try:
-        sizes, seconds = (np.array(samples[name], dtype=float) for name in ("sizes", "seconds"))
-    except (ValueError, TypeError, KeyError, OverflowError):
-        raise GradlabError(f"{path}: expected {expected}") from None
-    return fit_bucket_times(sizes, seconds)
-
-
 def bucket_of_layers(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, int]:
     """Number each layer's bucket, from 0, in the order of communication, as DDP assigns layers."""
     buckets = assign_buckets(layers, bucket_cap_mb)
@@ -87,22 +70,6 @@ def bucket_of_layers(layers: Sequence[Layer], bucket_cap_mb: float | None = None
 def linear_priority(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> dict[str, float]:
     """Weigh each layer by its bucket's number, from 1, so that the last buckets are compressed most (appendix A)."""
     return {name: number + 1.0 for name, number in bucket_of_layers(layers, bucket_cap_mb).items()}
-
-
-def time_weights(layers: Sequence[Layer], times: BucketTimes, bucket_cap_mb: float | None = None) -> dict[str, float]:
-    """Weigh each layer by its bucket's T(b), in seconds per byte (section 4).
-
-    Weights are above 0, so that of settings that cost no time the smaller one is chosen.
-
-    Raises:
-        GradlabError: if there are not as many coefficients as buckets, or none is above 0.
-    """
-    numbers = bucket_of_layers(layers, bucket_cap_mb)
-    count = max(numbers.values(), default=-1) + 1
-    if len(times.coefficients) != count:
-        raise GradlabError(f"bucket times: {len(times.coefficients)} coefficients, but DDP makes {count} buckets")
-    weights = above_nothing(times.coefficients)
-    return {name: float(weights[number]) for name, number in numbers.items()}
 
 
 def above_nothing(coefficients: np.ndarray) -> np.ndarray:
@@ -120,11 +87,3 @@ def above_nothing(coefficients: np.ndarray) -> np.ndarray:
 def weighted(names: Sequence[str], costs: Sequence[np.ndarray], weights: Mapping[str, float]) -> list[np.ndarray]:
     """Multiply layers' costs, (candidates,) each, by their weights."""
     return [row * weights[name] for name, row in zip(names, costs, strict=True)]
-
-
-def bytes_by_bucket(names: Sequence[str], sizes: Sequence[float], numbers: Mapping[str, int]) -> np.ndarray:
-    """Sum sizes over each bucket's layers, (buckets,). numbers: of `bucket_of_layers`."""
-    sums = np.zeros(max(numbers.values(), default=-1) + 1)
-    for name, size in zip(names, sizes, strict=True):
-        sums[numbers[name]] += size
-    return sums

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +33,6 @@ from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
-from gradlab.jsonable import Jsonable
 from gradlab.knapsack import Allocation, allocate
 from gradlab.plan import Plan, sent_bytes
 from gradlab.plan.accordion import Accordion
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 _CHOSEN_ON = 0.5  # share of the windows that the plan is chosen on; later ones check it
 _WINDOWS = 4  # that a trace is cut into by default
 _REPEATS = 3  # of timed exchanges: there are many candidates
-_POINTS = 17  # of a frontier
 _DELAY_SHARE = 10  # a tenth of the iterations between two choices is left for making the tables
 
 
@@ -140,28 +137,6 @@ class LgrecoOptions:
                 raise GradlabError(f"step: its link is {self.step.links[0]}, expected the cost's, {self.cost.link}")
 
 
-class FrontierPoint(NamedTuple):
-    """One plan: its error, in the uniform plan's, and its cost."""
-
-    error: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class Frontier(Jsonable):
-    """Cost over error for every way to plan.
-
-    Args:
-        planners: points by planner, one per budget that it meets.
-        cost: "payload", "wire" or "seconds".
-        metric: of errors, "l2" or "squared-l2".
-    """
-
-    planners: Mapping[str, tuple[FrontierPoint, ...]]
-    cost: str
-    metric: str
-
-
 @dataclass(frozen=True)
 class LgrecoFit:
     """A plan by layer.
@@ -181,32 +156,6 @@ class LgrecoFit:
     def artifact(self) -> Artifact:
         """Join the plan and its metadata, to be saved."""
         return Artifact(self.plan, self.provenance.to_json())
-
-    def frontier(self, points: int = _POINTS) -> Frontier:
-        """Trace cost over error for every way to plan on the same tables.
-
-        Errors are in the uniform plan's. Where layers differ in their settings, planners that need the same settings
-        in all layers are left out.
-
-        Args:
-            points: budgets, evenly from the least error possible to the most.
-        """
-        problem, metric = self.problem, self.provenance.metric
-        chosen_on, _ = _halves(len(problem.table.windows))
-        errors = problem.errors(metric, chosen_on)
-        unit = total(errors, problem.reference) or 1.0
-        most = sum(float(row[np.isfinite(row)].max()) for row in errors)
-        budgets = np.linspace(sum(float(row.min()) for row in errors), most, points)
-        curves: dict[str, tuple[FrontierPoint, ...]] = {}
-        for name, planner in problem.planners().items():
-            reached = []
-            for budget in budgets:
-                with suppress(GradlabError):  # a budget that this planner cannot meet
-                    plan = planner(errors, problem.objective, float(budget))
-                    reached.append(FrontierPoint(total(errors, plan.choice) / unit, total(problem.costs, plan.choice)))
-            if reached:
-                curves[name] = tuple(reached)
-        return Frontier(curves, self.provenance.layer_cost, metric)
 
 
 def fit_lgreco(

@@ -1,20 +1,16 @@
-"""Errors, costs and a uniform plan: the tables that a setting per layer is chosen from, and the ways to choose."""
+"""Errors, costs and a uniform plan: the tables that a setting per layer is chosen from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from gradlab.analysis.layer_plan.planners import Rows, cgx_kmeans, global_threshold, total, uniform
+from gradlab.analysis.layer_plan.planners import Rows, total
 from gradlab.analysis.replay.error_tables import ErrorTable
 from gradlab.errors import GradlabError
-from gradlab.knapsack import Allocation, allocate, allocate_discretised
-
-Planner = Callable[..., Allocation]
+from gradlab.knapsack import allocate
 
 
 @dataclass(frozen=True)
@@ -46,19 +42,6 @@ class Problem:
         """
         units = self.table.by_window(self.reference, metric)
         return self.table.errors(metric, windows, np.where(units > 0, units, 1.0))
-
-    def planners(self) -> dict[str, Planner]:
-        """The planners that these tables allow, by name."""
-        planners: dict[str, Planner] = {"L-GreCo, exact": allocate, "L-GreCo, Algorithm 1": allocate_discretised}
-        tables = self.table.layers
-        one_codec = len({candidate.codec for t in tables for candidate in t.candidates}) == 1
-        if not one_codec or len({tuple(map(str, t.candidates)) for t in tables}) > 1:
-            return planners
-        planners |= {"uniform": uniform, "CGX, k-means": cgx_kmeans}
-        if all(candidate.codec == "topk" for t in tables for candidate in t.candidates):
-            counts = [np.array([c.build().count(t.layer.numel) for c in t.candidates]) for t in tables]  # type: ignore[attr-defined]
-            planners["one threshold"] = partial(global_threshold, counts)
-        return planners
 
     def alone(self, errors: Rows, budget: float) -> dict[str, float]:
         """Cost of the best plan within the budget of one codec and dense layers, by codec.

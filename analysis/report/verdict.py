@@ -242,7 +242,7 @@ def _hold_lines(hold: Hold | None) -> list[str]:
         return [
             f"That is more than was allowed ({hold.asked:g} times the uniform plan's, --alpha), and a smaller one "
             "does not help. Expect the larger error in your run, or fit on a longer recording, or on later "
-            "iterations of it (--start)."
+            "iterations of it (-s start=...)."
         ]
     if hold.taken:
         return [

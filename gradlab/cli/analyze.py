@@ -64,7 +64,7 @@ def analyze(
     Its pages show step times and replays of plans, what ranks share beside null hypotheses, and the noise scale. They
     also show codecs beside the rate-distortion limit, a GradiVeQ fit tried on later iterations, signs, and every layer.
 
-    Of a recording of pseudo-gradients (gradlab train --local-steps), with the time of a local step, it says how many
+    Of a recording of pseudo-gradients (gradlab train -s local_steps=H), with the time of a local step, it says how many
     local steps to take on each link, and which plan to send them by.
 
     Examples:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import typer
 
-from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, streams, timeline, trace
+from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, streams, trace
 from gradlab.cli.console import warnings_as_lines
 from gradlab.cli.fit import command as fit
 from gradlab.cli.pilot import command as pilot
@@ -35,8 +35,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (evaluate.evaluate, "Replay methods on recorded gradients"),
     (predict.predict, "Forecast the step times of an artifact's plan"),
     (watch.watch, "Show a run while it trains or records"),
-    (timeline.timeline, "Show where an iteration's time went"),
-    (inspect.inspect, "Show what an artifact does to which layer"),
+    (inspect.inspect, "Show what an artifact does, or spans of a step"),
     (methods.methods, "List codecs, wrappers and published methods"),
 )
 for _command, _about in _COMMANDS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,31 +32,19 @@ MaxLoss = Annotated[
 MAX_LOSS_TEXT = "1%"  # `gradlab.analysis.forecast.endings.MAX_LOSS`, which a test compares
 
 
-def node_of(
-    local_ranks: int, inside: str, *, fsdp: bool = False, every_rank: bool = False, device: str = "cuda"
-) -> Node | None:
+def node_of(local_ranks: int, inside: str, *, fsdp: bool = False) -> Node | None:
     """Read what a node is from its number of ranks and the speed of their links. None: one rank per node.
 
     Raises:
-        GradlabError: for fewer than one rank, ways to run plans that exclude each other or need several ranks to a
-            node, an unknown device, or what is no speed.
+        GradlabError: for fewer than one rank, shards of one rank, or what is no speed.
     """
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
-    from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
+    from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
 
-    # On CPUs a node's ranks talk over its loopback, which adds no headers to speak of.
     link = Link(parse_bandwidth(inside))
-    link = replace(link, header_share=0.0) if device == "cpu" else link
-    if fsdp and every_rank:
-        raise GradlabError("--fsdp and --every-rank: a plan runs on shards or on what every rank has; give one")
     if fsdp and local_ranks == 1:
         raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --local-ranks 8")
-    if every_rank and local_ranks == 1:
-        raise GradlabError("--every-rank: name the ranks that share a node's link, such as --local-ranks 8")
-    if device not in ("cuda", "cpu"):
-        raise GradlabError(f"--device {device}: expected cuda or cpu")
-    plans = SHARDS if fsdp else EVERY_RANK if every_rank else BETWEEN
-    return None if local_ranks == 1 else Node(local_ranks, link, plans, device == "cpu")
+    return None if local_ranks == 1 else Node(local_ranks, link, SHARDS if fsdp else BETWEEN)
 
 
 def profile_of_step(run: Path | None, compute_seconds: str | None) -> Profile:

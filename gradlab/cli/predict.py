@@ -20,12 +20,10 @@ from gradlab.cli.network_options import (
     node_of,
     whole_numbers,
 )
-from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast import Forecast
     from gradlab.analysis.forecast.local_steps import LocalSteps
-    from gradlab.plan import Plan
 
 
 def predict(
@@ -34,12 +32,6 @@ def predict(
     local_ranks: LocalRanks = 1,
     inside: InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="The plan runs on FSDP2's shards (compress_fsdp).")] = False,
-    every_rank: Annotated[
-        bool, typer.Option("--every-rank", help="Every rank of a node compresses for itself (within=None).")
-    ] = False,
-    device: Annotated[
-        str, typer.Option(help="cuda or cpu. On CPUs native HSDP too holds backward up while it exchanges.")
-    ] = "cuda",
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
@@ -49,15 +41,9 @@ def predict(
         Path | None,
         typer.Option(metavar="RUN.json", help="A run's report (gradlab train --compress --out): its times."),
     ] = None,
-    cores: Annotated[float, typer.Option(help="Cores per rank; with 1 computing and codecs take turns.")] = 2.0,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="DDP's bucket size in MiB; its default if left out. With --fsdp, of its units.")
     ] = None,
-    header_share: Annotated[float, typer.Option(help="Protocol bytes per byte sent; 0.06 is TCP on Ethernet.")] = 0.06,
-    all_reduce: Annotated[
-        str,
-        typer.Option(help="Algorithm of all-reduces: ring (Gloo), tree (two trees, as in NCCL) or server (sharded)."),
-    ] = "ring",
     measured: Annotated[
         Path | None,
         typer.Option(metavar="TIMES.json", help="Measured collectives, to calibrate links by; see above."),
@@ -71,23 +57,6 @@ def predict(
             metavar="H,H",
             help="Numbers of local steps between two exchanges, as 8,30,100: their times too (OuterStep).",
         ),
-    ] = None,
-    streaming: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FRAGMENTS,DELAY",
-            help="Of --local-steps: OuterStep's, as 3,5; else a result has until the next exchange.",
-        ),
-    ] = None,
-    convergence: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FIGURE",
-            help="Draw the loss of --trace over time, after GradiVeQ's Fig. 7a; for one number of nodes and one link.",
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Recording whose losses and iterations --convergence takes.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a figure that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
@@ -105,17 +74,11 @@ def predict(
 
     With --local-ranks, --bandwidth is that of a node's link, which its ranks share, and --inside that among them. The
     plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside
-    nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits. With
-    --every-rank all ranks of all nodes compress for themselves, and share their nodes' links.
+    nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits.
 
     With --local-steps ranks exchange what H steps add up to. Either they wait for the exchange of all layers, or it
-    streams: fragments of the model travel while steps go on, and are waited for after --streaming's delay. At the
-    break-even H such a step takes as long as one that exchanges gradients. A plan that compresses nothing can be
-    forecast too.
-
-    With --convergence the losses of a recording are laid over predicted time: those of the same iterations, dense and
-    compressed. What a lossy plan adds to the loss is not in them. Iterations in which a layer is dense or sampled count
-    as dense ones.
+    streams: the model travels while steps go on, until the next exchange. At the break-even H such a step takes as long
+    as one that exchanges gradients. A plan that compresses nothing can be forecast too.
 
     Examples:
 
@@ -127,9 +90,9 @@ def predict(
 
       gradlab predict powersgd.safetensors --nodes 8 --local-ranks 8 --fsdp --bandwidth 25gbit --run run.json
 
-      gradlab predict int4.safetensors --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30 --streaming 3,5
+      gradlab predict int4.safetensors --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30
 
-      gradlab predict powersgd.safetensors --compute-seconds 0.36s --all-reduce tree --measured times.json
+      gradlab predict powersgd.safetensors --compute-seconds 0.36s --measured times.json
     """
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
@@ -139,24 +102,16 @@ def predict(
     from gradlab.artifact import Artifact
 
     waiting = parse_seconds(latency)
-    links = [Link(parse_bandwidth(rate), waiting, header_share, all_reduce=all_reduce) for rate in bandwidth.split(",")]
+    links = [Link(parse_bandwidth(rate), waiting) for rate in bandwidth.split(",")]
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     counts = node_counts(nodes)
     seconds = computing_seconds(compute_seconds) if compute_seconds is not None else None
     if out is not None:
         require_figure(out, overwrite)
-    if convergence is not None:
-        require_figure(convergence, overwrite)
-        if trace is None or len(counts) * len(links) != 1:
-            raise GradlabError("--convergence takes a --trace, one number of --nodes and one --bandwidth")
     numbers = None if local_steps is None else whole_numbers(local_steps, "local steps", "8,30,100")
-    if streaming is not None and numbers is None:
-        raise GradlabError("--streaming is of --local-steps: give both")
-    fragments, delay = (1, None) if streaming is None else _streaming(streaming, numbers or ())
     loaded = Artifact.load(artifact)
     profile = profile_of(loaded, run, seconds)
-    node = node_of(local_ranks, inside, fsdp=fsdp, every_rank=every_rank, device=device)
-    network = Network(links, counts, profile, cores, bucket_cap_mb, node)
+    network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node_of(local_ranks, inside, fsdp=fsdp))
     with progress_bars() as progress:
         result = forecast(
             loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None
@@ -166,56 +121,17 @@ def predict(
         from gradlab.analysis.figures.forecast import plot_step_time
 
         write_figure(lambda: plot_step_time(result), out)
-    if convergence is not None and trace is not None:
-        _draw_convergence(trace, loaded.plan, result, convergence)
     if as_json and local is not None:
-        print_json({**result.to_json(), "local_steps": [one.to_json(numbers or (), fragments, delay) for one in local]})
+        print_json({**result.to_json(), "local_steps": [one.to_json(numbers or ()) for one in local]})
     elif as_json:
         print_json(result)
     else:
         _print(result, out)
         if local is not None:
-            _print_local_steps(local, numbers or (), fragments, delay)
+            _print_local_steps(local, numbers or ())
 
 
-def _draw_convergence(trace: Path, plan: Plan, result: Forecast, out: Path) -> None:
-    """Lay the losses of a recording over the predicted time of dense, 16-bit and compressed steps, and draw them."""
-    import numpy as np
-
-    from gradlab.analysis.figures.cycle import plot_loss_over_time
-    from gradlab.analysis.replay.cycle import loss_over_time, recorded_losses, training_cycle
-    from gradlab.trace import Trace
-
-    ((_, pair),) = result.comparisons
-    with Trace(trace) as opened, progress_bars() as progress:
-        losses = recorded_losses(opened)
-        compressed = training_cycle(opened, plan, progress=progress).all_compressed()
-    dense, everywhere = pair.dense.seconds, np.ones(len(losses), dtype=bool)
-    curves = {
-        "dense": loss_over_time(losses, everywhere, dense, dense),
-        "dense, 16 bits": loss_over_time(losses, everywhere, dense, pair.half.seconds),
-        result.method: loss_over_time(losses, compressed, dense, pair.compressed.seconds),
-    }
-    write_figure(lambda: plot_loss_over_time(curves), out)
-
-
-def _streaming(text: str, numbers: Sequence[int]) -> tuple[int, int]:
-    """Read fragments and a delay, which every number of local steps has to have room for."""
-    words = text.split(",")
-    if not (len(words) == 2 and all(word.strip().isdecimal() for word in words) and int(words[0]) >= 1):
-        raise GradlabError(f"streaming {text!r}: expected fragments and a delay in steps, such as 3,5")
-    fragments, delay = int(words[0]), int(words[1])
-    if fragments > (least := min(numbers)) or delay >= least:
-        raise GradlabError(
-            f"streaming {text!r}: expected at most {least} fragments and a delay below {least}, as {least} local steps "
-            "are asked for"
-        )
-    return fragments, delay
-
-
-def _print_local_steps(
-    forecasts: Sequence[LocalSteps], numbers: Sequence[int], fragments: int, delay: int | None
-) -> None:
+def _print_local_steps(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> None:
     from gradlab.analysis.forecast.link import spell_rate
     from gradlab.formatting import format_counted, format_seconds
 
@@ -226,7 +142,7 @@ def _print_local_steps(
             spell_rate(one.bits_per_second),
             str(every),
             format_seconds(one.seconds(every)),
-            format_seconds(one.seconds(every, streaming=True, fragments=fragments, delay=delay)),
+            format_seconds(one.seconds(every, streaming=True)),
             format_seconds(one.seconds(every, dense=True)),
         ]
         for one in forecasts

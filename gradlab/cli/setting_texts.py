@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from gradlab.errors import GradlabError
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="NAME=VALUE", help="One of the settings that this help lists; repeatable."),
+]
 
 
 def split_settings(text: str) -> list[str]:

@@ -13,7 +13,7 @@ import math
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 from gradlab.errors import GradlabError
@@ -21,6 +21,7 @@ from gradlab.errors import GradlabError
 if TYPE_CHECKING:
     from gradlab.codec.contract import Codec
 
+Made = TypeVar("Made")
 _KEY = "gradlab"  # of a dataclass field's metadata
 
 
@@ -198,11 +199,26 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
     if unknown:
         known = ", ".join(fields) or "none"
         raise GradlabError(f"{kind(codec)} {codec.name} has no setting {', '.join(unknown)}; it has: {known}")
-    converted = {name: _converted(codec.name, fields[name], value) for name, value in values.items()}
+    return built(codec.Settings, codec.name, values)
+
+
+def built(settings: type[Made], owner: str, values: Mapping[str, Any]) -> Made:
+    """Build a class of settings from plain JSON values of some of its fields.
+
+    Args:
+        settings: the class.
+        owner: of the settings, for messages.
+        values: by field. The other fields have their defaults.
+
+    Raises:
+        GradlabError: for a missing setting, a wrong type, or a value out of range.
+    """
+    fields = {field.name: field for field in fields_of(settings)}
+    converted = {name: _converted(owner, fields[name], value) for name, value in values.items()}
     missing = [field.name for field in fields.values() if field.default is MISSING and field.name not in values]
     if missing:
-        raise GradlabError(f"{kind(codec)} {codec.name} needs the setting {missing[0]}")
-    return codec.Settings(**converted)
+        raise GradlabError(f"{owner} needs the setting {missing[0]}")
+    return settings(**converted)
 
 
 def check_ranges(settings: type, codec: str) -> None:

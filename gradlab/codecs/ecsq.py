@@ -70,7 +70,7 @@ class ECSQ(Compressor):
     whatever has to be known to decode travels. With `tables="running"` both follow, layer by layer, from what all ranks
     decoded before: code lengths from frequencies that lose an eighth with every iteration, and c from the share of
     level 1, as that of exponentially distributed magnitudes. With `tables="fitted"` both are those of a recording, in
-    the artifact (`gradlab fit ecsq --tables fitted`). A layer whose tables do not fit sends its own. All ranks decode
+    the artifact (`gradlab fit ecsq -s tables=fitted`). A layer whose tables do not fit sends its own. All ranks decode
     alike in each form, bit for bit.
 
     The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration, beside
@@ -236,7 +236,7 @@ class ECSQ(Compressor):
         for key in sorted(wanted ^ self.learned.keys()):
             found = "is not there" if key in wanted else "belongs to no layer"
             raise GradlabError(
-                f'ecsq: tables = "fitted", but {key} {found}: `gradlab fit ecsq TRACE --tables fitted` makes an '
+                f'ecsq: tables = "fitted", but {key} {found}: `gradlab fit ecsq TRACE -s tables=fitted` makes an '
                 "artifact with the tables of all layers"
             )
         kept = {"tables": _FITTED_TABLES, "centroids": Kept((CLASSES,), (torch.int8,))}

@@ -1,4 +1,4 @@
-"""`gradlab train --emulate N --local-steps H`: recorded, compressed, and said to be what it is."""
+"""`gradlab train --emulate N -s local_steps=H`: recorded, compressed, and said to be what it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from gradlab.cli.train.settings import TrainSettings
 from gradlab.trace import Trace
 from support.command_line import Command
 
-SMALL = ["train", "digits", "--emulate", 3, "--local-steps", 4, "--steps", 13, "--batch-size", 4, "--train-limit", 96]
+SMALL = ["train", "digits", "--emulate", 3, "-s", "local_steps=4", "--steps", 13, "--batch-size", 4]
+SMALL += ["-s", "train_limit=96"]
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +78,15 @@ def test_what_was_recorded_is_judged_and_trained_with(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--local-steps", 4], "local steps are emulated: --local-steps needs --emulate N"),
-        (["--emulate", 2, "--local-steps", 0], "local_steps = 0, expected at least 1"),
-        (["--emulate", 2, "--local-steps", 9, "--steps", 5], "5 steps are no outer step of 9: give --steps more"),
-        (["--emulate", 2, "--local-steps", 2, "--outer-momentum", 1], "outer momentum = 1.0, expected a number in"),
-        (["--emulate", 2, "--local-steps", 2, "--outer-learning-rate", 0], "outer learning rate = 0.0, expected"),
-        (["--emulate", 2], "--emulate needs --capture, and no --compress, but for --local-steps"),
+        (["-s", "local_steps=4"], "local steps are emulated: local_steps needs --emulate N"),
+        (["--emulate", 2, "-s", "local_steps=0"], "local_steps = 0, expected at least 1"),
+        (["--emulate", 2, "-s", "local_steps=9", "--steps", 5], "5 steps are no outer step of 9: give --steps more"),
+        (
+            ["--emulate", 2, "-s", "local_steps=2", "-s", "outer_momentum=1"],
+            "outer momentum = 1, expected a number in",
+        ),
+        (["--emulate", 2, "-s", "local_steps=2", "-s", "outer_learning_rate=0"], "outer learning rate = 0, expected"),
+        (["--emulate", 2], "--emulate needs --capture, and no --compress, but for local_steps"),
     ],
 )
 def test_wrong_use_is_one_line(gradlab: Command, words: list[Any], problem: str) -> None:

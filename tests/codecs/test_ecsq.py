@@ -222,7 +222,7 @@ def test_ranks_whose_tables_are_not_the_same_are_told_so() -> None:
 def test_tables_that_are_missing_or_misshapen_are_refused() -> None:
     layers = [Layer("w", (40, 300), "linear")]
     settings = ECSQ.Settings(tables="fitted")
-    with pytest.raises(GradlabError, match="w/centroids is not there: `gradlab fit ecsq TRACE --tables fitted` makes"):
+    with pytest.raises(GradlabError, match="w/centroids is not there: `gradlab fit ecsq TRACE -s tables=fitted` makes"):
         ECSQ(settings).check(layers)
     learned = ECSQ(settings).fitted(layers, [draw(0)]).learned
     with pytest.raises(GradlabError, match="x/tables belongs to no layer"):

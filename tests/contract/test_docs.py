@@ -97,8 +97,9 @@ def _exists(name: str) -> bool:
 def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
     for line in COMMAND.findall(page.read_text(encoding="utf-8")):
         words, command = line.split(), get_command(app)
-        while words and words[0] in getattr(command, "commands", ()):
-            command = command.commands[words.pop(0)]
+        while words and hasattr(command, "get_command") and (within := command.get_command(None, words[0])):
+            command = within
+            words.pop(0)
         line = line.partition(" -- ")[0]  # what follows is another program's
         known = {option for parameter in command.params for option in parameter.opts}
         assert not set(re.findall(r"(?<!\S)--[a-z-]+", line)) - known, line

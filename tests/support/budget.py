@@ -115,8 +115,8 @@ def options() -> Figures:
 
 def commands(command: click.Command) -> Iterator[click.Command]:
     yield command
-    for inner in getattr(command, "commands", {}).values():
-        yield from commands(inner)
+    for name in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from commands(command.get_command(None, name))
 
 
 def pages() -> Figures:

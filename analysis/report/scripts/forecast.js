@@ -14,20 +14,10 @@ const gradlabForecast = (() => {
 
   // --- what a collective asks of links: gradlab.analysis.forecast.link ---------------------------------------------
 
-  const ALL_REDUCES = {
-    ring: (nbytes, ranks) => {
-      const wire = 2 * (ranks - 1) * Math.ceil(nbytes / ranks);
-      return { wire, path: wire, rounds: 2 * (ranks - 1) };
-    },
-    tree: (nbytes, ranks) => {
-      const wire = (ranks > 1 ? Math.min(4, ranks) : 0) * Math.ceil(nbytes / 2);
-      return { wire, path: wire, rounds: 2 * bitLength(ranks - 1) };
-    },
-    server: (nbytes, ranks) => {
-      const wire = 2 * (ranks - 1) * Math.ceil(nbytes / ranks);
-      return { wire, path: wire, rounds: ranks > 1 ? 2 : 0 };
-    },
-  };
+  function allReduce(nbytes, ranks) {
+    const wire = 2 * (ranks - 1) * Math.ceil(nbytes / ranks);
+    return { wire, path: wire, rounds: 2 * (ranks - 1) };
+  }
 
   function allGather(nbytes, ranks) {
     const wire = (ranks - 1) * nbytes;
@@ -72,7 +62,7 @@ const gradlabForecast = (() => {
   const elementwise = (lists) => lists[0].map((_, position) => sum(lists.map((list) => list[position])));
 
   // A request is [kind, bytes or sizes], see tape.py. Those of one kind travel as one.
-  function fused(kind, together, ranks, algorithm) {
+  function fused(kind, together, ranks) {
     const [name, root] = kind.split(":");
     if (name === "parts" || name === "varying parts") {
       const parts = together.filter((request) => request[2] !== "gather").map((request) => expanded(request[1]));
@@ -91,19 +81,19 @@ const gradlabForecast = (() => {
     }
     if (name === "ring") return ring(elementwise(together.map((request) => expanded(request[1]))));
     const nbytes = sum(together.map((request) => request[1]));
-    if (name === "mean" || name === "sum") return ALL_REDUCES[algorithm](nbytes, ranks);
+    if (name === "mean" || name === "sum") return allReduce(nbytes, ranks);
     if (name === "broadcast") return broadcast(nbytes, Number(root), ranks);
     if (name === "gather") return allGather(nbytes, ranks);
     return after(allGather(8 * together.length, ranks), allGather(nbytes, ranks));
   }
 
-  function transfers(requests, ranks, algorithm) {
+  function transfers(requests, ranks) {
     const alike = new Map();
     for (const request of requests) {
       if (!alike.has(request[0])) alike.set(request[0], []);
       alike.get(request[0]).push(request);
     }
-    const made = [...alike].map(([kind, together]) => fused(kind, together, ranks, algorithm));
+    const made = [...alike].map(([kind, together]) => fused(kind, together, ranks));
     return made.filter((transfer) => transfer.path);
   }
 
@@ -243,14 +233,14 @@ const gradlabForecast = (() => {
     const clock = new Clock(compute, speed), wire = new Wire(link, clock), inside = new Inside(within, clock);
     const inPlace = [];
     const issue = (requests) =>
-      largest(transfers(requests, ranks, link.all_reduce).map((transfer) => wire.send(transfer, clock.now)));
+      largest(transfers(requests, ranks).map((transfer) => wire.send(transfer, clock.now)));
     const ticks = new Ticks(issue, clock, segmentBytes);
     for (const bucket of buckets) {
       clock.waitForBackward(bucket.share * compute);
       clock.waitForNetwork(within ? inside.averaged(bucketBytes(bucket)) : clock.now);
       clock.work(bucket.scan);
       if (bucket.in_place) {
-        const dense = ALL_REDUCES[link.all_reduce](bucket.in_place, ranks);
+        const dense = allReduce(bucket.in_place, ranks);
         inPlace.push([bucket.in_place, wire.send(dense, clock.now)]);
       }
       bucket.exchanges.forEach((exchange) => ticks.start(exchange));

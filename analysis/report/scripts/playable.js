@@ -92,7 +92,7 @@
     const link = { ...data.link, latency_seconds: chosen.latency, bits_per_second };
     // As `gradlab predict --inside` has a link that the report was not told of.
     const inside = data.node ? data.node.inside : { latency_seconds: 0, header_share: 0.06, host_seconds_per_byte: 0,
-      collective_seconds: 0, gather_factor: 1, all_reduce: "ring" };
+      collective_seconds: 0, gather_factor: 1 };
     const node = chosen.local === 1 ? null : {
       local_ranks: chosen.local, on_cpus: data.node ? data.node.on_cpus : false,
       inside: { ...inside, bits_per_second: chosen.inside },

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import print_json, print_table, progress_bars, say
+from gradlab.cli.setting_texts import Settings, parse_settings
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from gradlab.progress import Progress
 
 EXAMPLE = """
+Settings (-s NAME=VALUE): learning_rate (peak), momentum (of the optimizer) and train_limit (the first so many training
+samples; the recipe has the defaults); every=1 (record every so many steps); bucket_cap_mb=25 (DDP's buckets, MiB);
+threads=1 (per rank); deterministic=false (means in rank order, as the replay takes them); trace_steps=[10,11] (of
+--chrome-trace); with --emulate local_steps=1 (every node takes H optimizer steps, and exchanges how far it came),
+outer_learning_rate=0.7 and outer_momentum=0.9 (Nesterov's, of the outer SGD on the common parameters).
+
 Examples:
 
   gradlab train digits --ranks 2 --capture trace
@@ -31,7 +38,7 @@ Examples:
 
   gradlab train text_bytes --data book.txt --capture trace --budget 2GB
 
-  gradlab train digits --emulate 8 --local-steps 30 --capture pseudo
+  gradlab train digits --emulate 8 -s local_steps=30 --capture pseudo
 
   gradlab train text_bytes --data book.txt --steps 500
 
@@ -46,32 +53,16 @@ def train(
     emulate: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture or --local-steps."
+            metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture or local steps."
         ),
     ] = None,
-    local_steps: Annotated[
-        int,
-        typer.Option(
-            metavar="H", help="With --emulate: every node takes H optimizer steps, and exchanges how far it came."
-        ),
-    ] = 1,
-    outer_learning_rate: Annotated[
-        float,
-        typer.Option(help="With --local-steps: learning rate of the outer optimizer, SGD on the common parameters."),
-    ] = 0.7,
-    outer_momentum: Annotated[float, typer.Option(help="Nesterov momentum of the outer optimizer; 0 for none.")] = 0.9,
     capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
     compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the run's report here, as JSON.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; the workload's recipe by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per rank and step.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    momentum: Annotated[
-        float | None, typer.Option(help="The optimizer's; the recipe's by default, 0 where the plan applies its own.")
-    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of model, data order and augmentation.")] = 0,
-    every: Annotated[int, typer.Option(help="Record every so many steps.")] = 1,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -79,62 +70,50 @@ def train(
             help="The whole trace at most, as 20GB: fewer steps are recorded, and blocks of large layers.",
         ),
     ] = None,
-    bucket_cap_mb: Annotated[float, typer.Option(help="DDP's bucket size in MiB.")] = 25.0,
-    threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1,
-    deterministic: Annotated[bool, typer.Option(help="Take means in rank order, as the replay does.")] = False,
     chrome_trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keep some steps' spans of all ranks here, for Perfetto.")
-    ] = None,
-    trace_steps: Annotated[
-        list[int] | None, typer.Option(help="Which steps, for --chrome-trace; repeatable; 10 and 11 by default.")
     ] = None,
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the run's numbers here while it trains: gradlab watch.")
     ] = None,
-    train_limit: Annotated[int | None, typer.Option(help="Use only the first so many training samples.")] = None,
+    settings: Settings = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
 ) -> None:
     """Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress)."""
     from gradlab.cli.train.launch import save_report
-    from gradlab.cli.train.settings import TrainSettings
+    from gradlab.cli.train.settings import read_settings
     from gradlab.executor.rules import sentences
 
     if ranks is not None and emulate is not None:
         raise GradlabError("a run has either ranks (--ranks) or emulated nodes (--emulate), not both")
-    settings = TrainSettings(
+    run = read_settings(
+        parse_settings(settings or []),
         workload=workload,
         data=str(data.absolute()) if data else None,
         ranks=next((number for number in (emulate, ranks) if number is not None), 2),
         steps=steps,
         batch_size=batch_size,
-        learning_rate=learning_rate,
-        momentum=momentum,
         seed=seed,
-        threads=threads,
-        bucket_cap_mb=bucket_cap_mb,
         capture=str(capture.absolute()) if capture else None,
-        every=every,
         budget=budget,
         artifact=str(compress.absolute()) if compress else None,
-        deterministic=deterministic,
         name=compress.stem if compress else ("recorded" if capture else "plain"),
-        train_limit=train_limit,
         emulate=emulate is not None,
-        local_steps=local_steps,
-        outer_learning_rate=outer_learning_rate,
-        outer_momentum=outer_momentum,
-        trace_steps=tuple(trace_steps or (10, 11)) if chrome_trace else (),
         log=str(log.absolute()) if log else None,
     )
-    settings.check()
+    if chrome_trace is None:
+        run = replace(run, trace_steps=())
+    elif not run.trace_steps:
+        run = replace(run, trace_steps=(10, 11))
+    run.check()
     for file in (out, chrome_trace, log):
         if file is not None:
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
-    _refuse_early(settings, data, capture, compress)
+    _refuse_early(run, data, capture, compress)
     with progress_bars() as progress:
-        report = _run(settings, progress)
+        report = _run(run, progress)
     if chrome_trace is not None:
         save_report({"traceEvents": report.chrome_trace}, chrome_trace)
         report = replace(report, chrome_trace=None)

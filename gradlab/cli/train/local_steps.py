@@ -113,7 +113,7 @@ def emulate_local_steps(settings: TrainSettings, progress: Progress | None = Non
     plan = Artifact.load(settings.artifact).plan if settings.artifact else None
     described = describe_optimizer(outer)
     if plan is not None and described is not None and (conflict := conflict_of(plan, described)):
-        raise GradlabError(f"outer optimizer: {conflict} (--outer-momentum 0)")
+        raise GradlabError(f"outer optimizer: {conflict} (-s outer_momentum=0)")
     with _recording(settings, workload, recipe, data, model, outer) as nodes:
         if nodes is not None:
             combine = _recorder(nodes, model)

@@ -11,13 +11,18 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
     from torch import nn
 
     from gradlab.datasets import Recipe
 
+#: Settings without an option of their own: `-s NAME=VALUE`.
+BY_NAME = (
+    *("learning_rate", "momentum", "train_limit", "every", "bucket_cap_mb", "threads", "deterministic", "trace_steps"),
+    *("local_steps", "outer_learning_rate", "outer_momentum"),
+)
 EVALUATIONS = 8  # times at which a run's model is tested
 
 
@@ -86,10 +91,10 @@ class TrainSettings:
         if self.local_steps == 1:
             if self.emulate and (self.artifact or not self.capture):
                 message = "emulated nodes are there to be recorded: --emulate needs --capture, and no --compress"
-                raise GradlabError(message + ", but for --local-steps")
+                raise GradlabError(message + ", but for local_steps")
             return
         if not self.emulate:
-            raise GradlabError("local steps are emulated: --local-steps needs --emulate N; in training use OuterStep")
+            raise GradlabError("local steps are emulated: local_steps needs --emulate N; in training use OuterStep")
         if not 0 < self.outer_learning_rate < 1e6:
             raise GradlabError(f"outer learning rate = {self.outer_learning_rate}, expected a positive number")
         if not 0 <= self.outer_momentum < 1:
@@ -125,3 +130,16 @@ class TrainSettings:
     def from_json(cls, text: str) -> TrainSettings:
         values: dict[str, Any] = json.loads(text)
         return cls(**values)
+
+
+def read_settings(by_name: Mapping[str, Any], **options: Any) -> TrainSettings:
+    """Join the settings of `-s` and those with an option of their own.
+
+    Raises:
+        GradlabError: for a setting that is unknown or of another type.
+    """
+    from gradlab.codec.settings import built
+
+    if unknown := sorted(set(by_name) - set(BY_NAME)):
+        raise GradlabError(f"train: no setting {', '.join(unknown)[:200]}; known: {', '.join(BY_NAME)}")
+    return dataclasses.replace(built(TrainSettings, "train", {"workload": "", **by_name}), **options)

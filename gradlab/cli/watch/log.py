@@ -140,8 +140,8 @@ class WatchedLog:
         step = int(self.last.get("step") or 0)
         state = {None: "running", "ended": "ended"}.get(self.end, f"ended with an error: {self.end}")
         head = f"step {step}, {state}, {format_seconds(self.step_seconds)} a step"
-        parts = [text(str(self._path)), text(head, style="bold"), numbers(self.series()), *self._layers()]
-        return Group(*parts, *last_lines("rules that fired:", self.rules))
+        parts = (text(str(self._path)), text(head, style="bold"), numbers(self.series()))
+        return Group(*parts, *self._layers(), *last_lines("rules that fired:", self.rules))
 
     def series(self) -> list[Series]:
         """Return the numbers of the run as a whole; what one's script gave comes first."""

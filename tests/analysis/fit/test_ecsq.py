@@ -92,7 +92,9 @@ def test_the_command_writes_the_plan_and_what_speaks_for_it(trace: Trace, gradla
     assert [wrap.name for wrap in group.wrappers] == ["error_feedback"]
     alone = saved.provenance["alone"]
     assert alone["floor"] < alone["ecsq"]["error"] < alone["others"][0]["error"]
-    code, printed, err = gradlab("fit", "ecsq", trace.path, "--tables", "fitted", "--json", "--overwrite", "--out", out)
+    code, printed, err = gradlab(
+        "fit", "ecsq", trace.path, "-s", "tables=fitted", "--json", "--overwrite", "--out", out
+    )
     assert code == 0, err
     fitted = Artifact.load(out).plan
     assert fitted.compressed_groups[0].settings["tables"] == "fitted"

@@ -126,21 +126,21 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
     )
     assert code == 0
     assert json.loads(out)["method"] == "signum"
-    words = ("--weight-decay", 0.01, "--weight-decay-form", "apart", "--out", tmp_path / "apart.safetensors")
+    words = ("--weight-decay", 0.01, "-s", "weight_decay_form=apart", "--out", tmp_path / "apart.safetensors")
     assert gradlab("fit", "signs", tmp_path / "trace", *words)[0] == 0
     plan = Artifact.load(tmp_path / "apart.safetensors").plan
     assert plan == method_plan(plan.layers, "dist-EF-blockSGDM", weight_decay=0.01, weight_decay_form="apart")
     for words, message in (
         (("--method", "signum", "--scales", 2), "signum has none: use dist-EF-blockSGD(M)"),
         (("--method", "dist-EF"), "did you mean dist-EF-SGD"),
-        (("--set", "block=3"), "sign has no setting block"),
-        (("--scales", "2", "--samples", 10), "samples = 10 of a trace of 10 iterations"),
-        (("--momentum", 1), "momentum = 1"),
-        (("--scales", 2, "--set", "block_size=64"), "--set block_size chooses them too"),
+        (("--set", "block=3"), "fit signs: no setting block; known: method"),
+        (("--scales", "2", "-s", "samples=10"), "samples = 10 of a trace of 10 iterations"),
+        (("-s", "momentum=1"), "momentum = 1"),
+        (("--scales", 2, "--set", "block_size=64"), "-s block_size chooses them too"),
         (("--weight-decay", -1), "rate = -1"),
-        (("--weight-decay-form", "apart"), "says how --weight-decay works, which is 0"),
-        (("--weight-decay", 0.1, "--weight-decay-form", "beside"), "form = 'beside', expected"),
-        (("--server", "both"), "server = 'both'"),
+        (("-s", "weight_decay_form=apart"), "says how --weight-decay works, which is 0"),
+        (("--weight-decay", 0.1, "-s", "weight_decay_form=beside"), "form = 'beside', expected"),
+        (("-s", "server=both"), "server = 'both'"),
     ):
         code, _, err = gradlab("fit", "signs", tmp_path / "trace", *words, "--out", tmp_path / "c.safetensors")
         assert code == 2
@@ -195,9 +195,9 @@ def test_a_uniform_plan_with_momentum_is_refused_under_adamw(tmp_path: Path, gra
     code, out, err = gradlab("fit", "uniform", tmp_path / "trace", *words, "--wrap", "momentum_correction")
     assert (code, out) == (2, "")
     assert "leave such wrappers out of --wrap" in err
-    code, _, err = gradlab("fit", "lgc", tmp_path / "trace", "--momentum", 0.9, "--out", tmp_path / "a.safetensors")
+    code, _, err = gradlab("fit", "lgc", tmp_path / "trace", "-s", "momentum=0.9", "--out", tmp_path / "a.safetensors")
     assert code == 2
-    assert "leave --momentum out" in err
+    assert "leave momentum out" in err
 
 
 def test_a_workload_of_adamw_keeps_its_momentum(tmp_path: Path, gradlab: Command) -> None:

@@ -18,7 +18,6 @@ from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link, read_observations
 from gradlab.analysis.forecast.dry_run import DryRuns, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import (
-    ALL_REDUCES,
     Link,
     Transfer,
     all_gather,
@@ -29,9 +28,7 @@ from gradlab.analysis.forecast.link import (
     gather_of_lengths,
     parse_bandwidth,
     parse_seconds,
-    server_all_reduce,
     transfers,
-    tree_all_reduce,
 )
 from gradlab.analysis.forecast.profile import CodecTime, Profile, profile_of
 from gradlab.analysis.forecast.simulator import EVERY_RANK, SHARDS, Bucket, Exchange, Node, Turn, Within, simulate
@@ -180,68 +177,10 @@ def tree_parent(rank: int, world_size: int) -> int:
     return above if above < world_size else rank - bit
 
 
-def two_trees(world_size: int) -> list[dict[int, int]]:
-    """Every rank's parent in each of NCCL's two trees; the second is the first in mirror, or shifted by a rank."""
-    first = {rank: tree_parent(rank, world_size) for rank in range(1, world_size)}
-
-    def moved(rank: int) -> int:
-        return (rank + 1) % world_size if world_size % 2 else world_size - 1 - rank
-
-    return [first, {moved(rank): moved(parent) for rank, parent in first.items()}]
-
-
-def depth(parents: dict[int, int], rank: int) -> int:
-    return 1 + depth(parents, parents[rank]) if rank in parents else 0
-
-
-@law(st.integers(1, 700), st.integers(0, 10**9))
-def test_a_double_tree_is_nccls(world_size: int, half: int) -> None:
-    """Each edge carries a half up and a half down: the busiest rank's, and the way to the farthest leaf and back."""
-    trees = two_trees(world_size)
-    neighbours = [0] * world_size
-    for parents in trees:
-        for rank, parent in parents.items():
-            neighbours[rank] += 1
-            neighbours[parent] += 1
-    transfer = tree_all_reduce(2 * half, world_size)
-    assert transfer.wire_bytes == transfer.path_bytes == max(neighbours) * half
-    assert transfer.rounds == 2 * max(depth(parents, rank) for parents in trees for rank in range(world_size))
-
-
-@law(st.integers(0, 10**9), st.integers(1, 4096))
-def test_all_reduces_beside_each_other(nbytes: int, world_size: int) -> None:
-    """A server's bytes are a ring's. A tree's busiest rank sends as much or more, half more at most; fewer rounds."""
-    ring, tree, server = (all_reduce(nbytes, world_size, name) for name in ("ring", "tree", "server"))
-    assert server == server_all_reduce(nbytes, world_size)
-    assert (server.wire_bytes, server.path_bytes) == (ring.wire_bytes, ring.path_bytes)
-    assert server.rounds <= tree.rounds
-    assert server.rounds <= ring.rounds
-    assert ring.path_bytes - 2 * world_size <= tree.path_bytes <= 1.5 * ring.path_bytes + 4
-    if world_size >= 4:
-        assert tree.rounds < ring.rounds
-    if world_size == 1:
-        assert tree == server == ring == Transfer(0, 0, 0)
-
-
-def test_only_means_follow_the_choice() -> None:
-    half = torch.empty(6, dtype=torch.float16)
-    requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Broadcast(half, 1), AllToAll((half,) * 9)]
-    for name in ALL_REDUCES:
-        chosen = transfers(requests, 0, 9, name)
-        assert chosen == [all_reduce(20, 9, name), *transfers(requests, 0, 9)[1:]]
-
-
 def test_the_slower_of_link_and_processors_sets_the_pace() -> None:
     for rate, expected in ((8e6, 1e-6), (8e8, 2e-7), (math.inf, 2e-7)):
         link = Link(rate, header_share=0.0, host_seconds_per_byte=2e-7, collective_seconds=0.5)
         assert link.busy_seconds(Transfer(0, 1000, 5)) == pytest.approx(0.5 + 1000 * expected)
-
-
-@pytest.mark.parametrize("name", ["rings", "", "Tree"])
-def test_an_unknown_all_reduce_is_refused(name: str) -> None:
-    for attempt in (lambda: Link(1e9, all_reduce=name), lambda: all_reduce(4, 2, name)):
-        with pytest.raises(GradlabError, match=f"all_reduce = '{name}', expected one of ring, tree, server"):
-            attempt()
 
 
 # --- what codecs ask for ---------------------------------------------------------------------------------------------
@@ -575,19 +514,6 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     code, _, err = gradlab(*common, "--fsdp")
     assert code == 2
     assert "name them, such as --local-ranks 8" in err
-    of_each = json.loads(gradlab(*common, "--local-ranks", "2", "--every-rank", "--device", "cpu", "--json")[1])
-    assert any("every rank for itself" in remark for remark in of_each["warnings"])
-    # A gather's bytes: three ranks' to each of four, in place of one node's to the other.
-    ratio = of_each["nodes"][0]["links"][0]["compressed"]["wire_bytes"] / link["compressed"]["wire_bytes"]
-    assert ratio == pytest.approx(3, rel=0.01)
-    for options, message in (
-        (("--every-rank",), "--every-rank: name the ranks that share a node's link"),
-        (("--every-rank", "--fsdp", "--local-ranks", "2"), "give one"),
-        (("--local-ranks", "2", "--device", "tpu"), "--device tpu: expected cuda or cpu"),
-    ):
-        code, _, err = gradlab(*common, *options)
-        assert code == 2
-        assert message in err
     code, _, err = gradlab(*common, "--local-ranks", "0")
     assert code == 2
     assert "local ranks = 0, expected at least 2" in err
@@ -682,32 +608,16 @@ def test_dense_time_tends_to_computing(step: tuple[list[Bucket], float], world: 
     assert simulate(plain, step[1], Link(math.inf), world).seconds == step[1]
 
 
-@law(steps(), links, worlds)
-def test_a_server_is_never_slower_than_a_ring(step: tuple[list[Bucket], float], link: Link, world: int) -> None:
-    ring, server = (simulate(step[0], step[1], replace(link, all_reduce=name), world) for name in ("ring", "server"))
-    assert server.seconds <= ring.seconds + 1e-9
-    assert server.wire_bytes == ring.wire_bytes
-
-
-@pytest.mark.parametrize("name", list(ALL_REDUCES))
-def test_plain_ddp_follows_the_choice(name: str) -> None:
-    link = Link(8e3, latency_seconds=0.5, header_share=0.0, all_reduce=name)
-    moved = all_reduce(3000, 16, name)
+def test_plain_ddp_is_an_all_reduce() -> None:
+    link = Link(8e3, latency_seconds=0.5, header_share=0.0)
+    moved = all_reduce(3000, 16)
     step = simulate([Bucket(1.0, 3000)], 1.0, link, 16)
     assert step.seconds == pytest.approx(1.0 + moved.path_bytes / 1000 + 0.5 * moved.rounds)
     assert step.wire_bytes == moved.wire_bytes
     # And so does a codec that asks for as large a mean, with which the flag travels.
     exchange = Exchange("g", 3000, (Turn(0.0, mean_of(750)), Turn(0.0)))
     compressed = simulate([Bucket(1.0, exchanges=(exchange,))], 1.0, link, 16)
-    assert compressed.wire_bytes == all_reduce(3004, 16, name).wire_bytes
-
-
-def test_latencies_decide_for_trees_and_bytes_for_rings() -> None:
-    def dense(nbytes: int, name: str) -> float:
-        return simulate([Bucket(0.0, nbytes)], 0.0, Link(1e9, 1e-4, all_reduce=name), 64).seconds
-
-    assert dense(1000, "server") < dense(1000, "tree") < dense(1000, "ring")
-    assert dense(10**9, "server") < dense(10**9, "ring") < dense(10**9, "tree")
+    assert compressed.wire_bytes == all_reduce(3004, 16).wire_bytes
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------
@@ -733,14 +643,13 @@ planted = st.builds(
     st.floats(0, 0.2),
     st.floats(0, 1e-8),
     st.floats(1e-6, 1e-2),
-    st.sampled_from(list(ALL_REDUCES)),
 )
 
 
 @law(planted, cases)
 def test_calibration_finds_what_was_planted(link: Link, drawn: list[tuple[int, int, float]]) -> None:
     observations = measured(link, drawn)
-    fitted = calibrate_link(Link(2e8, link.latency_seconds, link.header_share, 3.0, 4.0, link.all_reduce), observations)
+    fitted = calibrate_link(Link(2e8, link.latency_seconds, link.header_share, 3.0, 4.0), observations)
     assert fitted.host_seconds_per_byte == pytest.approx(link.host_seconds_per_byte, rel=1e-6, abs=1e-14)
     assert fitted.collective_seconds == pytest.approx(link.collective_seconds, rel=1e-6)
     assert max(map(abs, fitted.relative_errors)) < 1e-6
@@ -836,7 +745,7 @@ def test_measured_gathers_tell_what_their_bytes_take(
         on, transfer = replace(slower, bits_per_second=rate), all_gather(nbytes, nodes)
         seconds = on.busy_seconds(transfer) + on.delay_seconds(transfer)
         gathers.append(Observation(nodes, nbytes, rate, seconds, "all-gather"))
-    start = Link(2e8, link.latency_seconds, link.header_share, all_reduce=link.all_reduce)
+    start = Link(2e8, link.latency_seconds, link.header_share)
     alone, fitted = calibrate_link(start, reduces), calibrate_link(start, [*gathers, *reduces])
     assert alone.gather_factor == 1.0
     assert fitted.applied(start).collective_seconds == alone.collective_seconds
@@ -903,11 +812,10 @@ def test_break_even_is_where_the_curves_cross(job: Job, latency: float) -> None:
     assert slower.speedup > 1 > faster.speedup
 
 
-@pytest.mark.parametrize("all_reduce", ["ring", "tree", "server"])
-def test_plain_16_bit_reduction_sends_half_of_dense_and_computes_as_long(all_reduce: str) -> None:
+def test_plain_16_bit_reduction_sends_half_of_dense_and_computes_as_long() -> None:
     """Without latency, and with no computing to hide behind, its step takes half as long."""
     job = make_job(Plan.uniform(LAYERS, "topk", density=0.01), DryRuns(Plan.uniform(LAYERS, "topk"), 4), 1e-9)
-    pair = compare(job, Link(1e6, all_reduce=all_reduce))
+    pair = compare(job, Link(1e6))
     assert pair.half.wire_bytes == pytest.approx(pair.dense.wire_bytes / 2)
     assert pair.half.seconds == pytest.approx(pair.dense.seconds / 2, rel=1e-6)
     assert pair.speedup_to_16_bits == pytest.approx(pair.speedup / 2, rel=1e-6)
@@ -1061,10 +969,7 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
         (["--nodes", "-4"], "nodes '-4'"),
         (["--latency", "-1ms"], "duration '-1ms'"),
         (["--compute-seconds", "0"], "compute time = 0 s"),
-        (["--header-share", "-0.5"], "header_share = -0.5"),
-        (["--cores", "0"], "cores = 0"),
         (["--bucket-cap-mb", "-1"], "bucket size = -1"),
-        (["--all-reduce", "star"], "all_reduce = 'star', expected one of ring, tree, server"),
         (["--measured", "nowhere.json"], "nowhere.json"),
         (["--out", "steps.gif"], "a figure is written as .svg or .pdf"),
     ],
@@ -1113,10 +1018,8 @@ def test_bad_measured_times_are_one_line(
     assert err.count("\n") == 1
 
 
-def test_measured_times_and_the_algorithm_stand_in_the_forecast(
-    gradlab: Command, artifact: Path, tmp_path: Path
-) -> None:
-    truth = Link(1e9, 5e-5, 0.06, 2e-9, 3e-4, "tree")
+def test_measured_times_stand_in_the_forecast(gradlab: Command, artifact: Path, tmp_path: Path) -> None:
+    truth = Link(1e9, 5e-5, 0.06, 2e-9, 3e-4)
     observations = measured(truth, [(4, 10**4, 1e9), (4, 10**7, 2e8), (8, 10**6, math.inf)])
     path = tmp_path / "times.json"
     entries = [
@@ -1126,11 +1029,10 @@ def test_measured_times_and_the_algorithm_stand_in_the_forecast(
     path.write_text(json.dumps(entries))
     assert read_observations(path) == observations
     words = ["predict", artifact, "--nodes", "64", "--bandwidth", "200mbit", "--latency", "50us"]
-    words += ["--compute-seconds", "20ms", "--all-reduce", "tree", "--measured", path]
+    words += ["--compute-seconds", "20ms", "--measured", path]
     code, out, err = gradlab(*words, "--json")
     assert (code, err) == (0, "")
     result = json.loads(out)
-    assert result["link"]["all_reduce"] == "tree"
     for where in (result["link"], result["calibration"]):
         assert where["host_seconds_per_byte"] == pytest.approx(2e-9)
         assert where["collective_seconds"] == pytest.approx(3e-4)
@@ -1140,24 +1042,20 @@ def test_measured_times_and_the_algorithm_stand_in_the_forecast(
     # Plain DDP of this model: one bucket, which is ready when computing is over.
     size = 4 * sum(layer.numel for layer in LAYERS)
     dense = result["nodes"][0]["links"][0]["dense"]
-    assert dense["wire_bytes"] == 2 * size
-    spent = 3e-4 + 2 * size * 8 * 1.06 / 2e8 + 12 * 5e-5
+    moved = all_reduce(size, 64)
+    assert dense["wire_bytes"] == moved.wire_bytes
+    spent = 3e-4 + moved.path_bytes * 8 * 1.06 / 2e8 + 126 * 5e-5
     assert dense["seconds"] == pytest.approx(0.02 + spent)
     code, out, _ = gradlab(*words)
     assert code == 0
     assert "calibrated on 3 measured all-reduces: 2.00 ns per byte on the ranks' processors and 300 µs per" in out
-    assert "All-reduces are taken to run over two binary trees" in out
-    assert "Other collectives are those of Gloo" in out
 
 
-def test_without_a_choice_or_measurements_a_forecast_is_of_rings() -> None:
+def test_without_measurements_a_forecast_is_of_rings() -> None:
     plan = Plan.uniform(LAYERS, "topk", density=0.01)
     result = forecast(plan, Network([Link(1e9)], [32], Profile(1.0, "as given")))
-    assert result.to_json()["link"]["all_reduce"] == "ring"
     assert result.to_json()["calibration"] is None
     assert any(line.startswith("Collectives are those of Gloo, rings") for line in result.remarks)
-    server = forecast(plan, Network([Link(1e9, all_reduce="server")], [4], Profile(1.0, "as given")))
-    assert any("by way of a server on every rank" in line for line in server.remarks)
 
 
 def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) -> None:
@@ -1169,7 +1067,7 @@ def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) 
     code, _, err = gradlab("train", "digits", "--steps", 6, "--compress", made, "--out", tmp_path / "run.json")
     assert code == 0, err
     times = json.loads((tmp_path / "run.json").read_text())["time"]
-    code, out, err = gradlab("predict", made, "--run", tmp_path / "run.json", "--nodes", "2", "--cores", "1", "--json")
+    code, out, err = gradlab("predict", made, "--run", tmp_path / "run.json", "--nodes", "2", "--json")
     assert code == 0, err
     result = json.loads(out)
     assert result["profile"]["compute_seconds"] == times["compute"]

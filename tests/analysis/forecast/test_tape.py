@@ -94,9 +94,9 @@ def test_the_page_computes_what_predict_computes(script: Any, codec: str) -> Non
     for count in (1, 3, 8):
         [timed] = jobs(plan, Network([Link(1e9)], [count], Profile(COMPUTE, "as given")), repeats=1)
         tape = job_tape(timed)
-        grid = itertools.product(RATES, LATENCIES, COMPUTES, NODES_OF, (2.0, 1.0), ("ring", "tree", "server"))
-        for rate, latency, seconds, node, cores, algorithm in grid:
-            link = Link(rate, latency, 0.06, 2e-10, 1e-5, algorithm, 1.2)
+        grid = itertools.product(RATES, LATENCIES, COMPUTES, NODES_OF, (2.0, 1.0))
+        for rate, latency, seconds, node, cores in grid:
+            link = Link(rate, latency, 0.06, 2e-10, 1e-5, 1.2)
             job, network = with_compute(timed, seconds), {}
             expected = compare(job, link, speed=min(1.0, max(1.0, cores) / 2), node=node)
             network = network_of(job, link, node, cores)

@@ -164,7 +164,7 @@ def test_nothing_may_hold() -> None:
 
 
 def test_the_command_proposes_and_takes_it(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
-    words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--metric", "l2", "--out"]
+    words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "-s", "metric=l2", "--out"]
     code, text, err = gradlab(*words, tmp_path / "a.safetensors")
     assert code == 0, err
     expected = fitted(trace, "l2").provenance.hold

@@ -1,4 +1,4 @@
-"""Plans by layer from a trace: the paper's ranges, the budget, what is held out, other planners, and the command."""
+"""Plans by layer from a trace: the paper's ranges, the budget, what is held out, and the command."""
 
 from __future__ import annotations
 
@@ -20,20 +20,16 @@ from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import CodecTime, Profile
 from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.layer_plan.bucket_time import (
-    BucketTimes,
     bucket_of_layers,
-    bytes_by_bucket,
     fit_bucket_times,
     linear_priority,
-    time_weights,
     weighted,
 )
 from gradlab.analysis.layer_plan.costs import Cost, candidate_costs
 from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates, of_family
 from gradlab.analysis.layer_plan.grids import candidates_of_grid, main_setting, paper_settings
 from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco, plan_of
-from gradlab.analysis.layer_plan.over_time import learning_rates_of, plan_over_time
-from gradlab.analysis.layer_plan.planners import accordion, cgx_kmeans, global_threshold, total, uniform
+from gradlab.analysis.layer_plan.planners import total
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
 from gradlab.analysis.layer_plan.step_time_search import StepTimes, fastest_plan
 from gradlab.analysis.replay import replay
@@ -333,21 +329,6 @@ def test_weights_move_bytes_between_buckets(trace: Trace) -> None:
         assert spent(moved, weights) <= spent(plain, weights)
         assert total(moved.problem.errors("l2", slice(0, 2)), moved.allocation.choice) <= 1 + 1e-9
         assert moved.provenance.size >= plain.provenance.size
-    by_bucket = [
-        bytes_by_bucket(names, [row[c] for row, c in zip(f.problem.costs, f.allocation.choice, strict=True)], numbers)
-        for f in (plain, moved)
-    ]
-    assert by_bucket[1][-1] < by_bucket[0][-1]
-    assert by_bucket[1].sum() > by_bucket[0].sum()
-    even = BucketTimes(np.full(max(numbers.values()) + 1, 2e-9), 0.1, 1.0)
-    again = fit_lgreco(trace, "powersgd", {"rank": 4}, weights=time_weights(LAYERS, even, 0.003))
-    assert again.plan.digest == plain.plan.digest
-    free = BucketTimes(np.array([0.0] * max(numbers.values()) + [2e-9]), 0.1, 1.0)
-    assert min(time_weights(LAYERS, free, 0.003).values()) == pytest.approx(2e-12)
-    with pytest.raises(GradlabError, match="nothing to weigh"):
-        time_weights(LAYERS, BucketTimes(np.zeros(max(numbers.values()) + 1), 0.1, 1.0), 0.003)
-    with pytest.raises(GradlabError, match="3 coefficients, but DDP makes 1 buckets"):
-        time_weights(LAYERS, BucketTimes(np.ones(3), 0.0, 1.0))
 
 
 def test_bucket_times_are_found_again() -> None:
@@ -446,101 +427,6 @@ def test_a_step_is_predicted_for_one_link_and_one_number_of_ranks(trace: Trace) 
         StepTimes(lambda choice: base, DryRuns(base, 5), network)
 
 
-# --- over time --------------------------------------------------------------------------------------------------------
-
-
-def test_planners_over_time(trace: Trace, fitted: LgrecoFit) -> None:
-    """Each window for itself: L-GreCo within the uniform error and no larger; after Accordion within Accordion's."""
-    problem = fitted.problem
-    rates = learning_rates_of(trace, problem.table.windows)
-    assert rates.tolist() == [0.1] * 4
-    result = plan_over_time(problem, np.array([0.1, 0.1, 0.01, 0.01]))
-    planners = result.compression(trace.layers, 0.003).planners
-    assert set(planners) == {"uniform", "L-GreCo", "Accordion", "L-GreCo + Accordion", "CGX, k-means"}
-    assert planners["uniform"].error == pytest.approx([1.0] * 4)
-    assert max(planners["L-GreCo"].error) <= 1 + 1e-9
-    assert max(planners["CGX, k-means"].error) <= 1 + 1e-9
-    for rival, ours in (("uniform", "L-GreCo"), ("CGX, k-means", "L-GreCo"), ("Accordion", "L-GreCo + Accordion")):
-        assert all(a <= b for a, b in zip(planners[rival].ratio, planners[ours].ratio, strict=True))
-    assert result.critical.tolist() == [[True] * 4, [False] * 4, [True] * 4, [False] * 4]
-    first, second = planners["Accordion"].ratio[:2]
-    assert first < second
-    sizes = np.array([[row[c] for row, c in zip(problem.costs, ch, strict=True)] for ch in result.choices["L-GreCo"]])
-    assert sum(planners["L-GreCo"].bytes_by_bucket) == pytest.approx(sizes.sum(1).mean())
-
-
-# --- others to beat ---------------------------------------------------------------------------------------------------
-
-
-def tables(seed: int, layers: int = 12, settings: int = 7) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    numel = rng.integers(1, 200, layers)
-    sizes = [np.arange(1, settings + 1) * float(n) for n in numel]
-    errors = [rng.lognormal() * np.exp(-np.arange(settings) / rng.uniform(1, 6)) for _ in numel]
-    return errors, sizes
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_planner_beats_the_exact_one(seed: int) -> None:
-    errors, sizes = tables(seed)
-    for place in (1, 3, 5):
-        budget = total(errors, [place] * len(errors))
-        plans = {"uniform": uniform(errors, sizes, budget), "kmeans": cgx_kmeans(errors, sizes, budget)}
-        plans["threshold"] = global_threshold(sizes, errors, sizes, budget)
-        best = allocate(errors, sizes, budget)
-        assert plans["uniform"].size == total(sizes, [place] * len(errors))
-        for name, plan in plans.items():
-            assert total(errors, plan.choice) <= budget, name
-            assert total(sizes, plan.choice) == plan.size >= best.size, name
-
-
-def test_clusters_get_one_setting_each() -> None:
-    """Large layers with little error apart from small ones with much: two clusters, the first compressed more."""
-    errors = [np.array([2.0, 1.0, 0.5])] * 3 + [np.array([80.0, 40.0, 10.0])] * 3
-    sizes = [np.array([100.0, 200.0, 400.0])] * 3 + [np.array([1.0, 2.0, 4.0])] * 3
-    clustered = cgx_kmeans(errors, sizes, 36.0, clusters=2)
-    assert clustered.choice.tolist() == [0, 0, 0, 2, 2, 2]
-    with pytest.raises(GradlabError, match="no pair of ends keeps an error of 1"):
-        cgx_kmeans(errors, sizes, 1.0)
-    with pytest.raises(GradlabError, match="in different layers"):
-        uniform([np.ones(2), np.ones(3)], [np.ones(2), np.ones(3)], 9.0)
-
-
-def test_one_threshold_sends_the_largest_of_all_layers() -> None:
-    """Against one sort of all magnitudes: no plan of as many values leaves less error."""
-    rng = np.random.default_rng(4)
-    layers = [np.sort(rng.standard_normal(n) ** 2 * s)[::-1] for n, s in ((50, 1.0), (80, 9.0), (20, 0.1))]
-    counts = [np.arange(1, len(layer) + 1) for layer in layers]
-    errors = [layer.sum() - np.cumsum(layer) for layer in layers]
-    everything = np.sort(np.concatenate(layers))[::-1]
-    for budget in (5.0, 40.0, 200.0):
-        result = global_threshold(counts, errors, counts, budget)
-        forced = sum(layer[0] for layer in layers)  # a layer sends one value at least
-        rest = np.sort(np.concatenate([layer[1:] for layer in layers]))[::-1]
-        needed = int(np.argmax(everything.sum() - forced - np.concatenate([[0], np.cumsum(rest)]) <= budget))
-        assert result.size == len(layers) + needed
-
-
-def test_densities_that_send_as_many_values_cost_no_gain() -> None:
-    counts = [np.array([1, 1, 2]), np.array([1, 2, 3])]
-    errors = [np.array([10.0, 10.0, 1.0]), np.array([5.0, 4.0, 3.5])]
-    result = global_threshold(counts, errors, [8.0 * row for row in counts], 6.0)
-    assert (result.choice.tolist(), result.size) == ([2, 0], 24.0)
-
-
-def test_accordion_sees_critical_regimes() -> None:
-    """Fast change of norm, or a fallen learning rate; eta = 0.5 is met by a halved norm and not by 0.51 of it."""
-    norms = np.array([[1.0, 1.0], [0.5, 0.51], [0.5, 0.5], [0.5, 0.5], [0.0, 0.5], [0.0, 0.9]])
-    rates = np.array([0.1, 0.1, 0.1, 0.05, 0.05, 0.05])
-    critical = accordion(norms, rates, least_decay=0.0)
-    expected = [[True, True], [True, False], [False, False], [True, True], [True, False], [False, True]]
-    assert critical.tolist() == expected
-    assert not accordion(norms[1:3], np.array([math.nan, math.nan]))[1:].any()
-    steady, falling = np.ones((3, 2)), np.array([0.1, 0.08, 0.04])
-    assert accordion(steady, falling, least_decay=0.0).all()
-    assert accordion(steady, falling).tolist() == [[True, True], [False, False], [True, True]]
-
-
 # --- sensitivity ------------------------------------------------------------------------------------------------------
 
 
@@ -590,16 +476,15 @@ def test_losses_differ_where_a_layer_is_compressed() -> None:
 
 
 def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
-    out, *figures = (tmp_path / name for name in ("plan.safetensors", "layers.svg", "frontier.svg", "time.svg"))
-    layers, frontier, over_time = figures
+    out, layers = tmp_path / "plan.safetensors", tmp_path / "layers.svg"
     words = ["fit", "lgreco", trace.path, "--codec", "topk", "--set", "density=0.05", "--out", out]
-    code, text, err = gradlab(*words, "--figure", layers, "--frontier", frontier, "--over-time", over_time)
+    code, text, err = gradlab(*words, "--figure", layers)
     assert code == 0, err
     assert text.startswith("By layer ")
     assert "fewer bytes than topk(density=0.05) everywhere" in text
     assert "On later iterations its error is" in text
     assert "deep.weight" in text
-    assert all(path.read_text().startswith("<?xml") for path in figures)
+    assert layers.read_text().startswith("<?xml")
     plan = Artifact.load(out)
     assert plan.provenance["method"] == "lgreco"
     code, text, err = gradlab(
@@ -607,33 +492,27 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, trace: Trace, tmp_p
     )
     assert code == 0, err
     assert "powersgd(rank=4) everywhere" in text
-    code, text, err = gradlab("fit", "lgreco", trace.path, "--family", "top-k", "--family", "qsgd", "--cost", "seconds",
+    code, text, err = gradlab("fit", "lgreco", trace.path, "-s", "family=top-k,qsgd", "--cost", "seconds",
                               "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
     assert code == 0, err
     assert json.loads(text)["cost"] == "seconds"
     code, text, err = gradlab(
-        *words[:-1], tmp_path / "fast.safetensors", "--cost", "step", "--compute-seconds", "1s", "--bandwidth", "inf"
+        *words[:-1], tmp_path / "fast.safetensors", "--cost", "step", "-s", "compute_seconds=1s", "-s", "bandwidth=inf"
     )
     assert code == 0, err
     assert text.startswith("Do not compress for speed: ")
-    bad_times, bucket_times = tmp_path / "bad.json", tmp_path / "times.json"
-    bad_times.write_text('{"sizes": [[1%s]], "seconds": [1]}' % ("0" * 400))
-    bucket_times.write_text(json.dumps({"sizes": [[1, 2], [2, 1], [3, 3]], "seconds": [1, 2, 3]}))
     for wrong, expected in (
         (["--alpha", 0.0], "smallest reachable"),
-        (["--family", "wavelets"], "no family 'wavelets'"),
-        (["--metric", "loud"], "metric 'loud'"),
+        (["-s", "family=wavelets"], "no family 'wavelets'"),
+        (["-s", "metric=loud"], "metric 'loud'"),
         (["--cost", "tears"], "cost 'tears'"),
         (["--set", "rank=x"], "rank"),
-        (["--window", 1000], "window = 1000"),
-        (["--accordion", "2:8"], "needs a refresh"),
-        (["--accordion", "two"], "accordion 'two', expected two values, as 2:8"),
-        (["--hold", "--window", 20], "hold: the trace is one window"),
+        (["-s", "window=1000"], "window = 1000"),
+        (["-s", "accordion=2:8"], "needs a refresh"),
+        (["-s", "accordion=two"], "accordion 'two', expected two values, as 2:8"),
+        (["--hold", "-s", "window=20"], "hold: the trace is one window"),
         (["--out", out], "exists already"),
-        (["--weights", "heavy"], "weights 'heavy'"),
-        (["--weights", bad_times], "expected bucket times"),
-        (["--weights", bucket_times], "2 coefficients, but DDP makes 1 buckets"),
-        (["--cost", "step"], "needs --compute-seconds"),
+        (["--cost", "step"], "needs -s compute_seconds="),
     ):
         target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
         code, text, err = gradlab("fit", "lgreco", trace.path, *target, *wrong)

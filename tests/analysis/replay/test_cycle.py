@@ -62,23 +62,16 @@ def test_time_is_the_sum_of_steps(compressed: list[bool], dense: float, seconds:
     assert len(plot_loss_over_time({"dense": curve}).axes) == 1
 
 
-def test_the_commands_that_draw_them(gradlab: Command, tmp_path: Path) -> None:
+def test_the_command_that_draws_it(gradlab: Command, tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 20, 2)) as trace:
         fit = fit_gradiveq(trace, samples=3, settings=GradiVeQ.Settings(**SETTINGS))
         assert recorded_losses(trace) == pytest.approx(1 / np.arange(1, 21))
     artifact = fit.artifact().save(tmp_path / "gradiveq.safetensors")
     assert Artifact.load(artifact).plan.groups[0].settings["compressed_steps"] == 5
-    figures = tmp_path / "cycle.svg", tmp_path / "loss.svg"
-    code, out, err = gradlab("evaluate", tmp_path / "t", artifact, "--cycle", figures[0], "--json")
+    figure = tmp_path / "cycle.svg"
+    code, out, err = gradlab("evaluate", tmp_path / "t", artifact, "--cycle", figure, "--json")
     assert (code, json.loads(out).keys()) == (0, {"gradiveq"}), err
-    assert "sampled, a basis is fitted on it" in figures[0].read_text()
-    words = ["predict", artifact, "--nodes", 2, "--bandwidth", "1mbit", "--compute-seconds", "1ms"]
-    code, _, err = gradlab(*words, "--trace", tmp_path / "t", "--convergence", figures[1])
-    assert code == 0, err
-    assert "training loss" in figures[1].read_text()
-    code, _, err = gradlab(*words, "--convergence", tmp_path / "other.svg")
-    assert code == 2
-    assert "--convergence takes a --trace, one number of --nodes and one --bandwidth" in err
+    assert "sampled, a basis is fitted on it" in figure.read_text()
     code, _, err = gradlab("evaluate", tmp_path / "t", artifact, artifact, "--cycle", tmp_path / "other.svg")
     assert code == 2
     assert "--cycle draws the iterations of one method, not of 2" in err

@@ -123,7 +123,7 @@ def test_gradients_on_a_very_slow_link_name_local_steps(tmp_path: Path) -> None:
     assert (
         "Where no plan brings waiting to 10 % of a step, local steps are the next thing to try: by forecast they bring "
         f"it there at 10 kbit/s between 4 nodes from H = {only.local_steps} on (int8). `gradlab train WORKLOAD "
-        "--emulate N --local-steps H --capture DIR` records" in verdict
+        "--emulate N -s local_steps=H --capture DIR` records" in verdict
     )
     direct = forecast_local_steps(
         plans_of(LAYERS)["int8"], examination.speed.network, examination.speed.forecasts["int8"]

@@ -15,7 +15,6 @@ from gradlab import codecs, wrappers
 from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import compute_seconds_of
-from gradlab.analysis.layer_plan.bucket_time import read_bucket_times
 from gradlab.chrome_trace import read_step
 from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec
@@ -89,7 +88,6 @@ OBSERVATIONS = [
     for nodes, nbytes, kind in ((2, 10**6, "all-reduce"), (4, 4 * 10**7, "all-reduce"), (4, 10**6, "all-gather"))
 ]
 RUN = {"plan": "0" * 64, "world_size": 4, "time": {"compute": 0.1, "compress": 0.02}, "bytes": {"sent": 1}}
-BUCKETS = {"sizes": [[1e6, 2e6], [2e6, 1e6], [3e6, 3e6], [1e6, 1e6]], "seconds": [0.1, 0.2, 0.3, 0.1]}
 EVENTS = [
     {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "network"}},
     *(
@@ -106,7 +104,6 @@ def calibrated(path: Path) -> str:
 KINDS: dict[str, tuple[Any, Callable[[Path], Any]]] = {
     "collectives": (OBSERVATIONS, calibrated),
     "run": (RUN, compute_seconds_of),
-    "buckets": (BUCKETS, read_bucket_times),
     "chrome trace": ({"traceEvents": EVENTS}, lambda path: read_step(path).times),
 }
 

@@ -379,30 +379,30 @@ def test_an_order_and_scales_are_paid_for(selections: Selections) -> None:
 
 def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
     out, figure = tmp_path / "lgc.safetensors", tmp_path / "lgc.svg"
-    words = ["fit", "lgc", trace.path, "--density", 0.05, "--epochs", 2, "--out", out]
+    words = ["fit", "lgc", trace.path, "--density", 0.05, "-s", "epochs=2", "--out", out]
     code, output, err = gradlab(*words, "--figure", figure)
     assert code == 0, err
     assert output.startswith("Do not use the autoencoder")
     assert "int4, scale per 256" in output
     assert figure.read_text().startswith("<?xml")
     code, output, err = gradlab(
-        *words, "--overwrite", "--json", "--feedback", "--momentum", 0.9, "--vectors", "autoencoder"
+        *words, "--overwrite", "--json", "--feedback", "-s", "momentum=0.9", "-s", "vectors=autoencoder"
     )
     assert code == 0, err
     assert json.loads(output)["selected"] == 87  # two more, of 30 biases
     for wrong, expected in (
-        (["--order", "sideways"], "order = 'sideways'"),
-        (["--pattern", "star"], "pattern 'star'"),
-        (["--set", "pattern=ring"], "has no setting pattern"),
-        (["--set", "first=[1]"], "has no setting first"),
+        (["-s", "order=sideways"], "order = 'sideways'"),
+        (["--pattern", "star"], "pattern = 'star', expected"),
+        (["--set", "first=[1]"], "first = [1], expected str"),
+        (["-s", "codes=2"], "fit lgc: no setting codes; known: density, pattern"),
         (["--figure", tmp_path / "other.svg", "--out", tmp_path / "other.svg"], "expected two names"),
         (["--out", tmp_path, "--overwrite"], "is no regular file"),
         (["--out", figure / "x.safetensors"], "is no folder"),
-        (["--pattern", "server", "--order", "value"], "order"),
+        (["--pattern", "server", "-s", "order=value"], "order"),
         (["--density", 0], "density = 0"),
-        (["--last", "nosuch"], "no layer 'nosuch'"),
-        (["--vectors", "some"], "vectors = 'some'"),
-        (["--epochs", 0], "epochs = 0"),
+        (["-s", "last=nosuch"], "no layer 'nosuch'"),
+        (["-s", "vectors=some"], "vectors = 'some'"),
+        (["-s", "epochs=0"], "epochs = 0"),
     ):
         code, output, err = gradlab("fit", "lgc", trace.path, "--out", tmp_path / "other.safetensors", *wrong)
         assert (code, output) == (2, ""), wrong

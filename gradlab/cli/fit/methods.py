@@ -1,0 +1,645 @@
+"""The methods of `gradlab fit`: a dataclass of settings for each, and how it makes an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gradlab.cli.fit import printing
+from gradlab.cli.fit.options import known_roles, optimizer_of_training, parse_wrapper, require_trainable
+from gradlab.codec.settings import build_settings, check_ranges, setting
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gradlab.analysis.fit.lgc.fit import LgcFit
+    from gradlab.analysis.forecast.network import Network
+    from gradlab.analysis.layer_plan.costs import Cost
+    from gradlab.analysis.layer_plan.lgreco import LgrecoFit
+    from gradlab.analysis.parallel import Workers
+    from gradlab.analysis.replay.result import Replay
+    from gradlab.artifact import Artifact
+    from gradlab.ddp.optimizers import OptimizerSettings
+    from gradlab.plan import Plan
+    from gradlab.progress import Progress
+    from gradlab.trace import Trace
+
+ROLE = (
+    "layers of this role only, such as linear or embedding; repeatable; by default the codec's own roles "
+    "(`gradlab trace info` lists the layers with their roles)"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every method gets.
+
+    Attributes:
+        trace: the recording.
+        out: the artifact's file, whose stem is its name in tables.
+        settings: those that are not the method's own.
+        warmup_steps: dense steps before the first compressed one; None: the method's default.
+        optimizer: of the training, as typed; None: the recorded one.
+        seed: of the plan.
+        workers: processes, or a cluster.
+        progress: called as the work goes on.
+    """
+
+    trace: Trace
+    out: Path
+    settings: Mapping[str, Any]
+    warmup_steps: int | None
+    optimizer: str | None
+    seed: int
+    workers: Workers
+    progress: Progress
+
+    @property
+    def trained_with(self) -> OptimizerSettings | None:
+        """The optimizer of the training; None: not known."""
+        return optimizer_of_training(self.trace, self.optimizer)
+
+    def replay(self, plan: Plan) -> Replay:
+        """Replay a plan on the trace."""
+        from gradlab.analysis.replay import replay
+
+        return replay(self.trace, plan, workers=self.workers, progress=self.progress)
+
+
+@dataclass(frozen=True)
+class Made:
+    """An artifact, a function that prints what was measured, notes to print after it, and how to draw each figure."""
+
+    artifact: Artifact
+    show: Callable[[], None]
+    notes: Sequence[str | None] = ()
+    draw: Sequence[Callable[[], Figure]] = ()
+
+
+class Method:
+    """A method: subclasses are dataclasses of settings, whose docstring is the command's help.
+
+    Attributes:
+        name: as typed.
+        options: settings that have an option of their own.
+        listed: codec whose settings the help lists; "": `--codec` names it.
+        replays: whether the plan is checked against the optimizer of the training.
+        by_layer: whether `-s LAYER:NAME=VALUE` sets one layer's codec.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]]
+    listed: ClassVar[str] = ""
+    replays: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = False
+
+    def make(self, job: Job) -> Made:
+        """Make the artifact."""
+        raise NotImplementedError
+
+    @property
+    def codec_name(self) -> str:
+        """The codec whose settings `-s` takes too."""
+        return self.listed or self.codec  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Gradiveq(Method):
+    """GradiVeQ's PCA bases for convolutions, linear layers, embeddings and experts; vectors stay dense.
+
+    Half of a code is of fitted axes, half random coordinates of what these leave, new in every iteration, with error
+    feedback, so that nothing is lost for good. Bases are fitted again on what was decoded, every four times --samples
+    iterations. Of GradiVeQ's forms this trained best at the same bytes. --paper is the published method, which samples
+    again to refit.
+
+    Example:
+
+      gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
+
+      gradlab fit gradiveq trace --out gradiveq.safetensors --total-ratio 16 -s monitor=normalised
+      -s stem.weight:on_loss=dense
+
+      gradlab fit gradiveq trace --out paper.safetensors --paper -s loss_threshold=0.05
+    """
+
+    name = "gradiveq"
+    options = ("samples", "total_ratio", "role", "paper")
+    listed = "gradiveq"
+    replays = False
+    by_layer = True
+    samples: int = setting(
+        100,
+        help="iterations to fit on (the paper's L_t): the last before --warmup-steps, or the first of the trace",
+    )
+    total_ratio: float | None = setting(
+        None, help="dense bytes of the whole model over compressed ones: d of all layers at once"
+    )
+    role: tuple[str, ...] = setting((), help=ROLE)
+    paper: bool = setting(
+        False,
+        help="the paper's method: d by lambda = 0.01, bases of each layer's first slice, nothing random; after four "
+        "times --samples compressed iterations the run samples again (as 4-bit QSGD) and fits its bases anew",
+    )
+    start: int | None = setting(None, help="position of the first iteration to fit on")
+
+    def make(self, job: Job) -> Made:
+        from gradlab.analysis.fit.gradiveq import GradiveqOptions, fit_gradiveq
+        from gradlab.codecs.gradiveq import GradiVeQ
+
+        options = GradiveqOptions(
+            samples=self.samples,
+            start=self.start,
+            settings=self._settings({name: value for name, value in job.settings.items() if ":" not in name}),
+            layer_settings=_by_layer(job.settings),
+            total_ratio=self.total_ratio,
+            roles=known_roles(self.role) or GradiVeQ.defaults.roles,
+            warmup_steps=job.warmup_steps or 0,
+            seed=job.seed,
+        )
+        fit = fit_gradiveq(job.trace, options, workers=job.workers, progress=job.progress)
+        return Made(fit.artifact(), partial(printing.print_gradiveq, fit.measured))
+
+    def _settings(self, given: dict[str, Any]) -> Any:
+        """The paper's or the recommended settings, with those given."""
+        from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED
+        from gradlab.codecs.gradiveq import GradiVeQ
+
+        values = asdict(PAPER if self.paper else RECOMMENDED)
+        values |= {"sample_steps": self.samples, "compressed_steps": 4 * self.samples}
+        if given.get("loss_threshold") is not None:
+            values["ratio"] = None
+        if given.get("complement") == 0:
+            values["refresh"] = "sample"
+        return build_settings(GradiVeQ, values | given)
+
+
+@dataclass(frozen=True)
+class Ecsq(Method):
+    """One quantization step for the whole model and an entropy coder, replayed on the trace.
+
+    With -s tables=fitted, code tables and centroids by layer are taken from the trace's earlier half into the artifact.
+
+    Prints what a rank's contribution misses without feedback on the trace's later half, beside the least that any code
+    of independent values could miss in as many bits, and beside every other codec at no more bytes.
+
+    Example:
+
+      gradlab fit ecsq trace --bits 0.25 --out ecsq.safetensors
+
+      gradlab fit ecsq trace --error 0.3 --out ecsq.safetensors
+
+      gradlab fit ecsq trace --bits 0.25 -s tables=fitted --out ecsq.safetensors
+
+      gradlab fit ecsq trace --bits 0.5 --both-ways --warmup-steps 100 --out ecsq.safetensors
+    """
+
+    name = "ecsq"
+    options = ("bits", "error", "both_ways", "role")
+    listed = "ecsq"
+    bits: float = setting(0.25, help="bits per value, counted as wire bytes; the step follows")
+    error: float | None = setting(None, help="error of a rank's contribution to hold, in place of --bits")
+    both_ways: bool = setting(
+        False, help="in shards, each with a server that quantizes the mean and keeps its error: for many ranks"
+    )
+    role: tuple[str, ...] = setting((), help=ROLE)
+
+    def make(self, job: Job) -> Made:
+        from gradlab.analysis.fit.ecsq import compare_at_equal_bytes, with_fitted_tables
+        from gradlab.plan import FEEDBACK, Plan, Wrap
+
+        settings = {"bits": self.bits, **job.settings, **({} if self.error is None else {"error": self.error})}
+        fitted = settings.get("tables") == "fitted"
+        plan = Plan.uniform(
+            job.trace.model_layers,
+            "ecsq",
+            wrappers=[*FEEDBACK, *([Wrap("two_way")] if self.both_ways else [])],
+            warmup_steps=job.warmup_steps or 0,
+            roles=known_roles(self.role),
+            seed=job.seed,
+            **(settings | ({"tables": "message"} if fitted else {})),
+        )
+        plan = with_fitted_tables(job.trace, plan) if fitted else plan
+        note = require_trainable(job.trained_with, plan.applies_momentum, plan.applies_weight_decay, "")
+        compared = compare_at_equal_bytes(job.trace, plan, workers=job.workers, progress=job.progress)
+        return _replayed(job, plan, [note], partial(printing.print_comparison, compared), alone=compared)
+
+
+@dataclass(frozen=True)
+class Signs(Method):
+    """Fit a sign-compression plan (dist-EF-blockSGDM and its relatives) for all tensors, and replay it on the trace.
+
+    One bit per value both ways and a scale per block: the fewest bytes without a fit, at a loss of accuracy. More
+    --scales cut tensors into blocks where that pays; what the blocks keep is checked on iterations that were not looked
+    at. The plan is one that trains under the optimizer that the recording names.
+
+    Example:
+
+      gradlab fit signs trace --out signs.safetensors
+
+      gradlab fit signs trace --method dist-EF-blockSGD --scales 16 --out blocks.safetensors
+
+      gradlab fit signs trace --weight-decay 5e-4 -s weight_decay_form=apart --out signs.safetensors
+
+      gradlab fit signs trace --method signum --out signum.safetensors
+    """
+
+    name = "signs"
+    options = ("method", "weight_decay", "scales")
+    listed = "sign"
+    method: str | None = setting(
+        None,
+        help="dist-EF-blockSGD(M), dist-EF-SGD(M), signSGD, signum, SGD or SGDM; by default dist-EF-blockSGDM, or "
+        "dist-EF-blockSGD where the optimizer has momentum that no plan's can replace (AdamW)",
+    )
+    weight_decay: float = setting(
+        0.0, help="weight decay in the plan; the optimizer's has to be 0; 0: the optimizer keeps it"
+    )
+    scales: float = setting(
+        1.0, help="mean number of scales per tensor, placed where they keep most of the gradients' energy"
+    )
+    momentum: float = setting(0.9, help="momentum of the methods that have it; the optimizer's has to be 0")
+    weight_decay_form: str | None = setting(
+        None,
+        help="where weight decay acts: on the gradient before momentum ('gradient', the default), or 'apart' with a "
+        "momentum of its own, uncompressed, as in the published code of dist-EF-blockSGDM",
+    )
+    server: str = setting(
+        "sharded", help="who is the server: 'sharded' (each rank, of its part) or 'rank' (rank 0, as in the paper)"
+    )
+    samples: int | None = setting(None, help="iterations that energy is measured on; half of the trace, at most 100")
+
+    def make(self, job: Job) -> Made:
+        from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
+        from gradlab.plan import method_plan
+
+        if self.weight_decay_form is not None and not self.weight_decay:
+            form = f"weight_decay_form = {self.weight_decay_form}"
+            raise GradlabError(f"{form} says how --weight-decay works, which is 0")
+        trained_with, blocks = job.trained_with, None
+        method, notes = _sign_method(self.method, trained_with)
+        plan = method_plan(
+            job.trace.model_layers,
+            method,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            weight_decay_form=self.weight_decay_form or "gradient",
+            server=self.server,
+            warmup_steps=job.warmup_steps or 0,
+            step_size_ratio=_residuals_follow(method, trained_with),
+            seed=job.seed,
+            **job.settings,
+        )
+        remedy = "use --weight-decay 0" if plan.applies_momentum is None else "use --method dist-EF-blockSGD"
+        notes += [require_trainable(trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)]
+        notes += [_decay_after_momentum(plan, trained_with)]
+        show: Callable[[], None] | None = None
+        if self.scales != 1:
+            _require_blocks(method, job.settings)
+            half = min(100, max(1, len(job.trace.steps) // 2)) if self.samples is None else self.samples
+            blocks = fit_block_sizes(job.trace, self.scales, half, workers=job.workers, progress=job.progress)
+            plan = with_block_sizes(plan, blocks.block_sizes)
+            show = partial(printing.print_blocks, blocks)
+        return _replayed(job, plan, notes, show, method=method, blocks=blocks)
+
+
+@dataclass(frozen=True)
+class Lgreco(Method):
+    """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
+
+    All ranks' gradients are accumulated over windows of the trace, and compressed without feedback. The plan is chosen
+    on the first half of the windows and checked on the other half. If its error there is above the uniform plan's, the
+    largest alpha at which it is not is named, and --hold takes it. The search proves that no plan is smaller. With
+    --cost step it proves how much faster another plan could be at most.
+
+    Example:
+
+      gradlab fit lgreco trace --codec powersgd -s rank=4 --out lgreco.safetensors
+
+      gradlab fit lgreco trace --codec topk -s density=0.01 --workers 4 --figure layers.svg --out topk.safetensors
+
+      gradlab fit lgreco trace --codec qsgd -s bits=4 --hold --out qsgd.safetensors
+
+      gradlab fit lgreco trace -s rank=4 -s family=all --cost wire -s nodes=8 --out hybrid.safetensors
+
+      gradlab fit lgreco trace -s rank=4 -s refresh=400 -s accordion=2:8 --out accordion.safetensors
+
+      gradlab fit lgreco trace -s rank=4 --cost step -s compute_seconds=0.36s -s bandwidth=200mbit
+      --out fast.safetensors
+    """
+
+    name = "lgreco"
+    options = ("codec", "alpha", "hold", "cost", "figure")
+    replays = False
+    codec: str = setting("powersgd", help="codec of the uniform plan, which you know to train well")
+    alpha: float = setting(1.0, help="the error that the plan may have, as a multiple of the uniform plan's")
+    hold: bool = setting(
+        False, help="if the plan's error on later iterations is above --alpha, take the largest alpha that keeps to it"
+    )
+    cost: str = setting(
+        "payload",
+        help="what the plan minimises: payload (bytes, as in the paper), wire (bytes sent among the ranks), seconds "
+        "(summed over layers, as if nothing were hidden), or step (predicted; needs compute_seconds)",
+    )
+    figure: str | None = setting(None, help="draw what every layer got (.svg, .pdf)")
+    grid: str = setting(
+        "paper",
+        help="settings to choose from: 'paper' (D/2 to 2 D; densities D/10 to 10 D) or 'own' (the codec's list)",
+    )
+    family: str = setting(
+        "", help="families to choose among, with commas between: PCA, PowerSGD, top-k, QSGD, ECSQ, signs, cast, or all"
+    )
+    samples: int = setting(
+        50, help="iterations that PCA bases are fitted on, ahead of those that errors are measured on"
+    )
+    metric: str = setting("l2", help="sum of layers' errors: 'l2' (norms, as in the paper) or 'squared-l2'")
+    window: int | None = setting(None, help="steps that gradients are accumulated over; a quarter of the trace")
+    start: int = setting(0, help="position of the first recorded step to look at")
+    bucket_cap_mb: float | None = setting(None, help="DDP's bucket size in MiB")
+    nodes: int | None = setting(None, help="number of ranks that will train; the trace's")
+    bandwidth: str = setting("1gbit", help="speed of a node's link, for cost seconds and step: 200mbit, 10gbit")
+    latency: str = setting("100us", help="one-way latency of that link")
+    local_ranks: int = setting(1, help="ranks per node, which share its one link to the others")
+    inside: str = setting("400gbit", help="speed of each rank's link inside its node")
+    compute_seconds: str | None = setting(None, help="a step without gradient exchange, for cost step: 0.36s, 120ms")
+    cores: float = setting(2.0, help="cores per rank, for computing and codecs, for cost step")
+    refresh: int = setting(0, help="choose anew after every so many iterations of training; 0: never")
+    accordion: str | None = setting(
+        None,
+        help="MOST:LEAST, with refresh: Accordion allows the error of the second setting in critical regimes, "
+        "elsewhere that of the first, more compressed one; 2:8 for ranks",
+    )
+
+    def make(self, job: Job) -> Made:
+        from gradlab.analysis.layer_plan.grids import candidates_of_grid
+        from gradlab.analysis.layer_plan.lgreco import LgrecoOptions, fit_lgreco
+        from gradlab.cli.network_options import node_of
+
+        trace, ranks = job.trace, job.trace.world_size if self.nodes is None else self.nodes
+        small, step = self._objective(ranks)
+        node = node_of(self.local_ranks, self.inside)
+        candidates, first = candidates_of_grid(
+            trace,
+            self.codec,
+            job.settings,
+            grid=self.grid,
+            families=self.family.split(",") if self.family else (),
+            start=self.start,
+            samples=self.samples,
+            workers=job.workers,
+            progress=job.progress,
+        )
+        options = LgrecoOptions(candidates, alpha=self.alpha, hold=self.hold, metric=self.metric, window=self.window)
+        options = replace(options, start=first, cost=replace(small, local_ranks=self.local_ranks))
+        options = replace(options, step=step and replace(step, node=node))
+        options = replace(options, world_size=ranks, warmup_steps=job.warmup_steps or 0, refresh_every=self.refresh)
+        options = replace(options, accordion=_between(self.accordion), seed=job.seed, workers=job.workers)
+        fit = fit_lgreco(trace, self.codec, job.settings, options, progress=job.progress)
+        show = partial(printing.print_layer_plan, fit.provenance)
+        return Made(fit.artifact(), show, draw=self._drawings(fit))
+
+    def _objective(self, ranks: int) -> tuple[Cost, Network | None]:
+        """What is to be small; for cost step also what steps are predicted for."""
+        from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+        from gradlab.analysis.forecast.network import Network
+        from gradlab.analysis.forecast.profile import Profile
+        from gradlab.analysis.layer_plan.costs import Cost
+
+        if self.cost not in ("seconds", "step"):
+            return Cost(self.cost), None
+        link = Link(parse_bandwidth(self.bandwidth), parse_seconds(self.latency))
+        if self.cost == "seconds":
+            return Cost("seconds", link), None
+        if self.compute_seconds is None:
+            raise GradlabError("--cost step needs -s compute_seconds=..., the time of a step without gradient exchange")
+        profile = Profile(parse_seconds(self.compute_seconds), "as given")
+        return Cost("seconds", link), Network([link], [ranks], profile, self.cores, self.bucket_cap_mb)
+
+    def _drawings(self, fit: LgrecoFit) -> list[Callable[[], Figure]]:
+        if not self.figure:
+            return []
+        from gradlab.analysis.figures.layer_plans import plot_layers  # loads matplotlib
+
+        return [partial(plot_layers, fit.provenance)]
+
+
+@dataclass(frozen=True)
+class Lgc(Method):
+    """LGC's autoencoder, learned on a trace; what needs no learning is printed beside it, at its bytes.
+
+    The first 60 % of the recorded iterations are learned from, the next 15 % say when to stop, the rest judge. Training
+    with the artifact skips the phase in which LGC learns (-s fine_tune_steps=100: shortens it). It compresses after 200
+    dense steps unless --warmup-steps says otherwise.
+
+    Example:
+
+      gradlab fit lgc trace --out lgc.safetensors
+
+      gradlab fit lgc trace --density 0.01 -s order=value --feedback --out sorted.safetensors --figure lgc.svg
+
+      gradlab fit lgc trace --pattern server -s positions=shared --density 0.01 --out server.safetensors
+    """
+
+    name = "lgc"
+    options = ("density", "pattern", "feedback", "figure")
+    listed = "lgc_ring"
+    density: float = setting(0.001, help="share of each layer's values that is selected, the paper's alpha / 100")
+    pattern: str = setting(
+        "ring", choices=("ring", "server"), help="ring: codes are averaged; server: one rank's code, a decoder per rank"
+    )
+    feedback: bool = setting(False, help="feed back what decoding loses too, which the paper forgets")
+    figure: str | None = setting(None, help="draw the error over epochs and over age (.svg, .pdf)")
+    first: str | None = setting(None, help="layer that stays dense; the first recorded matrix")
+    last: str | None = setting(None, help="layer that is sent without the autoencoder; the last one")
+    vectors: str = setting(
+        "dense", help="biases and normalization vectors: dense; autoencoder: in its group; sparse: as the last layer"
+    )
+    momentum: float | None = setting(
+        None, help="momentum of momentum correction; the optimizer's has to be 0; without it none"
+    )
+    epochs: int = setting(100, help="passes over the recorded iterations, at most")
+    adam_rate: float = setting(1e-3, help="learning rate of Adam, which learns the autoencoder on the trace")
+
+    @property
+    def codec_name(self) -> str:
+        return f"lgc_{self.pattern}"
+
+    def make(self, job: Job) -> Made:
+        from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
+
+        options = LgcOptions(
+            settings={"density": self.density, **job.settings},
+            fitting=Fitting(self.epochs, learning_rate=self.adam_rate),
+            first=self.first,
+            last=self.last,
+            vectors=self.vectors,
+            momentum=self.momentum,
+            keep="difference" if self.feedback else "unselected",
+            warmup_steps=200 if job.warmup_steps is None else job.warmup_steps,
+            seed=job.seed,
+        )
+        wrapper = None if self.momentum is None else "momentum_correction"
+        note = require_trainable(job.trained_with, wrapper, remedy="leave momentum out")
+        fit = fit_lgc(job.trace, self.pattern, options, workers=job.workers, progress=job.progress)
+        notes = [note, _beyond_the_trace(fit.plan, int(job.trace.steps[-1])), _instead(fit, job.trace)]
+        return Made(fit.artifact(), partial(printing.print_lgc, fit.measured), notes, self._drawings(fit))
+
+    def _drawings(self, fit: LgcFit) -> list[Callable[[], Figure]]:
+        if not self.figure:
+            return []
+        from gradlab.analysis.figures.lgc import plot_fit
+
+        return [partial(plot_fit, fit.measured)]
+
+
+@dataclass(frozen=True)
+class Uniform(Method):
+    """One codec with one setting for all layers, but vectors and small ones (signs: all), replayed on the trace.
+
+    It compresses after as many dense steps as the codec recommends unless --warmup-steps says otherwise.
+
+    Example:
+
+      gradlab fit uniform trace --codec topk -s density=0.01 --out topk.safetensors
+
+      gradlab fit uniform trace --codec topk -s density=0.001 --wrap momentum_correction:momentum=0.9
+      --wrap sparsity_warmup:steps=500 --out dgc.safetensors
+    """
+
+    name = "uniform"
+    options = ("codec", "wrap", "error_feedback", "role")
+    codec: str = setting(help="any codec that needs no fit: topk, powersgd, qsgd, sign, ... (see gradlab methods)")
+    wrap: tuple[str, ...] = setting(
+        (), help="wrapper around the codec as NAME[:KEY=VALUE,...], outermost first; repeatable; in place of feedback"
+    )
+    error_feedback: bool | None = setting(None, help="error feedback around the codec; by default as it recommends")
+    role: tuple[str, ...] = setting((), help=ROLE)
+
+    def make(self, job: Job) -> Made:
+        from gradlab.plan import Plan
+
+        plan = Plan.uniform(
+            job.trace.model_layers,
+            self.codec,
+            error_feedback=self.error_feedback,
+            wrappers=[parse_wrapper(text) for text in self.wrap] or None,
+            warmup_steps=job.warmup_steps,
+            roles=known_roles(self.role),
+            seed=job.seed,
+            **job.settings,
+        )
+        remedy = "leave such wrappers out of --wrap"
+        note = require_trainable(job.trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)
+        return _replayed(job, plan, [note])
+
+
+METHODS: dict[str, type[Method]] = {method.name: method for method in (Gradiveq, Ecsq, Signs, Lgreco, Lgc, Uniform)}
+for _method in METHODS.values():
+    check_ranges(_method, f"fit {_method.name}")
+
+
+def _replayed(
+    job: Job, plan: Plan, notes: Sequence[str | None], more: Callable[[], None] | None = None, **metadata: Any
+) -> Made:
+    """The artifact of a plan that needs no fit, with its replay. more: prints what was measured beside it."""
+    from gradlab.analysis.fit.uniform import uniform_artifact
+    from gradlab.cli.evaluate import print_replays
+
+    replayed = job.replay(plan)
+
+    def show() -> None:
+        print_replays({job.out.stem: replayed})
+        if more is not None:
+            more()
+
+    return Made(uniform_artifact(plan, replayed, optimizer=job.trained_with, **metadata), show, notes)
+
+
+def _by_layer(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Read LAYER:NAME=VALUE settings by layer."""
+    by_layer: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        layer, colon, name = key.rpartition(":")
+        if colon:
+            by_layer.setdefault(layer, {})[name] = value
+    return by_layer
+
+
+def _between(text: str | None) -> tuple[float, float] | None:
+    """Read MOST:LEAST."""
+    if text is None:
+        return None
+    most, _, least = text.partition(":")
+    try:
+        return float(most), float(least)
+    except ValueError:
+        raise GradlabError(f"accordion {text[:80]!r}, expected two values, as 2:8") from None
+
+
+def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
+    """The method asked for, or the one that trains under the optimizer; and what to say of the choice."""
+    from gradlab.plan.recipes import SIGN_METHODS, known_name
+
+    if name is not None:
+        return known_name(name, SIGN_METHODS), []
+    if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
+        return "dist-EF-blockSGDM", []
+    note = (
+        f"made by method dist-EF-blockSGD, without momentum in the plan: {optimizer.name} has momentum of its own "
+        f"({optimizer.momentum})"
+    )
+    return "dist-EF-blockSGD", [note]
+
+
+def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
+    """Whether residuals follow the rate: as in the papers, but not where the optimizer keeps momentum of its own."""
+    from gradlab.plan.recipes import METHODS
+
+    if optimizer is None or not optimizer.momentum:
+        return True
+    return None if optimizer.adaptive or METHODS[method].momentum is None else True
+
+
+def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
+    """What to say of weight decay that the optimizer applies after the plan's momentum."""
+    if optimizer is None or plan.applies_momentum is None or plan.applies_weight_decay or optimizer.adaptive:
+        return None
+    if optimizer.weight_decay is None:
+        return None
+    _, _, rate = optimizer.weight_decay.rpartition(" ")
+    return (
+        f"the optimizer's {optimizer.weight_decay} does not pass through the plan's momentum, and is (1 - momentum) as "
+        f"strong; --weight-decay {rate} puts it into the plan (then set the optimizer's to 0)"
+    )
+
+
+def _require_blocks(method: str, settings: Mapping[str, Any]) -> None:
+    from gradlab.plan.recipes import METHODS
+
+    chosen = METHODS[method]
+    if chosen.codec != "sign" or chosen.one_block or chosen.settings.get("scale") == "one":
+        raise GradlabError(f"--scales shares out the scales of blocks, and {method} has none: use dist-EF-blockSGD(M)")
+    if given := sorted(set(settings) & {"block_size", "across_layers", "scale"}):
+        raise GradlabError(f"--scales chooses blocks by measured energy, and -s {given[0]} chooses them too: use one")
+
+
+def _instead(fit: LgcFit, trace: Trace) -> str | None:
+    """The command that makes a plan of the same positions without an autoencoder, where that is better."""
+    if fit.measured.better is None:
+        return None
+    compress = f"--codec clt_k -s density={fit.measured.settings['density']:g} -s values=int8"
+    warmup = f"--warmup-steps {fit.plan.schedule.warmup_steps}"
+    return f"in its place: gradlab fit uniform {trace.path} {compress} {warmup} --out clt_k.safetensors"
+
+
+def _beyond_the_trace(plan: Plan, last: int) -> str | None:
+    """What to say of a plan that compresses nothing up to the iteration where the trace ends."""
+    if plan.schedule.compresses(last):
+        return None
+    return (
+        f"dense until iteration {plan.schedule.warmup_steps}, and the trace ends at {last}: `gradlab evaluate` cannot "
+        "replay it there; make it with fewer --warmup-steps for that"
+    )
