@@ -85,8 +85,6 @@ class MaskedBytes(Workload):
     """
 
     name = "masked_bytes"
-    description = "any text by bytes (a file or folder you give), BERT's masked language modelling"
-    pairing = "Devlin et al. 2019, far smaller: AdamW, a linear warm-up, no dropout"
     recipe = Recipe(
         learning_rate=2e-3,
         momentum=0.9,
@@ -107,9 +105,7 @@ class MaskedBytes(Workload):
 
     def load(self, path: str | None = None, *, train_limit: int | None = None, test_limit: int | None = None) -> Data:
         """Load rows of bytes with some of them hidden, and what is hidden; a limit keeps the first so many rows."""
-        if path is None:
-            raise GradlabError(f"workload {self.name} needs a path: {EXPECTED}")
-        train, test = read_texts(path)
+        train, test = read_texts(self.required(path, EXPECTED))
         generator = np.random.default_rng(0)
         parts = []
         for text, copies, limit, split in ((train, COPIES, train_limit, "train"), (test, 1, test_limit, "test")):
@@ -122,7 +118,3 @@ class MaskedBytes(Workload):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return MaskedLanguageModel(self.width, self.layers, self.heads, self.context)
-
-    def augment(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return `x` unchanged: its bytes are hidden already."""
-        return x

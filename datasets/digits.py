@@ -29,11 +29,12 @@ _WHITE = 16.0  # pixels are counts from 0 to 16
 
 @final
 class Digits(Workload):
-    """1437 training and 360 test images (1, 8, 8) in 10 classes; a residual network of 93,562 parameters."""
+    """1437 training and 360 test images (1, 8, 8) in 10 classes; a residual network of 93,562 parameters.
+
+    No paper pairs them: they are the smallest real task on which convolutional compressors can be compared.
+    """
 
     name = "digits"
-    description = "handwritten digits of 8x8 pixels (bundled with scikit-learn), residual network of 10 layers"
-    pairing = "no paper: the smallest real task on which convolutional compressors can be compared"
     recipe = Recipe(learning_rate=0.05, momentum=0.9, weight_decay=5e-4, batch_size=32, steps=300, warmup_steps=20)
     metric = ACCURACY
     needs_path = False

@@ -42,8 +42,6 @@ class Cifar10(Workload):
     """
 
     name = "cifar10"
-    description = "CIFAR-10 images of 32x32 pixels (from an .npz you give), ResNet-20"
-    pairing = "He et al. 2016, section 4.2: batch 128 (2 ranks of 64), 64k steps, random crop and flip"
     recipe = Recipe(learning_rate=0.1, momentum=0.9, weight_decay=1e-4, batch_size=64, steps=64000, schedule="step")
     metric = ACCURACY
     needs_path = True
@@ -65,12 +63,10 @@ class Cifar10(Workload):
 class FashionMnist(Workload):
     """60,000 training and 10,000 test images (1, 28, 28) of clothes in 10 classes; a network of 1,663,370 parameters.
 
-    The recipe trains ten epochs on two ranks with batches of 64.
+    The recipe, our own, trains ten epochs on two ranks with batches of 64.
     """
 
     name = "fashion_mnist"
-    description = "Fashion-MNIST images of 28x28 pixels (from an .npz you give), two convolutions and a hidden layer"
-    pairing = "Xiao et al. 2017 in the place of MNIST in McMahan et al. 2017, section 3; the recipe is our own"
     recipe = Recipe(learning_rate=0.05, momentum=0.9, weight_decay=5e-4, batch_size=64, steps=4680, warmup_steps=50)
     metric = ACCURACY
     needs_path = True
@@ -87,12 +83,11 @@ class FashionMnist(Workload):
 class CamVid(Workload):
     """Images (3, height, width) of streets, whose pixels have 11 classes; a network of 227,355 parameters.
 
-    Pixels without a class count neither in the loss nor in the accuracy.
+    LGC's section VI-D pairs PSPNet with CamVid; size and recipe are our own. Pixels without a class count neither in
+    the loss nor in the accuracy.
     """
 
     name = "camvid"
-    description = "CamVid road scenes, every pixel with its class (from an .npz you give), a small PSPNet"
-    pairing = "PSPNet on CamVid is the pairing of LGC, section VI-D; size and recipe are our own"
     recipe = Recipe(learning_rate=0.05, momentum=0.9, weight_decay=1e-4, batch_size=2, steps=1000, warmup_steps=20)
     metric = PIXEL_ACCURACY
     needs_path = True

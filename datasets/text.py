@@ -26,9 +26,11 @@ _BYTES = 256
 
 
 class _Text(Workload):
-    """A text as rows of tokens, and the transformer that predicts them."""
+    """A text as rows of tokens, and a transformer small enough to learn it on two processors.
 
-    pairing = "no paper: a transformer small enough to learn text on two processors; AdamW as in Brown et al. 2020"
+    AdamW as in Brown et al., "Language Models are Few-Shot Learners" (2020); size and recipe are our own.
+    """
+
     recipe = Recipe(
         learning_rate=1e-3,
         momentum=0.9,
@@ -72,7 +74,6 @@ class TextBytes(_Text):
     """
 
     name = "text_bytes"
-    description = "any text by bytes (a file or folder you give), transformer of 4 layers"
     metric = BITS_PER_BYTE
     interim_samples = 100
     cut = "bytes"
@@ -102,8 +103,6 @@ class TextChars(_Text):
     """
 
     name = "text_chars"
-    description = "text by characters (Tiny Shakespeare), nanoGPT's transformer of 4 layers and its AdamW"
-    pairing = "Karpathy, nanoGPT: config/train_shakespeare_char.py with the readme's settings for CPUs"
     recipe = replace(
         _Text.recipe,
         batch_size=12,
@@ -141,7 +140,6 @@ class TextWords(_Text):
     """
 
     name = "text_words"
-    description = "text by words (a file, or a folder as WikiText's), 8192 words, transformer of 4 layers"
     metric = PERPLEXITY
     interim_samples = 50
     cut = "words"

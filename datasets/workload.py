@@ -36,8 +36,6 @@ class Workload(ABC):
     """A data set with its model and training recipe. It holds nothing but settings."""
 
     name: str
-    description: str
-    pairing: str  # who paired this data set, model and recipe
     recipe: Recipe
     metric: LogitMetric
     needs_path: bool  # whether `load` needs a file that the user has

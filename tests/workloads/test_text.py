@@ -114,30 +114,20 @@ def test_a_file_is_split_at_nine_tenths_and_nothing_is_lost(
 
 
 @given(length=st.integers(0, 60), context=st.integers(1, 12))
-def test_samples_are_the_text_in_order_and_its_successors(length: int, context: int) -> None:
+def test_rows_follow_each_other_or_begin_anywhere(length: int, context: int) -> None:
     tokens = np.arange(100, 100 + length)
-    if length <= context:
-        with pytest.raises(GradlabError, match=f"here: {length} tokens, expected at least {context + 1}"):
-            windows(tokens, context, "here")
-        return
-    x, y = windows(tokens, context, "here")
-    assert x.dtype == y.dtype == torch.int64
-    assert torch.equal(y, x + 1)
-    assert x.flatten().tolist() == tokens[: x.numel()].tolist()
-    assert 0 <= length - 1 - x.numel() < context
-
-
-@given(length=st.integers(0, 60), context=st.integers(1, 12))
-def test_a_window_may_begin_anywhere(length: int, context: int) -> None:
-    tokens = np.arange(100, 100 + length)
-    if length <= context:
-        with pytest.raises(GradlabError, match=f"here: {length} tokens, expected at least {context + 1}"):
-            every_window(tokens, context, "here")
-        return
-    x, y = every_window(tokens, context, "here")
-    assert x.tolist() == [list(range(100 + at, 100 + at + context)) for at in range(length - context)]
-    assert torch.equal(y, x + 1)
-    assert x.untyped_storage().nbytes() == 8 * length  # one copy, however many rows
+    for cut in (windows, every_window):
+        if length <= context:
+            with pytest.raises(GradlabError, match=f"here: {length} tokens, expected at least {context + 1}"):
+                cut(tokens, context, "here")
+            continue
+        x, y = cut(tokens, context, "here")
+        stride = context if cut is windows else 1
+        starts = range(100, 100 + length - context, stride)
+        assert x.tolist() == [list(range(start, start + context)) for start in starts]
+        assert torch.equal(y, x + 1)
+        assert x.dtype == torch.int64
+        assert x.untyped_storage().nbytes() <= 8 * length  # one copy, however many rows
 
 
 def test_characters_of_a_file_are_the_first_nine_tenths_at_every_place_and_the_rest_in_rows(tmp_path: Path) -> None:
