@@ -50,7 +50,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "qsgd": [{"bits": 4}, {"bits": 8}],
     "nuqsgd": [{"bits": 4}],
     "intsgd": [{}],
-    "terngrad": [{}, {"values_per_byte": 5}, {"shared_scale": True}],
+    "terngrad": [{}, {"shared_scale": True}],
     "sign": [{}, {"block_size": 4096}, {"block_size": 256}, {"scale": "one"}],
     "one_bit": [{}, {"block": "tensor"}],
     "topk": [{"density": 0.01}, {"density": 0.001}, {"density": 0.01, "index_coding": "smallest"}],

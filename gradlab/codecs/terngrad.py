@@ -6,7 +6,6 @@ NeurIPS 2017, section 3.1 (ternary gradients, scaler sharing) and 3.3 (layer-wis
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +22,7 @@ from gradlab.codec.blockwise import (
     BlockCompressor,
     Kind,
 )
-from gradlab.codec.settings import require, setting
+from gradlab.codec.settings import setting
 from gradlab.coding.bits import Packer, pack, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import AllToAll, Coroutine, Gather
@@ -55,7 +54,7 @@ class TernGrad(BlockCompressor):
     name = "terngrad"
     about = About(
         "quantization",
-        "4 * blocks + (2 * ceil(n / 8) if values_per_byte == 4 else ceil(n / 5))",
+        "4 * blocks + 2 * ceil(n / 8)",
         "Wen et al., NeurIPS 2017",
     )
     defaults = PlanDefaults(error_feedback=False)
@@ -70,13 +69,6 @@ class TernGrad(BlockCompressor):
         block_size: int | None = setting(
             None, least=1, unit="elements", help="that share s; None: the whole layer (the paper's)"
         )
-        values_per_byte: int = setting(4, choices=(4, 5), help="4: two bits each; 5: base 3")
-
-        def __post_init__(self) -> None:
-            both = self.shared_scale and self.values_per_byte == 5
-            require(
-                not both, "terngrad", "values_per_byte", 5, "4 with a shared scale, whose sums take two bits and more"
-            )
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -94,8 +86,6 @@ class TernGrad(BlockCompressor):
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return s of each block, (blocks,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""
         scales = self.scales(vector)
-        if self.settings.values_per_byte == 5:
-            return scales, pack_ternary(self.ternary(vector, scales, generator))
         packer = Packer(vector.numel(), 2, vector.device)
         for start, codes in self._ternary(vector, scales, generator):
             packer.write(start, codes)
@@ -157,13 +147,10 @@ class TernGrad(BlockCompressor):
             yield start, places.to(torch.int8).view(torch.uint8)  # cut off, and thus rounded down
 
     def kinds(self) -> tuple[Kind, ...]:
-        return (OF_BLOCKS, 2) if self.settings.values_per_byte == 4 else ()
+        return (OF_BLOCKS, 2)
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         scales, packed = payload
-        if self.settings.values_per_byte == 5:
-            codes = unpack_ternary(packed)
-            return (lambda start, stop: codes[start:stop]), 1, scales.to(like.dtype) * scale
         return (lambda start, stop: unpack(packed, 2, start, stop)), 1, scales.to(like.dtype) * scale
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
@@ -203,8 +190,7 @@ class TernGrad(BlockCompressor):
         return not self.settings.shared_scale
 
     def compressed_bytes(self, numel: int) -> int:
-        codes = packed_bytes(numel, 2) if self.settings.values_per_byte == 4 else -(-numel // 5)
-        return 4 * self.blocks(numel) + codes
+        return 4 * self.blocks(numel) + packed_bytes(numel, 2)
 
     def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         if not self.settings.shared_scale:
@@ -252,24 +238,3 @@ def root_mean_squares_of_blocks(vector: torch.Tensor, starts: np.ndarray, sizes:
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.add.reduceat(np.square(values, dtype=np.float64), starts)
     return np.sqrt(squares / sizes).astype(values.dtype)
-
-
-def pack_ternary(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes 0, 1, 2, (numel,), uint8, five to a byte: (ceil(numel / 5),)."""
-    fifths = torch.nn.functional.pad(codes, (0, -codes.numel() % 5)).view(5, -1)
-    packed = fifths[4].clone()
-    for digit in reversed(fifths[:4].unbind()):
-        packed.mul_(3).add_(digit)
-    return packed
-
-
-def unpack_ternary(packed: torch.Tensor) -> torch.Tensor:
-    """Invert `pack_ternary`, with up to four more codes than were packed."""
-    return _digits(packed.device)[:, packed.to(torch.int64)].reshape(-1)
-
-
-@functools.cache
-def _digits(device: torch.device) -> torch.Tensor:
-    """Tabulate the five digits of each byte in base 3, (5, 256)."""
-    byte = torch.arange(256, device=device)
-    return torch.stack([byte // 3**place % 3 for place in range(5)]).to(torch.uint8)

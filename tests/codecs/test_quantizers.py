@@ -14,7 +14,7 @@ from gradlab.codec import Codec, Compressor, Context, Tensors
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.natural import Natural
 from gradlab.codecs.one_bit import OneBit, two_means, two_means_of_blocks
-from gradlab.codecs.terngrad import TernGrad, pack_ternary, unpack_ternary
+from gradlab.codecs.terngrad import TernGrad
 from gradlab.coding.bits import unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import run_lockstep
@@ -74,10 +74,10 @@ def ternary(g: np.ndarray, chance: np.ndarray, clip: float, s: float | None = No
     return s * np.sign(g) * b
 
 
-@law(st.integers(1, 500), st.sampled_from([0.0, 1.0, 2.5]), st.sampled_from([4, 5]), seeds)
-def test_terngrad_is_its_equations(numel: int, clip: float, values_per_byte: int, seed: int) -> None:
+@law(st.integers(1, 500), st.sampled_from([0.0, 1.0, 2.5]), seeds)
+def test_terngrad_is_its_equations(numel: int, clip: float, seed: int) -> None:
     vector = torch.randn(numel, generator=generator(seed), dtype=torch.float64)
-    codec = TernGrad(TernGrad.Settings(clip=clip, values_per_byte=values_per_byte))
+    codec = TernGrad(TernGrad.Settings(clip=clip))
     expected = ternary(vector.numpy(), uniform(vector, seed + 1), clip)
     received = returned(codec, vector, seed + 1).numpy()
     np.testing.assert_allclose(received, expected, rtol=1e-6, atol=1e-12)
@@ -126,14 +126,6 @@ def test_under_a_shared_scale_each_rank_is_clipped_by_its_own_deviation() -> Non
     codec = TernGrad(TernGrad.Settings(clip=2.5, shared_scale=True))
     results = exchange(codec, [{"w": signs.clone()}, {"w": -100 * signs}])
     torch.testing.assert_close(results[1].value.own["w"], -100 * signs)
-
-
-@law(st.integers(0, 300), seeds)
-def test_five_ternary_values_share_a_byte(numel: int, seed: int) -> None:
-    codes = torch.randint(0, 3, (numel,), generator=generator(seed), dtype=torch.uint8)
-    packed = pack_ternary(codes)
-    assert len(packed) == -(-numel // 5)
-    assert torch.equal(unpack_ternary(packed)[:numel], codes)
 
 
 # --- 1-bit SGD ------------------------------------------------------------------------------------------------------
@@ -327,8 +319,6 @@ def test_extreme_magnitudes_stay_finite(codec: Compressor) -> None:
     ("build", "message"),
     [
         (lambda: TernGrad.Settings(clip=-1.0), "terngrad: setting clip = -1.0, expected at least 0"),
-        (lambda: TernGrad.Settings(values_per_byte=6), "values_per_byte = 6, expected 4 or 5"),
-        (lambda: TernGrad.Settings(values_per_byte=5, shared_scale=True), "expected 4 with a shared scale"),
         (lambda: TernGrad.Settings(block_size=0), "terngrad: setting block_size = 0"),
         (lambda: OneBit.Settings("row"), "one_bit: setting block = 'row', expected 'unit' or 'tensor'"),
         (lambda: BlockScaled.Settings("int7"), "dtype = 'int7', expected one of int8, int4, float8_e4m3fn"),

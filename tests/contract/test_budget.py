@@ -17,7 +17,7 @@ def test_nothing_is_above_its_figure() -> None:
 
 
 def test_figures_fall_and_never_rise() -> None:
-    text = "# why\n[code]\ncli = 7\ncodec = 7\ngone = 7\n"
+    text = "# why\n[code]\ncli = 6\ncli = 7\ncodec = 7\ngone = 7\n"
     counts = {("code", "cli"): 5, ("code", "codec"): 9, ("code", "new"): 1}
     assert lowered(text, counts) == "# why\n[code]\ncli = 5\ncodec = 7\ngone = 0\n"
     assert excesses(counts, read(text)) == [

@@ -39,7 +39,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qsgd", {"bits": 4}),
     ("qsgd", {"bits": 8, "norm": "l2"}),
     ("terngrad", {}),
-    ("terngrad", {"values_per_byte": 5}),
     ("sign", {}),
     ("sign", {"group_bytes": 0}),
     ("sign", {"block_size": 64}),

@@ -17,7 +17,11 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten, unflatten
 from gradlab.learning.slice_pca import default_slice_size, dimension, principal_axes
 from support.laws import law
-from support.slice_bases import fit_bases
+
+
+def fit_bases(samples: torch.Tensor, mean: torch.Tensor, loss_threshold: float) -> torch.Tensor:
+    """(B, K, d) from samples (T, B, K) of slices that each have a basis, and their mean (B, K)."""
+    return GradiVeQ(GradiVeQ.Settings(loss_threshold, reuse=1)).bases(samples, mean, samples.shape[1])["basis"]
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

@@ -127,13 +127,13 @@ def pages() -> Figures:
 
 
 def read(text: str) -> Figures:
-    """The figures of `tests/budget.toml`."""
+    """The figures of `tests/budget.toml`: the larger one where a merge left two."""
     section, figures = "", Figures()
     for line in text.splitlines():
         if line.startswith("["):
             section = line.strip("[]")
         elif found := _FIGURE.match(line):
-            figures[section, found[1]] = int(found[2])
+            figures[section, found[1]] = max(int(found[2]), figures.get((section, found[1]), 0))
     return figures
 
 
@@ -148,11 +148,14 @@ def excesses(counts: Figures, figures: Figures) -> list[str]:
 
 def lowered(text: str, counts: Figures) -> str:
     """The text of `tests/budget.toml` with each figure that is above its count lowered to it."""
-    section, lines = "", list[str]()
+    section, lines, figures = "", list[str](), read(text)
     for line in text.splitlines():
         section = line.strip("[]") if line.startswith("[") else section
         if found := _FIGURE.match(line):
-            line = f"{found[1]} = {min(int(found[2]), counts.get((section, found[1]), 0))}"
+            figure = figures.pop((section, found[1]), None)
+            if figure is None:  # the second of two
+                continue
+            line = f"{found[1]} = {min(figure, counts.get((section, found[1]), 0))}"
         lines.append(line)
     return "\n".join(lines) + "\n"
 
