@@ -48,7 +48,7 @@ def sample(basis: torch.Tensor, noise: float, generator: torch.Generator) -> tor
 
 
 def loss(codec: GradiVeQ, gradients: list[torch.Tensor]) -> float:
-    """Energy lost in one exchange, over all; the iterations differ, and with them random axes."""
+    """Energy lost in one exchange, over all; the iterations differ, and with them coordinates."""
     lost = total = 0.0
     for step, gradient in enumerate(gradients):
         (done,) = run_lockstep([exchange_group(codec, {"w": gradient}, {}, Context(0, 1, step, "w"))])
@@ -428,7 +428,7 @@ def test_a_codecs_default_layers_and_warm_up() -> None:
 def test_compressed_sums_are_compressed_sums(
     ranks: int, dtype: torch.dtype, reuse: int | None, ring: bool, complement: float, seed: int
 ) -> None:
-    """Eq. (1), for every form of it: sum over ranks of Q(g_n) == Q(sum of g_n), random axes and rings included."""
+    """Eq. (1), in every form: sum over ranks of Q(g_n) == Q(sum of g_n), random coordinates and rings included."""
     draw = torch.Generator().manual_seed(seed)
     shape = tuple(int(n) for n in torch.randint(1, 5, (4,), generator=draw))
     layer = Layer("w", shape)
