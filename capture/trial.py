@@ -24,14 +24,10 @@ def train_in_trial(
         A writer that writes nothing.
 
     Raises:
-        GradlabError: whatever `gradlab.compress` and `compress_fsdp` refuse.
+        GradlabError: whatever `gradlab.compress` refuses.
     """
     from gradlab import compress
-    from gradlab.runtime import compress_fsdp
 
-    options = {"optimizer": optimizer, "scaler": scaler}
-    if between is not None:
-        compress_fsdp(model, os.fspath(path), between=between, **options)
-    else:
-        compress(model, path, **options, **({} if within is None else {"within": within}))
+    nodes = {name: value for name, value in {"within": within, "between": between}.items() if value is not None}
+    compress(model, path, optimizer=optimizer, scaler=scaler, **nodes)
     return NoWriter(str(path))

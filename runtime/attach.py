@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradlab.ddp.wrapping import require_ddp
@@ -16,15 +17,43 @@ from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.pilot.switch import switch_of
 from gradlab.runtime.state import CompressionState
 
+if TYPE_CHECKING:
+    from gradlab.runtime.fsdp.state import FSDPCompression
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+@overload
+def compress(
+    ddp_model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    between: dist.DeviceMesh | dist.ProcessGroup,
+    optimizer: Optimizers | None = None,
+    scaler: Any = None,
+    **options: Any,
+) -> FSDPCompression: ...
+
+
+@overload
+def compress(
+    ddp_model: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    optimizer: Optimizers | None = None,
+    scaler: Any = None,
+    **options: Any,
+) -> CompressionState: ...
+
 
 def compress(
     ddp_model: nn.Module,
     plan: Plan | str | os.PathLike[str],
     *,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    optimizer: Optimizers | None = None,
     scaler: Any = None,
     **options: Any,
-) -> CompressionState:
+) -> CompressionState | FSDPCompression:
     """Compress a DDP model's gradients from now on: make a `CompressionState` and register the hook.
 
         with gradlab.compress(ddp_model, "plan.safetensors", optimizer=optimizer) as state:
@@ -53,7 +82,8 @@ def compress(
         plan: for the model's trainable parameters, or the path of an artifact.
         optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the torch.amp.GradScaler, if one is in use.
-        options: the others of `CompressionState`.
+        options: the others of `CompressionState`. With `between`, of a model that FSDP2 shards: those of
+            `compress_fsdp`, which is then called.
 
     Returns:
         The state, registered. Close it, or use it as a context manager, when training ends.
@@ -62,6 +92,10 @@ def compress(
         GradlabError: for a model that is not in DDP (by the name of what it is in, with what to do instead), or has a
             communication hook already; for a plan that is none, or for another model. See `CompressionState`.
     """
+    if "between" in options:
+        from gradlab.runtime.fsdp.state import compress_fsdp
+
+        return compress_fsdp(ddp_model, plan, optimizer=optimizer, scaler=scaler, **options)
     model = require_ddp(ddp_model, "compress")
     options = {"optimizer": optimizer, "scaler": scaler, **options}
     switch = switch_of(model)
