@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.ddp.frameworks import ddp_of_accelerate
 from gradlab.ddp.wrapping import bare_module
 from gradlab.plan import Plan
-from gradlab.runtime import attach
+from gradlab.runtime.attach import attach
 from gradlab.runtime.rank_files import RankFiles, check_policy
 from gradlab.runtime.state import CompressionState
 
@@ -70,7 +70,7 @@ def compress(
     ddp_model = ddp_of_accelerate(accelerator, model, "compress")
     check_policy(residuals)
     options = {"optimizer": optimizer, "scaler": accelerator.scaler, **options}
-    state = attach.compress(ddp_model, plan, **options)
+    state = attach(ddp_model, plan, **options)
     checkpoint = _Checkpoint(RankFiles(state, ddp_model, residuals), ddp_model)
     accelerator.register_save_state_pre_hook(checkpoint.save)
     accelerator.register_load_state_pre_hook(checkpoint.load)

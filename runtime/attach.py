@@ -4,56 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
+from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.hook import compression_hook
 from gradlab.runtime.pilot.switch import switch_of
 from gradlab.runtime.state import CompressionState
 
-if TYPE_CHECKING:
-    from gradlab.runtime.fsdp.state import FSDPCompression
-
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-
-@overload
-def compress(
-    ddp_model: nn.Module,
-    plan: Plan | str | os.PathLike[str],
-    *,
-    between: dist.DeviceMesh | dist.ProcessGroup,
-    optimizer: Optimizers | None = None,
-    scaler: Any = None,
-    **options: Any,
-) -> FSDPCompression: ...
-
-
-@overload
-def compress(
-    ddp_model: nn.Module,
-    plan: Plan | str | os.PathLike[str],
-    *,
-    optimizer: Optimizers | None = None,
-    scaler: Any = None,
-    **options: Any,
-) -> CompressionState: ...
-
 
 def compress(
     ddp_model: nn.Module,
     plan: Plan | str | os.PathLike[str],
     *,
-    optimizer: Optimizers | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     scaler: Any = None,
     **options: Any,
-) -> CompressionState | FSDPCompression:
+) -> Exchange:
     """Compress a DDP model's gradients from now on: make a `CompressionState` and register the hook.
 
         with gradlab.compress(ddp_model, "plan.safetensors", optimizer=optimizer) as state:
@@ -82,22 +54,26 @@ def compress(
         plan: for the model's trainable parameters, or the path of an artifact.
         optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the torch.amp.GradScaler, if one is in use.
-        options: the others of `CompressionState`. With `between`, of a model that FSDP2 shards: those of
-            `compress_fsdp`, which is then called.
+        options: the others of `CompressionState`; with `between`, for a model under FSDP2, those of `compress_fsdp`.
 
     Returns:
-        The state, registered. Close it, or use it as a context manager, when training ends.
+        The state, registered: a `CompressionState`, under FSDP2 an `FSDPCompression`. Close it when training ends.
 
     Raises:
         GradlabError: for a model that is not in DDP (by the name of what it is in, with what to do instead), or has a
             communication hook already; for a plan that is none, or for another model. See `CompressionState`.
     """
+    options = {"optimizer": optimizer, "scaler": scaler, **options}
     if "between" in options:
         from gradlab.runtime.fsdp.state import compress_fsdp
 
-        return compress_fsdp(ddp_model, plan, optimizer=optimizer, scaler=scaler, **options)
+        return compress_fsdp(ddp_model, plan, **options)
+    return attach(ddp_model, plan, **options)
+
+
+def attach(ddp_model: nn.Module, plan: Plan | str | os.PathLike[str], **options: Any) -> CompressionState:
+    """Do as `compress` does for a model in DDP."""
     model = require_ddp(ddp_model, "compress")
-    options = {"optimizer": optimizer, "scaler": scaler, **options}
     switch = switch_of(model)
     if switch is not None and switch.state is not None:
         raise GradlabError("the DDP model is compressed already: attach once")
