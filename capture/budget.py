@@ -34,10 +34,8 @@ class Recording:
     """What will be recorded, decided before the first step.
 
     settings: with `every` and `max_steps` as the budget leaves them.
-    layers: as the trace will hold them.
     samples: of layers that are not held whole.
-    world_size: ranks.
-    steps: steps at most; None: as many as the run has.
+    steps: at most; None: as many as the run has.
     nbytes: of all files at most; None: as many as the run has steps for.
     """
 
@@ -75,18 +73,9 @@ def plan_recording(
 ) -> Recording:
     """Decide which steps and which parts of layers are recorded.
 
-    Without a budget all that the settings name is recorded. With one, steps are left out evenly as long as 64 are
-    left. Then every large layer is sampled to one number of elements, the largest that fits, and no less than 65,536.
-    Then further steps are left out.
-
-    Args:
-        layers: of the model, as far as they are recorded.
-        world_size: ranks.
-        settings: checked.
-        metadata: what the manifest will hold.
-
-    Raises:
-        GradlabError: for a budget that two steps of the smallest samples exceed; it names the smallest that works.
+    Without a budget all that the settings name is recorded. With one, steps are left out evenly as long as 64 are left.
+    Then every large layer is sampled to one number of elements, the largest that fits, and no less than 65,536. Then
+    further steps are left out. A budget that two steps of the smallest samples exceed is refused.
     """
     wanted = settings.wanted_steps
     if settings.budget is None:

@@ -16,16 +16,7 @@ import torch.distributed as dist
 def average_as_ddp(
     group: dist.ProcessGroup, bucket: dist.GradBucket, divisor: int
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over the group, bit for bit as DDP without a hook does.
-
-    Args:
-        group: the process group.
-        bucket: DDP's.
-        divisor: N.
-
-    Returns:
-        A future of `bucket.buffer()`.
-    """
+    """Average a bucket over the group, divided by N, bit for bit as DDP without a hook does; a future of its buffer."""
     buffer = bucket.buffer()
     if buffer.is_sparse:
         buffer.div_(divisor)
@@ -36,17 +27,7 @@ def average_as_ddp(
 
 
 def ranks_with_input(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Count the ranks that have input left, in a hook under `join`: the others run it outside of a backward pass.
-
-    A collective.
-
-    Args:
-        group: the process group.
-        device: of DDP's gradients.
-
-    Returns:
-        Their number.
-    """
+    """Count ranks with input left under `join`: others run the hook outside of a backward pass. A collective."""
     flag = torch.tensor([float(torch._C._current_graph_task_id() != -1)], device=device)
     dist.all_reduce(flag, group=group)
     return int(flag.item())

@@ -15,18 +15,7 @@ LayerChoice = str | Sequence[str] | Callable[[Layer], bool] | None
 
 
 def choose_layers(pairs: Sequence[tuple[Layer, nn.Parameter]], choice: LayerChoice) -> list[tuple[Layer, nn.Parameter]]:
-    """Choose the layers that `choice` admits.
-
-    Args:
-        pairs: the trainable layers that ranks average, with their parameters.
-        choice: None for all, names or fnmatch patterns ("layer1.*.weight"), or a function of a Layer.
-
-    Returns:
-        The chosen ones, in the same order.
-
-    Raises:
-        GradlabError: for a pattern that matches nothing, or a choice without any layer.
-    """
+    """Choose layers, in order, by names, fnmatch patterns ("layer1.*.weight") or a function of a Layer; None: all."""
     for pattern in _patterns(choice):
         _check_pattern(pattern, [layer.name for layer, _ in pairs])
     chosen = [pair for pair in pairs if admits(choice, pair[0])]

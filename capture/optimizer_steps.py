@@ -13,13 +13,10 @@ UNKNOWN = -1
 
 
 class StepCount:
-    """Counts optimizer steps beside synchronised backward passes.
+    """Counts optimizer steps beside synchronised backward passes; without optimizers nothing is known.
 
-    A step that a loss scaler skipped counts too: its scale is smaller afterwards.
-
-    Args:
-        optimizers: bare; none: nothing is known.
-        parameters: that are recorded, of a model in DDP; none: passes that DDP does not average are not looked for.
+    A step that a loss scaler skipped counts too: its scale is smaller afterwards. Without parameters, passes that DDP
+    does not average are not looked for.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.Tensor] = ()) -> None:
@@ -36,13 +33,9 @@ class StepCount:
         return self._passes > 0
 
     def begin_pass(self, scale: float | None = None) -> int:
-        """Count a synchronised backward pass, at its beginning.
+        """Count a synchronised backward pass at its beginning; return the optimizer step that its gradient is for.
 
-        Args:
-            scale: the loss scaler's; None: none is in use, or it was not read. It counts where a pass is open.
-
-        Returns:
-            The optimizer step that its gradient is for, from 0; `UNKNOWN` without an optimizer whose steps are seen.
+        Steps count from 0; `UNKNOWN` without an optimizer whose steps are seen.
         """
         self._met = True
         if not self._handles:
@@ -59,11 +52,7 @@ class StepCount:
         self._local.exchanged()
 
     def remarks(self, closing: bool = False) -> dict[str, str]:
-        """Say what is wrong, with what to do, by rule: several passes for every second step or more, and local ones.
-
-        Args:
-            closing: whether no pass will follow.
-        """
+        """Say what is wrong, with what to do, by rule: several passes for every second step or more, and local ones."""
         found = {}
         if self._several > 1 and 2 * self._several >= self._steps:
             found["several_backwards"] = several_passes(self._most)

@@ -47,21 +47,17 @@ class _Value:
 
 
 def layers_after_addition(output: torch.Tensor, model: nn.Module) -> tuple[str, ...]:
-    """Name the parameters whose operation reads a sum of two activations that both depend on parameter matrices.
+    """Name, in order of registration, the parameters of matrices whose operation reads a sum of two activations.
 
-    Operations without a parameter matrix may lie between the sum and that operation: element-wise functions,
-    normalisation, reshapes, pooling, dropout, operations unknown here. A bias of any shape is not an activation. Two
-    embeddings are two activations. A residual branch around the model's input is not seen, because the input depends
-    on no parameter. The graph is only read: nothing is computed or changed.
+    Both activations depend on parameter matrices. Operations without one may lie between the sum and that operation:
+    element-wise functions, normalisation, reshapes, pooling, dropout, operations unknown here. A bias of any shape is
+    not an activation. Two embeddings are two activations. A residual branch around the model's input is not seen,
+    because the input depends on no parameter. The graph of the output (or loss) is only read: nothing is computed or
+    changed.
 
-    Args:
-        output: the model's output, or a loss made of it, of any shape, before or after its backward pass.
-        model: bare, in DDP, or compiled; names are those of `gradlab.layout.named_layers`.
-    Returns:
-        Names of trainable parameters of two dimensions or more, in the order of registration. A parameter that several
-        operations use is named if one of them reads a sum. A parameter is left out if the output does not depend on it,
-        or if its operation has several matrices at once (one compiled into a single node, cuDNN's LSTM). An output
-        without a graph gives no names.
+    A parameter that several operations use is named if one of them reads a sum. A parameter is left out if the output
+    does not depend on it, or if its operation has several matrices at once (one compiled into a single node, cuDNN's
+    LSTM).
     """
     if output.grad_fn is None:
         return ()

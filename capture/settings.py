@@ -43,11 +43,7 @@ class StepSettings:
         return due if self.max_steps is None else min(due, self.max_steps)
 
     def check(self) -> None:
-        """Check every setting.
-
-        Raises:
-            GradlabError: for the first one that is out of range.
-        """
+        """Refuse the first setting that is out of range."""
         least = {"every": 1, "start": 0, "max_steps": 1, "segment_bytes": 1, "expected_steps": 1, "sample_seed": 0}
         for name, smallest in least.items():
             if name not in ("max_steps", "expected_steps") or getattr(self, name) is not None:
@@ -58,26 +54,11 @@ class StepSettings:
             raise GradlabError(f"dtype is {self.dtype!r}, expected one of {', '.join(STORED_DTYPE)}")
 
     def finished(self, taken: int) -> bool:
-        """Say whether nothing is left to record.
-
-        Args:
-            taken: number of iterations recorded so far.
-
-        Returns:
-            True from `max_steps` on.
-        """
+        """Say whether nothing is left to record after so many recorded iterations."""
         return self.max_steps is not None and taken >= self.max_steps
 
     def wants(self, iteration: int, taken: int) -> bool:
-        """Say whether an iteration is to be recorded.
-
-        Args:
-            iteration: its number, from 0.
-            taken: number of iterations recorded before it.
-
-        Returns:
-            True if it is due.
-        """
+        """Say whether an iteration, from 0, is to be recorded, after so many recorded ones."""
         due = iteration >= self.start and (iteration - self.start) % self.every == 0
         return due and not self.finished(taken)
 
@@ -105,13 +86,7 @@ def _require_whole(name: str, value: object, least: int) -> None:
 
 
 def announce(path: Path, size: object, settings: StepSettings) -> None:
-    """Say on standard error how large a recording within a budget will be; without a budget to the log alone.
-
-    Args:
-        path: of the trace.
-        size: of the recording, whose text says it.
-        settings: of the recording.
-    """
+    """Say on standard error how large a recording within a budget will be; without a budget to the log alone."""
     line = f"recording {path}: {size}"
     if settings.budget is None:
         logging.getLogger("gradlab.capture").info(line)
@@ -120,15 +95,7 @@ def announce(path: Path, size: object, settings: StepSettings) -> None:
 
 
 def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
-    """Collect what a manifest says of any run, unless the user's metadata say it.
-
-    Args:
-        model: the bare module.
-        settings: of the recording.
-
-    Returns:
-        Plain JSON.
-    """
+    """Collect what a manifest says of any run, in plain JSON, unless the user's metadata say it."""
     return {
         "torch": str(torch.__version__),
         "model": type(model).__name__,
@@ -139,16 +106,10 @@ def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
 
 
 def optimizer_metadata(held: HeldLayers) -> dict[str, Any]:
-    """Collect what a manifest says of the optimizers, unless the user's metadata say it.
+    """Collect what a manifest says of the optimizers, in plain JSON, unless the user's metadata say it.
 
-    A replay has to know what the run's residuals would be multiplied by, and a fit what training would refuse.
-
-    Args:
-        held: the recorded layers by the run's optimizers.
-
-    Returns:
-        Plain JSON: whether the layers are trained by SGD without momentum, and which optimizer trains which layers with
-        what settings (`OptimizerSettings`).
+    A replay has to know what the run's residuals would be multiplied by, and a fit what training would refuse: whether
+    SGD without momentum trains the layers, and each layer's `OptimizerSettings`.
     """
     settings = held.settings()
     plain = held.plain_sgd() and not held.missing
@@ -167,14 +128,7 @@ def warn_of_missing(held: HeldLayers) -> None:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Refuse metadata that JSON cannot hold.
-
-    Args:
-        metadata: what the user gave.
-
-    Raises:
-        GradlabError: for anything but a dict of JSON values.
-    """
+    """Refuse metadata that JSON cannot hold."""
     try:
         canonical_json(metadata)
     except (TypeError, ValueError, RecursionError) as error:

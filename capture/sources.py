@@ -35,16 +35,7 @@ Gradient = tuple[torch.Tensor, torch.Tensor, bool]  # parameter, gradient, and w
 class BucketSource:
     """DDP's buckets.
 
-    Attributes:
-        ranks: of the run.
-        topology: the nodes whose means are recorded; None: every rank's own gradients are.
-
-    Args:
-        model: in DDP.
-        within: what tells the ranks of a node, as `find_topology` takes it; None: every rank is recorded.
-
-    Raises:
-        GradlabError: the same line on all ranks, if there are no such nodes.
+    topology: the nodes whose means are recorded, as `within` tells them; None: every rank's own gradients are.
     """
 
     def __init__(self, model: DistributedDataParallel, within: object) -> None:
@@ -113,15 +104,9 @@ class BucketSource:
         return {**options, **_nodes(self.topology)}
 
     def gradients(self, bucket: dist.GradBucket) -> list[Gradient]:
-        """List what a bucket brings to this rank's part of the trace.
+        """List what a bucket brings to the trace before it is averaged; None on a rank that another one writes for.
 
         A collective of the node's ranks, where means of nodes are recorded.
-
-        Args:
-            bucket: DDP's, before it is averaged.
-
-        Returns:
-            The gradients, in the parameters' shapes. None on a rank that another one writes for.
         """
         whole = bucket.buffer()
         try:
@@ -147,20 +132,7 @@ class BucketSource:
 
 
 class ShardSource:
-    """Shards of gradients under FSDP2, as the node's ranks have reduced them.
-
-    Attributes:
-        ranks: of the run.
-        topology: the nodes.
-        units: of the model.
-
-    Args:
-        model: that `fully_shard` was called on, along one dimension of a mesh.
-        between: the dimension along which ranks hold the same shards, or that process group.
-
-    Raises:
-        GradlabError: for a model that gradlab cannot exchange between nodes (see `units_of`), or another mesh.
-    """
+    """Shards of gradients under FSDP2, as the node's ranks have reduced them. `between` joins ranks of the same."""
 
     def __init__(self, model: nn.Module, between: object) -> None:
         caller = "TraceRecorder"
@@ -203,14 +175,9 @@ class ShardSource:
         return []
 
     def gradients(self, unit: Unit, flat: torch.Tensor) -> list[Gradient]:
-        """Put a unit's gradients together from their shards. A collective of the node's ranks.
+        """Put a unit's gradients together from shards (elements,), averaged over the node and not yet between nodes.
 
-        Args:
-            unit: of the model.
-            flat: (elements,), this rank's shards, averaged over the node and not yet between nodes.
-
-        Returns:
-            The gradients, whole, in the parameters' shapes. None on a rank that another one writes for.
+        A collective of the node's ranks. None on a rank that another one writes for.
         """
         later = unit.divided_later(flat.dtype)  # FSDP has yet to divide by it
         gathered = _to_first(flat if later == 1 else flat / later, self._row, self.topology)

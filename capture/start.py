@@ -44,20 +44,10 @@ def start_recording(
     overwrite: bool,
     training: tuple[Any, Any] = (None, None),
 ) -> tuple[Chosen, Recording, AsyncWriter | NoWriter, HeldLayers]:
-    """Check everything, start the trace and its writer; a collective over the source's ranks.
+    """Check everything, start the trace and its writer. A collective of the source's ranks; all raise the same line.
 
-    Args:
-        source: of the gradients.
-        path, layers, wrap, metadata, overwrite: as `TraceRecorder` takes them.
-        settings: of the recording.
-        training: the optimizer and the loss scaler.
-
-    Returns:
-        The layers that are recorded, with their parameters; what of them, and which steps; the writer; and the
-        layers by the optimizers that hold them.
-
-    Raises:
-        GradlabError: the same line on all ranks. Nothing has been written then, unless a disk failed on the way.
+    Returns the recorded layers with their parameters; what of them, and which steps; the writer; and the layers by the
+    optimizers that hold them. Nothing has been written after an error, unless a disk failed on the way.
     """
     ranks, world_size = source.ranks, trace_ranks(source)
     problem: str | None = None

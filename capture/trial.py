@@ -13,19 +13,7 @@ from gradlab.capture.writing.async_writer import NoWriter
 def train_in_trial(
     model: nn.Module, path: str | os.PathLike[str], within: Any, between: Any, optimizer: Any, scaler: Any
 ) -> NoWriter:
-    """Let the trial's plan average a model's gradients, between FSDP2's shards if `between` says so.
-
-    Args:
-        model: in DDP, or sharded by FSDP2.
-        path: of the trace that would have been recorded.
-        within, between, optimizer, scaler: as `TraceRecorder` takes them.
-
-    Returns:
-        A writer that writes nothing.
-
-    Raises:
-        GradlabError: whatever `gradlab.compress` refuses.
-    """
+    """Let the trial's plan average a model's gradients (with `between`, FSDP2's shards); the writer writes nothing."""
     from gradlab import compress
 
     nodes = {name: value for name, value in {"within": within, "between": between}.items() if value is not None}

@@ -43,17 +43,9 @@ class Splits(NamedTuple):
 
 
 def read_npz(path: str, image: tuple[int | None, ...], classes: int, *, per_pixel: bool = False) -> Splits:
-    """Read the four arrays and check that they fit each other.
+    """Read the four arrays and check that they fit each other, with labels from 0 to classes - 1.
 
-    Args:
-        path: the file.
-        image: shape of one image; None for a side that the file determines.
-        classes: number of classes. Labels run from 0 to classes - 1.
-        per_pixel: whether each pixel has a class, or each image.
-
-    Raises:
-        GradlabError: for a missing, damaged or unreadable file, a missing array, a wrong type, shape or label, and for
-            more than MAX_SAMPLES samples or MAX_VALUES values.
+    image: shape of one image; None for a side that the file determines.
     """
     try:
         place = Path(path)

@@ -44,11 +44,8 @@ class BasicBlock(nn.Module):
 class ResidualNetwork(nn.Module):
     """A residual network: images (batch, channels, H, W) -> logits (batch, classes).
 
-    The stem has the first stage's width. Every stage but the first halves height and width.
-
-    channels: colours of an image.
-    widths: channels of each stage.
-    blocks: basic blocks in each stage.
+    The stem has the first stage's width. Every stage but the first halves height and width, and has its number of basic
+    blocks.
     """
 
     def __init__(self, channels: int, widths: Sequence[int], blocks: Sequence[int], classes: int) -> None:

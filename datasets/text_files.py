@@ -25,17 +25,10 @@ class Text(NamedTuple):
 
 
 def read_texts(path: str, cut: Cut = "bytes") -> tuple[Text, Text]:
-    """Read the training and the test text. In a single file these are the first 90 % of its bytes and the rest.
+    """Read the training and the test text: train.txt and test.txt, or the first 90 % of a file's bytes and the rest.
 
-    A folder's valid.txt is not read, because nothing is tuned on it here.
-
-    Args:
-        path: a file, or a folder with train.txt and test.txt.
-        cut: unit that the split of a single file must leave whole: "characters" of UTF-8, or "words" between white
-            space.
-
-    Raises:
-        GradlabError: if the path is missing, cannot be read, or holds an empty or an oversized file.
+    A folder's valid.txt is not read, because nothing is tuned on it here. `cut` is the unit that the split leaves
+    whole: "characters" of UTF-8, or "words" between white space.
     """
     place = Path(path)
     try:
@@ -72,11 +65,7 @@ def _end_of_training(content: bytes, cut: Cut) -> int:
 
 
 def decoded(text: Text) -> str:
-    """Decode a text's UTF-8 bytes.
-
-    Raises:
-        GradlabError: if the bytes are not UTF-8.
-    """
+    """Decode a text's UTF-8 bytes."""
     try:
         return text.content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -86,16 +75,9 @@ def decoded(text: Text) -> str:
 
 
 def windows(tokens: np.ndarray, context: int, source: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut tokens into rows, which do not overlap; the last incomplete row is left out.
+    """Cut tokens (tokens,) into rows and each token's successor: two int64 (samples, context), views of one copy.
 
-    Args:
-        tokens: integers (tokens,).
-        context: tokens in a row.
-        source: the text's name, for messages.
-    Returns:
-        The rows, and each token's successor: two int64 tensors (samples, context), views of one copy.
-    Raises:
-        GradlabError: if there is no whole row.
+    Rows do not overlap, and the last incomplete row is left out.
     """
     line = _line(tokens, context, source)
     rows = line[: (len(line) - 1) // context * context + 1]

@@ -41,13 +41,7 @@ def encode_characters(text: str, alphabet: str) -> np.ndarray:
 
 
 def build_vocabulary(text: str, limit: int) -> dict[str, int]:
-    """Number the words of `text`: <unk> 0, <eos> 1, then words by falling count, at equal counts by code point.
-
-    limit: tokens at most, <unk> and <eos> included.
-
-    Raises:
-        GradlabError: if the limit leaves room for no word.
-    """
+    """Number at most `limit` words: <unk> 0, <eos> 1, then by falling count, at equal counts by code point."""
     if limit <= len(RESERVED):
         raise GradlabError(
             f"vocabulary of {limit} tokens: expected at least {len(RESERVED) + 1}, as {RESERVED} are two"

@@ -23,11 +23,7 @@ _DEVIATION = 0.02  # of initial weights (GPT-2)
 
 @dataclass(frozen=True)
 class TransformerSize:
-    """Settings of the model.
-
-    Raises:
-        GradlabError: for a size below 1, or a width that the heads cannot share.
-    """
+    """Sizes of the model, which are refused below 1, or if the heads cannot share the width."""
 
     vocabulary: int  # tokens
     context: int  # positions, in tokens

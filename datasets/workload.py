@@ -111,11 +111,7 @@ class Workload(ABC):
 
 
 def limited(length: int, limit: int | None, split: str) -> int:
-    """Compute how many of `length` samples a limit keeps. split: "train" or "test", for messages.
-
-    Raises:
-        GradlabError: for a limit below 1.
-    """
+    """Compute how many of `length` samples a limit keeps. split: "train" or "test", for messages."""
     if limit is not None and limit < 1:
         raise GradlabError(f"{split}_limit is {limit}: expected at least 1 sample, or None for all")
     return length if limit is None else min(length, limit)

@@ -29,15 +29,7 @@ _WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
 def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect a run's state for a checkpoint. Tensors are copies, keyed "<group>::<layer>/<what>".
-
-    Args:
-        run: between two steps.
-        identity: plan, rank and world size.
-
-    Returns:
-        Plain values and tensors.
-    """
+    """Collect a run's state between two steps: plain values, and copies of tensors keyed "<group>::<layer>/<what>"."""
     held, iteration = run.since_step
     check_kept(run, {group: [state] for group, state in held.items()}, [(run.rank, run.world_size)])
     states = {f"{group}::{key}": t.clone() for group, kept in held.items() for key, t in kept.items()}
@@ -60,11 +52,7 @@ def sealed(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify(saved: Mapping[str, Any]) -> None:
-    """Compare a checkpoint with its checksums.
-
-    Raises:
-        GradlabError: naming a tensor that is missing, unknown or damaged.
-    """
+    """Compare a checkpoint with its checksums; refuse a tensor that is missing, unknown or damaged."""
     listed = saved.get("sha256")
     found = _hashes({key: value for key, value in saved.items() if key not in _BESIDE})
     if not isinstance(listed, Mapping):
@@ -114,17 +102,7 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any], device: HostDevice) -> None:
-    """Continue from `save` of the same plan, rank and world size.
-
-    Args:
-        run: the run that continues.
-        saved: what `save` gave.
-        identity: plan, rank and world size of this run.
-        device: where the states are needed.
-
-    Raises:
-        GradlabError: naming what differs. The run is then as it was.
-    """
+    """Continue from `save` of the same plan, rank and world size. After an error the run is as it was."""
     if trial() is not None:
         return  # which tries another plan, and begins it anew
     if not isinstance(saved, Mapping):
@@ -144,16 +122,7 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
 
 
 def check_kept(run: PlanRun, states: Mapping[str, Sequence[Tensors]], ranks: Sequence[tuple[int, int]]) -> None:
-    """Compare states with what the codecs of this run keep.
-
-    Args:
-        run: the run that continues.
-        states: by group, of each old rank.
-        ranks: each old rank, and how many there were.
-
-    Raises:
-        GradlabError: naming group and entry, what came and what was expected.
-    """
+    """Compare states, by group of each old rank (its number, and how many), with what this run's codecs keep."""
     for group, kept in states.items():
         for state, (rank, world_size) in zip(kept, ranks, strict=True):
             if group in run.codecs:
@@ -165,12 +134,7 @@ def check_kept(run: PlanRun, states: Mapping[str, Sequence[Tensors]], ranks: Seq
 
 
 def same_ranks(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    """Say whether a checkpoint is of as many ranks as a run, and as many to a node.
-
-    Args:
-        saved: what `save` gave on any rank.
-        identity: of the run.
-    """
+    """Say whether a checkpoint is of as many ranks as a run, and as many to a node."""
     counts = [{**_ALONE, **one} for one in (saved, identity)]
     return all(counts[0].get(key) == counts[1][key] for key in ("world_size", *_ALONE))
 
@@ -182,18 +146,7 @@ def redistribute(
     residuals: str,
     device: HostDevice,
 ) -> None:
-    """Continue from the `save` of every rank of a run at any world size.
-
-    Args:
-        run: the run that continues.
-        saved: what `save` gave on each of the old ranks, in rank order.
-        identity: plan, rank and world size of this run.
-        residuals: what becomes of the residuals, see `CompressionState.load_state_dicts`.
-        device: where the states are needed.
-
-    Raises:
-        GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole.
-    """
+    """Continue, at any world size, from what `save` gave on all old ranks, in rank order."""
     check_arguments(saved, residuals)
     if trial() is not None:
         return
@@ -224,11 +177,7 @@ def redistribute(
 
 
 def check_arguments(saved: object, residuals: str) -> None:
-    """Refuse what is no list of checkpoints, or no policy for residuals.
-
-    Raises:
-        GradlabError: for one of them.
-    """
+    """Refuse what is no list of checkpoints, or no policy for residuals."""
     if not isinstance(saved, Sequence) or isinstance(saved, (str, bytes)):
         raise GradlabError(f"expected a list with the checkpoint of every old rank, not {type(saved).__name__}")
     if residuals not in POLICIES:
@@ -238,15 +187,7 @@ def check_arguments(saved: object, residuals: str) -> None:
 def same_shards(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Choose the checkpoints of the same shards from those of all ranks, whose nodes hold as many shards each.
 
-    Args:
-        saved: what `save` gave on each of the old ranks.
-        identity: of this run, with its number of shards and its place among them.
-
-    Returns:
-        One checkpoint per node, as a run of whole layers between as many ranks has them, for `redistribute`.
-
-    Raises:
-        GradlabError: for another number of shards, or checkpoints that are not those of whole nodes.
+    Returns one per node, as a run of whole layers between as many ranks has them, for `redistribute`.
     """
     mine = (identity["shards"], identity["local_rank"])
     column = [one for one in saved if isinstance(one, Mapping) and (one.get("shards"), one.get("local_rank")) == mine]

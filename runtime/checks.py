@@ -32,17 +32,7 @@ Pairs = Sequence[tuple[Layer, torch.Tensor]]
 
 
 def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> None:
-    """Check that plan, layers with their parameters, and options go together.
-
-    Args:
-        plan: what the user gave as a plan.
-        pairs: the model's layers with their parameters.
-        world_size: number of ranks.
-        options: the run's.
-
-    Raises:
-        GradlabError: if they do not.
-    """
+    """Check that plan, layers with their parameters, and options go together."""
     if not isinstance(plan, Plan):
         raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
     options.check()
@@ -57,15 +47,7 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
 
 
 def excess_finding(plan: Plan, world_size: int) -> Finding | None:
-    """Find the groups of a plan that send more than 16-bit reduction does between as many ranks.
-
-    Args:
-        plan: to be run.
-        world_size: number of ranks, or of nodes, that it runs between.
-
-    Returns:
-        The finding of the rule bytes_sent; None if there are no such groups, or they hardly matter.
-    """
+    """Find the groups of a plan that send more than 16-bit reduction does; None if they hardly matter."""
     excess = excess_of(plan, world_size)
     if excess is None:
         return None
@@ -82,12 +64,7 @@ def _refuse_more_than_plain_ddp(plan: Plan, world_size: int, options: RunOptions
 
 
 def named_as_in(plan: object, pairs: Pairs) -> Pairs:
-    """Return layers under the names that a plan has for them, see `names_as_in`.
-
-    Args:
-        plan: what the user gave as a plan.
-        pairs: the model's layers with their parameters.
-    """
+    """Return layers under the names that a plan has for them, see `names_as_in`."""
     if not isinstance(plan, Plan):
         return pairs
     names = names_as_in([layer.name for layer in plan.layers], [layer.name for layer, _ in pairs])
@@ -95,18 +72,7 @@ def named_as_in(plan: object, pairs: Pairs) -> Pairs:
 
 
 def given_plan(plan: object, caller: str) -> Plan:
-    """Return the plan that a user gave, as such or as the path of an artifact.
-
-    Args:
-        plan: what came.
-        caller: named at the front of errors.
-
-    Returns:
-        The plan.
-
-    Raises:
-        GradlabError: for anything else, a codec's name among it, and for an artifact that cannot be read.
-    """
+    """Return the plan that a user gave, as such or as the path of an artifact; refuse anything else."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):
@@ -121,17 +87,7 @@ def given_plan(plan: object, caller: str) -> Plan:
 
 
 def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup | None, timeout: object) -> None:
-    """Check that a DDP model takes a hook, and that group and timeout fit it.
-
-    Args:
-        model: in DDP.
-        process_group: for the codecs' collectives, or None.
-        timeout: of those collectives, or None.
-
-    Raises:
-        GradlabError: for a model that takes no hook, an embedding with sparse gradients, a group of other ranks, or a
-            timeout that is not a positive timedelta.
-    """
+    """Check that a DDP model takes a hook, without sparse gradients, and that the codecs' group and timeout fit it."""
     check_timeout(timeout)
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
@@ -161,25 +117,13 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
 
 
 def check_timeout(timeout: object) -> None:
-    """Refuse a timeout that is neither None nor a positive timedelta.
-
-    Raises:
-        GradlabError: for anything else.
-    """
+    """Refuse a timeout that is neither None nor a positive timedelta."""
     if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         raise GradlabError(f"timeout = {timeout!r}, expected a timedelta above 0")
 
 
 def check_nodes(plan: Plan, topology: Topology) -> None:
-    """Check that a plan can run between nodes.
-
-    Args:
-        plan: to be run.
-        topology: the ranks by node.
-
-    Raises:
-        GradlabError: for a single node, and for a plan that is chosen anew on the way.
-    """
+    """Check that a plan can run between nodes: there are several, and the plan is not chosen anew on the way."""
     if len(topology.nodes) == 1:
         raise GradlabError(
             f"within: all {topology.local_ranks} ranks are on one node, so that there is nothing to compress between "
@@ -207,12 +151,7 @@ def _check_optimizers(plan: Plan, held: HeldLayers) -> None:
 
 
 def unknown_needs(plan: Plan, held: HeldLayers) -> dict[str, tuple[str, ...]]:
-    """Return what a plan has to know of optimizers, with layers that no given optimizer holds.
-
-    Args:
-        plan: to be run.
-        held: its layers by the optimizers that were given.
-    """
+    """Return what a plan has to know of optimizers, with layers that no given optimizer holds."""
     needs = needs_of(plan)
     if held.plain_sgd(compressed_layers(plan)):
         needs["lets residuals follow SGD's learning rate"] = layers_that_may_follow(plan)
@@ -251,17 +190,7 @@ def _holds(held: HeldLayers) -> str:
 
 
 def device_of_model(pairs: Pairs) -> torch.device:
-    """Find the one device that a model's gradients are on.
-
-    Args:
-        pairs: the model's layers with their parameters.
-
-    Returns:
-        The device.
-
-    Raises:
-        GradlabError: for a model on several devices.
-    """
+    """Find the one device that a model's gradients are on; refuse a model on several."""
     devices = sorted({str(parameter.device) for _, parameter in pairs})
     if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise GradlabError(
@@ -276,16 +205,9 @@ def agree_on(
     attempt: Callable[[], object],
     settings: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Go on only if an attempt succeeds on all ranks, with the same settings. Else raise the same line everywhere.
+    """Go on only if an attempt succeeds on all ranks, with the same settings (plain JSON).
 
-    Args:
-        group: the process group.
-        device: where a tensor of this rank has to be if the group's backend is NCCL.
-        attempt: called once on this rank.
-        settings: gives what all ranks must have in common, as plain JSON.
-
-    Raises:
-        GradlabError: the problem of the lowest rank, or the first difference.
+    Else raise the same line everywhere: the problem of the lowest rank, or the first difference.
     """
     problem, same = _attempted(attempt, settings)
     ranks = Ranks(group, device)
@@ -299,17 +221,7 @@ def agree_on_mesh(
     attempt: Callable[[], object],
     settings: Callable[[], dict[str, Any]] = dict,
 ) -> None:
-    """Do as `agree_on` for the ranks of a mesh, of which this one knows the group of its row and that of its column.
-
-    Args:
-        mesh: both groups.
-        device: as there.
-        attempt: as there.
-        settings: as there.
-
-    Raises:
-        GradlabError: on all ranks, if one has a problem or other settings.
-    """
+    """Do as `agree_on` for the ranks of a mesh, of which this one knows the group of its row and that of its column."""
     problem, same = _attempted(attempt, settings)
     rows = [Ranks(group, device) for group in mesh]
     for ranks in rows:

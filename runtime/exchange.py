@@ -448,9 +448,6 @@ class _Values(Mapping[str, torch.Tensor]):
     """The values of parameters as they are when they are asked for, by layer name.
 
     A tensor that was detached once would go on in the old memory after `Module.to` or `parameter.data = ...`.
-
-    Args:
-        read: gives one parameter's values.
     """
 
     def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]) -> None:
@@ -471,13 +468,7 @@ def surroundings_of(
     options: RunOptions,
     values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
 ) -> Surroundings:
-    """Say where a run reads learning rates, loss scale and parameters.
-
-    Args:
-        parameters: that the optimizer has, by layer name.
-        options: the run's.
-        values: give what a rank holds of each parameter. None: all of it.
-    """
+    """Say where a run reads learning rates, loss scale and parameters; `values` gives what a rank holds (None: all)."""
     scaler = options.scaler
     known = {parameter: name for name, parameter in parameters.items()}
     return Surroundings(

@@ -27,14 +27,7 @@ Result = TypeVar("Result")
 
 
 def check_policy(residuals: object) -> None:
-    """Check what shall become of the residuals in a checkpoint of another world size.
-
-    Args:
-        residuals: what the user gave.
-
-    Raises:
-        GradlabError: if it is neither None nor a policy's name.
-    """
+    """Refuse a policy for residuals, in a checkpoint of another world size, that is neither None nor one's name."""
     if residuals not in (None, *POLICIES):
         raise GradlabError(f"residuals = {residuals!r}, expected None or one of {', '.join(POLICIES)}")
 
@@ -42,11 +35,8 @@ def check_policy(residuals: object) -> None:
 class RankFiles:
     """The files `<stem>_rank_<rank>.pt` of a state. Every method is a collective of the model's ranks.
 
-    Args:
-        state: of this rank.
-        model: that the state compresses.
-        residuals: what becomes of the residuals in files of another world size, see
-            `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses them.
+    residuals: what becomes of the residuals in files of another world size, see `CompressionState.load_state_dicts`.
+        Every rank then reads the files of all. None refuses them.
     """
 
     def __init__(
@@ -61,27 +51,15 @@ class RankFiles:
         return self._ranks.rank
 
     def agree(self, value: str) -> str:
-        """Return rank 0's value.
-
-        Args:
-            value: this rank's.
-        """
+        """Return rank 0's value."""
         first: str = self._ranks.gather(value)[0]
         return first
 
     def save(self, folder: Path, stem: str, marks: Mapping[str, Any] | None = None) -> None:
-        """Write this rank's file. When it returns, all ranks have written theirs.
+        """Write this rank's file, with plain values that `load` can ask for. On return all ranks have written theirs.
 
-        Files that are there are replaced when all ranks' new ones are on the disk, so that a full one costs no older
-        checkpoint.
-
-        Args:
-            folder: of the checkpoint; made if it is not there.
-            stem: how the files' names begin.
-            marks: plain values to keep with the state, which `load` can ask for.
-
-        Raises:
-            GradlabError: on all ranks, if one could not write.
+        Old files are replaced when all ranks' new ones are on the disk, so that a full one costs no older checkpoint.
+        If one rank cannot write, all raise.
         """
         with ExitStack() as stack:
 
@@ -105,16 +83,9 @@ class RankFiles:
         return done[0]
 
     def load(self, folder: Path, stem: str, missing: str, marks: Mapping[str, Any] | None = None) -> None:
-        """Continue from the files of a checkpoint.
+        """Continue from the files of a checkpoint with these marks (None: any); `missing` says what to do without one.
 
-        Args:
-            folder: of the checkpoint.
-            stem: how the files' names begin.
-            missing: what to do if there is no file, for the error.
-            marks: what `save` must have been given. None: anything.
-
-        Raises:
-            GradlabError: on all ranks, if one has no sound file of this plan and rank, or files differ in age.
+        All ranks raise, if one has no sound file of this plan and rank, or files differ in age.
         """
         self._ranks.raise_together(self._attempt(folder, stem, missing, marks))
         iterations = self._ranks.gather(self._state.iteration)

@@ -25,13 +25,11 @@ from gradlab.saving import Saving
 class GroupMeans(Jsonable):
     """What was measured of one group. Bytes and seconds are means per measured step on this rank.
 
-    Attributes:
-        payload_bytes_per_step: what this rank contributes.
-        encode_seconds: up to the group's first request.
-        decode_seconds: after answers came.
-        relative_error: sqrt(sum ||x - c||^2 / sum ||x||^2) over the group's layers; None if it was not measured.
-        residual_norm: L2 norm of the residuals of all the group's layers; None if no group keeps a residual.
-        residual_growth: of that norm, see `residual_growth`.
+    encode_seconds: up to the group's first request.
+    decode_seconds: after answers came.
+    relative_error: sqrt(sum ||x - c||^2 / sum ||x||^2) over the group's layers; None if it was not measured.
+    residual_norm: L2 norm of the residuals of all the group's layers; None if no group keeps a residual.
+    residual_growth: of that norm, see `residual_growth`.
     """
 
     payload_bytes_per_step: float
@@ -72,11 +70,10 @@ class CodecRow(Jsonable):
 class RefreshReport(Jsonable):
     """What a plan's refresh chose last.
 
-    Args:
-        choice: a setting's index by group; None: none was chosen yet.
-        failure: on rank 0, why the choice after that failed.
-        critical: on rank 0, groups that Accordion saw in a critical regime in the last window; None: no window has
-            ended, or the refresh does not follow Accordion.
+    choice: a setting's index by group; None: none was chosen yet.
+    failure: on rank 0, why the choice after that failed.
+    critical: on rank 0, groups that Accordion saw in a critical regime in the last window; None: no window has ended,
+        or the refresh does not follow Accordion.
     """
 
     choice: dict[str, int] | None
@@ -86,14 +83,7 @@ class RefreshReport(Jsonable):
 
 @dataclass(frozen=True)
 class NodePlace(Jsonable):
-    """Where a rank stands, in a run between nodes.
-
-    Attributes:
-        node: its node, from 0.
-        nodes: how many there are.
-        local_rank: its position on the node, from 0.
-        local_ranks: ranks of a node.
-    """
+    """Place of a rank in a run between nodes; nodes and ranks of a node count from 0."""
 
     node: int
     nodes: int
@@ -105,13 +95,10 @@ class NodePlace(Jsonable):
 class Place:
     """Which rank this is, and what it carries: all of the model, or between nodes the part that it owns.
 
-    Attributes:
-        rank: this one.
-        world_size: number of ranks.
-        dense_payload_bytes: of the gradients that it carries, uncompressed.
-        half_payload_bytes: of them in plain 16-bit reduction.
-        forecast_payload_bytes: of them per compressed step, by the plan.
-        nodes: where it stands in a run between nodes; None where every rank stands for itself.
+    dense_payload_bytes: of the gradients that it carries, uncompressed.
+    half_payload_bytes: of them in plain 16-bit reduction.
+    forecast_payload_bytes: of them per compressed step, by the plan.
+    nodes: None where every rank stands for itself.
     """
 
     rank: int
@@ -131,15 +118,12 @@ class Place:
 class RunReport:
     """What was measured of a run on one rank.
 
-    Attributes:
-        place: which rank this is, and what it carries.
-        iteration: of the next step, from 0.
-        residuals: what holds for the residuals under the optimizer; None if the plan keeps none.
-        refresh: the plan's; None if it has none.
-        summary: of the steps.
-        groups: one row per compressed group that this rank carries.
-        rules: what was found by the rules of `gradlab.executor.rules`.
-        codecs: their sums by codec.
+    iteration: of the next step, from 0.
+    residuals: what holds for the residuals under the optimizer; None if the plan keeps none.
+    refresh: the plan's; None if it has none.
+    groups: one row per compressed group that this rank carries.
+    rules: what was found by the rules of `gradlab.executor.rules`.
+    codecs: their sums by codec.
     """
 
     place: Place
@@ -193,15 +177,7 @@ def summarize_run(
     residuals: str | None,
     rules: tuple[Finding, ...] = (),
 ) -> RunReport:
-    """Make the report of a run.
-
-    Args:
-        run: this rank's run of a plan.
-        steps: what was measured of its steps.
-        place: which rank this is, and what it carries.
-        residuals: what `residual_statement` says.
-        rules: what was found.
-    """
+    """Make the report of a run."""
     replanner = run.replanner
     return RunReport(
         place=place,
@@ -266,15 +242,7 @@ def _codec_row(codec: str, groups: Sequence[GroupRow]) -> CodecRow:
 
 
 def residual_statement(plan: Plan, optimizer: object) -> str | None:
-    """Say what holds for a plan's residuals under the optimizers that it trains with.
-
-    Args:
-        plan: any.
-        optimizer: one, several, None, or the layers that they hold.
-
-    Returns:
-        One line; None if the plan keeps no residual.
-    """
+    """Say in one line what holds for a plan's residuals under its optimizers; None if it keeps none."""
     held = optimizer if isinstance(optimizer, HeldLayers) else HeldLayers(optimizer)
     stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
     kept = [residuals for wraps in stacks if (residuals := _residuals(wraps))]
@@ -409,12 +377,7 @@ def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
 
 
 def scalars(statistics: Statistics, place: Place) -> dict[str, float]:
-    """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first.
-
-    Args:
-        statistics: of the steps.
-        place: which rank this is, and what it carries.
-    """
+    """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first."""
     if not statistics.steps:
         return {}
     last = statistics.steps[-1]

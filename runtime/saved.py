@@ -11,20 +11,10 @@ from gradlab.errors import GradlabError
 
 
 def load_saved(file: IO[bytes], nbytes: int) -> Any:
-    """Read plain values and tensors, on the CPU.
+    """Read plain values and tensors that `torch.save` wrote, on the CPU, from the file's start.
 
     `torch.save` writes a zip archive whose members are stored as they are. A compressed member may claim a thousand
     times its bytes, and members that lie in one place are read as often as they are named; such archives are refused.
-
-    Args:
-        file: opened for reading, at its start.
-        nbytes: its size.
-
-    Returns:
-        What was saved.
-
-    Raises:
-        GradlabError: for anything but a whole archive of `torch.save`, of plain values and tensors.
     """
     try:
         with zipfile.ZipFile(file) as archive:

@@ -29,35 +29,19 @@ class Saves(Protocol):
 
 
 class RankState:
-    """Stateful, as torch.distributed.checkpoint calls it.
-
-    Args:
-        exchange: whose state is saved.
-        key: of this rank's entry.
-    """
+    """Stateful, as torch.distributed.checkpoint calls it, with this rank's entry under `key`."""
 
     def __init__(self, exchange: Saves, key: str) -> None:
         self._exchange, self._key = exchange, key
 
     def state_dict(self) -> dict[str, Any]:
-        """Write the rank's state as bytes.
-
-        Returns:
-            One entry.
-        """
+        """Write the rank's state as bytes, in one entry."""
         file = io.BytesIO()
         torch.save(self._exchange.state_dict(), file)
         return {self._key: file.getvalue()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from the rank's entry.
-
-        Args:
-            saved: what `state_dict` gave.
-
-        Raises:
-            GradlabError: if there is none, it is damaged, or of another plan or world size.
-        """
+        """Continue from the rank's entry; refuse one that is missing, damaged, or of another plan or world size."""
         content = saved.get(self._key)
         if not isinstance(content, bytes):
             raise GradlabError(f"checkpoint: no state of {self._key}")

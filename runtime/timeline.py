@@ -36,34 +36,16 @@ class Timeline:
         self._epoch = time.time() - time.perf_counter()
 
     def begin(self, step: int) -> None:
-        """Begin a step.
-
-        Args:
-            step: its iteration.
-        """
+        """Begin a step."""
         self._step = step if step in self.steps else None
 
     def add(self, lane: str, name: str, start: float, stop: float, **detail: Any) -> None:
-        """Note a span that is over.
-
-        Args:
-            lane: one of `gradlab.chrome_trace.LANES`.
-            name: what was done.
-            start: seconds of time.perf_counter.
-            stop: seconds of time.perf_counter.
-            detail: more values to show, such as the bytes of a collective.
-        """
+        """Note a span that is over, by time.perf_counter, in a lane of `gradlab.chrome_trace.LANES`."""
         if self._step is not None:
             self.spans.append(Span(name, lane, start, stop, self._step, detail))
 
     def watch(self, work: dist.Work, name: str, nbytes: int) -> None:
-        """Note the time from now to the end of a collective, which may come long before anybody waits for it.
-
-        Args:
-            work: the collective.
-            name: its name.
-            nbytes: its bytes.
-        """
+        """Note the time from now to the end of a collective, which may come long before anybody waits for it."""
         if self._step is None:
             return
         began, step = time.perf_counter(), self._step
@@ -74,14 +56,7 @@ class Timeline:
         work.get_future().add_done_callback(ended)
 
     def events(self, rank: int) -> list[dict[str, Any]]:
-        """Return the spans as trace events of one process. The lists of several ranks may be joined.
-
-        Args:
-            rank: this rank, which is the events' process.
-
-        Returns:
-            Events of the chrome trace format.
-        """
+        """Return the spans as trace events of one process, this rank. The lists of several ranks may be joined."""
         spans = sorted(self.spans, key=lambda span: span.start)
         rows = _rows(spans)
         names: list[dict[str, Any]] = [

@@ -22,12 +22,7 @@ from gradlab.executor.rules import Finding, finding
 
 
 def drifting(missing: Sequence[str], step: int) -> Finding:
-    """Return the finding of layers that are trained and that DDP does not average.
-
-    Args:
-        missing: names of the layers.
-        step: at which they were seen.
-    """
+    """Return the finding of layers that are trained and that DDP does not average, as seen at a step."""
     return finding("layer_not_averaged", not_averaged(missing), len(missing), 0, step=step)
 
 
@@ -35,10 +30,6 @@ class UnreachedHook:
     """Counts backward and forward passes until the hook is reached for the first time.
 
     It keeps neither the model nor a state alive, so that both can be dropped without closing.
-
-    Args:
-        model: in DDP.
-        parameters: whose gradients the hook should get.
     """
 
     def __init__(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:

@@ -25,11 +25,10 @@ class NodeMean:
         self._versions: list[int] = []
 
     def begin_step(self) -> None:
-        """Start a step.
+        """Start a step. Refuse a gradient other than zero that is left over: DDP would add it to every rank's.
 
-        Raises:
-            GradlabError: if a gradient other than zero is left over; DDP would add it to every rank's. Also if a
-                parameter was replaced, added or unfrozen since the recording began, which it would miss.
+        A parameter that was replaced, added or unfrozen since the recording began is refused too, because it would be
+        missed.
         """
         self._require_same()
         for name, parameter in zip(self._names, self._parameters, strict=True):
@@ -42,11 +41,7 @@ class NodeMean:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def begin_node(self) -> None:
-        """Start a node's pass without gradients.
-
-        Raises:
-            GradlabError: if a parameter has changed within the step.
-        """
+        """Start a node's pass without gradients; refuse a parameter that has changed within the step."""
         self._require_unchanged()
         self._clear()
 
@@ -65,11 +60,7 @@ class NodeMean:
         self._clear()
 
     def end_step(self) -> None:
-        """Put the mean into .grad. An unused parameter gets its earlier .grad back.
-
-        Raises:
-            GradlabError: if a parameter has changed within the step.
-        """
+        """Put the mean into .grad. An unused parameter gets its earlier .grad back."""
         self._require_unchanged()
         for parameter, total, before in zip(self._parameters, self._totals, self._before, strict=True):
             parameter.grad = before if total is None else total

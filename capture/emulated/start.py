@@ -32,15 +32,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_numbers(world_size: int, seed: int) -> None:
-    """Check the number of nodes and the seed.
-
-    Args:
-        world_size: number of nodes.
-        seed: node r draws from seed + r.
-
-    Raises:
-        GradlabError: if one of them is out of range.
-    """
+    """Refuse a number of nodes or a seed that is out of range. Node r draws from seed + r."""
     if type(world_size) is not int or world_size < 1:
         raise GradlabError(f"world_size is {world_size!r}, expected a whole number of at least 1")
     if type(seed) is not int or not 0 <= seed < 2**63 - world_size:
@@ -48,14 +40,9 @@ def check_numbers(world_size: int, seed: int) -> None:
 
 
 def require_room(world_size: int, row_bytes: int, most_steps: int | None) -> None:
-    """Refuse a run that would be killed before its first block is full, with nothing written.
+    """Refuse a run that would be killed before its first block is full, for want of memory or of open files.
 
-    Args:
-        world_size: number of nodes.
-        row_bytes: bytes of one step's gradients of one node, as stored.
-        most_steps: steps that will be recorded at most; None: not known.
-    Raises:
-        GradlabError: if the blocks exceed this machine's memory, or the process may not open so many files.
+    row_bytes: bytes of one step's gradients of one node, as stored.
     """
     steps = block_steps(row_bytes, most_steps)
     needed = world_size * steps * row_bytes
@@ -80,20 +67,7 @@ def emulated_metadata(
     metadata: dict[str, Any] | None,
     held: HeldLayers,
 ) -> dict[str, Any]:
-    """Collect the manifest's metadata of the run.
-
-    Args:
-        model: the bare module.
-        settings: of the recording.
-        metadata: the user's, which override the others.
-        held: the recorded layers by the run's optimizers.
-
-    Returns:
-        Plain JSON.
-
-    Raises:
-        GradlabError: for metadata that is not a dict of JSON values.
-    """
+    """Collect the manifest's metadata of the run, in plain JSON; the user's override the others."""
     given = {} if metadata is None else metadata
     check_metadata(given)
     warn_of_missing(held)

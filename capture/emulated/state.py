@@ -48,14 +48,10 @@ class NodeBuffers:
 
 
 class NodeStreams:
-    """Torch's global generators, with one state for each node. Dropout draws from no others.
+    """Torch's global generators (those of `devices` too), with one state for each node. Dropout draws from no others.
 
     Node r begins as a process after `torch.manual_seed(seed + r)`. Outside of nodes the generators are as if no node
     had drawn from them.
-
-    Args:
-        seed: node r draws from seed + r.
-        devices: indices of the CUDA devices whose generators have states too.
     """
 
     def __init__(self, seed: int, devices: list[int]) -> None:
@@ -64,11 +60,7 @@ class NodeStreams:
 
     @contextlib.contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Draw from the generators of one node while the context lasts. If the body fails, its draws are undone.
-
-        Args:
-            rank: the node, from 0.
-        """
+        """Draw from the generators of one node while the context lasts. If the body fails, its draws are undone."""
         generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in self._devices)]
         with torch.random.fork_rng(devices=self._devices):
             states = self._states.get(rank)

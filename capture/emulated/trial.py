@@ -16,17 +16,7 @@ from gradlab.trial import Trial
 
 
 class TrialOfNodes:
-    """The plan of a trial between the ranks that one process plays. Memory: each rank's gradient.
-
-    Args:
-        trial: of this process.
-        pairs: the model's layers with their parameters.
-        world_size: number of ranks.
-        optimizer, scaler: as `EmulatedNodes` takes them.
-
-    Raises:
-        GradlabError: for a plan of another model, or of fewer ranks than it needs.
-    """
+    """The plan of a trial between the ranks that one process plays. Memory: each rank's gradient."""
 
     def __init__(
         self, trial: Trial, pairs: Sequence[tuple[Layer, nn.Parameter]], world_size: int, optimizer: Any, scaler: Any
@@ -53,10 +43,9 @@ class TrialOfNodes:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Put the plan's mean into .grad, where the plain one is; layers of no group, and held ones, keep that.
+        """Put the plan's mean into .grad, where the plain one is, which layers of no group, and held ones, keep.
 
-        Raises:
-            SystemExit: after the trial's last step.
+        Exits after the trial's last step.
         """
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         gradients = self._gradients

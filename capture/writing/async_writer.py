@@ -47,16 +47,10 @@ class RecorderReport:
 
 
 class AsyncWriter:
-    """Writes steps in order, in its own daemon thread.
+    """Writes steps in order, in its own daemon thread, which alone uses the rank writer from now on.
 
-    The last step is held back as `pending` until the next step begins, so that the user can still annotate it after
-    the backward pass.
-
-    Args:
-        rank_writer: writes the steps; only the thread uses it from now on.
-        pool: step buffers come from it and return to it.
-        settings: what to do when all buffers are in use, and how many seconds a step may wait in memory.
-        where: the trace's path, for messages.
+    The last step is held back as `pending` until the next step begins, so that the user can still annotate it after the
+    backward pass.
     """
 
     def __init__(self, rank_writer: RankWriter, pool: BufferPool, settings: RecorderSettings, where: str) -> None:
@@ -101,11 +95,7 @@ class AsyncWriter:
         return buffer
 
     def hold(self, buffer: StepBuffer) -> None:
-        """Keep a complete step as pending, for annotations.
-
-        Args:
-            buffer: the step.
-        """
+        """Keep a complete step as pending, for annotations."""
         self._pool.keep(buffer)
         self.pending = buffer
 
@@ -116,11 +106,7 @@ class AsyncWriter:
             self.pending = None
 
     def discard(self, missing: Sequence[str] = ()) -> None:
-        """Count a step as lost in which not all layers reached the hook. The next one gets its buffer.
-
-        Args:
-            missing: names of layers that did not, as far as they are known.
-        """
+        """Count a step as lost, in which `missing` layers did not reach the hook. The next step gets its buffer."""
         self._dropped += 1
         if self._dropped == 1 and not self.failed:
             layers = ", ".join(missing) or "some layers"
@@ -143,11 +129,7 @@ class AsyncWriter:
         return RecorderReport(self._where, written, self.steps_lost, self._writer.bytes_committed, self.reason)
 
     def fail(self, error: BaseException) -> None:
-        """Give up recording, and log the reason once.
-
-        Args:
-            error: the reason.
-        """
+        """Give up recording, and log the reason once."""
         with self._failing:
             if self.failed:
                 return
@@ -211,11 +193,7 @@ class AsyncWriter:
 
 
 class NoWriter:
-    """Stands for the writer on a rank whose gradients another rank of its node writes.
-
-    Args:
-        where: the trace's path.
-    """
+    """Stands for the writer on a rank whose gradients another rank of its node writes."""
 
     pending = None
     steps_written = steps_lost = 0
@@ -240,23 +218,12 @@ class NoWriter:
         return RecorderReport(self._where, 0, 0, 0)
 
     def fail(self, error: BaseException) -> None:
-        """Log why recording stops here.
-
-        Args:
-            error: the reason.
-        """
+        """Log why recording stops here."""
         logger.warning("recording %s: %s", self._where, describe(error))
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error in one line. HDF5 hides the system's reason in a message of several lines.
-
-    Args:
-        error: any error.
-
-    Returns:
-        One line.
-    """
+    """Describe an error in one line. HDF5 hides the system's reason in a message of several lines."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     if match := re.search(r"error message = '([^']+)'", str(error)):

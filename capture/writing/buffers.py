@@ -20,19 +20,11 @@ _TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 
 class Block:
-    """Memory for some steps in a row.
+    """Memory for some steps in a row, of layers as the trace holds them; pinned for copies from a GPU.
 
-    Args:
-        layers: as the trace holds them.
-        dtype: stored type.
-        rows: steps.
-        pinned: whether it is pinned memory, for copies from a GPU.
-
-    Attributes:
-        rows: steps.
-        chunks: of each layer, as stored: (chunks, rows, columns). Columns beyond the layer's elements are zeros.
-        records: `STEP_DTYPE` (rows,), the values stored beside the gradients.
-        unused: bool (rows, layers).
+    chunks: of each layer, as stored: (chunks, rows, columns). Columns beyond the layer's elements are zeros.
+    records: `STEP_DTYPE` (rows,), the values stored beside the gradients.
+    unused: bool (rows, layers).
     """
 
     def __init__(self, layers: Sequence[Layer], dtype: str, rows: int, pinned: bool = False) -> None:
@@ -44,11 +36,7 @@ class Block:
         self.unused = np.zeros((rows, len(layers)), bool)
 
     def step(self, row: int) -> StepBuffer:
-        """Clear a row for a new step.
-
-        Args:
-            row: from 0.
-        """
+        """Clear a row for a new step."""
         self.records[row] = (-1, np.nan, np.nan, 1.0, 1, 0, -1, 0)
         self.unused[row] = False
         return StepBuffer(self, row)
@@ -84,11 +72,10 @@ def _stored(values: torch.Tensor) -> np.ndarray:
 class StepBuffer:
     """One recorded step: a row of a block.
 
-    Attributes:
-        record: one element of `STEP_DTYPE`, (1,).
-        unused: bool (layers,).
-        seen: bool (layers,): the hook has met the layer in this iteration.
-        copies: from a GPU; each event is reached when a copy is done.
+    record: one element of `STEP_DTYPE`, (1,).
+    unused: bool (layers,).
+    seen: bool (layers,): the hook has met the layer in this iteration.
+    copies: from a GPU; each event is reached when a copy is done.
     """
 
     def __init__(self, block: Block, row: int) -> None:
@@ -104,13 +91,7 @@ class StepBuffer:
 
     @torch.no_grad()
     def put(self, position: int, gradient: torch.Tensor, sample: LayerSample | None = None) -> None:
-        """Copy a layer's gradient.
-
-        Args:
-            position: of the layer.
-            gradient: in the model's shape.
-            sample: the part that is kept; None: all of it.
-        """
+        """Copy the gradient, in the model's shape, of the layer at a position; with a sample, the part that is kept."""
         parts = self.block.row(position, self.index)
         if len(parts) == 1 and sample is None:
             parts[0].view(gradient.shape).copy_(gradient, non_blocking=True)
@@ -135,14 +116,8 @@ class StepBuffer:
 class BufferPool:
     """A limited number of blocks, made when first needed, whose rows are given out in order.
 
-    One thread acquires and keeps steps. Another one may release blocks.
-
-    Args:
-        layers: as the trace holds them.
-        dtype: stored type.
-        rows: steps of a block.
-        steps: that there is room for while the writer works on one more block.
-        pinned: whether blocks are in pinned memory, for copies from a GPU.
+    One thread acquires and keeps steps. Another one may release blocks. There is room for `steps` while the writer
+    works on one more block.
     """
 
     def __init__(self, layers: Sequence[Layer], dtype: str, rows: int, steps: int, pinned: bool = False) -> None:
@@ -153,14 +128,7 @@ class BufferPool:
         self._row = 0
 
     def acquire(self, keep_waiting: Callable[[], bool]) -> StepBuffer | None:
-        """Return an empty step, and wait for one if all blocks are in use. Until it is kept, it is returned again.
-
-        Args:
-            keep_waiting: asked again and again. False ends the wait.
-
-        Returns:
-            The step; None: the wait ended without one.
-        """
+        """Return an empty step, again until it is kept; None if `keep_waiting` says no while all blocks are in use."""
         if self._block is None:
             self._block, self._row = self._take() or self._make(), 0
         while self._block is None and keep_waiting():
@@ -168,21 +136,13 @@ class BufferPool:
         return None if self._block is None else self._block.step(self._row)
 
     def keep(self, step: StepBuffer) -> None:
-        """Give out the next row from now on.
-
-        Args:
-            step: that was acquired last.
-        """
+        """Give out the next row from now on, after the step that was acquired last."""
         self._row = step.index + 1
         if step.last:
             self._block = None
 
     def release(self, block: Block) -> None:
-        """Take back a block that has been written.
-
-        Args:
-            block: all of whose steps were kept.
-        """
+        """Take back a block that has been written, all of whose steps were kept."""
         self._free.put(block)
 
     def _take(self, timeout: float = 0.0) -> Block | None:

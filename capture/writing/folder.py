@@ -28,11 +28,7 @@ DAMAGED = ".damaged"  # suffix that repair gives to a segment that it could not 
 
 
 def require_free(path: Path, overwrite: bool) -> None:
-    """Check that a recording can go into this folder.
-
-    Raises:
-        GradlabError: unless the folder is new or empty, or `overwrite` is true and it holds a gradlab trace.
-    """
+    """Check that a folder is new or empty, or that `overwrite` is true and it holds a gradlab trace."""
     if path.is_symlink() and not path.exists():
         raise GradlabError(f"{path}: a link that leads nowhere; choose another folder")
     if path.exists() and not path.is_dir():
@@ -49,16 +45,7 @@ def require_free(path: Path, overwrite: bool) -> None:
 
 
 def start_folder(path: Path, manifest: Manifest, overwrite: bool) -> None:
-    """Make the folder and write the manifest.
-
-    Args:
-        path: the trace's folder.
-        manifest: to write.
-        overwrite: whether a trace that is there is removed first.
-
-    Raises:
-        GradlabError: if the folder cannot be written.
-    """
+    """Make the folder and write the manifest; with `overwrite`, remove a trace that is there first."""
     try:
         if overwrite and (path / MANIFEST).exists():
             clear_trace(path)
@@ -69,22 +56,10 @@ def start_folder(path: Path, manifest: Manifest, overwrite: bool) -> None:
 
 
 def start_together(path: Path, manifest: Manifest, overwrite: bool, ranks: Ranks) -> Manifest:
-    """Start the folder on rank 0, and return rank 0's manifest on every rank. A collective.
+    """Start the folder on rank 0, and return rank 0's manifest on every rank. A collective; all ranks raise the same.
 
     A rank on a machine that does not share the folder writes a copy of the manifest, so that the ranks' folders can be
     put together later.
-
-    Args:
-        path: the trace's folder.
-        manifest: this rank's.
-        overwrite: whether a trace that is there is removed first.
-        ranks: all ranks of the recording.
-
-    Returns:
-        Rank 0's manifest.
-
-    Raises:
-        GradlabError: the same on all ranks, if one of them cannot write.
     """
     ranks.raise_together(_problem(path, manifest, overwrite) if ranks.rank == 0 else None)
     agreed = Manifest.from_json(ranks.gather(manifest.to_json())[0], path / MANIFEST)
@@ -102,11 +77,7 @@ def _problem(path: Path, manifest: Manifest, overwrite: bool) -> str | None:
 
 
 def clear_trace(path: Path) -> None:
-    """Remove a trace's own files and nothing else.
-
-    Raises:
-        GradlabError: if a process is still recording the trace.
-    """
+    """Remove a trace's own files and nothing else; refuse while a process is still recording it."""
     ranks = [rank for rank in range(read_manifest(path).world_size) if (path / rank_folder(rank)).is_dir()]
     with ExitStack() as locks:
         for rank in ranks:  # all before the first is cleared: another rank may be alive still
@@ -127,18 +98,7 @@ def _clear_rank(folder: Path) -> None:
 
 
 def lock_rank(path: Path, rank: int) -> int:
-    """Lock a rank's folder. The kernel unlocks it when the process dies.
-
-    Args:
-        path: the trace's folder.
-        rank: from 0.
-
-    Returns:
-        The lock's file descriptor.
-
-    Raises:
-        GradlabError: if a live process holds the lock.
-    """
+    """Lock a rank's folder; return the lock's file descriptor. The kernel unlocks it when the process dies."""
     lock = path / rank_folder(rank) / LOCK
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -152,12 +112,6 @@ def lock_rank(path: Path, rank: int) -> int:
 
 
 def unlock_rank(path: Path, rank: int, descriptor: int) -> None:
-    """Release the lock and remove its file.
-
-    Args:
-        path: the trace's folder.
-        rank: from 0.
-        descriptor: from `lock_rank`.
-    """
+    """Release the lock of `lock_rank` and remove its file."""
     (path / rank_folder(rank) / LOCK).unlink(missing_ok=True)
     os.close(descriptor)

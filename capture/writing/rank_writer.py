@@ -25,21 +25,11 @@ class RankWriter:
     """Writes the recording of one rank, in the thread that calls it.
 
     Steps come in blocks, in order of their rows. A step is safe from a kill once `flush` or a full block has committed
-    it.
+    it. A full disk raises OSError in `append`, `flush` or `close`.
 
-    Args:
-        folder: the trace's folder, which already holds its manifest.
-        manifest: the trace's manifest.
-        rank: the rank whose steps are written.
-        segment_bytes: size in bytes after which a new segment begins (always whole blocks).
-        most_steps: steps that will be written at most; None: not known.
-    Raises:
-        GradlabError: if another process is recording this rank.
-        OSError: if the rank's folder cannot be written; from `append`, `flush` and `close` also if the disk is full.
-
-    Attributes:
-        rows: of the blocks that its steps have to come in, at most 16 (see `block_steps`).
-        steps_committed: number of steps that a kill of this process can no longer lose.
+    segment_bytes: after which a new segment begins (always whole blocks).
+    rows: of the blocks that its steps have to come in, at most 16 (see `block_steps`).
+    steps_committed: number of steps that a kill of this process can no longer lose.
     """
 
     def __init__(
@@ -72,11 +62,7 @@ class RankWriter:
         return self._filled - self._written
 
     def append(self, step: StepBuffer) -> None:
-        """Take one step; commit its block when it is full. A block is read until then, and not afterwards.
-
-        Args:
-            step: the next row of a block.
-        """
+        """Take the next row of a block; commit the block when it is full. It is read until then, and not afterwards."""
         step.wait()
         self._block, self._filled = step.block, step.index + 1
         if step.last:
@@ -138,13 +124,9 @@ def segment_steps(rows: int, row_bytes: int, segment_bytes: int) -> int:
 
 
 def require_space(folder: Path, block_bytes: int) -> None:
-    """Raise before the disk is full: HDF5 may crash the process when it cannot write what it holds.
+    """Raise ENOSPC before the disk is full: HDF5 may crash the process when it cannot write what it holds.
 
-    Args:
-        folder: any folder on the disk.
-        block_bytes: bytes that all ranks may write at once; twice as many and `SPACE_RESERVE` must be free.
-    Raises:
-        OSError: ENOSPC, which the disk itself would raise a little later.
+    block_bytes: that all ranks may write at once; twice as many and `SPACE_RESERVE` must be free.
     """
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < 2 * block_bytes + SPACE_RESERVE:

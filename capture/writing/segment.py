@@ -43,17 +43,7 @@ CACHED_BYTES = 2**28
 
 
 class SegmentWriter:
-    """An open segment; `finish` gives it its final name.
-
-    Args:
-        folder: the trace's folder.
-        manifest: the trace's manifest.
-        rank, number: the rank, and the segment's number on that rank, from 0.
-        suffix: follows the file's final name while the segment is open.
-        rows: of a chunk.
-    Raises:
-        OSError, RuntimeError: from h5py, if the file cannot be created or written.
-    """
+    """An open segment, whose number counts from 0 on its rank; `finish` gives it its final name, without `suffix`."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, rank: int, number: int, suffix: str = PART, rows: int = CHUNK_STEPS
@@ -108,12 +98,7 @@ class SegmentWriter:
         return group.create_dataset(name, shape=(0, *row), maxshape=(None, *row), dtype=dtype, chunks=chunks)
 
     def append_block(self, block: Block, start: int, stop: int) -> None:
-        """Write and commit steps of a block. Their numbers of non-finite elements are filled in.
-
-        Args:
-            block: of the manifest's layers.
-            start, stop: its rows that are new.
-        """
+        """Write and commit a block's new rows, start to stop. Their numbers of non-finite elements are filled in."""
         layers, records = range(len(self._gradients)), block.records[start:stop]
         if (start, stop) != (0, self._rows) or block.rows != self._rows or self.committed % self._rows:
             rows = [block.stored(position, start, stop) for position in layers]
@@ -134,13 +119,7 @@ class SegmentWriter:
         self._commit(records, block.unused[start:stop], checksums)
 
     def append(self, gradients: Sequence[np.ndarray], records: np.ndarray, unused: np.ndarray) -> None:
-        """Write and commit steps.
-
-        Args:
-            gradients: per layer, stored values (steps, numel).
-            records: `STEP_DTYPE` (steps,).
-            unused: bool (steps, layers).
-        """
+        """Write and commit steps: stored values (steps, numel) by layer, records (steps,), `unused` (steps, layers)."""
         start, stop = self.committed, self.committed + len(records)
         for dataset, rows in zip(self._gradients, gradients, strict=True):
             if dataset is not None:
@@ -200,12 +179,7 @@ class SegmentWriter:
 
 
 def _forget(descriptor: int, start: int, stop: int) -> None:
-    """Start writing a range of a file to disk, and drop from the page cache what is there already. It does not wait.
-
-    Args:
-        descriptor: of the file.
-        start, stop: bytes; stop 0: to the end.
-    """
+    """Start writing bytes start to stop (0: the end) to disk, and drop those there from the page cache. No wait."""
     if hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):  # advice that a file system does not take
             os.posix_fadvise(descriptor, start, stop - start if stop else 0, os.POSIX_FADV_DONTNEED)

@@ -13,14 +13,9 @@ _SIGNLESS = np.uint16(0x7FFF)
 
 
 def chunk_checksums(chunks: np.ndarray, numel: int) -> np.ndarray:
-    """Compute the CRC-32 of each row of a layer that lies in chunks, as `row_checksums` does of whole rows.
+    """Compute the CRC-32, uint32 (rows,), of rows of `numel` elements in chunks (chunks, rows, columns).
 
-    Args:
-        chunks: (chunks, rows, columns).
-        numel: elements of a row. Columns beyond them do not count.
-
-    Returns:
-        uint32 (rows,).
+    They are those that `row_checksums` computes of whole rows. Columns beyond `numel` do not count.
     """
     width, sums = chunks.shape[2], np.zeros(chunks.shape[1], np.uint32)
     for row in range(chunks.shape[1]):
@@ -32,15 +27,7 @@ def chunk_checksums(chunks: np.ndarray, numel: int) -> np.ndarray:
 
 
 def all_finite(chunks: np.ndarray, dtype: str) -> bool:
-    """Look for elements that are infinite or NaN, in one pass.
-
-    Args:
-        chunks: stored values (chunks, rows, columns).
-        dtype: stored type.
-
-    Returns:
-        True only if there are none. False asks for a count.
-    """
+    """Say in one pass over stored values that none is infinite or NaN. False asks for a count."""
     if dtype == "float32":
         values = chunks.reshape(-1)
         with np.errstate(all="ignore"):
@@ -51,15 +38,7 @@ def all_finite(chunks: np.ndarray, dtype: str) -> bool:
 
 
 def count_non_finite(layers: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    """Count the infinite or NaN elements of each step.
-
-    Args:
-        layers: stored values (steps, numel).
-        dtype: stored type.
-
-    Returns:
-        int64 (steps,).
-    """
+    """Count the infinite or NaN elements of each step, int64 (steps,), in stored values (steps, numel) per layer."""
     return np.add.reduce([_count_rows(rows, dtype) for rows in layers], axis=0)
 
 

@@ -35,19 +35,9 @@ def make_driver(
     owned: bool,
     topology: Topology | None = None,
 ) -> StepDriver:
-    """Make the driver of a plan's steps. A collective on the group, if nodes have groups of their own.
+    """Make the driver of a plan's steps, with nodes' ranks averaged first if there is a topology.
 
-    Args:
-        plan: to be run.
-        group: of all ranks.
-        surroundings: what is read in each step.
-        options: the run's.
-        device: of the gradients.
-        owned: whether closing the driver destroys the group.
-        topology: of nodes whose ranks are averaged before the plan; None: every rank stands for itself.
-
-    Returns:
-        The driver, with its run and its communicators.
+    A collective on the group, if nodes have groups of their own.
     """
     workspace, communicator = _memory_and_communicator(options, device)
     settings = _settings(plan, surroundings, options, device)
@@ -81,20 +71,7 @@ def make_shard_driver(
     device: HostDevice,
     timeout: timedelta | None,
 ) -> StepDriver:
-    """Make the driver of a plan of shards, which runs between the ranks that hold the same ones.
-
-    Args:
-        plan: of this rank's shards.
-        mesh: the groups of this rank's row (its node) and column.
-        topology: of the mesh.
-        surroundings: what is read in each step.
-        options: the run's.
-        device: of the gradients.
-        timeout: of the groups made here. None: that of the row's group.
-
-    Returns:
-        The driver, with its run and its communicators.
-    """
+    """Make the driver of a plan of this rank's shards, between the ranks that hold the same ones (its mesh column)."""
     workspace, communicator = _memory_and_communicator(options, device)
     everyone, inside, between = (
         communicator(part_of(mesh, ranks, timeout, device.device), options.deterministic, owned=True, averages=True)

@@ -21,19 +21,11 @@ class HostDevice:
         self.device = device
 
     def ready(self) -> Any:
-        """Mark, in the hook, everything that produces the bucket.
-
-        Returns:
-            The mark.
-        """
+        """Mark, in the hook, everything that produces the bucket."""
         return None
 
     def future(self) -> torch.futures.Future[torch.Tensor]:
-        """Make a future whose consumers see all of the values.
-
-        Returns:
-            The future.
-        """
+        """Make a future whose consumers see all of the values."""
         return torch.futures.Future()
 
     @contextmanager
@@ -42,12 +34,7 @@ class HostDevice:
         yield
 
     def receive(self, ready: Any, buffer: torch.Tensor) -> None:
-        """Take over a bucket in the worker.
-
-        Args:
-            ready: the bucket's mark.
-            buffer: the bucket's.
-        """
+        """Take over a bucket in the worker, after what its mark names."""
 
     def wait(self, ready: Any) -> None:
         """Under `working`: go on after what is marked `ready`."""
@@ -100,12 +87,5 @@ class CudaDevice(HostDevice):
 
 
 def device_of(device: torch.device) -> HostDevice:
-    """Return the class's object for a device.
-
-    Args:
-        device: a CPU or a GPU.
-
-    Returns:
-        A `HostDevice`, on a GPU a `CudaDevice`.
-    """
+    """Return a `HostDevice`, for a GPU a `CudaDevice`."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice(device)

@@ -75,12 +75,10 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
 class Part:
     """Gradients that arrive together, and in whose memory the results are written.
 
-    Attributes:
-        index: number of the part within its step, from 0.
-        gradients: by layer name.
-        buffer: the flat memory that holds all of them and nothing else; None if there is none.
-        arrived: when they came, by time.perf_counter.
-        started: what `StepDriver.start` returned, if the part's first collective is on its way already.
+    index: from 0 within the step.
+    buffer: the flat memory that holds all of them and nothing else; None if there is none.
+    arrived: when they came, by time.perf_counter.
+    started: what `StepDriver.start` returned, if the first collective is on its way already.
     """
 
     index: int
@@ -101,16 +99,9 @@ class Part:
 class Running:
     """One coroutine in progress: a group's codec, the dense layers of a part, or the ranks' agreement.
 
-    Attributes:
-        requests: those it waits for.
-        done: whether it has ended.
-
-    Args:
-        part: the number of the part that it began with.
-        codec: named in errors.
-        finish: called with what the coroutine returns.
-        watch: called after every stretch of the coroutine's code, with the moments between which it ran, and whether
-            it was the first.
+    part: number of the part that it began with.
+    finish: called with what the coroutine returns.
+    watch: called after every stretch of its code, with begin, end, and whether it was the first.
     """
 
     def __init__(
@@ -131,11 +122,7 @@ class Running:
         self._requested: Requested = ()
 
     def advance(self, answers: Sequence[Any] | None = None) -> None:
-        """Run to the next request, or to the end.
-
-        Args:
-            answers: those to the open requests; None to start.
-        """
+        """Run to the next request, or to the end; without answers, from the start."""
         began = time.perf_counter()
         try:
             try:
@@ -156,7 +143,6 @@ class Running:
 class Iteration:
     """The data of the step in progress, which are dropped after it.
 
-    measured: whether its errors are measured.
     measured_groups: what the rules ask, by group name; empty in a step that is not measured.
     dense: means of whole buffers that travel, by number of the part.
     """
@@ -180,15 +166,11 @@ class StepDriver:
 
     It knows no thread. Whoever calls it catches what a step raises, passes that to `fail`, and then calls `close`.
 
-    Attributes:
-        beside: of the ranks that carry other parts of the same gradients, and whose steps have to end alike; or None.
-        everyone: of all ranks of the run, if the plan runs between some of them alone; else the communicator.
-        statistics: the last steps.
-        current: the step in progress, None between steps.
-        broken: why no further step can follow, None while all is well.
-        ranks_compared: whether all ranks are known to stand at the same step.
-        all_dense: whether no codec will run in the next step.
-        rules: what this rank watches.
+    beside: the ranks that carry other parts of the same gradients, and whose steps have to end alike; or None.
+    everyone: all ranks of the run, if the plan runs between some of them alone; else the communicator.
+    broken: why no further step can follow, None while all is well.
+    ranks_compared: whether all ranks are known to stand at the same step.
+    all_dense: whether no codec will run in the next step.
     """
 
     def __init__(
@@ -227,14 +209,7 @@ class StepDriver:
         return self.ranks_compared and self.all_dense and not self.communicator.deterministic
 
     def start(self, part: Part) -> Any:
-        """Issue a part's first collective, in whatever thread: the mean of its buffer.
-
-        Args:
-            part: with a buffer.
-
-        Returns:
-            What `Part.started` is to be.
-        """
+        """Issue a part's first collective, the mean of its buffer, in whatever thread; return it."""
         assert part.buffer is not None
         return self.communicator.mean_in_place(part.buffer)
 
@@ -257,11 +232,7 @@ class StepDriver:
         )
 
     def add(self, part: Part) -> None:
-        """Take in a part: start the exchanges that it completes.
-
-        Args:
-            part: the next one of the step.
-        """
+        """Take in the next part of the step: start the exchanges that it completes."""
         current = self._in_progress(part)
         current.parts.append(part)
         self._timeline.add("backward", f"bucket {part.index} ready", part.arrived, part.arrived)
@@ -293,14 +264,7 @@ class StepDriver:
                 current.dense.pop(index).answers()
 
     def finish(self) -> StepRecord:
-        """End the step after its last part: commit it, or, if a gradient was not finite, fill all of it with NaN.
-
-        Returns:
-            The step's bytes and times.
-
-        Raises:
-            GradlabError: after too many steps in a row that were not finite.
-        """
+        """End the step after its last part: commit it, or fill all of it with NaN if a gradient was not finite."""
         current = self._in_progress(None)
         self._complete(current)
         self._agree_beside(current)
@@ -317,11 +281,7 @@ class StepDriver:
         return self.communicator.issue(requests)
 
     def _agree_beside(self, current: Iteration) -> frozenset[str]:
-        """Learn what the ranks beside this one, which carry other parts of the gradients, have agreed on.
-
-        Returns:
-            The layers, of any of these ranks, that no rank had a gradient of.
-        """
+        """Learn what the ranks beside this one have agreed on: the layers that no rank had a gradient of."""
         step, run = current.step, self.run
         if self.beside is None:
             return step.held
@@ -388,25 +348,17 @@ class StepDriver:
         return record
 
     def fail(self, error: BaseException) -> str:
-        """Note why a step failed, also for the other ranks.
+        """Note why a step failed, also for the other ranks; return the reason, which becomes `broken`.
 
-        Args:
-            error: what the step raised.
-
-        Returns:
-            The reason, which becomes `broken`. If this rank has left before, in another thread, that reason stands: the
-            error may be no more than what comes of it.
+        If this rank has left before, in another thread, that reason stands: the error may be no more than what comes of
+        it.
         """
         if self.broken is None:
             self.broken = self._reasons.of(error, self.run.iteration)
         return self.broken
 
     def leave(self, reason: str) -> None:
-        """Tell the other ranks why this one ends, unless it has failed or ended before.
-
-        Args:
-            reason: one line.
-        """
+        """Tell the other ranks why this one ends, unless it has failed or ended before."""
         if self.broken is None and self.communicator.group is not None:
             self.broken = f"step {self.run.iteration}: {reason}"
             self._reasons.leave(self.broken)
@@ -426,11 +378,7 @@ class StepDriver:
                 one.close()
 
     def abandon(self) -> list[Part]:
-        """Let go of the step in progress, after an error.
-
-        Returns:
-            The step's parts.
-        """
+        """Let go of the step in progress, after an error; return its parts."""
         current, self.current = self.current, None
         if current is None:
             return []

@@ -12,9 +12,8 @@ from gradlab.runtime.engine.statistics import StepRecord
 
 
 class NonFiniteSteps:
-    """Counts steps in a row whose gradients were not finite on some rank.
+    """Counts steps in a row whose gradients were not finite on some rank; `limit` of them end the run.
 
-    limit: number of such steps that ends the run.
     scaled: whether a loss scaler is in use, which makes a few of them normal.
     """
 
@@ -24,15 +23,7 @@ class NonFiniteSteps:
         self.in_a_row = 0
 
     def add(self, record: StepRecord, run: PlanRun) -> None:
-        """Count a step.
-
-        Args:
-            record: the step's.
-            run: this rank's, whose states may be why.
-
-        Raises:
-            GradlabError: after too many in a row.
-        """
+        """Count a step; raise after too many in a row. The run's states may be why."""
         self.in_a_row = 0 if record.finite else self.in_a_row + 1
         if record.finite:
             return

@@ -41,13 +41,10 @@ LAG = 2  # parts that come in before a complete one has to be spread: codecs of 
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """Where a rank stands in its node.
+    """Where a rank stands in its node, in which `ownership` is of the plan's parts.
 
-    Attributes:
-        ownership: of the plan's parts.
-        inside: of the node's ranks.
-        averaging: of them too, for the averages; `inside` itself, if all collectives of a node have to keep one order.
-        everyone: of the ranks of all nodes.
+    averaging: of the node's ranks, for the averages; `inside` itself, if all their collectives have to keep one order.
+    everyone: of the ranks of all nodes.
     """
 
     ownership: Ownership
@@ -70,10 +67,9 @@ class NodeNetwork:
 class Addends:
     """What a local rank is to sum, on its way.
 
-    Attributes:
-        sizes: elements that each local rank carries.
-        received: the addends of all local ranks, one after another, once `work` has ended.
-        work: None: nothing travels.
+    sizes: elements that each local rank carries.
+    received: the addends of all local ranks, one after another, once `work` has ended.
+    work: None: nothing travels.
     """
 
     sizes: list[int]
@@ -85,12 +81,10 @@ class Addends:
 class _Spread:
     """The way of one part.
 
-    Attributes:
-        part: as it came.
-        memory: what this local rank carries of it, flat: addends' mean, then results.
-        sizes: elements that each local rank carries.
-        complete: whether all groups with a layer in it, of any owner, have begun; then with which part the last did.
-        gathered: what each local rank carries, once the collectives in `works` have ended.
+    memory: what this local rank carries of it, flat: addends' mean, then results.
+    sizes: elements that each local rank carries.
+    complete: whether all groups with a layer in it, of any owner, have begun; then with which part the last did.
+    gathered: what each local rank carries, once the collectives in `works` have ended.
     """
 
     part: Part
@@ -104,10 +98,7 @@ class _Spread:
 class NodeDriver(StepDriver):
     """A `StepDriver` between nodes, whose parts are averaged inside the node before, and spread after.
 
-    Args:
-        run: of the groups that this rank owns; its ranks are the nodes.
-        communicator: of the same local rank on all nodes.
-        nodes: where this rank stands in its node.
+    The communicator joins the same local rank on all nodes, and the run is of the groups that this rank owns.
     """
 
     def __init__(
@@ -133,14 +124,7 @@ class NodeDriver(StepDriver):
         return self.ranks_compared and not self._nodes.one_order
 
     def start(self, part: Part) -> Addends:
-        """Start to bring each local rank the addends of what it carries.
-
-        Args:
-            part: of the node's gradients.
-
-        Returns:
-            What travels.
-        """
+        """Start to bring each local rank the addends of what it carries."""
         inside, ownership = self._nodes.averaging, self._nodes.ownership
         flat = {name: gradient.reshape(-1) for name, gradient in part.gradients.items()}
         carried = range(inside.world_size)

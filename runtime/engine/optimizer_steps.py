@@ -29,14 +29,9 @@ _WITHOUT_A_STEP = 8  # exchanges after which an optimizer that never stepped is 
 
 
 class OptimizerSteps:
-    """What one rank knows of its optimizers' steps.
+    """What one rank knows of its optimizers' steps. Without optimizers each exchange is a step.
 
-    Args:
-        driver: of the run.
-        optimizers: bare; none: nothing is known, and each exchange is a step.
-        parameters: by layer name, that have the gradients.
-        loss_scale: gives the loss scaler's factor.
-        model: in DDP, whose hook sees gradients that a pass has been added to; None: of gradients without it.
+    model: in DDP, whose hook sees gradients that a pass has been added to; None: of gradients without it.
     """
 
     def __init__(
@@ -112,11 +107,7 @@ class OptimizerSteps:
         return any(run.open_step.exchanges or run.open_step.states for run in self.runs)
 
     def before_exchange(self) -> None:
-        """Learn what became of the last exchange's results. Called with the first gradients of a backward pass.
-
-        Raises:
-            GradlabError: if the rule `several_backwards` is an error.
-        """
+        """Learn what became of the last exchange's results. Called with the first gradients of a backward pass."""
         if not self._handles:
             return
         known, self._forward_seen = self._forward_seen, not self._in_ddp

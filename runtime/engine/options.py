@@ -41,11 +41,7 @@ class RunOptions:
         return self.scaler is not None and self.scaler.is_enabled()
 
     def check(self) -> None:
-        """Refuse what would fail only when it is used.
-
-        Raises:
-            GradlabError: naming the option, what came and what was expected.
-        """
+        """Refuse what would fail only when it is used."""
         check_optimizer_and_scaler(self.optimizer, self.scaler)
         for name in ("deterministic", "check_requests", "hold_unused", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
@@ -75,10 +71,8 @@ class RunOptions:
 class Surroundings:
     """What is read anew in each iteration.
 
-    Attributes:
-        held: the layers by the optimizers that train them, with their learning rates.
-        loss_scale: gives the loss scaler's factor, 1 without one.
-        parameters: the model's own tensors, by layer name.
+    held: the layers by the optimizers that train them, with their learning rates.
+    loss_scale: gives the loss scaler's factor, 1 without one.
     """
 
     held: HeldLayers

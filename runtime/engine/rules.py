@@ -32,14 +32,8 @@ from gradlab.runtime.network.communicator import Communicator
 class RuleWatch:
     """What one rank watches of its run.
 
-    Attributes:
-        told: what was found on any rank and told.
-        pending: what this rank found and has not told the others.
-
-    Args:
-        run: the rank's run of a plan.
-        options: the run's.
-        everyone: of all ranks that tell each other.
+    told: what was found on any rank and told.
+    pending: what this rank found and has not told the others.
     """
 
     def __init__(self, run: PlanRun, options: RunOptions, everyone: Communicator) -> None:
@@ -65,11 +59,7 @@ class RuleWatch:
     # --- what a rank sees ---
 
     def see_groups(self, held: HeldLayers) -> None:
-        """Look at parameter groups that were added to an optimizer.
-
-        Raises:
-            GradlabError: if they apply what the plan applies to their layers.
-        """
+        """Look at parameter groups that were added to an optimizer; refuse those that apply what the plan applies."""
         plan, settings = self._run.plan, held.settings()
         if settings and (conflict := conflict_of(plan, settings)):
             raise GradlabError(f"a parameter group was added: {conflict}")
@@ -122,16 +112,7 @@ class RuleWatch:
     # --- what ranks tell each other ---
 
     def settle(self, record: StepRecord, noticed: bool, in_a_row: int) -> None:
-        """End a step: gather what ranks found, if any did, warn once, or raise an error on all of them.
-
-        Args:
-            record: the step's.
-            noticed: whether the ranks have agreed that one of them found something.
-            in_a_row: steps in a row that were not finite on some rank, this one included.
-
-        Raises:
-            GradlabError: if a rule fired that is an error; the same line on all ranks.
-        """
+        """End a step: gather what ranks found, if any did (`noticed`); warn once, or raise the same everywhere."""
         now = None if record.finite else self._non_finite(record, in_a_row)
         overflows = self._overflows()
         if not noticed and now is None and not overflows:
@@ -176,14 +157,7 @@ class RuleWatch:
         return 0 if known or self._run.overflows < rules.OVERFLOWS else self._run.overflows
 
     def tell(self, findings: Sequence[Finding]) -> None:
-        """Warn of findings, on rank 0 and once by rule, or raise an error.
-
-        Args:
-            findings: the same on all ranks.
-
-        Raises:
-            GradlabError: if one of them is an error.
-        """
+        """Warn of findings, the same on all ranks, on rank 0 and once by rule; raise those that are errors."""
         fresh = [one for one in findings if self._level(one) != "ignore" and one.key not in {o.key for o in self.told}]
         self.told += fresh
         self._known |= {one.key for one in fresh}
@@ -205,14 +179,7 @@ class RuleWatch:
 
 
 def compare_versions(ranks: Ranks) -> list[Finding]:
-    """Compare the versions of gradlab and torch on all ranks. A collective.
-
-    Args:
-        ranks: to be compared.
-
-    Returns:
-        The same findings on all ranks.
-    """
+    """Compare the versions of gradlab and torch on all ranks: the same findings everywhere. A collective."""
     own = {"gradlab": version.VERSION, "torch": str(torch.__version__)}
     one = rules.different_versions(ranks.gather(own))
     return [] if one is None else [one]

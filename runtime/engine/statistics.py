@@ -85,11 +85,7 @@ class Statistics:
         self.steps: deque[StepRecord] = deque(maxlen=history)
 
     def add(self, record: StepRecord) -> None:
-        """Keep a step. The oldest one is dropped when there are too many.
-
-        Args:
-            record: the step's.
-        """
+        """Keep a step. The oldest one is dropped when there are too many."""
         self.steps.append(record)
 
     def summary(self) -> Summary:
@@ -98,14 +94,7 @@ class Statistics:
 
 
 def summarize_steps(steps: Sequence[StepRecord]) -> Summary:
-    """Average the compressed steps.
-
-    Args:
-        steps: of one rank.
-
-    Returns:
-        Means over the compressed steps; over all steps, if none was compressed.
-    """
+    """Average one rank's compressed steps; all steps, if none was compressed."""
     chosen = [record for record in steps if record.compressing] or list(steps)
     if not chosen:
         return Summary(0)

@@ -25,11 +25,9 @@ from gradlab.runtime.engine.driver import Part, StepDriver
 class Bucket(Part):
     """One bucket as DDP handed it over.
 
-    Attributes:
-        is_last: whether it is the last of its step.
-        future: DDP waits for it. It resolves to the buffer.
-        ready: what a device's worker has to wait for before it reads the gradients.
-        failure: why the hook could not issue the first collective.
+    future: DDP waits for it. It resolves to the buffer.
+    ready: what a device's worker has to wait for before it reads the gradients.
+    failure: why the hook could not issue the first collective.
     """
 
     is_last: bool = False
@@ -38,11 +36,7 @@ class Bucket(Part):
     failure: Exception | None = None
 
     def start(self, first: Callable[[Part], Any]) -> None:
-        """Issue the first collective. If that fails, keep the error for the worker to raise.
-
-        Args:
-            first: issues it.
-        """
+        """Issue the first collective. If that fails, keep the error for the worker to raise."""
         try:
             self.started = first(self)
         except Exception as error:
@@ -54,11 +48,7 @@ class Bucket(Part):
             self.future.set_result(self.buffer)
 
     def reject(self, reason: str) -> None:
-        """Give the training loop an error instead of the gradients, and let go of what holds a collective.
-
-        Args:
-            reason: one line.
-        """
+        """Give the training loop an error instead of the gradients, and let go of what holds a collective."""
         self.started = self.failure = None
         if not self.future.done():
             # torch annotates the argument with the future's own type, though it takes an exception.
@@ -81,20 +71,7 @@ class Engine:
     def submit(
         self, index: int, is_last: bool, buffer: torch.Tensor, gradients: Tensors
     ) -> torch.futures.Future[torch.Tensor]:
-        """Take a bucket.
-
-        Args:
-            index: number of the bucket within its step, from 0.
-            is_last: whether it is the last of its step.
-            buffer: the bucket's memory.
-            gradients: views of the buffer, by layer name.
-
-        Returns:
-            A future of the buffer, averaged.
-
-        Raises:
-            RuntimeError: if the engine stopped earlier or is closed.
-        """
+        """Take a bucket with views of its buffer by layer name; return a future of the buffer, averaged."""
         if self._driver.broken is not None:
             raise RuntimeError(f"gradlab: the engine stopped earlier: {self._driver.broken}")
         if self._closed:

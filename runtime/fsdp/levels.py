@@ -19,11 +19,10 @@ from gradlab.runtime.engine.options import RunOptions
 class Levels:
     """What is run between nodes and inside them.
 
-    Attributes:
-        whole: the plan between nodes as it was given, of whole layers.
-        shards: the same of this rank's shards.
-        inside: the plan of the reduce-scatters, of whole layers; None where they are not compressed.
-        inside_shards: the same of the padded shards.
+    whole: the plan between nodes as it was given, of whole layers.
+    shards: the same of this rank's shards.
+    inside: the plan of the reduce-scatters, of whole layers; None where they are not compressed.
+    inside_shards: the same of the padded shards.
     """
 
     whole: Plan
@@ -39,12 +38,7 @@ class Levels:
 
 
 class HeldShards:
-    """All shards that a rank holds.
-
-    Attributes:
-        by_name: by layer, in the model's order.
-        layers: the whole ones.
-    """
+    """All shards that a rank holds, by layer in the model's order; `layers` are the whole ones."""
 
     def __init__(self, units: Sequence[Unit], layers: Sequence[Layer]) -> None:
         held = {shard.layer.name: (unit.name, shard) for unit in units for shard in unit.shards}
@@ -53,11 +47,7 @@ class HeldShards:
         self._unit_of = {name: unit for name, (unit, _) in held.items()}
 
     def levels(self, plan: Plan, inside: Plan | None, topology: Topology, options: RunOptions) -> Levels:
-        """Check plans of whole layers, and cut them for the shards.
-
-        Raises:
-            GradlabError: for a plan of another model, or one that cannot run on shards or in a reduce-scatter.
-        """
+        """Check plans of whole layers, and cut them for the shards; refuse those that cannot run on shards."""
         pairs = [(shard.layer, shard.parameter) for shard in self.by_name.values()]
         check(plan, pairs, len(topology.nodes), options)
         shards = shard_plan(plan, {name: shard.shape for name, shard in self.by_name.items()}, self._unit_of)

@@ -42,17 +42,10 @@ class Resumption(NamedTuple):
 class ShardReduction:
     """The reduce-scatters of one model's units.
 
-    Attributes:
-        plan: of the padded shards, which are of one shape on all ranks of the node.
-        runs: of the plan, one for each of the node's shards; their states are this rank's residuals of them.
-        last: bytes of the last step.
-
-    Args:
-        whole: the plan as it was given, of whole layers.
-        plan: of the padded shards.
-        communicator: of the node's ranks.
-        settings: of the run.
-        measure_every: steps between those in which the rules look at residuals; 0: none.
+    plan: of the padded shards, which are of one shape on all ranks of the node; `whole` is of whole layers.
+    runs: of the plan, one for each of the node's shards; their states are this rank's residuals of them.
+    last: bytes of the last step.
+    measure_every: steps between those in which the rules look at residuals; 0: none.
     """
 
     def __init__(
@@ -79,8 +72,7 @@ class ShardReduction:
 
     @property
     def forecast_payload_bytes(self) -> float:
-        """Bytes that this rank contributes in a compressed step, by the plan, for float32 gradients: to every shard's
-        owner, itself among them."""
+        """Bytes that this rank contributes to all shards' owners in a compressed step of float32, by the plan."""
         of_shard = self.plan.payload_bytes(1)  # every part is gathered in one round, whatever the number of ranks
         return len(self.runs) * (of_shard - (FINITE_FLAG_BYTES if self.plan.compressed_groups else 0))
 
@@ -94,24 +86,12 @@ class ShardReduction:
         return self._finite
 
     def begin(self, rates: Mapping[str, float], scale: float) -> None:
-        """Begin a step.
-
-        Args:
-            rates: learning rates by layer name.
-            scale: the loss scaler's factor.
-        """
+        """Begin a step, with learning rates by layer name and the loss scaler's factor."""
         self._steps = [run.begin(rates, scale) for run in self.runs]
         self._finite, self._measured = True, {}
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
-        """Replace a reduce-scatter.
-
-        Args:
-            unit: whose gradient it is.
-            output: (elements,), the mean of this rank's shards of all ranks, or their sum.
-            flat: (ranks x elements,), this rank's gradient.
-            average: whether the mean is wanted.
-        """
+        """Reduce `flat` (ranks x elements,) into `output` (elements,): the mean of all ranks' shards, or their sum."""
         rows = flat.view(len(self.runs), -1)
         self._finite = self._finite and is_finite(flat)
         parts = [unit.padded_gradients(row) for row in rows]
@@ -184,15 +164,8 @@ class ShardReduction:
     def resumptions(self, saved: Sequence[Any], place: tuple[int, int, str] | None = None) -> list[Resumption]:
         """Check what `state_dict` gave, and work out how this rank goes on from it. Nothing is changed yet.
 
-        Args:
-            saved: of this rank; or, with `place`, of the same shards' rank on every old node, in their order.
-            place: this rank's node, the number of nodes, and the policy for residuals.
-
-        Returns:
-            One for each of the node's shards, for `resume`.
-
-        Raises:
-            GradlabError: for another plan or number of shards, or states that do not fit.
+        saved: of this rank; or, with `place`, of the same shards' rank on every old node, in their order.
+        place: this rank's node, the number of nodes, and the policy for residuals.
         """
         for one in saved:
             for key, expected in (("plan", self.whole.digest), ("shards", len(self.runs))):
@@ -211,12 +184,7 @@ class ShardReduction:
         return found
 
     def resume(self, found: Sequence[Resumption], device: HostDevice) -> None:
-        """Go on from `resumptions`.
-
-        Args:
-            found: one for each of the node's shards.
-            device: where the residuals are needed.
-        """
+        """Go on from `resumptions`, with the residuals on this device."""
         for run, one in zip(self.runs, found, strict=True):
             run.go_on_from(checkpoint.moved(one.states, device), one.iteration, dict(one.learning_rates))
 
@@ -239,12 +207,7 @@ def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] 
 
 
 class UnitReduceScatter:
-    """What FSDP calls in place of a unit's reduce-scatter.
-
-    Args:
-        take: called with the unit, output, input, and whether the mean is wanted.
-        unit: whose gradient it reduces.
-    """
+    """FSDP's stand-in for a unit's reduce-scatter: calls `take` with unit, output, input, and whether to average."""
 
     def __init__(self, take: Any, unit: Unit) -> None:
         self._take, self._unit = take, unit

@@ -158,15 +158,7 @@ class FSDPCompression(Exchange):
     # --- steps ---
 
     def take(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Exchange one unit's shards of the gradient between nodes, in place. FSDP's hook calls this.
-
-        Args:
-            unit: of the model.
-            flat: the unit's gradient, (elements,), as the node's ranks have reduced it.
-
-        Raises:
-            GradlabError: if it is not of all trainable parameters of the unit, or comes twice in one backward pass.
-        """
+        """Exchange one unit's shards (elements,), reduced by the node, between nodes, in place. FSDP calls this."""
 
         def take() -> None:
             unit.require_unchanged()
@@ -189,14 +181,7 @@ class FSDPCompression(Exchange):
         super()._guarded(_waiting(f"the all-reduce of {unit.title} between nodes")(take))
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
-        """Reduce one unit's gradient over the ranks of a node, compressed. FSDP calls this for its reduce-scatter.
-
-        Args:
-            unit: of the model.
-            output: (elements,), where this rank's shards go.
-            flat: (ranks x elements,), this rank's gradient.
-            average: whether the mean is wanted, or the sum.
-        """
+        """Reduce `flat` (ranks x elements,) over the node, compressed, into `output` (elements,). FSDP calls this."""
 
         def reduce() -> None:
             unit.require_unchanged()
@@ -283,15 +268,7 @@ class FSDPCompression(Exchange):
             self.inside.resume(found, self._device)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
-        """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`.
-
-        Args:
-            states: the state dicts of all old ranks, in rank order.
-            residuals: "split", "sum" or "drop".
-
-        Raises:
-            GradlabError: as there, and for another number of shards.
-        """
+        """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
         self._require_between_steps()
         checkpoint.check_arguments(states, residuals)
         column = checkpoint.same_shards(states, self._identity())

@@ -43,7 +43,6 @@ class Transfer:
     """A message on its way to the next rank of the ring, and one from the rank before.
 
     incoming: where the backend can send from: on a GPU, for Gloo, in the host's memory.
-    device: where it is wanted.
     """
 
     incoming: torch.Tensor
@@ -107,11 +106,7 @@ class Communicator:
 
     @property
     def ranks(self) -> Ranks:
-        """The group's ranks, for plain JSON between steps.
-
-        Raises:
-            CommunicationError: after `close`.
-        """
+        """The group's ranks, for plain JSON between steps; refused after `close`."""
         if self.group is None:
             raise CommunicationError("ranks could not be compared: the process group is closed")
         return Ranks(self.group, self.device)
@@ -125,14 +120,7 @@ class Communicator:
                 dist.destroy_process_group(group)
 
     def issue(self, requests: Sequence[Request]) -> Round:
-        """Start the collectives that serve requests, without waiting for them.
-
-        Args:
-            requests: of one step of this rank.
-
-        Returns:
-            The collectives in flight.
-        """
+        """Start the collectives that serve requests of one step of this rank, without waiting for them."""
         for request in requests:
             check_request(request, self.world_size)
             self.payload_bytes += payload_bytes(request, self.rank)
@@ -141,36 +129,18 @@ class Communicator:
         return Round(self, requests)
 
     def take_counts(self) -> tuple[int, int]:
-        """Return the payload and the wire bytes since the last call.
-
-        Returns:
-            Payload bytes, wire bytes.
-        """
+        """Return the payload and the wire bytes since the last call."""
         counts = self.payload_bytes, self.wire_bytes
         self.payload_bytes = self.wire_bytes = 0
         return counts
 
     def mean_in_place(self, buffer: torch.Tensor) -> InPlaceMean:
-        """Start replacing a buffer by its mean over ranks. Unless deterministic, the arithmetic is exactly plain DDP's.
-
-        Args:
-            buffer: flat, floating-point.
-
-        Returns:
-            The collective in flight.
-        """
+        """Start replacing a flat buffer by its mean: unless deterministic, with exactly plain DDP's arithmetic."""
         self.payload_bytes += buffer.nbytes
         return InPlaceMean(self, buffer)
 
     def wait(self, work: dist.Work | Messages | None) -> None:
-        """Wait for a collective, and note how long that took.
-
-        Args:
-            work: the collective; None: nothing to wait for.
-
-        Raises:
-            CommunicationError: if it failed.
-        """
+        """Wait for a collective (None: for nothing), and note how long that took; a CommunicationError if it failed."""
         if work is not None:
             start = time.perf_counter()
             try:
@@ -182,42 +152,19 @@ class Communicator:
             self.timeline.add("wait", "wait", start, stop)
 
     def all_reduce(self, buffer: torch.Tensor, average: bool = False) -> dist.Work | None:
-        """Start summing a buffer over ranks, in place.
-
-        Args:
-            buffer: of one shape on all ranks.
-            average: whether the backend divides the sum by their number.
-
-        Returns:
-            What to wait for.
-        """
+        """Start summing a buffer over ranks, in place; with `average` the backend divides by their number."""
         self.wire_bytes += all_reduce_wire_bytes(buffer.nbytes, self.world_size)
         kind = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return self._start("all-reduce", buffer.nbytes, dist.all_reduce, buffer, kind)
 
     def all_gather(self, message: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start gathering vectors of one length.
-
-        Args:
-            message: this rank's vector (length,).
-
-        Returns:
-            The tensor (N, length) that will hold all vectors, and what to wait for.
-        """
+        """Start gathering vectors (length,); return the tensor (N, length) for them, and what to wait for."""
         out = self.workspace.empty((self.world_size, message.numel()), message)
         self.wire_bytes += all_gather_wire_bytes(message.nbytes, self.world_size)
         return out, self._start("all-gather", message.nbytes, _all_gather, out.view(-1), message)
 
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work | None:
-        """Start overwriting a buffer with the root's.
-
-        Args:
-            buffer: of one shape on all ranks.
-            root: the rank whose values count.
-
-        Returns:
-            What to wait for.
-        """
+        """Start overwriting a buffer with the root's; return what to wait for."""
         self.wire_bytes += broadcast_wire_bytes(buffer.nbytes, self.rank, root, self.world_size)
         assert self.group is not None
         return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
@@ -229,17 +176,10 @@ class Communicator:
         incoming: Sequence[int] | None = None,
         largest: int | None = None,
     ) -> tuple[torch.Tensor, dist.Work | Messages | None]:
-        """Start sending a part of a vector to each rank.
+        """Start sending `parts`, one after another, to ranks; return the vector to be filled, and what to wait for.
 
-        Args:
-            parts: the parts, one after another.
-            sizes: number of elements for each rank.
-            incoming: number of elements that each rank sends this one. None: as many as `sizes` has for this rank.
-            largest: at least the number of elements of any part of any rank, the same on all ranks. None: that of
-                `sizes`.
-
-        Returns:
-            The vector that will hold what comes in, and what to wait for.
+        sizes, incoming: elements for and from each rank. None: as many as `sizes` has for this rank.
+        largest: at least the elements of any part of any rank, the same on all ranks. None: that of `sizes`.
         """
         incoming = [sizes[self.rank]] * self.world_size if incoming is None else list(incoming)
         out = self.workspace.empty((sum(incoming),), parts)
@@ -284,18 +224,7 @@ class Communicator:
             raise CommunicationError(f"{name} could not start: {error}") from error
 
     def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
-        """Start sending a message to the next rank, and receiving one from the rank before.
-
-        Args:
-            message: (bytes,) uint8.
-            expected: bytes of the message that comes in.
-
-        Returns:
-            Both messages in flight.
-
-        Raises:
-            CommunicationError: if that fails.
-        """
+        """Start sending (bytes,) uint8 to the next rank, and receiving `expected` bytes from the rank before."""
         group = self.group
         if group is None:
             raise CommunicationError("a ring could not go on: the process group is closed")
@@ -312,27 +241,13 @@ class Communicator:
         return Transfer(incoming, messages, device)
 
     def arrived(self, transfer: Transfer) -> torch.Tensor:
-        """Wait for both directions of a transfer.
-
-        Args:
-            transfer: from `pass_on`.
-
-        Returns:
-            The message that came in.
-
-        Raises:
-            CommunicationError: if one of them failed.
-        """
+        """Wait for both directions of a transfer; return the message that came in."""
         self.wait(transfer.messages)
         return transfer.incoming.to(transfer.device)
 
     @contextmanager
     def working(self, name: str) -> Iterator[None]:
-        """Note the codec's work between two messages of a ring, while the context lasts.
-
-        Args:
-            name: of the work.
-        """
+        """Note the codec's work between two messages of a ring, while the context lasts."""
         began = time.perf_counter()
         yield
         self.timeline.add("encode and decode", name, began, time.perf_counter())
@@ -350,14 +265,7 @@ class Communicator:
         return work
 
     def gather_bytes(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Gather a message from every rank.
-
-        Args:
-            message: a vector of one length on all ranks.
-
-        Returns:
-            The messages in rank order.
-        """
+        """Gather a message of one length from every rank, in rank order."""
         out, work = self.all_gather(message)
         self.wait(work)
         return list(out)
@@ -381,11 +289,7 @@ class Round:
         ]
 
     def answers(self) -> list[Any]:
-        """Wait for the collectives.
-
-        Returns:
-            One answer per request, in order. No two tensors overlap.
-        """
+        """Wait for the collectives; return one answer per request, in order. No two tensors overlap."""
         answers: list[Any] = [None] * self._count
         for positions, fused in self._fused:
             for position, answer in zip(positions, fused.answers(), strict=True):

@@ -33,10 +33,6 @@ class Reasons:
 
     All ranks of a process group make one together. One group may serve several runs, one after the other: the reasons
     of an earlier run are not read.
-
-    Args:
-        name: of the process group.
-        rank, world_size: of this rank in it.
     """
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
@@ -48,23 +44,11 @@ class Reasons:
             self._store = dist.distributed_c10d._get_default_store()
 
     def leave(self, reason: str) -> None:
-        """Tell the others why this rank fails.
-
-        Args:
-            reason: one line.
-        """
+        """Tell the others why this rank fails."""
         _patiently(lambda: self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason)))
 
     def of(self, error: BaseException, iteration: int) -> str:
-        """Find why a step failed. If the cause is on this rank, leave it for the others.
-
-        Args:
-            error: what the step raised.
-            iteration: the step's.
-
-        Returns:
-            The reason, in one line.
-        """
+        """Find in one line why a step failed. If the cause is on this rank, leave it for the others."""
         text = str(error) if isinstance(error, GradlabError) else f"{type(error).__name__}: {error}"
         reason = f"step {iteration}: {text}"
         if isinstance(error, CommunicationError):
@@ -74,11 +58,7 @@ class Reasons:
         return reason
 
     def find(self) -> str | None:
-        """Look for the reason that another rank left.
-
-        Returns:
-            The reason, as "rank 2: ...", or None.
-        """
+        """Look for the reason that another rank left, as "rank 2: ..."."""
         return None if self._store is None else _patiently(self._look)
 
     def _look(self) -> str | None:
@@ -96,10 +76,7 @@ def let_go(error: BaseException) -> None:
     """Clear the variables of the functions that an error came through, and keep its lines.
 
     They hold collectives, and these the group: while somebody keeps the error, or nobody has collected it yet, peers
-    would wait for this rank in a group that has been destroyed.
-
-    Args:
-        error: as it was caught, by a function that holds no collective itself.
+    would wait for this rank in a group that has been destroyed. The caller holds no collective itself.
     """
     chain: list[BaseException] = []
     while error not in chain:

@@ -33,15 +33,7 @@ _WORTH_A_CALL = 2**13  # elements of a vector, on average
 
 
 def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
-    """Start one collective for requests of one fusion key.
-
-    Args:
-        communicator: that issues it.
-        requests: at least one.
-
-    Returns:
-        The collective in flight.
-    """
+    """Start one collective for one or more requests of one fusion key."""
     return _FUSED[fusion_key(requests[0])[0]](communicator, requests)
 
 
@@ -50,11 +42,7 @@ class Fused(ABC):
 
     @abstractmethod
     def answers(self) -> list[Any]:
-        """Wait for the collective.
-
-        Returns:
-            One answer per request, in order.
-        """
+        """Wait for the collective; return one answer per request, in order."""
 
 
 class InPlaceMean(Fused):
@@ -239,16 +227,7 @@ class _VaryingAllToAll(Fused):
 def _checked_lengths(
     requests: Sequence[Gather | AllToAll], like: Sequence[torch.Tensor], lengths: Sequence[list[int]]
 ) -> tuple[list[list[int]], dict[int, BadMessage]]:
-    """Bound the lengths that ranks announce before memory is taken for them.
-
-    Args:
-        requests: this rank's.
-        like: tensors of the dtypes.
-        lengths: of each rank, one for each request.
-
-    Returns:
-        The lengths, 0 in place of those that are refused, and errors by the request's number.
-    """
+    """Bound the lengths that ranks announce before memory is taken: 0 for those refused, and errors by request."""
     refused: dict[int, BadMessage] = {}
     taken = [list(row) for row in lengths]
     for rank, row in enumerate(taken):

@@ -30,18 +30,7 @@ class Messages:
         sent: Mapping[int, torch.Tensor],
         timeline: Timeline,
     ) -> None:
-        """Start them.
-
-        Args:
-            group: the process group.
-            name: of all of them together, for the timeline.
-            received: vectors to fill, by rank of the group. Empty ones are left out.
-            sent: vectors to send, by rank of the group, empty where the receiver expects nothing.
-            timeline: where they are noted.
-
-        Raises:
-            RuntimeError: if one of them could not start.
-        """
+        """Start them: vectors to fill and vectors to send, by rank of the group. Empty ones are left out."""
         self._name, self._timeline, self._began = name, timeline, time.perf_counter()
         self._memory = (received, sent)  # alive until everything is there: the backend holds no tensor
         operations = [
@@ -53,11 +42,7 @@ class Messages:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Wait until all are there.
-
-        Raises:
-            RuntimeError: if one of them failed.
-        """
+        """Wait until all are there; raise if one of them failed."""
         for work in self._works:
             work.wait()
         # They have no future to tell when they were over, so that the span ends with the wait for them.

@@ -22,19 +22,6 @@ class LocalSteps:
 
     A communication hook takes the place of DDP's average over all ranks: gradients stay each worker's. So do buffers.
     Frameworks save the first rank's model and optimizer, but between outer steps every worker has its own.
-
-    Attributes:
-        outer: the outer step.
-
-    Args:
-        model: over all ranks, without a communication hook.
-        optimizer: one or several, which step its parameters.
-        plan: for the model's layers, or the path of an artifact.
-        within: what tells the ranks of one worker, see `OuterStep`; None: each rank is a worker.
-        options: those of `OuterStep`.
-
-    Raises:
-        GradlabError: for anything that does not fit, or a model that has a communication hook.
     """
 
     def __init__(
@@ -78,11 +65,7 @@ class LocalSteps:
         return checkpoint.sealed({**self._place, **copied(own), "outer": self.outer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict` of this rank and as many ranks.
-
-        Raises:
-            GradlabError: for another rank's, another plan's, or a damaged one.
-        """
+        """Continue from a `state_dict` of this rank and as many ranks."""
         for key, expected in self._place.items():
             if state.get(key) != expected:
                 raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected}")
@@ -100,11 +83,7 @@ class LocalSteps:
         return bool(state.get("world_size") == self._place["world_size"])
 
     def load_state_dicts(self, states: object, residuals: str) -> None:
-        """Refused: between outer steps models of more or fewer workers cannot be told.
-
-        Raises:
-            GradlabError: always.
-        """
+        """Refuse: between outer steps models of more or fewer workers cannot be told."""
         raise GradlabError("checkpoint: of local steps on another number of ranks, expected the same number")
 
     @property

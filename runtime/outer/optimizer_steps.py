@@ -16,11 +16,7 @@ _LOOKS = 16  # local steps that are looked at; a loss scaler skips fewer than ha
 
 
 class OptimizerSteps:
-    """Compares the first local steps with the steps of whatever optimizers hold the parameters.
-
-    Args:
-        parameters: the model's own.
-    """
+    """Compares the first local steps with the steps of whatever optimizers hold the parameters."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {id(one) for one in parameters}
@@ -35,14 +31,7 @@ class OptimizerSteps:
         self._since = self._since or first in self._parameters
 
     def after(self, caller: str) -> bool:
-        """Note a local step; at the last one that is looked at, warn if most were no optimizer steps.
-
-        Args:
-            caller: named at the front of the warning.
-
-        Returns:
-            Whether this was the last one.
-        """
+        """Note a local step; at the last one that is looked at (True), warn if most were no optimizer steps."""
         self._seen += 1
         self._stepped += self._since
         self._since = False

@@ -62,9 +62,7 @@ class Arrival:
 class Fragment:
     """Layers that take their outer steps together.
 
-    plan: of these layers.
     parameters: the common ones, by layer name.
-    optimizers: that move them.
     exchange: with other workers; None where another rank of this worker does that.
     flight: what is on its way, or has arrived and is not yet applied; None between.
     lands: the local step after which it is applied.

@@ -29,13 +29,7 @@ CALLER = "OuterStep"  # named at the front of errors
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of one layer.
-
-    layer: the whole one.
-    parameter: the model's own, of which this rank holds all or a shard.
-    shape: of what this rank holds.
-    device: that it lies on.
-    """
+    """One layer as this rank holds it: `parameter` is all of `layer` or a shard, and `shape` is of that part."""
 
     layer: Layer
     parameter: nn.Parameter
@@ -49,16 +43,9 @@ class Held:
 
 
 class HeldLayers:
-    """What this rank holds of a model's trainable layers. It does not keep the model alive.
+    """What this rank holds of a model's trainable layers, in registration order. It does not keep the model alive.
 
-    Attributes:
-        by_name: in registration order.
-
-    Args:
-        model: plain, in DDP, or sharded by FSDP2.
-
-    Raises:
-        GradlabError: for anything else, or parameters that are sharded along more than one dimension of a mesh.
+    A model is plain, in DDP, or sharded by FSDP2 along one dimension of a mesh.
     """
 
     def __init__(self, model: object) -> None:
@@ -87,11 +74,7 @@ class HeldLayers:
         return {**frozen, **dict(model.named_buffers())}
 
     def require_same(self) -> None:
-        """Refuse a model whose parameters are others than when this was made: workers would drift apart in silence.
-
-        Raises:
-            GradlabError: naming a layer, and what became of it.
-        """
+        """Refuse a model whose parameters are others than when this was made: workers would drift apart in silence."""
         model = self._model()
         if model is None:
             return
@@ -147,19 +130,7 @@ def _change(held: Held, now: torch.Tensor | None) -> str:
 
 
 def plan_of_rank(plan: Plan, held: HeldLayers, sharded: bool) -> Plan:
-    """Return the plan for what this rank holds.
-
-    Args:
-        plan: of some whole layers.
-        held: what this rank holds.
-        sharded: whether these are shards.
-
-    Returns:
-        The plan; of shards if they are.
-
-    Raises:
-        GradlabError: for a codec that needs whole layers.
-    """
+    """Return the plan of what this rank holds, its shards if `sharded`; refuse a codec that needs whole layers then."""
     if not sharded:
         return plan
     shapes = {layer.name: tuple(held.by_name[layer.name].shape) for layer in plan.layers}
@@ -169,24 +140,12 @@ def plan_of_rank(plan: Plan, held: HeldLayers, sharded: bool) -> Plan:
 class Workers:
     """The ranks of a run by worker: those of one worker train one model together, step by step.
 
-    Attributes:
-        everyone: the group of all ranks, as it was given.
-        between: the group in which this rank exchanges with those of its place in other workers; None where another
-            rank of its worker does that for it.
-        inside: the group of this rank's worker; None if that has one rank.
-        sharded: whether each of a worker's ranks holds, and exchanges, a part of its parameters.
-        count: number of workers.
-        number: this rank's worker, from 0.
-
-    Args:
-        group: of all ranks; None: the default one.
-        within: what tells the ranks of a worker, see `find_topology`.
-        device: of the parameters.
-        timeout: of the groups that are made; None: that of `group`.
-        sharded: as above.
-
-    Raises:
-        GradlabError: without a process group, and for shards of no known worker.
+    between: the group in which this rank exchanges with those of its place in other workers; None where another rank of
+        its worker does that for it.
+    inside: the group of this rank's worker; None if that has one rank.
+    sharded: whether each of a worker's ranks holds, and exchanges, a part of its parameters.
+    count: number of workers.
+    number: this rank's worker, from 0.
     """
 
     def __init__(

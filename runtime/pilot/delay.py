@@ -9,7 +9,7 @@ import numpy as np
 
 
 def delay_of(losses: Sequence[float], dense: Sequence[float]) -> float | None:
-    """Say how many steps a training lies behind the dense one.
+    """Say how many steps a training lies behind the dense one, whose losses are of the same steps.
 
     The mean loss of the second half is compared with means of as many dense steps that end 0, 1, 2... steps earlier,
     with straight lines between. A training whose losses are those of dense n steps earlier lies n steps behind.
@@ -18,13 +18,8 @@ def delay_of(losses: Sequence[float], dense: Sequence[float]) -> float | None:
     >>> round(delay_of([10.25 - 0.1 * step for step in range(40)], dense), 6)
     2.5
 
-    Args:
-        losses: by step, finite.
-        dense: of the same steps.
-
-    Returns:
-        Steps. 0: not behind. Infinite: further than the dense losses reach back, which is half of the steps. None: the
-        dense loss does not fall by more than chance, 2 standard errors.
+    It is infinite further than the dense losses reach back, which is half of the steps. It is None where the dense loss
+    does not fall by more than chance, 2 standard errors.
     """
     ours, theirs = np.asarray(losses, dtype=np.float64), np.asarray(dense, dtype=np.float64)
     width = len(theirs) - len(theirs) // 2

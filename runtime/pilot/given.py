@@ -20,9 +20,6 @@ def seconds_of(budget: float | str | None) -> float:
 
     >>> seconds_of("5min")
     300.0
-
-    Raises:
-        GradlabError: for what is none.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(budget).strip())
     if budget is not None and not found:
@@ -31,11 +28,7 @@ def seconds_of(budget: float | str | None) -> float:
 
 
 def longest_of(steps: Any, longer: Any, keep: Any) -> int:
-    """Return the steps of the longest round: `longer`, or twice `steps`.
-
-    Raises:
-        GradlabError: for numbers that make no pilot.
-    """
+    """Return the steps of the longest round: `longer`, or twice `steps`; refuse numbers that make no pilot."""
     longest = 2 * steps if longer is None else longer
     for name, value, least, why in (
         ("steps", steps, LEAST_STEPS, ": fewer say nothing of a plan"),
@@ -48,11 +41,7 @@ def longest_of(steps: Any, longer: Any, keep: Any) -> int:
 
 
 def control_of(gradients: Any) -> tuple[str, Plan]:
-    """Return a plan that hardly changes gradients, which shows how much of a difference is chance, with its name.
-
-    Args:
-        gradients: what a pilot changes, see `gradients_of`.
-    """
+    """Return a plan that hardly changes gradients, which shows how much of a difference is chance, with its name."""
     name, codec, dtype = ("8 bits", "block_scaled", "int8") if gradients.alone else ("16 bits", "cast", "bfloat16")
     return name, Plan.uniform(
         gradients.layers,
@@ -66,11 +55,7 @@ def control_of(gradients: Any) -> tuple[str, Plan]:
 
 
 def checked_plans(plans: Any, control: str, exchanges: int) -> dict[str, Plan]:
-    """Return the plans as a dict of its own.
-
-    Raises:
-        GradlabError: for plans that are none, or that a pilot of so many steps would judge falsely.
-    """
+    """Return the plans as a dict of its own; refuse plans that a pilot of so many steps would judge falsely."""
     if not isinstance(plans, Mapping) or not plans:
         raise GradlabError(f"plans is {type(plans).__name__}, expected a dict of plans by name")
     for name, plan in plans.items():
@@ -87,11 +72,7 @@ def checked_plans(plans: Any, control: str, exchanges: int) -> dict[str, Plan]:
 
 
 def gradients_of(model: object, outer: Any, options: dict[str, Any]) -> Any:
-    """Return how a model's ranks exchange gradients: one of `runtime.pilot.gradients`.
-
-    Raises:
-        GradlabError: for a model in neither DDP nor FSDP2, and an outer step that is none.
-    """
+    """Return how a model's ranks exchange gradients: one of `runtime.pilot.gradients`."""
     from gradlab.ddp.sharded_units import is_sharded
     from gradlab.ddp.wrapping import without_compile
     from gradlab.runtime.outer import OuterStep
@@ -107,11 +88,7 @@ def gradients_of(model: object, outer: Any, options: dict[str, Any]) -> Any:
 
 
 def exchanges_in(steps: int, every: int) -> int:
-    """Return how many exchanges a pilot has, with one every so many steps.
-
-    Raises:
-        GradlabError: for too few.
-    """
+    """Return how many exchanges a pilot has, with one every so many steps; refuse too few."""
     if steps // every < _LEAST_EXCHANGES:
         raise GradlabError(
             f"steps = {steps} are {steps // every} outer steps, expected {_LEAST_EXCHANGES} or more: give "

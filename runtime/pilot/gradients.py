@@ -38,13 +38,10 @@ CALLER = "Pilot"  # named at the front of errors
 class DDPGradients:
     """DDP's average, by the switch in its hook.
 
-    Attributes:
-        model: in DDP.
-        layers: that it averages.
-        ranks: all of them.
-        count: ranks, or nodes, that a plan runs between; known from `begin` on.
-        alone: whether a rank has to compute its messages alone.
-        group_bytes: that groups of the control have at most; None: as usual.
+    layers: that it averages.
+    count: ranks, or nodes, that a plan runs between; known from `begin` on.
+    alone: whether a rank has to compute its messages alone.
+    group_bytes: that groups of the control have at most; None: as usual.
     """
 
     alone = False
@@ -87,8 +84,6 @@ class FSDPGradients:
     """FSDP2's reduce-scatter inside a node, and the all-reduce between nodes where there is one.
 
     Exact is what FSDP does alone; with `between`, a plan of no groups, which is native HSDP bit for bit.
-
-    Attributes: as those of `DDPGradients`.
     """
 
     group_bytes: float | None = None
@@ -141,10 +136,7 @@ class FSDPGradients:
 
 
 class OuterGradients:
-    """An outer step's exchange of pseudo-gradients. Exact is a plan of no groups.
-
-    Attributes: as those of `DDPGradients`.
-    """
+    """An outer step's exchange of pseudo-gradients. Exact is a plan of no groups."""
 
     alone = False
     group_bytes: float | None = 1.0  # a layer each: fragments cut no group

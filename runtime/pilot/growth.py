@@ -29,9 +29,8 @@ class End:
 class Growth:
     """Factors from a pilot's excess to that of the end.
 
-    Attributes:
-        low, middle, high: nine of ten are from low to high.
-        chance: factor on what 16 bits differ from dense by in the pilot. Ends of any plan differ by that besides.
+    low, middle, high: nine of ten are from low to high.
+    chance: factor on what 16 bits differ from dense by in the pilot. Ends of any plan differ by that besides.
     """
 
     low: float
@@ -40,18 +39,10 @@ class Growth:
     chance: float
 
     def end(self, excess: float, low: float, high: float, chance: float = 0.0) -> End:
-        """Forecast an end.
+        """Forecast an end from a pilot's excess, its interval and `chance_of`; NaN where the excess is.
 
         >>> GROWTH.end(0.02, 0.01, 0.03).middle == GROWTH.middle * 0.02
         True
-
-        Args:
-            excess: of a pilot.
-            low, high: its interval.
-            chance: the largest excess that the interval of 16 bits reaches in the same pilot, see `chance_of`.
-
-        Returns:
-            The forecast, NaN where the excess is.
         """
         least = min(self.low * low, self.high * low) - self.chance * chance
         most = max(self.low * high, self.high * high) + self.chance * chance
@@ -72,10 +63,8 @@ def fitted(
 ) -> Growth:
     """Fit the factors, so that of these ends 94 % are in their intervals, which held nine tenths of other tasks.
 
-    Args:
-        pilots: excess, its interval and the pilot's chance of each, as `Growth.end` takes them.
-        ends: excess at the end, infinite where training diverged.
-        chance: see `Growth`.
+    pilots: excess, its interval and the pilot's chance of each, as `Growth.end` takes them.
+    ends: excess at the end, infinite where training diverged.
     """
     excess, low, high, apart = np.asarray(pilots, dtype=np.float64).T
     end, besides = np.asarray(ends, dtype=np.float64), chance * apart

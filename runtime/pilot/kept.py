@@ -18,11 +18,7 @@ _MEMORY = Path("/proc/meminfo")
 
 
 class KeptBatches:
-    """Batches with the generators' states after each came.
-
-    Attributes:
-        nbytes: of their tensors.
-    """
+    """Batches with the generators' states after each came; `nbytes` are of their tensors."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Any, dict[str, Any]]] = []

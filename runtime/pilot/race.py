@@ -18,14 +18,10 @@ _EARLY = 3  # the first look comes after a third of the steps
 
 
 def looks(steps: int, longest: int) -> tuple[int, ...]:
-    """List after how many steps a plan is looked at.
+    """List after how many of a pilot's steps a plan is looked at; `longest` is for plans that hold until then.
 
     >>> looks(60, 120), looks(12, 12)
     ((20, 60, 120), (12,))
-
-    Args:
-        steps: of a pilot.
-        longest: steps of the plans that hold until then.
     """
     early = steps // _EARLY
     return tuple(sorted({one for one in (early, steps, longest) if LEAST_STEPS <= one <= longest} | {longest}))
@@ -56,19 +52,10 @@ def race(
     keep: int = 3,
     chance: float = 0.0,
 ) -> list[Outcome]:
-    """Tell from whole recorded trainings what a pilot would have found.
+    """Tell from whole recorded trainings, losses by step from one snapshot, what a pilot would have found.
 
-    Args:
-        losses: of each plan, by step, from one snapshot.
-        dense: of the same steps; as many as the longest round has.
-        savings: of each plan.
-        steps: of the pilot.
-        max_loss: excess up to which a plan holds.
-        keep: plans that are to hold.
-        chance: see `Outcome`.
-
-    Returns:
-        Outcomes of the plans that it would have tried, fewest bytes first. Their `steps` are what it would have cost.
+    Returns outcomes of the plans that it would have tried, fewest bytes first. Their `steps` are what it would have
+    cost.
     """
     longest, found = len(dense), list[Outcome]()
     for name in in_order(savings):

@@ -158,18 +158,7 @@ def unlike_line(share: float) -> str:
 def outcome_of(
     name: str, losses: Sequence[float], dense: Sequence[float], saving: Saving, chance: float = 0.0
 ) -> Outcome:
-    """Compare a plan's losses with dense ones of the same steps.
-
-    Args:
-        name: the plan's.
-        losses: mean over ranks, by step.
-        dense: the same under plain DDP.
-        saving: of the plan.
-        chance: see `Outcome`.
-
-    Returns:
-        The outcome. Shares are of the absolute mean dense loss.
-    """
+    """Compare a plan's losses (rank means by step) with dense ones, as shares of the absolute mean dense loss."""
     ours, theirs = (np.asarray(values, dtype=np.float64) for values in (losses, dense))
     steps = len(ours)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):

@@ -14,12 +14,9 @@ from gradlab.saving import Saving
 
 
 class Scores:
-    """Mean losses of all ranks by round, which are the same on all of them.
+    """Mean losses of all ranks by round and step, which are the same on all of them.
 
-    Attributes:
-        savings: of the plans.
-        losses: of each round, by step.
-        unlike: largest relative difference of a first loss from dense's, see `PilotResult`.
+    unlike: largest relative difference of a first loss from dense's, see `PilotResult`.
     """
 
     def __init__(self, control: str) -> None:

@@ -25,15 +25,10 @@ class Stateful(Protocol):
 
 
 class Snapshot:
-    """A training as it is now.
+    """A training as it is now: parameters, gradients, buffers, bare optimizers, and others with `state_dict`.
 
     Values go back into the tensors that hold them, which others may hold too: DDP's buckets, captured graphs, averages
     of a model.
-
-    Args:
-        model: with parameters, their gradients, and buffers.
-        optimizers: bare.
-        others: with `state_dict` and `load_state_dict`.
     """
 
     def __init__(

@@ -14,12 +14,7 @@ from gradlab.runtime.state import CompressionState
 
 
 class Switch:
-    """What a model's hook does: plain averages, or a state's plan.
-
-    Attributes:
-        state: whose plan compresses; None: plain averages, as DDP makes them.
-        group: of the model's ranks.
-    """
+    """What a model's hook does: a state's plan, or without one plain averages, as DDP makes them."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.state: CompressionState | None = None
@@ -40,11 +35,7 @@ def switch_of(model: DistributedDataParallel) -> Switch | None:
 
 
 def switched(model: DistributedDataParallel) -> Switch:
-    """Give a model a hook with a switch, unless it has one.
-
-    Raises:
-        GradlabError: for a model that takes no hook, or is compressed.
-    """
+    """Give a model a hook with a switch, unless it has one; refuse a model that is compressed."""
     if (switch := switch_of(model)) is None:
         check_ddp(model, None, None)
         switch = Switch(model)

@@ -13,12 +13,7 @@ from gradlab.errors import GradlabError
 class Together:
     """All ranks of a pilot.
 
-    Attributes:
-        seconds: since the pilot began, of the slowest rank, when ranks last spoke.
-
-    Args:
-        ranks: of the training.
-        began: when this rank's pilot did, by `time.monotonic`.
+    seconds: since the pilot began (by `time.monotonic`), of the slowest rank, when ranks last spoke.
     """
 
     def __init__(self, ranks: Ranks, began: float) -> None:
@@ -26,11 +21,7 @@ class Together:
         self.seconds = 0.0
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Gather plain JSON from all ranks.
-
-        Raises:
-            GradlabError: on all ranks, if one has a "problem".
-        """
+        """Gather plain JSON from all ranks; raise on all of them, if one has a "problem"."""
         every = self._ranks.gather({"seconds": time.monotonic() - self._began, **own})
         self.seconds = max(one["seconds"] for one in every)
         problems = [one.get("problem") for one in every]

@@ -13,12 +13,7 @@ from gradlab.ddp.optimizers import HeldLayers
 
 
 class StepWatch:
-    """Sees every step of every optimizer from now on.
-
-    Args:
-        optimizers: that were given, bare.
-        names: layer names by parameter.
-    """
+    """Sees every step of every optimizer (bare) from now on."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[torch.Tensor, str]) -> None:
         self._optimizers, self._held = optimizers, HeldLayers(optimizers, names)
