@@ -127,16 +127,8 @@ class ChunkTopK(Compressor):
 
 
 def quantized(values: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort values by their signs, and their magnitudes into bins of equal width.
-
-    Args:
-        values: (k,).
-        bins: how many.
-
-    Returns:
-        Twice the number of each value's bin, and 1 more for a negative one: (k,), uint8. And the mean of each bin's
-        magnitudes, (bins,), float32; 0 of an empty one.
-    """
+    """Sort values (k,) into bins of equal width of their magnitudes: twice the bin's number, plus 1 for a negative one,
+    (k,), uint8, and the mean magnitude of each bin, (bins,), float32, 0 of an empty one."""
     magnitudes = values.abs()
     if not values.numel():
         return values.to(torch.uint8), values.new_zeros(bins, dtype=torch.float32)

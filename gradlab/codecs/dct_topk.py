@@ -157,7 +157,7 @@ class DCTTopK(Compressor):
 
 @dataclass(frozen=True)
 class AlikeChunks:
-    """The chunks (h, w) of those layers of a vector that are cut into chunks of this shape.
+    """The chunks (h, w) of a vector's layers that are cut into chunks of this shape.
 
     layers: where each begins in the vector, and how many chunks it has along n and m.
     """
@@ -229,10 +229,8 @@ def restore(coefficients: torch.Tensor, h: int, w: int) -> torch.Tensor:
 
 
 def cosines(size: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the orthonormal DCT-II matrix, (n, n) with n = size.
-
-    Row k is sqrt(2 / n) cos(pi k (2 i + 1) / (2 n)); row 0 is divided by sqrt 2.
-    """
+    """Return the orthonormal DCT-II matrix, (n, n) with n = size: row k is sqrt(2 / n) cos(pi k (2 i + 1) / (2 n)), and
+    row 0 is divided by sqrt 2."""
     return _cosines(size, like.dtype, like.device)
 
 

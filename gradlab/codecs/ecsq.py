@@ -250,10 +250,8 @@ class ECSQ(Compressor):
         return self.fitted(layers, ({name: samples[name][number] for name in names} for number in range(count)))
 
     def fitted(self, layers: Sequence[Layer], contributions: Iterable[Tensors]) -> ECSQ:
-        """Return this codec with the tables and the centroids of contributions, if its tables are fitted.
-
-        contributions: of single ranks, in the order of their iterations, as the step follows from one to the next.
-        """
+        """Return this codec with the tables and centroids of contributions of single ranks, in the order of their
+        iterations, if its tables are fitted."""
         if self.settings.tables != "fitted":
             return self
         names, seen = [layer.name for layer in layers], nothing_known(len(layers))
@@ -279,10 +277,8 @@ class ECSQ(Compressor):
     def _count_offsets(
         self, sent: Contribution, vector: torch.Tensor, step: float, offsets: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Add to how far values lie from their level, in steps, and to how many they are, by layer and class.
-
-        sent: decoded without centroids.
-        """
+        """Add how far values, decoded without centroids, lie from their level, in steps, and their number, by layer and
+        class."""
         if sent.values is None or sent.positions is None or not step:
             return
         levels = (sent.values.abs() / step).round_()
@@ -319,13 +315,8 @@ class ECSQ(Compressor):
         return [(message,) for message in messages], contribution.added_to
 
     def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
-        """Compress a vector (numel,).
-
-        step: of the last iteration's control; None: as set, or found on the vector.
-
-        Returns:
-            The message, (bytes,), uint8, and what it stands for.
-        """
+        """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for; a step of None: as set, or
+        searched."""
         messages, contribution = self._written(vector, step, lambda one: [self._encoded(one, vector.numel())])
         return (messages or [_not_finite(vector)])[0], contribution
 
@@ -336,11 +327,8 @@ class ECSQ(Compressor):
     def _written(
         self, vector: torch.Tensor, step: float | None, write: Callable[[_Quantized], list[bytes]]
     ) -> tuple[list[torch.Tensor], Contribution]:
-        """Quantize a vector and write its messages: once more if they miss by far what was asked for.
-
-        Returns:
-            The messages, none if the vector is not finite, and what they stand for.
-        """
+        """Quantize a vector and write its messages, none if it is not finite: once more if they miss the target by
+        far."""
         before = self.settings.step or step or self._step
         quantized = self._quantized(vector, before or self._found_step(vector))
         if quantized is None:
@@ -374,19 +362,15 @@ class ECSQ(Compressor):
     def _values(
         self, positions: torch.Tensor, levels: torch.Tensor, step: float, told: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Decode levels (count,), int32: the same arithmetic in whoever sends and whoever receives.
-
-        told: by the header.
-        """
+        """Decode levels (count,), int32, by the header's numbers: the same arithmetic in the sender and every
+        receiver."""
         if self._known is None:
             return values_of(levels, step, np.array([told]), dtype)
         return values_of(levels, step, self._known.centroids, dtype, self._layers_at(positions))
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """Return the step as it is sent, the positions of the values that are not zero under it, and these values.
-
-        The step is the least one under which all levels can be sent, if it was smaller; not finite if a value is not.
-        """
+        """Return the step as it is sent, the positions of values that are not zero under it, and these values. It is
+        the least step under which all levels can be sent, if it was smaller; not finite if a value is not."""
         step = _float32(step)
         positions = self._reaching(vector, step)
         values = vector.index_select(0, positions)
@@ -403,10 +387,8 @@ class ECSQ(Compressor):
         return torch.zeros(0, dtype=torch.int64, device=vector.device)
 
     def _missed(self, vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
-        """Compute ||C(x) - x||^2 / ||x||^2 where the step follows from it; 0 if x is zero.
-
-        values, decoded: of what is not decoded as zero.
-        """
+        """Compute ||C(x) - x||^2 / ||x||^2 where the step follows from it, 0 if x is zero, from the values not decoded
+        as zero."""
         if self.settings.error is None:
             return 0.0
         whole = _square(vector)
@@ -428,12 +410,8 @@ class ECSQ(Compressor):
         seen: Sequence[np.ndarray] | None = None,
         moved: Callable[[np.ndarray], np.ndarray] = lambda positions: positions,
     ) -> Contribution:
-        """Decode a message of layers of these sizes.
-
-        like: of the values' device and dtype.
-        seen: frequencies by layer, to which those of the message are added, where tables are known.
-        moved: where positions lie in the vector that they are added to.
-        """
+        """Decode a message of layers of these sizes, and add its frequencies to `seen`, by layer, where tables are
+        known. `moved` maps positions to the vector that they are added to."""
         data = payload[0].cpu().numpy().tobytes()
         step, *told, _ = _header(data)
         if math.isnan(step):
@@ -449,14 +427,8 @@ class ECSQ(Compressor):
     # --- the step ---
 
     def next_step(self, messages: Sequence[torch.Tensor], numel: int) -> float | None:
-        """Return the step of the next iteration, or None if it stays as it is.
-
-        It follows from the step that was sent. The smallest that can be sent bounds it, where no step is small enough
-        to give the size asked for, as with few values other than zero.
-
-        messages: of one rank: to all, or to every server.
-        numel: values that they describe, all together.
-        """
+        """Return the step of the next iteration from one rank's messages of `numel` values; None if it stays. The
+        smallest that can be sent bounds it, where none is small enough for the size."""
         headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
         if self.settings.step is not None or not headers or not headers[0][0] > 0 or not numel:  # NaN is not
             return None
@@ -489,10 +461,8 @@ class ECSQ(Compressor):
         return abs(sum(map(len, messages)) - self._wanted(numel, len(messages)) * numel / 8) > _CHANCE * len(messages)
 
     def _found_step(self, vector: torch.Tensor, guess: float | None = None, messages: int = 1) -> float:
-        """Find the step that gives the size or the error asked for, on a sample; 0 if it is all zero or not finite.
-
-        guess: a step near it; None: from the mean magnitude.
-        """
+        """Search the step of the size or the error that is set, on a sample, from a guess near it (None: from the mean
+        magnitude); 0 if it is all zero or not finite."""
         sample, sizes = sample_of(vector, self._sizes or (vector.numel(),), _FEW if guess else _MANY)
         largest = min(_largest(sample), _LARGEST_STEP) if sample.isfinite().all() else 0.0
         if largest == 0:
@@ -539,10 +509,8 @@ class ECSQ(Compressor):
     # --- forecasts ---
 
     def compressed_bytes(self, numel: int) -> int:
-        """Return the bytes asked for; an error or a step asks for as many bits as a Gaussian would take at that error.
-
-        A step alone says nothing of a size: a bit per value stands for it.
-        """
+        """Return the bytes set; an error counts the bits of a Gaussian at that error, and a step alone a bit per
+        value."""
         bits = self.settings.bits
         if self.settings.step is not None:
             bits = 1.0
@@ -553,7 +521,7 @@ class ECSQ(Compressor):
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one rank's message stands for.
+    """The values that one rank's message stands for.
 
     positions: of values other than zero, ascending, (count,), int64.
     values: there, (count,). Both None: the vector was not finite.
@@ -639,9 +607,7 @@ def _float32(number: float) -> float:
 
 
 def _correction(doublings: float) -> float:
-    """Return the factor on the step that takes half of so many doublings, and at most one.
-
-    Sums, products and quotients alone, so that it is the same bits on every processor.
-    """
+    """Return the factor on the step that takes half of so many doublings, and at most one. Sums, products and quotients
+    alone give the same bits on every processor."""
     half = min(1.0, max(-1.0, doublings / 2))
     return (3 + half) / (3 - half)

@@ -244,10 +244,8 @@ class GradiVeQ(Codec):
         }
 
     def _views_of(self, grads: Tensors) -> list[tuple[Layer, int, tuple[str, ...]]]:
-        """List how slices see layers, K where no basis says otherwise, and the names of layers that they see so.
-
-        Names are of several layers if these are small and of one dtype. It is worked out once for the same layers.
-        """
+        """List each layer as slices see it, K where no basis says otherwise, and its names, several for small layers of
+        one dtype."""
         layers, dtypes = self.layers_of(grads), [grad.dtype for grad in grads.values()]
         if self._views[0] is not layers or self._views[1] != dtypes:
             alike: dict[Any, list[Layer]] = {}
@@ -383,16 +381,8 @@ class GradiVeQ(Codec):
         return max(1, round(slice_size / (self.settings.ratio or 1)))
 
     def bases(self, samples: torch.Tensor, mean: torch.Tensor | None, slices: int) -> Tensors:
-        """Fit the bases of one layer.
-
-        Args:
-            samples: (T, S, K), averaged gradients of the S slices in `fitted_slices`, for T iterations.
-            mean: (M, K), the mean of all slices, or None without whitening.
-            slices: M.
-
-        Returns:
-            "basis" (B, K, d), "width" (), and, with whitening, "mean" (M, K).
-        """
+        """Fit one layer's bases to (T, S, K), averages of the slices in `fitted_slices`, less a mean (M, K) of all
+        slices if there is one: "basis" (B, K, d), "width" (), and, with whitening, "mean" (M, K)."""
         parts = fitted_samples(samples, mean, self.fitted_slices(slices))
         values, axes = zip(*(principal_axes(part.flatten(0, 1)) for part in parts), strict=True)
         width, most = self._dimension(values, samples.shape[2]), max(1, *map(len, values))
@@ -433,10 +423,8 @@ class GradiVeQ(Codec):
     def _asked(
         self, coded: CodedSlices, name: str, context: Context
     ) -> tuple[Request, Callable[[Any], torch.Tensor], Callable[[], torch.Tensor]]:
-        """Return the request for the mean of codes, what decodes its answer, and what decodes this rank's own codes.
-
-        They travel at once, or in a ring's segments. name: of the first of the layers.
-        """
+        """Return the request for the mean of codes, at once or in a ring's segments, and what decodes its answer and
+        this rank's own codes; `name` is that of the first layer."""
         if not self.settings.ring:
             codes = coded.encode()
             return Mean(codes), coded.decode, lambda: coded.decode(codes)
@@ -520,12 +508,7 @@ class GradiVeQ(Codec):
 
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> GradiVeQ:
         """Fit bases to averaged gradients (T, *layer.shape) of each layer; the new codec begins with compression.
-
-        Layers smaller than a slice get no basis.
-
-        Raises:
-            GradlabError: for a layer with fewer than two samples, samples of another shape, or values not finite.
-        """
+        Layers smaller than a slice get no basis."""
         learned: Tensors = {}
         for layer in layers:
             slices = sample_slices(samples, layer, self.slice_size(layer), self.settings.slice_axis)
@@ -688,11 +671,7 @@ def _digest(learned: Tensors) -> torch.Tensor:
 
 
 def _told_shape(digest: torch.Tensor, basis: torch.Tensor) -> list[int]:
-    """Read the shape of a rank's bases in their digest, and refuse what bases of these slices cannot be.
-
-    Raises:
-        GradlabError: for other numbers of bases or elements than this rank's, or more axes than elements.
-    """
+    """Return the shape of a rank's bases from their digest; refuse what bases of these slices cannot be."""
     bases, size, axes, _, width = digest.tolist()
     fits = [bases, size] == list(basis.shape[:2]) and 0 <= axes <= size and 1 <= width <= size
     if not fits:

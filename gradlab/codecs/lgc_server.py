@@ -213,13 +213,10 @@ class LgcServer(LearnedSelection):
         innovations: Sequence[int],
         context: Context,
     ) -> Task:
-        """Learn from all ranks' selected values (K, count), by eqs. (5) to (7).
+        """Learn from all ranks' selected values (K, count), by eqs. (5) to (7), with each rank's divisors, (count,) or
+        one number.
 
-        values: (K, count), in the order of each rank's positions.
-        scales: per rank, the divisors of its values, (count,) or one number.
-        counts: selected values of each layer.
-        innovations: uncompressed values of each layer.
-        context: where and when the exchange happens.
+        counts, innovations: selected and uncompressed values of each layer.
         """
         architecture, count = self.architecture(len(values)), values.shape[-1]
         scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
@@ -242,11 +239,7 @@ class LgcServer(LearnedSelection):
         )
 
     def innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Return how many of each layer's selected values travel uncompressed.
-
-        counts: selected values of each layer.
-        sizes: elements of each layer.
-        """
+        """Return how many of each layer's selected values travel uncompressed."""
         of = counts if self.settings.innovation_of == "selected" else sizes
         return [
             min(count, count_of(self.settings.innovation, numel)) if count else 0
@@ -285,11 +278,8 @@ class LgcServer(LearnedSelection):
 
 
 def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
-    """Find the ascending indices of each layer's largest magnitudes among selected values (count,).
-
-    counts: selected values of each layer.
-    innovations: how many of these to find.
-    """
+    """Return the ascending indices of each layer's `innovations` largest magnitudes among its `counts` of values
+    (count,)."""
     indices, start = [], 0
     for part, kept in zip(values.split(list(counts)), innovations, strict=True):
         indices.append(largest(part, kept).sort().values + start)

@@ -59,10 +59,8 @@ class Natural(PiecewiseCompressor):
         return Guarantees(unbiased=True, omega=1 / 8)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return exponents (numel,), uint8, and signs (ceil(numel / 8),), uint8.
-
-        Exponents have float32's bias; 255 stands for a value that is not finite.
-        """
+        """Return exponents (numel,), uint8, and signs (ceil(numel / 8),), uint8. Exponents have float32's bias; 255
+        stands for a value that is not finite."""
         bits, tame = RandomBits(generator, vector.device), _is_tame(vector)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         for start, stop in self.spans(vector):
@@ -93,10 +91,8 @@ class Natural(PiecewiseCompressor):
 
 
 def _is_tame(vector: torch.Tensor) -> bool:
-    """Return whether all values are known to be finite, and none may be carried to infinity.
-
-    A GPU is not waited for to learn that.
-    """
+    """Return whether all values are known to be finite, and none may be carried to infinity, without waiting for a
+    GPU."""
     if vector.device.type != "cpu" or not vector.numel():
         return False
     least, greatest = map(float, torch.aminmax(vector))

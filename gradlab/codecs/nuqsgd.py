@@ -112,16 +112,8 @@ class NUQSGD(BlockCompressor):
 
 
 def level_numbers(places: torch.Tensor, chances: torch.Tensor, levels: int) -> torch.Tensor:
-    """Round to one of the levels 0, 2^(1 - levels), ..., 1/2, 1 at random, without bias.
-
-    Args:
-        places: magnitudes over the norm, (n,), in [0, 1]. What is not a number becomes 0.
-        chances: uniform in (0, 1), (n,).
-        levels: beside zero.
-
-    Returns:
-        The level's number, from 0, (n,), int32.
-    """
+    """Round places (n,) in [0, 1] to levels 0, 2^(1 - levels), ..., 1/2, 1 at random, without bias, by chances (n,),
+    uniform in (0, 1); return the level's number, (n,), int32. What is not a number becomes 0."""
     mantissas, exponents = torch.frexp(places)  # places = mantissas 2^exponents, mantissas in [1/2, 1)
     below = exponents + (levels - 1)
     small = (below < 1) | (places == 0)

@@ -70,10 +70,8 @@ class OneBit(BlockCompressor):
         return Guarantees(delta=1 / max([1, *lengths]))
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return means (2 * blocks,), float32, and signs (ceil(numel / 8),), uint8.
-
-        The means of all blocks' elements >= 0 come first, then those of elements < 0.
-        """
+        """Return means (2 * blocks,), float32, and signs (ceil(numel / 8),), uint8. The means of all blocks' elements
+        >= 0 come first, then those of elements < 0."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32), pack_signs(vector)
         return self.reduced(vector, two_means, two_means_of_blocks).reshape(-1), pack_signs(vector)
@@ -98,11 +96,8 @@ class OneBit(BlockCompressor):
 
 
 def two_means(rows: torch.Tensor) -> torch.Tensor:
-    """Average each row's elements >= 0 and those < 0, 0 where there are none: (m, n) -> (2, m), float32.
-
-    The result depends on the row alone: numpy's order of addition follows from the length, while torch's sums depend on
-    the row's address.
-    """
+    """Average each row's elements >= 0 and those < 0, 0 where there are none: (m, n) -> (2, m), float32. numpy's order
+    of addition follows from the length; torch's sums depend on the row's address."""
     if rows.device.type != "cpu":
         above, count = rows.clamp(min=0).sum(1, dtype=torch.float64), (rows >= 0).sum(1)
         below = rows.clamp(max=0).sum(1, dtype=torch.float64)

@@ -135,10 +135,8 @@ class PowerSGD(Codec):
         return Exchanged(context.alike(mean), own_contributions, kept)
 
     def _alike(self, shapes: Shapes, grads: Tensors, state: Tensors) -> Sequence[Alike]:
-        """List the layers of each stack, with the shape of each one's matrix, or matrices.
-
-        On a CPU a large matrix is as fast alone, and need not be copied.
-        """
+        """List the layers of each stack, with the shape of each one's matrix, or matrices. On a CPU a large matrix is
+        as fast alone, and need not be copied."""
         turned = frozenset(name for name in shapes if _key(name, "p") in state) if self.settings.alternating else None
         one_dtype = len({grad.dtype for grad in grads.values()}) == 1
         on_cpu = all(grads[name].is_cpu for name in shapes)
@@ -225,11 +223,8 @@ class PowerSGD(Codec):
         return found
 
     def adopted_state(self, state: Tensors) -> Tensors:
-        """Continue from the factors of another rank.
-
-        Orthogonal iteration has turned the first rows to the largest singular values, so these are kept. Missing rows
-        are drawn as at the start. A layer that was dense in between, because a rank saved no factor of it, starts cold.
-        """
+        """Continue from another rank's factors: orthogonal iteration has turned the first rows to the largest singular
+        values. Missing rows are drawn as at the start; a layer without a factor starts cold."""
         return dict(state) if self.settings.warm_start else {}
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
@@ -279,10 +274,8 @@ class PowerSGD(Codec):
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Find orthonormal columns (..., n, r) with the span of matrices (..., n, r), r <= n, by Householder QR.
-
-    Unlike Gram-Schmidt, it gives finite orthonormal columns for a zero matrix and for dependent columns too.
-    """
+    """Find orthonormal columns (..., n, r) with the span of matrices (..., n, r), r <= n, by Householder QR. They are
+    finite and orthonormal for zero and dependent columns too, unlike those of Gram-Schmidt."""
     return torch.linalg.qr(matrix).Q
 
 
@@ -296,21 +289,12 @@ def low_rank_errors(
 ) -> list[float]:
     """Compute ||M - M_r||^2 of the best rank-r approximations M_r of a matrix, for several r (L-GreCo, appendix B).
 
-    Args:
-        matrix: M, (n, m).
-        ranks: the values of r.
-        method: "svd": the sum of sigma_i^2 over i > r (B.1), from the eigenvalues of M M^T or M^T M, the smaller one,
-            once for all ranks. "power": subspace iteration (B.2), once with the largest rank for all ranks. The paper
-            iterates for each rank. An error here is at most what that would leave. "cheaper": the one with fewer
-            operations (B.3).
-        power_steps: number of steps of subspace iteration.
-        generator: draws the first subspace; None: torch's default.
-
-    Returns:
-        One squared error per rank, in the order of `ranks`.
-
-    Raises:
-        GradlabError: for a rank below 1, or an unknown method.
+    matrix: M, (n, m).
+    method: "svd": the sum of sigma_i^2 over i > r (B.1), from the eigenvalues of M M^T or M^T M, the smaller one, once
+        for all ranks. "power": subspace iteration (B.2), once with the largest rank; an error is at most that of the
+        paper, which iterates for each rank. "cheaper": the one with fewer operations (B.3).
+    power_steps: of subspace iteration.
+    generator: draws the first subspace; None: torch's default.
     """
     require(not ranks or min(ranks) >= 1, "powersgd", "rank", min(ranks, default=1), "at least 1")
     require(method in LOW_RANK_METHODS, "powersgd", "method", method, f"one of {', '.join(LOW_RANK_METHODS)}")
@@ -398,7 +382,6 @@ def _together(function: Callable[..., torch.Tensor], *factors: Tensors) -> Tenso
 class _Stack:
     """Layers of one shape, whose matrices are computed with together.
 
-    names: the layers'.
     shape: a layer's own.
     matrices: of several layers (layers, n, m), of one layer (n, m), or of an expert stack (B, n, m).
     """
@@ -460,10 +443,8 @@ def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy rows that begin amid 16 bytes, or have others between them.
-
-    BLAS of some CPUs sums products of few rows in another order there, and a bit would depend on where memory is.
-    """
+    """Copy rows that begin amid 16 bytes, or have others between them: BLAS of some CPUs sums products of few rows in
+    another order there."""
     turned = tensor.stride(-1) > tensor.stride(-2)
     rows = tensor.mT if turned else tensor
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:

@@ -274,10 +274,8 @@ def ring_edges(numel: int, segments: int) -> list[int]:
 
 
 def norms_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Compute the Euclidean norm of each row: (m, n) -> (m,), float32.
-
-    The result has the same bits on every machine, unlike a library's sum. No square over- or underflows.
-    """
+    """Compute the Euclidean norm of each row: (m, n) -> (m,), float32. The bits are the same on every machine, unlike
+    those of a library's sum. No square over- or underflows."""
     largest = largest_of_rows(rows)
     squares = sum_of_rows((rows / largest.masked_fill(largest == 0, 1.0)[:, None]).square_())
     # In float64: torch's float32 root (MKL's) is rounded differently on different processors.

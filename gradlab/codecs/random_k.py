@@ -95,15 +95,8 @@ class RandomK(Codec):
 
 
 def distinct(numel: int, count: int, generator: torch.Generator, device: torch.device | None = None) -> torch.Tensor:
-    """Draw `count` different numbers below numel, (count,) int64, ascending; every set is equally likely.
-
-    The distinct ones among independently drawn numbers are such a set, and so is a random part of them. No permutation
-    of all numbers is needed.
-
-    generator: on the CPU, so that every device gets the same numbers.
-    device: where they are wanted, and sorted, which a GPU does in a hundredth of the time, though it has to be waited
-        for; None: the CPU.
-    """
+    """Draw `count` different numbers below numel, (count,) int64, ascending, from independent draws; every set is
+    equally likely. The generator is on the CPU, so that every device gets the same numbers."""
     if 2 * count > numel:
         return _others(numel, distinct(numel, numel - count, generator, device))
     drawn = torch.empty(0, dtype=torch.int64, device=device)

@@ -145,11 +145,8 @@ class Sign(BlockCompressor):
 
 
 def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:
-    """Average |x| over each row: (m, n) -> (m,), float32.
-
-    The result depends on the row alone, not on its address: numpy's order of addition follows from the length, while
-    torch's sums depend on the address in the last bit.
-    """
+    """Average |x| over each row: (m, n) -> (m,), float32. numpy's order of addition follows from the length; torch's
+    sums depend on the address in the last bit."""
     if rows.device.type != "cpu":
         return (torch.linalg.vector_norm(rows, 1, 1, dtype=torch.float64) / rows.shape[1]).float()
     values, total = rows.numpy(), np.zeros(len(rows))
@@ -184,10 +181,8 @@ def pack_signs(vector: torch.Tensor) -> torch.Tensor:
 
 
 def write_signs(values: torch.Tensor, packed: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """Overwrite values (numel,) with factor or -factor, as `pack_signs` packed their signs, and return them.
-
-    A factor on a GPU, (), is not waited for.
-    """
+    """Overwrite values (numel,) with factor or -factor, as `pack_signs` packed their signs, and return them. A factor
+    on a GPU, (), is not waited for."""
     if values.device.type != "cpu":
         one = factor if isinstance(factor, torch.Tensor) else values.new_full((), factor)
         negative = packed[:, None].bitwise_and(_masks(packed.device)).view(-1)[: len(values)] != 0

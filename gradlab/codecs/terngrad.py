@@ -110,14 +110,8 @@ class TernGrad(BlockCompressor):
         generator: torch.Generator,
         own: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw sign(g) b + 1, (numel,), uint8. A clipped value has b = 1, as its magnitude is at least s.
-
-        Args:
-            vector: g, (numel,).
-            scales: s of each block, (blocks,).
-            generator: draws b.
-            own: the largest magnitudes after this rank's own clipping, (blocks,), if s is shared by all ranks.
-        """
+        """Draw sign(g) b + 1, (numel,), uint8, with scales s (blocks,). A clipped value has b = 1, as its magnitude is
+        at least s. `own`, (blocks,), are the largest magnitudes after this rank's clipping, if ranks share s."""
         codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         for start, part in self._ternary(vector, scales, generator, own):
             codes[start : start + len(part)] = part

@@ -259,14 +259,7 @@ def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Res
 
 
 def answered(step: Step) -> Coroutine[Any]:
-    """Yield a step for another coroutine, and return its answer, or the error that was raised in its place.
-
-    Args:
-        step: of the other coroutine.
-
-    Returns:
-        What `sent_on` takes.
-    """
+    """Yield a step for another coroutine, and return its answer, or the error that was raised in its place."""
     try:
         return (yield step)
     except BadMessage as refused:
@@ -274,15 +267,7 @@ def answered(step: Step) -> Coroutine[Any]:
 
 
 def sent_on(coroutine: Coroutine[Any], answer: Any) -> Step:
-    """Send a coroutine what `answered` returned, and run it to its next step.
-
-    Args:
-        coroutine: whose step it was.
-        answer: to it, or an error, which is raised in the coroutine.
-
-    Returns:
-        The next step.
-    """
+    """Send a coroutine the result of `answered` (an error is raised in it), and return its next step."""
     return coroutine.throw(answer) if isinstance(answer, BadMessage) else coroutine.send(answer)
 
 

@@ -33,11 +33,8 @@ class RingCode(ABC):
 
     @abstractmethod
     def add(self, segment: int, received: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
-        """The message that travels on, (bytes,) uint8.
-
-        received: the predecessor's message; None on the rank where the segment starts.
-        own: what `prepare` gave.
-        """
+        """Return the message that travels on, (bytes,) uint8, from the predecessor's, None where the segment starts,
+        and the result of `prepare`."""
 
     @abstractmethod
     def finish(self, segment: int, message: torch.Tensor) -> torch.Tensor:
@@ -47,12 +44,9 @@ class RingCode(ABC):
 class SummedRing(RingCode):
     """Parts that are summed as they are: gradients, or the codes of a compressor that commutes with the sum, eq. (1).
 
-    Args:
-        bounds: where the segments begin and end.
-        encode: gives this rank's codes of what lies between two bounds.
-        decode: gives the decoded vector from the mean of such codes.
-        width: codes per unit of the bounds.
-        dtype: of the codes.
+    bounds: of the segments.
+    encode: gives this rank's codes between two bounds; `decode` gives the vector from the mean of such codes.
+    width: codes per unit of the bounds.
     """
 
     def __init__(
@@ -83,21 +77,15 @@ class SummedRing(RingCode):
 
 
 def segment_bounds(count: int, segments: int, turn: int = 0) -> list[tuple[int, int]]:
-    """Cut `count` units into runs of almost equal length, [first, last) each; some are empty if units are too few.
-
-    turn: how far the pattern of runs with one unit more is turned. Vectors of one length whose turns differ have their
-        longer runs in different segments, so that segments are equal when a ring carries all of them.
-    """
+    """Cut `count` units into runs of almost equal length, [first, last) each; some may be empty. Vectors of one length
+    whose turns differ have their longer runs in different segments of a ring that carries them all."""
     lengths = [count * (i + 1) // segments - count * i // segments for i in range(segments)]
     turn %= segments
     return list(pairwise(accumulate(lengths[turn:] + lengths[:turn], initial=0)))
 
 
 def ring_wire_bytes(sizes: Sequence[int], rank: int) -> int:
-    """Bytes that a rank sends: messages of segments rank, rank - 1, ... to be added to, then of rank + 1, rank, ...
-
-    sizes: of each segment's messages, in bytes.
-    """
+    """Return the bytes that a rank sends: segments rank, rank - 1, ... to be added to, then of rank + 1, rank, ..."""
     world_size = len(sizes)
     adding = sum(sizes[(rank - i) % world_size] for i in range(world_size - 1))
     return adding + sum(sizes[(rank + 1 - i) % world_size] for i in range(world_size - 1))

@@ -15,12 +15,7 @@ _MOST_BYTES = 2**28
 
 
 class Ranks:
-    """The ranks of a process group, for plain JSON. Every method is a collective.
-
-    Args:
-        group: the process group.
-        device: of its tensors, if its backend is NCCL.
-    """
+    """The ranks of a process group, for plain JSON. Every method is a collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -28,14 +23,7 @@ class Ranks:
         self._device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value from every rank.
-
-        Args:
-            value: this rank's, plain JSON.
-
-        Returns:
-            The values in rank order.
-        """
+        """Gather a value from every rank, in rank order."""
         own = torch.tensor(list(canonical_json(value).encode()), dtype=torch.uint8, device=self._device)
         size = torch.tensor([own.numel()], device=self._device)
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
@@ -52,11 +40,7 @@ class Ranks:
         return [_parsed(part, rank) for rank, part in enumerate(parts)]
 
     def raise_together(self, problem: str | None) -> None:
-        """Go on only if no rank has a problem.
-
-        Raises:
-            GradlabError: the problem of the lowest rank that has one, the same line on all ranks.
-        """
+        """Raise the problem of the lowest rank that has one, the same line on all ranks; go on if none has."""
         first = self.first_of(problem)
         if first is not None:
             raise GradlabError(first)
@@ -70,11 +54,7 @@ class Ranks:
         return None
 
     def require_same(self, settings: dict[str, Any]) -> None:
-        """Go on only if all ranks gave the same settings.
-
-        Raises:
-            GradlabError: the first difference, the same line on all ranks.
-        """
+        """Raise the first difference between ranks' settings, the same line on all ranks."""
         everyone = self.gather(settings)
         for rank, other in enumerate(everyone):
             for name, value in everyone[0].items():

@@ -23,13 +23,10 @@ _EVERY = 16  # steps from one look at all parameters to the next, after as many 
 
 
 class AveragedLayers:
-    """The layers of a model that ranks average, and the trainable ones that they do not.
+    """The layers of a model that ranks average, and the trainable ones that they do not. It does not keep the model
+    alive.
 
-    It does not keep the model alive.
-
-    Args:
-        model: in DDP, or that `fully_shard` was called on.
-        sharded: under FSDP2, lists the parameters that its units have, those that it gathers among them.
+    sharded: under FSDP2, lists the parameters that its units have, those that it gathers among them.
     """
 
     def __init__(self, model: nn.Module, sharded: Callable[[], list[torch.Tensor]] | None = None) -> None:
@@ -41,23 +38,12 @@ class AveragedLayers:
         self._known = {id(one): kind for one, kind in (held or _kinds(_passing_for_it(model))).items()}
 
     def require(self, pairs: Iterable[tuple[Layer, torch.Tensor]]) -> None:
-        """Refuse layers that DDP does not average.
-
-        Args:
-            pairs: layers with their parameters.
-
-        Raises:
-            GradlabError: naming the layers.
-        """
+        """Refuse layers that DDP does not average."""
         if missing := [layer.name for layer, parameter in pairs if not self._has(parameter)]:
             raise GradlabError(not_averaged(missing))
 
     def refuse_frozen(self) -> None:
-        """Refuse a model in which DDP waits for gradients of layers that were frozen after DDP was made.
-
-        Raises:
-            GradlabError: naming the layers.
-        """
+        """Refuse a model in which DDP waits for gradients of layers that were frozen after DDP was made."""
         model = self._model()
         assert isinstance(model, DistributedDataParallel)
         if model.find_unused_parameters or model.static_graph:
@@ -72,14 +58,7 @@ class AveragedLayers:
             )
 
     def refuse_thawed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse gradients of layers that no plan knows. Those of a layer that is frozen still are zeros.
-
-        Args:
-            parameters: DDP's, of no layer of the plan.
-
-        Raises:
-            GradlabError: naming one of them.
-        """
+        """Refuse gradients of layers that no plan knows. Those of a layer that is frozen still are zeros."""
         model = self._model()
         names = {} if model is None else names_of_parameters(model)
         for parameter in parameters:
@@ -95,11 +74,7 @@ class AveragedLayers:
                 )
 
     def refuse_uneven_division(self) -> None:
-        """Refuse averages over the ranks that have input left, as compressed gradients are averaged over all.
-
-        Raises:
-            GradlabError: saying what to call instead.
-        """
+        """Refuse averages over the ranks that have input left, as compressed gradients are averaged over all."""
         model = self._model()
         if isinstance(model, DistributedDataParallel) and divides_by_inputs(model):
             raise GradlabError(
@@ -139,13 +114,7 @@ class AveragedLayers:
 
 
 def not_averaged(missing: Sequence[str], made: str = "the DDP model was made", make: str = "make the DDP model") -> str:
-    """Say which layers ranks do not average, why, and what to do.
-
-    Args:
-        missing: names of the layers, at least one.
-        made: what came before the layers did.
-        make: what should come after them.
-    """
+    """Return which layers ranks do not average, why, and what to do."""
     return (
         f"{listed(missing)}: unfrozen, added or replaced after {made}, or of another dtype or device since, so that "
         f"ranks do not average it and drift apart; do that first, then {make}"
@@ -162,10 +131,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _of_reducer(model: DistributedDataParallel) -> dict[torch.Tensor, Kind]:
-    """The parameters that a reducer has, as they were when DDP was made; none where it does not show them.
-
-    Its buckets tell, which `join` shows to ranks without input, with zeros for gradients. It shows none of sparse ones.
-    """
+    """Return the parameters of a reducer, as they were when DDP was made, from the buckets that `join` shows to ranks
+    without input; none where it does not show them, as for sparse ones."""
     try:
         buckets = model.reducer._get_zeros_like_grad_buckets()
     except (AttributeError, RuntimeError):

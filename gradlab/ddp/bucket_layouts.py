@@ -32,13 +32,13 @@ class OldGradient(GradlabError):
 
 @dataclass
 class _Layout:
-    """How one gradient lies in its bucket.
+    """The layout of one gradient in its bucket.
 
     strides: the parameter's, last time.
     lies: the gradient's.
     read: those by which DDP will read the average.
     turned: whether the parameter's strides are no contiguous ones, or were others before.
-    sure: comparisons that told `lies`.
+    sure: comparisons that confirmed `lies`.
     """
 
     strides: Strides
@@ -49,12 +49,10 @@ class _Layout:
 
 
 class BucketLayouts:
-    """Reads the gradients of DDP's buckets, each in its parameter's shape.
+    """Reads the gradients of DDP's buckets, each in its parameter's shape. It does not keep the model alive.
 
-    Args:
-        model: whose layers errors name. It is not kept alive.
-        rearrange: whether a gradient is laid out anew, in the bucket, where DDP would read its average by other strides
-            than it lies by. Plain DDP does not.
+    rearrange: whether a gradient is laid out anew, in the bucket, where DDP would read its average by other strides
+        than it lies by. Plain DDP does not.
     """
 
     def __init__(self, model: nn.Module, rearrange: bool) -> None:
@@ -62,18 +60,8 @@ class BucketLayouts:
         self._known: dict[torch.Tensor, _Layout] = {}
 
     def gradients(self, bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """List the parameters of a bucket with their gradients.
-
-        Args:
-            bucket: as DDP hands it to a hook.
-
-        Returns:
-            Parameters, each with its gradient: a view of the bucket's buffer in the parameter's shape.
-
-        Raises:
-            OldGradient: for one that is not in the bucket in any layout.
-            GradlabError: for a sparse one.
-        """
+        """List the parameters of a bucket, each with its gradient: a view of the bucket's buffer in the parameter's
+        shape. `OldGradient` is raised for one that is not in the bucket in any layout."""
         if bucket.buffer().is_sparse:
             raise GradlabError(
                 f"{self._name(bucket.parameters()[0])}: a sparse gradient (an embedding with sparse=True), and only "

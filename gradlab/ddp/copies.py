@@ -52,11 +52,7 @@ class Uncopied:
 
 
 class Hook:
-    """A hook for a module, parameter or optimizer, which in a copy does nothing.
-
-    Args:
-        act: what it does where it was registered.
-    """
+    """A hook for a module, parameter or optimizer, which in a copy does nothing."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
         self._act = act

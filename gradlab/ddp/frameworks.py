@@ -17,53 +17,19 @@ _LAUNCH = "launch two or more processes: torchrun --nproc-per-node 2 SCRIPT, or 
 
 
 def ddp_of_accelerate(accelerator: Any, model: object, caller: str) -> DistributedDataParallel:
-    """Find the DDP model that `accelerator.prepare` made.
-
-    Args:
-        accelerator: Accelerate's Accelerator.
-        model: as `prepare` returned it.
-        caller: named at the front of the error.
-
-    Returns:
-        The DDP model, also inside of a compiled one.
-
-    Raises:
-        GradlabError: if there is none, saying what there is and what to do instead.
-    """
+    """Find the DDP model that `accelerator.prepare` made, also inside of a compiled one."""
     front = f"{caller}, {accelerator.num_processes} process(es)"
     return require_ddp(model, front, "prepare it first, and launch two or more processes")
 
 
 def ddp_of_trainer(trainer: Any, caller: str) -> DistributedDataParallel:
-    """Find the DDP model of a Hugging Face Trainer that has begun to train.
-
-    Args:
-        trainer: a transformers.Trainer.
-        caller: named at the front of the error.
-
-    Returns:
-        The DDP model, also inside of a compiled one.
-
-    Raises:
-        GradlabError: if there is none, saying what there is and what to do instead.
-    """
+    """Find the DDP model of a Hugging Face Trainer that has begun to train, also inside of a compiled one."""
     front = f"{caller}, {trainer.accelerator.num_processes} process(es)"
     return require_ddp(trainer.model_wrapped, front, _LAUNCH)
 
 
 def ddp_of_lightning(trainer: Any, caller: str) -> DistributedDataParallel:
-    """Find the DDP model of a Lightning Trainer whose strategy is set up.
-
-    Args:
-        trainer: a lightning.pytorch.Trainer.
-        caller: named at the front of the error.
-
-    Returns:
-        The DDP model.
-
-    Raises:
-        GradlabError: if the strategy does not train one DDP model, or has a communication hook of its own.
-    """
+    """Find the DDP model of a Lightning Trainer whose strategy is set up, with no communication hook of its own."""
     strategy = trainer.strategy
     front = f"{caller}, strategy {type(strategy).__name__}"
     model = require_ddp(strategy.model, front, "use Trainer(strategy='ddp')")
@@ -73,10 +39,7 @@ def ddp_of_lightning(trainer: Any, caller: str) -> DistributedDataParallel:
 
 
 def wrap_again(trainer: Any) -> None:
-    """Have a Hugging Face Trainer wrap its model anew in its next `train`: DDP never gives a communication hook back.
-
-    Args:
-        trainer: a transformers.Trainer whose training has ended.
-    """
+    """Have a Hugging Face Trainer wrap its model anew in its next `train`: DDP never gives a communication hook
+    back."""
     if isinstance(without_compile(trainer.model_wrapped), DistributedDataParallel):
         trainer.model_wrapped = trainer.model

@@ -16,33 +16,15 @@ _last_number = 0  # of the groups made here of a part of the world
 
 
 def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
-    """Make a new process group of the same ranks. A collective on `group`.
-
-    Args:
-        group: the group whose ranks are taken.
-        timeout: of the new group's collectives. None: that of `group`.
-        device: of this rank's tensors, if the backend is NCCL.
-
-    Returns:
-        The new group.
-    """
+    """Make a new process group of the same ranks, a collective on `group`; a timeout of None is the group's."""
     return part_of((group,), dist.get_process_group_ranks(group), timeout, device)
 
 
 def part_of(
     groups: Sequence[dist.ProcessGroup], ranks: Sequence[int], timeout: timedelta | None, device: torch.device
 ) -> dist.ProcessGroup:
-    """Make a new process group of some ranks. A collective of all ranks of a mesh, each with the part that it is in.
-
-    Args:
-        groups: of the mesh, in this order on all ranks: one of all its ranks, or those of its row and its column.
-        ranks: of the new group, global, this one among them; the same list on each of them.
-        timeout: of the new group's collectives. None: that of the first of `groups`.
-        device: of this rank's tensors, if the backend is NCCL.
-
-    Returns:
-        The new group.
-    """
+    """Make a new process group of some ranks, a collective of all ranks of a mesh, each with the part that it is in.
+    `groups` are one of all the mesh's ranks, or its row and its column; a timeout of None is that of the first."""
     if timeout is None:
         backend = groups[0]._get_backend(device)
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -57,12 +39,8 @@ def part_of(
 
 @contextmanager
 def _name_of_its_own(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Give a new group of a part of the world a name that its ranks agree on and that no group had before.
-
-    torch names such a group after its ranks and how many groups the process has. Ranks with different numbers would
-    wait for one another under different names. A group made after one was destroyed would get that one's name, and
-    find its old addresses in the store.
-    """
+    """Give a new group of a part of the world a name that its ranks agree on and that no group had before: torch counts
+    a process's groups, so that ranks would wait under different names, or find a destroyed group's old addresses."""
     global _last_number
     world = getattr(dist.distributed_c10d, "_world", None)
     names: dict[Any, Any] = getattr(world, "pg_names", {})

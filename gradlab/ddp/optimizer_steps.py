@@ -18,19 +18,8 @@ from gradlab.errors import GradlabError
 def at_each_step(
     optimizers: Iterable[torch.optim.Optimizer], act: Callable[[torch.optim.Optimizer], None]
 ) -> list[Any]:
-    """Call a method at every step of some optimizers, once the gradients are there.
-
-    That is before the step, so that what is let go of does not lie in memory beside the step's own; or after it, where
-    a closure computes the gradients within the step. A GradScaler does not call `step` of an optimizer whose gradients
-    are not finite, so no such step is seen.
-
-    Args:
-        optimizers: bare ones. Those without torch's hooks are left out.
-        act: a bound method. Its object is not kept alive.
-
-    Returns:
-        Handles with `remove`; none if no optimizer's steps can be seen.
-    """
+    """Call a bound method, whose object is not kept alive, before every step of bare optimizers, or after one whose
+    closure computes the gradients; return handles with `remove`. A step that a GradScaler skips is not seen."""
     method = weakref.WeakMethod(act)
 
     def call(
@@ -50,14 +39,7 @@ def at_each_step(
 
 class LocalPasses:
     """Counts backward passes since the last one whose gradients ranks averaged, by two parameters of a model in DDP.
-
-    DDP averages in the first backward pass after a forward pass of its own, unless that was under `no_sync`. What
-    another pass adds afterwards stays with its rank: one under `no_sync`, one more through a retained graph, those
-    of a static graph after `autograd.grad`, those through the module inside DDP.
-
-    Args:
-        parameters: whose gradients DDP averages.
-    """
+    DDP averages in the first pass after its own forward pass outside `no_sync`; further ones stay local."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._passes = 0
@@ -101,14 +83,8 @@ def call_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: obje
 
 
 def refuse_other_steps(held: HeldLayers) -> Any:
-    """Refuse that an optimizer which was not given steps a layer that none of the given ones holds.
-
-    Args:
-        held: the layers of a run whose plan has to know what trains them. It is not kept alive.
-
-    Returns:
-        A handle with `remove`.
-    """
+    """Refuse a step of a layer that none of the given optimizers holds, by another one; return a handle with
+    `remove`."""
     seen = weakref.ref(held)
 
     def hook(optimizer: torch.optim.Optimizer, *arguments: object) -> None:

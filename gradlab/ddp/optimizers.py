@@ -23,14 +23,12 @@ _NO_SETTINGS = {"params", "param_names", "lr", "initial_lr", "foreach", "fused",
 
 @dataclass(frozen=True)
 class OptimizerSettings(Jsonable):
-    """An optimizer without its parameters: what a recording says of it.
+    """An optimizer without its parameters, as a recording has it.
 
-    Attributes:
-        name: of its class, such as "AdamW".
-        groups: settings of the parameter groups, such as betas and weight_decay, as plain JSON. Groups with the same
-            settings are one.
-        layers: names of those that it trains, as far as these are told apart; else empty.
-        parts: several optimizers or settings, each with its layers. Then `name` and `groups` join theirs.
+    name: of its class, such as "AdamW".
+    groups: settings of the parameter groups as plain JSON. Groups with the same settings are one.
+    layers: names of those that it trains, as far as these are told apart; else empty.
+    parts: several optimizers or settings, each with its layers. Then `name` and `groups` join theirs.
     """
 
     name: str
@@ -40,12 +38,7 @@ class OptimizerSettings(Jsonable):
 
     @classmethod
     def joined(cls, parts: Sequence[OptimizerSettings], apart: bool = True) -> OptimizerSettings:
-        """Join optimizers into one description.
-
-        Args:
-            parts: one or several.
-            apart: whether it says which of them trains which layers.
-        """
+        """Join optimizers into one description; `apart`: with which of them trains which layers."""
         names = dict.fromkeys(part.name for part in parts)
         groups: list[Mapping[str, Any]] = []
         groups += [group for part in parts for group in part.groups if group not in groups]
@@ -61,14 +54,7 @@ class OptimizerSettings(Jsonable):
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> OptimizerSettings | None:
-        """Read what a recording says of its optimizer.
-
-        Args:
-            metadata: of the trace.
-
-        Returns:
-            The optimizer; None if the recording does not say, or says it in words of the user's.
-        """
+        """Return the optimizer of a trace's metadata; None if there is none, or the user described it in words."""
         return cls._read(metadata.get("optimizer"))
 
     @classmethod
@@ -116,18 +102,8 @@ class OptimizerSettings(Jsonable):
 
 
 def all_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
-    """Collect the optimizers of a run.
-
-    Args:
-        given: one optimizer, several (a list, a tuple, any iterable, the values of a dict), or None. A framework's
-            wrapper around one is taken off.
-
-    Returns:
-        Each optimizer once, in the order given; empty for None.
-
-    Raises:
-        GradlabError: naming what came instead of an optimizer.
-    """
+    """Return each optimizer of a run once, in the order given: one, an iterable, the values of a dict, or None for
+    none. A framework's wrapper around one is taken off."""
     if given is None:
         return ()
     if hasattr(given, "param_groups"):
@@ -143,11 +119,7 @@ def all_optimizers(given: object) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def check_optimizer_and_scaler(optimizer: object, scaler: object) -> None:
-    """Refuse what is no optimizer, and what is no loss scaler. None is neither, and accepted.
-
-    Raises:
-        GradlabError: naming the argument, what came and what was expected.
-    """
+    """Refuse what is no optimizer, and what is no loss scaler; None is accepted for either."""
     all_optimizers(optimizer)
     if scaler is not None and not (hasattr(scaler, "get_scale") and hasattr(scaler, "is_enabled")):
         raise GradlabError(f"scaler is {type(scaler).__name__}, expected a GradScaler")
@@ -171,14 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def bare_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that a framework has wrapped, as Accelerate and Lightning do.
-
-    Args:
-        optimizer: wrapped or not, or None.
-
-    Returns:
-        The innermost one, or None.
-    """
+    """Return the innermost optimizer in what a framework has wrapped, as Accelerate and Lightning do, or None."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
@@ -205,18 +170,10 @@ def _weight_decay(groups: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 class HeldLayers:
-    """The layers of a model, by the optimizers that train them.
+    """The layers of a model, by the optimizers that train them. Without names all groups count.
 
-    Attributes:
-        optimizers: of the run, each once.
-        missing: the layers that none of them holds, in the model's order.
-
-    Args:
-        given: one optimizer, several, or None (see `all_optimizers`).
-        names: layer names by parameter. Without names all groups count.
-
-    Raises:
-        GradlabError: for what is no optimizer.
+    optimizers: of the run, each once.
+    missing: the layers that none of them holds, in the model's order.
     """
 
     def __init__(self, given: object, names: Mapping[torch.Tensor, str] | None = None) -> None:
@@ -244,11 +201,7 @@ class HeldLayers:
         return bool(self._places and self.missing)
 
     def look(self) -> bool:
-        """Look at the parameter groups again, if their number or sizes have changed.
-
-        Returns:
-            Whether they have.
-        """
+        """Look at the parameter groups again, if their number or sizes have changed; return whether they have."""
         sizes = [len(group["params"]) for one in self.optimizers for group in one.param_groups]
         if sizes == self._sizes:
             return False
@@ -263,11 +216,8 @@ class HeldLayers:
         return True
 
     def rates(self) -> dict[str, float]:
-        """Read the learning rates by layer name.
-
-        A layer that no optimizer holds does not move, as at a rate of 0: its rate is 0 until a group holds it. Where no
-        layer is held, nothing is known.
-        """
+        """Return the learning rates by layer name, 0 for a layer that no optimizer holds, as it does not move. Nothing
+        is known where no layer is held."""
         rates = dict.fromkeys(self.missing, 0.0) if self._places else {}
         for one, at, layers in self._places:  # by place: `load_state_dict` makes new groups
             rates.update(dict.fromkeys(layers, float(one.param_groups[at]["lr"])))
@@ -298,14 +248,8 @@ class HeldLayers:
         return OptimizerSettings.joined(parts, apart=bool(self._places) and bool(self.missing or len(parts) > 1))
 
     def plain_sgd(self, layers: Collection[str] = ()) -> bool:
-        """Say whether layers are trained by torch.optim.SGD without momentum: the step is -eta times the gradient.
-
-        Args:
-            layers: those in question. Where none of them is held, all groups that hold any layer count.
-
-        Returns:
-            False without an optimizer, and where none holds a layer.
-        """
+        """Return whether torch.optim.SGD without momentum trains the layers, or all groups where none of these is held:
+        the step is -eta times the gradient. False where no layer is held."""
         groups = list(self._groups())
         concerned = [one for one in groups if not set(layers).isdisjoint(one[2])] or groups
         known = bool(self._places) or not self._names
@@ -328,10 +272,8 @@ class HeldLayers:
         return tuple(self._names[p] for p in taken if id(p) not in ours)
 
     def also_held_by(self) -> tuple[str, ...]:
-        """Find optimizers of this process that were not given and hold a missing layer, by their class names.
-
-        They are looked for among all live objects, which takes a moment. An optimizer that was given up is none.
-        """
+        """Return class names of live optimizers of this process that were not given and hold a missing layer. They are
+        looked for among all live objects, which takes a moment."""
         wanted = {id(parameter) for parameter, name in self._names.items() if name in set(self.missing)}
         gc.collect()
         found = []
@@ -343,11 +285,7 @@ class HeldLayers:
         return tuple(sorted(set(found)))
 
     def named_missing(self, among: Collection[str] | None = None) -> str:
-        """Name a few of the missing layers, and count the rest.
-
-        Args:
-            among: those in question; None: all.
-        """
+        """Name a few of the missing layers, and count the rest."""
         names = [name for name in self.missing if among is None or name in among]
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(names[:3]) + rest
@@ -361,11 +299,7 @@ class HeldLayers:
 
 
 def describe_optimizer(given: object) -> OptimizerSettings | None:
-    """Describe optimizers without looking at what they hold; see `HeldLayers.settings`.
-
-    Args:
-        given: one optimizer, several, or None. A framework's wrapper around one is taken off.
-    """
+    """Describe optimizers without looking at what they hold; see `HeldLayers.settings` and `all_optimizers`."""
     return HeldLayers(given).settings()
 
 
@@ -381,11 +315,7 @@ def saved_states(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
 
 
 def load_states(optimizers: Sequence[torch.optim.Optimizer], saved: Any) -> None:
-    """Load what `saved_states` returned.
-
-    Raises:
-        GradlabError: for the states of another number of optimizers.
-    """
+    """Load the result of `saved_states` into as many optimizers."""
     states = saved if isinstance(saved, (list, tuple)) else [saved]
     if len(states) != len(optimizers):
         raise GradlabError(f"checkpoint: of {len(states)} optimizers, this run has {len(optimizers)}")

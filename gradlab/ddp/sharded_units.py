@@ -30,12 +30,11 @@ HOW_TO = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]); compress_fsdp(model
 class Shard:
     """One rank's part of a parameter.
 
-    Attributes:
-        layer: of the whole parameter.
-        parameter: the DTensor that the module has.
-        shape: of the part, which may be empty.
-        padded_shape: of what it takes up in the flat gradient, the largest part of any rank.
-        dtype: of the gradient that travels.
+    layer: of the whole parameter.
+    parameter: the DTensor that the module has.
+    shape: of the part, which may be empty.
+    padded_shape: of its place in the flat gradient, the largest part of any rank.
+    dtype: of the gradient that travels.
     """
 
     layer: Layer
@@ -60,11 +59,7 @@ class Shard:
         return self.numel * self.dtype.itemsize
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Put the whole gradient together.
-
-        Args:
-            parts: of all ranks that share the parameter, in their order, each in the padded shape.
-        """
+        """Join the parts of all ranks, in their order and each in the padded shape, into the whole gradient."""
         dimension = self.parameter.placements[0].dim
         return torch.cat(list(parts), dimension).narrow(dimension, 0, self.layer.shape[dimension])
 
@@ -82,11 +77,8 @@ class Shard:
 class Unit:
     """A module that `fully_shard` was called on, with parameters of its own.
 
-    Attributes:
-        name: the module's, empty for the model itself.
-        module: the FSDPModule.
-        shards: of the parameters that travel together, in the order of the flat gradient.
-        device: of its gradients.
+    name: the module's, empty for the model itself.
+    shards: of the parameters that travel together, in the order of the flat gradient.
     """
 
     name: str
@@ -105,14 +97,8 @@ class Unit:
         return sum((shard.padded - _numel(shard.shape)) * shard.dtype.itemsize for shard in self.shards)
 
     def gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cut a flat gradient into those of the shards, as views, by layer name.
-
-        Args:
-            flat: (elements,), padded shards one after another.
-
-        Raises:
-            GradlabError: if it is not of all parameters that require a gradient.
-        """
+        """Cut a flat gradient (elements,), padded shards one after another, into those of the shards, as views, by
+        layer name."""
         return {shard.layer.name: piece[: _numel(shard.shape)].view(shard.shape) for shard, piece in self._pieces(flat)}
 
     def padded_gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -120,11 +106,7 @@ class Unit:
         return {shard.layer.name: piece.view(shard.padded_shape) for shard, piece in self._pieces(flat)}
 
     def divided_later(self, dtype: torch.dtype) -> float:
-        """Return what FSDP divides the flat gradient by after its hook: not 1 where a 16-bit mean might underflow.
-
-        Args:
-            dtype: of the flat gradient.
-        """
+        """Return what FSDP divides the flat gradient by after its hook: not 1 where a 16-bit mean might underflow."""
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
         group = _param_groups(self.module)[0]
@@ -139,12 +121,8 @@ class Unit:
         return float(factors[1] or 1.0)
 
     def require_unchanged(self) -> None:
-        """Refuse what was changed since the unit was looked at, and would go wrong without a word.
-
-        Raises:
-            GradlabError: for parameters that were replaced, or frozen then and trained now; for a gradient divide
-                factor; for all-reduces that are put off.
-        """
+        """Refuse changes since the unit was looked at that would go wrong without a word: parameters replaced or
+        thawed, a gradient divide factor, all-reduces that are put off."""
         (group,) = _param_groups(self.module)
         known = {id(shard.parameter) for shard in self.shards}
         now = [one.sharded_param for one in group.fsdp_params]
@@ -185,11 +163,7 @@ def _thawed(title: str) -> str:
 
 
 def require_whole_backward(units: Iterable[Unit]) -> None:
-    """Refuse the end of a backward pass within another one.
-
-    Raises:
-        GradlabError: if FSDP has not ended its own backward pass yet.
-    """
+    """Refuse the end of a backward pass within another one: FSDP must have ended its own."""
     if any(unit.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for unit in units):
         raise GradlabError(
             "a part of the backward pass ended within it, as under torch.utils.checkpoint with use_reentrant=True; "
@@ -198,12 +172,7 @@ def require_whole_backward(units: Iterable[Unit]) -> None:
 
 
 def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Let backward fail where a unit without trainable parameters gets some, instead of letting nodes drift apart.
-
-    Args:
-        model: what `fully_shard` was called on.
-        units: those with trainable parameters, which have hooks.
-    """
+    """Let backward fail where a unit without trainable parameters gets some, instead of letting nodes drift apart."""
     busy = {id(unit.module) for unit in units}
     for name, module in model.named_modules():
         if hasattr(module, "set_all_reduce_hook") and id(module) not in busy and _param_groups(module):
@@ -245,16 +214,8 @@ def let_go_of_gathered(model: nn.Module) -> None:
 
 
 def units_of(model: object, caller: str) -> list[Unit]:
-    """List the units of a model, which is between two steps.
-
-    Args:
-        model: what `fully_shard` was called on, or what torch.compile made of it.
-        caller: named at the front of errors.
-
-    Raises:
-        GradlabError: for a model without units, native HSDP, several meshes, parameters that are sharded elsewhere too
-            or on another device than the gradients, and parameters of no unit.
-    """
+    """List the units of a model between two steps. Native HSDP, several meshes, and parameters of no unit, or sharded
+    elsewhere too or on another device than the gradients, are refused."""
     inner = without_compile(model)
     if not isinstance(inner, nn.Module):
         raise GradlabError(f"{caller}: got a {type(inner).__name__}, expected a model that fully_shard was called on")
@@ -286,11 +247,7 @@ def units_of(model: object, caller: str) -> list[Unit]:
 
 
 def shard_group(units: Iterable[Unit], caller: str) -> dist.ProcessGroup:
-    """Return the process group along which a model's parameters are sharded.
-
-    Raises:
-        GradlabError: if units are sharded along different ones.
-    """
+    """Return the process group along which a model's parameters are sharded; refuse several."""
     groups: dict[tuple[int, ...], tuple[str, Any]] = {}
     for unit in units:
         group = _groups(unit.module, unit.name, caller)[0].mesh_info.shard_process_group
@@ -334,9 +291,7 @@ def has_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> bool:
 
 def hooks_of(model: nn.Module) -> list[tuple[Any, Any, Any]]:
     """List the modules that `fully_shard` was called on, each with its all-reduce hook and reduce-scatter as they are.
-
-    torch below 2.8 lets nobody replace the reduce-scatter: None then.
-    """
+    The reduce-scatter cannot be replaced below torch 2.8: None then."""
     return [
         (module, group._all_reduce_hook, getattr(group, "_reduce_scatter_comm", None))
         for module in model.modules()

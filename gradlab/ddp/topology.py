@@ -21,10 +21,9 @@ NODE = "node"  # the value of `within` that takes what torchrun says
 class Topology:
     """The ranks of a process group by node.
 
-    Attributes:
-        nodes: global ranks of each node, in the order of local ranks; all nodes have as many.
-        node: this rank's.
-        local_rank: this rank's position on its node.
+    nodes: global ranks of each node, in the order of local ranks; all nodes have as many.
+    node: this rank's.
+    local_rank: this rank's position on its node.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -48,22 +47,10 @@ class Topology:
 
 
 def find_topology(within: object, group: dist.ProcessGroup, device: torch.device) -> Topology | None:
-    """Find the nodes of a group's ranks. A collective on the group.
+    """Find the nodes of a group's ranks, a collective on it; None: ranks are not taken together, as for None or uneven
+    nodes.
 
-    Args:
-        within: what tells the ranks of this rank's node: one dimension of a DeviceMesh, a process group, "node" for
-            the machine as torchrun tells it, or None.
-        group: of all ranks.
-        device: of this rank's tensors, if the group's backend is NCCL.
-
-    Returns:
-        The topology; None where ranks are not taken together: for None, and for "node" where torchrun does not say,
-        every rank has a machine of its own, all have one in common, or machines have different numbers of ranks (which
-        gives a warning).
-
-    Raises:
-        GradlabError: the same line on all ranks, for groups that overlap, leave ranks out, or differ in size, and for
-            anything else as `within`.
+    within: one dimension of a DeviceMesh, a process group, "node" for the machine as torchrun has it, or None.
     """
     ranks = Ranks(group, device)
     everyone = dist.get_process_group_ranks(group)
@@ -111,18 +98,8 @@ def _ranks_of_machine(everyone: Sequence[int]) -> list[int] | None:
 
 
 def group_along(value: Any, name: str) -> dist.ProcessGroup | None:
-    """Return the process group along one dimension of a mesh.
-
-    Args:
-        value: what a user gave: a DeviceMesh of one dimension, or a process group.
-        name: of the argument.
-
-    Returns:
-        The group; None for one that this rank is not in.
-
-    Raises:
-        GradlabError: for anything else.
-    """
+    """Return the process group along one dimension of a mesh, or the group given; None for one that this rank is not
+    in."""
     if isinstance(value, dist.ProcessGroup):
         return value
     if isinstance(value, dist.DeviceMesh):
@@ -142,19 +119,8 @@ def group_along(value: Any, name: str) -> dist.ProcessGroup | None:
 
 
 def find_grid(row: dist.ProcessGroup, column: dist.ProcessGroup, device: torch.device) -> Topology:
-    """Find the nodes of a mesh from the two groups of each rank in it. A collective on both.
-
-    Args:
-        row: of this rank's node.
-        column: of the ranks that hold the same part on all nodes.
-        device: of this rank's tensors, if a backend is NCCL.
-
-    Returns:
-        The topology.
-
-    Raises:
-        GradlabError: the same line on all ranks, if the groups are not the rows and columns of one mesh.
-    """
+    """Find the nodes of a mesh from each rank's row (its node) and column (the ranks that hold the same part), a
+    collective on both."""
     rows, columns = Ranks(row, device), Ranks(column, device)
     mine = dist.get_process_group_ranks(row)
     nodes, problem = _nodes_of(mine, rows.gather(dist.get_process_group_ranks(column)))

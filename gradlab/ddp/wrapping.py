@@ -50,19 +50,8 @@ _PLAIN = (
 
 
 def require_ddp(model: object, caller: str = "", instead: str = _PLAIN) -> DistributedDataParallel:
-    """Return the DDP model in what a user handed over. torch.compile may have wrapped it.
-
-    Args:
-        model: any object.
-        caller: named at the front of errors, if it is given.
-        instead: what to do with a model that nothing has wrapped, for the error.
-
-    Returns:
-        The DDP model itself, without torch.compile's wrapper. Modules inside it may be compiled.
-
-    Raises:
-        GradlabError: for anything else, by its name, with what to do instead.
-    """
+    """Return the DDP model in what a user handed over, without torch.compile's wrapper; modules inside it may be
+    compiled. The error names the object, and `instead` says what to do with a model that nothing has wrapped."""
     inner, front = without_compile(model), caller and f"{caller}: "
     if other := _other_wrapper(inner):
         name, advice = other
@@ -78,28 +67,15 @@ def require_ddp(model: object, caller: str = "", instead: str = _PLAIN) -> Distr
 
 
 def without_compile(model: object) -> object:
-    """Return what torch.compile wrapped; any other object as it is.
-
-    Args:
-        model: any object.
-
-    Returns:
-        The module, whose own parts may be compiled.
-    """
+    """Return the module inside torch.compile's wrapper, whose parts may be compiled; any other object as it is."""
     while isinstance(model, nn.Module) and isinstance(inside := model._modules.get(_COMPILED), nn.Module):
         model = inside
     return model
 
 
 def bare_module(model: nn.Module) -> nn.Module:
-    """Return the user's own module, without the wrappers of DDP and torch.compile around it.
-
-    Args:
-        model: wrapped or not.
-
-    Returns:
-        The module, whose own parts may be compiled.
-    """
+    """Return the user's own module, without the wrappers of DDP and torch.compile around it; its parts may be
+    compiled."""
     while True:
         inner = without_compile(model)
         assert isinstance(inner, nn.Module)

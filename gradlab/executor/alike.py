@@ -10,13 +10,8 @@ Result = TypeVar("Result")
 
 
 class Shared:
-    """What the ranks of one exchange compute alike.
-
-    Coroutines of all ranks run the same code in the same order: the n-th call of one rank is the n-th of every other.
-
-    Attributes:
-        seconds, wall_seconds: that the calls took, of the process's processors and of the clock.
-    """
+    """Values that the ranks of one exchange compute alike, and the seconds these took of processors and of the clock.
+    The n-th call of one rank is the n-th of every other: all run the same code."""
 
     def __init__(self, ranks: int) -> None:
         self.seconds = self.wall_seconds = 0.0

@@ -40,22 +40,16 @@ class Graph(Protocol):
     """Kernels that are recorded once and then launched together."""
 
     def recording(self, generators: Sequence[torch.Generator]) -> AbstractContextManager[None]:
-        """Record what is asked of the device, which does not run, while the context lasts.
-
-        generators: of the device, which draw in what is recorded. A replay draws as they are seeded then.
-        """
+        """Record the device's work, without running it, while the context lasts; `generators` draw as they are seeded
+        at replay."""
 
     def replay(self) -> None:
         """Run what was recorded."""
 
 
 class CudaGraph:
-    """A graph of a GPU. Other threads may go on using the device while it is recorded.
-
-    Args:
-        pool: of `torch.cuda.graph_pool_handle()`.
-        stream: to record on. Graphs that use memory of one pool after each other have to share it.
-    """
+    """A graph of a GPU; other threads may use the device while it is recorded. Graphs that use memory of one pool after
+    each other have to share the stream."""
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -81,11 +75,7 @@ class CudaGraph:
 
 
 class CudaGraphs:
-    """Makes the graphs of one run, which share memory: what a graph needs only while it runs, others overwrite.
-
-    Args:
-        device: a GPU.
-    """
+    """Makes the graphs of one run, which share memory: a graph's intermediate tensors are overwritten by others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,11 +101,7 @@ class _NoGraph:
 class GroupGraphs:
     """The graphs of one group's exchange, and when they are made and used.
 
-    Attributes:
-        why: why the group's exchanges run without graphs for good; empty while they need not.
-
-    Args:
-        make: makes one graph of this group.
+    why: why the group's exchanges run without graphs for good; empty while they need not.
     """
 
     def __init__(self, make: Callable[[], Graph]) -> None:
@@ -132,18 +118,8 @@ class GroupGraphs:
     def exchange(
         self, codec: Codec, grads: Tensors, state: Tensors, context: Context, *, scaled_by: float = 1.0
     ) -> Coroutine[Exchanged]:
-        """Run a compressed exchange whose gradients nobody reads afterwards, by graphs if there are any.
-
-        Args:
-            codec: the group's.
-            grads: by layer name.
-            state: the group's.
-            context: of this step.
-            scaled_by: the loss scale that is on the gradients.
-
-        Returns:
-            The codec's result. Its tensors but the state are overwritten by the group's next exchange.
-        """
+        """Run a compressed exchange whose gradients nobody reads afterwards, by graphs if there are any. The result's
+        tensors but the state are overwritten by the group's next exchange."""
 
         def plainly(context: Context, grads: Tensors, state: Tensors) -> Coroutine[Exchanged]:
             return exchange_group(codec, grads, state, context, scaled_by=scaled_by, reuse=True)
@@ -181,10 +157,8 @@ class GroupGraphs:
 
 @dataclass
 class _Kind:
-    """Exchanges of the same kernels.
-
-    seen: how many; watched: what one under watch drew; recorded: their graphs, if there are any.
-    """
+    """Exchanges of the same kernels: how many were seen, what one under watch drew, and their graphs, if there are
+    any."""
 
     seen: int = 0
     watched: Draws | None = None
@@ -296,11 +270,8 @@ class _Watch(TorchDispatchMode):
         self._results: list[weakref.ref[torch.Tensor]] = []
 
     def needed(self) -> list[torch.Tensor]:
-        """List what has to stay where it is while the graph may run: what it reads, and what others read of it.
-
-        A result that is still there when a stretch ends is for the next stretch, or for the caller. In the memory of
-        all others, other graphs may work.
-        """
+        """List what has to stay in place while the graph may run: its inputs, and results that are still alive when a
+        stretch ends. Other graphs may work in the memory of all others."""
         alive = (result() for result in self._results)
         return [*self._read.values(), *(one for one in alive if one is not None)]
 

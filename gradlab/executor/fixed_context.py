@@ -24,10 +24,8 @@ class NotRecordable(GradlabError):
 
 
 class _Changing:
-    """Stands for a value that another step would have another of. It can be passed on, and not be used.
-
-    what: such as "the iteration".
-    """
+    """Stands for a value, such as "the iteration", that changes from step to step: it can be passed on, and not be
+    used."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -58,13 +56,8 @@ class _ChangingStream(_Changing, Redrawn):
 
 
 class Draws:
-    """The generators on the device from which a recorded exchange draws, and the streams that seed them.
-
-    A graph has to know its generators before it is recorded, so an exchange under watch shows which there are.
-
-    Args:
-        watched: of the exchange under watch; None: this is that exchange.
-    """
+    """The device's generators from which a recorded exchange draws, and the streams that seed them. A graph has to know
+    them before it is recorded: an exchange under watch, for which `watched` is None, shows which there are."""
 
     def __init__(self, watched: Draws | None = None) -> None:
         self._watched = watched

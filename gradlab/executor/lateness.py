@@ -26,13 +26,8 @@ GROWN, WAITING = 2.0, 10.0  # times that gradients grow, and gradient norms that
 
 
 class LateWatch:
-    """The residual and gradient norms of one group, in the last measured steps.
-
-    Args:
-        group: its name.
-        feedback: how each place that keeps a residual does so, by what the place is called in what is told; the ranks
-            first.
-    """
+    """The residual and gradient norms of one group in the last measured steps; `feedback` is by the name of each place
+    that keeps a residual, the ranks first."""
 
     def __init__(self, group: str, feedback: Mapping[str, Feedback]) -> None:
         self.group, self._places = group, tuple(feedback)
@@ -44,18 +39,8 @@ class LateWatch:
     def add(
         self, step: int, steps: int, norms: Sequence[tuple[float, float]], rate: float | None = None
     ) -> Finding | None:
-        """Judge a measured step.
-
-        Args:
-            step: the iteration.
-            steps: compressed steps so far, this one included.
-            norms: of the residual, and of the gradient in the residual's unit, by place. A gradient of the ranks that
-                is zero or not finite is not judged.
-            rate: the learning rate, if it is known. The residuals of a rate of zero are not judged.
-
-        Returns:
-            What was found, if anything.
-        """
+        """Judge a measured step from (residual, gradient) norms by place, in one unit. A gradient of the ranks that is
+        zero or not finite is not judged, nor are residuals of a rate of zero."""
         held = [largest.held_by(*of_place, rate) for largest, of_place in zip(self._largest, norms, strict=True)]
         gradient = norms[0][1]
         if held[0] is None or not 0 < gradient < math.inf:

@@ -224,10 +224,7 @@ class LockstepPlan:
             bill.add_mean(result.payload_bytes - (0 if self._counts_rest else FINITE_FLAG_BYTES))
 
     def _end(self, steps: Sequence[Step], results: Sequence[torch.Tensor]) -> None:
-        """End the step on all ranks.
-
-        results: the root's means. They are the same on every rank, so that they are checked once.
-        """
+        """End the step on all ranks. The root's means are the same on every rank, so that they are checked once."""
         self.runs[ROOT].end(steps[ROOT], results)
         for run, step in zip(self.runs, steps, strict=True):
             if run is not self.runs[ROOT]:
@@ -262,14 +259,7 @@ class _Bill:
 
 
 def all_finite(gradients: Sequence[Tensors]) -> bool:
-    """Say whether every element on every rank is finite.
-
-    Args:
-        gradients: one dict per rank, by layer name.
-
-    Returns:
-        True if there is no NaN and no infinity.
-    """
+    """Return whether every element on every rank is finite, from one dict of gradients per rank."""
     return all(bool(gradient.isfinite().all()) for rank in gradients for gradient in rank.values())
 
 
@@ -282,15 +272,8 @@ class Spent:
 
 
 def timed(coroutine: Coroutine[Result], spent: Spent) -> Coroutine[Result]:
-    """Run a coroutine, and measure the seconds that its own code takes, without the executor's.
-
-    Args:
-        coroutine: to run.
-        spent: to which the seconds are added.
-
-    Returns:
-        A coroutine with the same requests and the same result.
-    """
+    """Return a coroutine of the same requests and result that adds the seconds of its own code, without the
+    executor's."""
     answer = None
     while True:
         processor, wall = time.process_time(), time.perf_counter()
@@ -319,13 +302,5 @@ def _cost(results: Sequence[LockstepResult[Exchanged]], spent: Spent) -> GroupCo
 
 
 def learning_rates(plan: Plan, rate: float) -> dict[str, float]:
-    """Give every layer one learning rate, in the form that a context has it.
-
-    Args:
-        plan: whose layers are named.
-        rate: the learning rate; NaN: not known.
-
-    Returns:
-        Rates by layer name; empty where the rate is not known.
-    """
+    """Return one learning rate for every layer, by name; empty where it is not known (NaN)."""
     return {} if math.isnan(rate) else {layer.name: rate for layer in plan.layers}

@@ -18,16 +18,14 @@ from gradlab.codec import Tensors
 
 @dataclass
 class OpenStep:
-    """What a run has exchanged since the last optimizer step.
+    """The exchanges of a run since the last optimizer step.
 
-    Attributes:
-        followed: whether optimizer steps are known. If not, nothing is noted, and every exchange is a step.
-        seen: whether the optimizer has stepped. Before, each exchange counts as an iteration, since an optimizer may
-            be given that never steps.
-        taken_back: exchanges that were dropped before the first step, and counted as iterations until then.
-        exchanges: whose gradients were finite, since the last step.
-        iteration: of the first of them.
-        states: by group that exchanged: its state before, with the learning rates by layer before.
+    followed: whether optimizer steps are known. If not, nothing is noted, and every exchange is a step.
+    seen: whether the optimizer has stepped. Before, each exchange counts as an iteration: it may never step.
+    taken_back: exchanges that were dropped before the first step, and counted as iterations until then.
+    exchanges: those since the last step whose gradients were finite.
+    iteration: of the first of them.
+    states: by group that exchanged: its state before, with the learning rates by layer before.
     """
 
     followed: bool = False
@@ -40,14 +38,8 @@ class OpenStep:
     def add(
         self, iteration: int, groups: Iterable[str], states: Mapping[str, Tensors], rates: Mapping[str, float]
     ) -> None:
-        """Note an exchange, before its states are committed.
-
-        Args:
-            iteration: its number.
-            groups: whose codecs ran.
-            states: of all groups.
-            rates: learning rates by layer name. The dict is kept, so it must not be changed.
-        """
+        """Note an exchange of these groups before its states are committed. The dict of rates is kept, so it must not
+        be changed."""
         if not self.followed:
             return
         if not self.exchanges:
@@ -62,11 +54,7 @@ class OpenStep:
         return self.exchanges if self.seen else 0
 
     def forget(self, groups: Iterable[str] | None = None) -> None:
-        """End the open step: the optimizer has applied it, or nothing is known of it.
-
-        Args:
-            groups: whose parameters the optimizer holds; None: all of them.
-        """
+        """End the open step of these groups, None: all: the optimizer has applied it, or nothing is known of it."""
         self.exchanges = 0
         if groups is None:
             self.states.clear()

@@ -19,11 +19,9 @@ _CUT_FROM = 1024  # elements per piece; a smaller layer is not worth several mes
 class Ownership:
     """The parts of a plan by local rank.
 
-    Attributes:
-        local_ranks: ranks of a node, L.
-        groups: by group name, the local rank that owns it. Groups that are plainly dense have no owner.
-        pieces: by layer name, the L + 1 offsets at which its flat elements are cut: local rank i carries elements
-            pieces[i] to pieces[i + 1].
+    local_ranks: ranks of a node, L.
+    groups: by group name, the local rank that owns it. Groups that are plainly dense have no owner.
+    pieces: by layer name, L + 1 offsets in its flat elements: local rank i carries pieces[i] to pieces[i + 1].
     """
 
     local_ranks: int
@@ -46,19 +44,8 @@ class Ownership:
 
 
 def share_out(plan: Plan, local_ranks: int) -> Ownership:
-    """Share a plan out among the ranks of a node. It follows from the plan and L alone.
-
-    The largest part goes to the local rank that carries the fewest elements so far, and so on down (the rule of the
-    longest processing time). Taking groups in turn would give one rank all layers of one shape: transformers repeat
-    four of them, as many as there are often ranks.
-
-    Args:
-        plan: to be shared out.
-        local_ranks: ranks of a node, from 1.
-
-    Returns:
-        Who owns what.
-    """
+    """Share a plan out among the ranks of a node, the largest part first, each to the rank that carries least (the rule
+    of the longest processing time). Groups in turn would give one rank all layers of one shape."""
     numel = {layer.name: layer.numel for layer in plan.layers}
     compressed = {group.name: group for group in plan.compressed_groups}
     grouped = {layer for group in compressed.values() for layer in group.layers}
@@ -87,18 +74,8 @@ def _balanced(sizes: Iterable[int], bins: int) -> list[int]:
 
 
 def forecast_payload(plan: Plan, ownership: Ownership, local_rank: int, nodes: int) -> float:
-    """Forecast the bytes that one local rank contributes between nodes in a compressed step, for float32 gradients.
-
-    Args:
-        plan: that is run.
-        ownership: of its parts.
-        local_rank: whose bytes are wanted.
-        nodes: number of nodes M.
-
-    Returns:
-        Bytes, mean over nodes. Over the ranks of a node they add up to what the plan forecasts for M ranks, and to one
-        more flag of the ranks' agreement for each rank beyond the first that owns a group.
-    """
+    """Forecast the bytes, mean over nodes, that one local rank contributes in a compressed step, for float32 gradients.
+    A node adds up to the plan's forecast for M ranks, and a flag for each further rank that owns a group."""
     owned = ownership.owned(local_rank)
     dense = {layer.name for layer in plan.dense_layers} if plan.compressed_groups else set(ownership.pieces)
     total = 4.0 * sum(ownership.numel(name, local_rank) for name in dense) + (FINITE_FLAG_BYTES if owned else 0)

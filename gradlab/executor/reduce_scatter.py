@@ -25,14 +25,7 @@ ALLOWED = ("error_feedback", "hadamard")
 
 
 def check_alone(plan: Plan) -> None:
-    """Refuse a plan whose codecs do not work in a reduce-scatter.
-
-    Args:
-        plan: to be run.
-
-    Raises:
-        GradlabError: naming the group, and what its codec or a wrapper does.
-    """
+    """Refuse a plan with a codec or a wrapper that does not work in a reduce-scatter."""
     for group in plan.compressed_groups:
         codec = innermost(plan.build(group))
         if not isinstance(codec, Compressor) or not codec.gathered:
@@ -54,19 +47,8 @@ def reduce_scatter_group(
     mine: int,
     scaled_by: float = 1.0,
 ) -> Coroutine[list[Exchanged]]:
-    """Run a codec on every rank's part of one group.
-
-    Args:
-        codec: with its wrappers, of `check_alone`.
-        parts: of the gradients by layer name, one dict per rank that will have the mean of it, all of equal shapes.
-        states: of each part.
-        contexts: of each part: this rank's number, and the world size for the part that it gets, else 1.
-        mine: position of the part that this rank gets.
-        scaled_by: the loss scale that the gradients are multiplied by.
-
-    Returns:
-        A result per part. The mean is that of all ranks at `mine`; elsewhere it is this rank's own contribution.
-    """
+    """Run a codec on the part of one group for each rank, all of equal shapes; return a result per part. The mean at
+    `mine` is that of all ranks (its context has the world size); elsewhere it is this rank's own contribution."""
     runs = [
         exchange_group(codec, part, state, replace(context, one_round=True), scaled_by=scaled_by)
         for part, state, context in zip(parts, states, contexts, strict=True)
@@ -91,16 +73,8 @@ def reduce_scatter_group(
 def measure_parts(
     codec: Codec, done: Sequence[Exchanged], parts: Sequence[Tensors], scaled_by: float = 1.0
 ) -> GroupMeasures:
-    """Measure for the rules what a rank sends of all parts of one group, and what it keeps of them.
-
-    The error of the mean is not judged: a rank knows the mean of one part alone.
-
-    Args:
-        codec: with its wrappers.
-        done: of `reduce_scatter_group`.
-        parts: of the gradients, as there.
-        scaled_by: as there.
-    """
+    """Measure for the rules what a rank sends and keeps of all parts of one group. The error of the mean is not judged:
+    a rank knows the mean of one part alone."""
     of_parts = [
         measure(codec, one, residual_norms(one), gradient_norms(codec, part, one, {}, scaled_by), 1, scaled_by)
         for one, part in zip(done, parts, strict=True)
@@ -114,15 +88,7 @@ def measure_parts(
 
 
 def reduce_scatter_dense(parts: Sequence[Tensors], mine: int) -> Coroutine[Tensors]:
-    """Average every rank's part uncompressed, in rank order, 16-bit values in float32.
-
-    Args:
-        parts: as above.
-        mine: as above.
-
-    Returns:
-        The means at `mine`, by layer name.
-    """
+    """Average every rank's part uncompressed, in rank order, 16-bit values in float32; return the means at `mine`."""
     names = list(parts[mine])
     answers = yield tuple(AllToAll(tuple(part[name] for part in parts)) for name in names)
     return {name: mean_of_node(list(of_all)) for name, of_all in zip(names, answers, strict=True)}

@@ -39,13 +39,7 @@ SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, belo
 
 @dataclass(frozen=True)
 class Rule:
-    """A named rule.
-
-    Attributes:
-        name: as in the option `rules`.
-        threshold: when it fires, in words.
-        remedy: what to do then.
-    """
+    """A named rule, as the option `rules` has it: the threshold at which it fires, and what to do then, in words."""
 
     name: str
     threshold: str
@@ -154,15 +148,11 @@ _FINDING = {
 class Finding(Jsonable):
     """A rule that fired.
 
-    Attributes:
-        rule: its name.
-        group: of the plan; None if it is not about one.
-        step: the iteration at which it was seen; None before the first one.
-        value: what was measured.
-        threshold: that the value passed.
-        seen: what was seen, with numbers.
-        remedy: what to do.
-        ranks: that saw it.
+    group: of the plan; None if it is not about one.
+    step: the iteration at which it was seen; None before the first one.
+    value, threshold: what was measured, and what it passed.
+    seen: what was seen, with numbers.
+    ranks: those that saw it.
     """
 
     rule: str
@@ -187,11 +177,7 @@ class Finding(Jsonable):
 
     @staticmethod
     def from_json(written: Mapping[str, Any]) -> Finding:
-        """Read what `to_json` wrote. A value that was not finite comes back as infinity.
-
-        Raises:
-            GradlabError: for anything else.
-        """
+        """Read what `to_json` wrote; a value that was not finite comes back as infinity."""
         require_form(written, _FINDING, "a finding")
         numbers = {name: math.inf if written[name] is None else written[name] for name in ("value", "threshold")}
         known = {item.name: written[item.name] for item in fields(Finding)}
@@ -199,28 +185,14 @@ class Finding(Jsonable):
 
 
 def finding(rule: str, seen: str, value: float, threshold: float, **where: Any) -> Finding:
-    """Make a finding of a rule, with the rule's remedy.
-
-    Args:
-        rule: its name.
-        seen: what was seen, with numbers.
-        value: what was measured.
-        threshold: that it passed.
-        where: `group` and `step`, as far as there are any.
-    """
+    """Make a finding of a rule, with the rule's remedy; `where` is its group and step, as far as there are any."""
     place = {"group": None, "step": None, **where}
     return Finding(rule, value=value, threshold=threshold, seen=seen, remedy=RULES[rule].remedy, **place)
 
 
 def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:
-    """Return what each rule does when it fires: "ignore", "warn" or "error".
-
-    Args:
-        chosen: by rule's name; one of the three for all rules; or None. A rule that is not named warns.
-
-    Raises:
-        GradlabError: for another rule or another word.
-    """
+    """Return what each rule does when it fires ("ignore", "warn" or "error"), by name; a rule that is not named
+    warns."""
     if not isinstance(chosen, (str, Mapping, type(None))):
         raise GradlabError(f"rules = {chosen!r}, expected one of {', '.join(LEVELS)}, or a dict of rules and these")
     named = dict.fromkeys(RULES, chosen) if isinstance(chosen, str) else dict(chosen or {})
@@ -239,10 +211,9 @@ def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:
 class Feedback:
     """How a group keeps its residual, as far as its size depends on it.
 
-    Attributes:
-        delta: of the codec's contraction; 0: nothing is known, and nothing is assumed; None: nothing is known.
-        gain: most norm of the compressor input without the residual, in gradient norms: 1 / (1 - m) under momentum.
-        follows: whether the residual is multiplied by the ratio of learning rates.
+    delta: of the codec's contraction; 0: nothing is known, and nothing is assumed; None: nothing is known.
+    gain: most norm of the compressor input without the residual, in gradient norms: 1 / (1 - m) under momentum.
+    follows: whether the residual is multiplied by the ratio of learning rates.
     """
 
     delta: float | None = None
@@ -251,13 +222,7 @@ class Feedback:
 
 
 def feedback_of(codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> Feedback | None:
-    """Say how a group keeps its residual; None if it keeps none.
-
-    Args:
-        codec: with its wrappers.
-        layers: of the group.
-        plain_sgd: whether the optimizer is SGD without momentum.
-    """
+    """Return how a group keeps its residual; None if it keeps none."""
     wrappers = list(wrappers_of(codec))
     keeper = next((wrapper for wrapper in wrappers if wrapper.keeps_residual), None)
     if keeper is None:
@@ -281,10 +246,8 @@ def _amplifies(wrapper: Any) -> bool:
 
 
 def expected_delta(codec: Codec, layers: Sequence[Layer]) -> float | None:
-    """Return the delta by which a codec contracts: the one it guarantees, or a sparsifier's density.
-
-    A selection whose number of elements is not set (threshold) sends a residual whenever it is large enough: 0.
-    """
+    """Return the delta by which a codec contracts: the one it guarantees, or a sparsifier's density. A selection whose
+    number of elements is not set (threshold) sends a residual whenever it is large enough: 0."""
     method = innermost(codec)
     delta = method.guarantees(layers).delta
     if delta is None and method.selects:
@@ -293,13 +256,7 @@ def expected_delta(codec: Codec, layers: Sequence[Layer]) -> float | None:
 
 
 def residual_limit(steps: int, delta: float | None, gain: float = 1.0) -> float:
-    """Return the largest residual norm of a healthy run, in norms of its largest gradient.
-
-    Args:
-        steps: compressed steps so far.
-        delta: see `Feedback`.
-        gain: see `Feedback`.
-    """
+    """Return the largest residual norm of a healthy run after so many steps, in norms of its largest gradient."""
     bound = NO_GUARANTEE if delta is None else math.inf
     if delta:
         bound = 2 * math.sqrt(1 - min(delta, 1.0)) / delta
@@ -307,24 +264,14 @@ def residual_limit(steps: int, delta: float | None, gain: float = 1.0) -> float:
 
 
 class LargestGradients:
-    """Residual norms in norms of the largest gradient so far.
-
-    Args:
-        feedback: how the residual is kept.
-    """
+    """Residual norms in norms of the largest gradient so far."""
 
     def __init__(self, feedback: Feedback) -> None:
         self._follows = feedback.follows
         self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
 
     def held_by(self, residual: float, gradient: float, rate: float | None) -> float | None:
-        """Return how many of them a measured step's residual holds; None before any, and at a rate of zero.
-
-        Args:
-            residual: norm.
-            gradient: norm, in the residual's unit. One that is not finite is no largest gradient.
-            rate: the learning rate, if it is known.
-        """
+        """Return how many of them a measured step's residual holds; None before any, and at a learning rate of zero."""
         weight = 1.0 if rate is None or not self._follows else rate
         if not weight > 0:
             return None
@@ -334,31 +281,14 @@ class LargestGradients:
 
 
 class ResidualWatch:
-    """The residual norms of one group, step by step.
-
-    Args:
-        group: its name.
-        feedback: how it keeps its residual.
-        whose: the residual, in what is told.
-    """
+    """The residual norms of one group, step by step."""
 
     def __init__(self, group: str, feedback: Feedback, whose: str = "residual") -> None:
         self.group, self.feedback, self._whose = group, feedback, whose
         self._gradients = LargestGradients(feedback)
 
     def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
-        """Judge a measured step.
-
-        Args:
-            step: the iteration.
-            steps: compressed steps so far, this one included.
-            residual: norm.
-            gradient: norm, in the residual's unit.
-            rate: the learning rate, if it is known. The residuals of a rate of zero are not judged.
-
-        Returns:
-            What was found, if anything.
-        """
+        """Judge a measured step from both norms in one unit; the residuals of a rate of zero are not judged."""
         ratio = self._gradients.held_by(residual, gradient, rate)
         if ratio is None:
             return None
@@ -372,17 +302,8 @@ class ResidualWatch:
 def residual_grows(
     residuals: Sequence[float], gradients: Sequence[float], feedback: Feedback | None = None, every: int = 1
 ) -> Finding | None:
-    """Judge a series of measured steps.
-
-    Args:
-        residuals: norms, from the first compressed step on.
-        gradients: norms of the same steps.
-        feedback: how the residual is kept; None: nothing is known of it.
-        every: steps from one measurement to the next.
-
-    Returns:
-        The first finding, its step counted from the first compressed one; None if there is none.
-    """
+    """Return the first finding of a series of norms, one per `every` compressed steps; its step counts from the first
+    one."""
     watch = ResidualWatch("", feedback or Feedback())
     found = (
         watch.add(at * every, at * every + 1, residual, gradient)
@@ -392,14 +313,8 @@ def residual_grows(
 
 
 def residual_growth(norms: Sequence[float]) -> float | None:
-    """Return the mean norm of the last quarter of steps over that of the second.
-
-    None for fewer than 8 steps, for a norm that is not finite, and for one that does not rise from the second to the
-    third quarter and on to the last.
-
-    A residual that is sent in time settles; one that lies where the codec's decoder never comes, as an autoencoder's
-    does, grows as long as training goes on.
-    """
+    """Return the mean norm of the last quarter of steps over that of the second; None for fewer than 8, a norm that is
+    not finite, and no steady rise. A residual beyond the decoder's reach grows without end."""
     quarter = len(norms) // 4
     if quarter < 2 or not all(map(math.isfinite, norms)):
         return None
@@ -408,12 +323,7 @@ def residual_growth(norms: Sequence[float]) -> float | None:
 
 
 def growth_remark(group: str, growth: float | None) -> str | None:
-    """Say that a group's residual has not settled; None if it has. A young residual may still settle: no warning.
-
-    Args:
-        group: its name.
-        growth: see `residual_growth`.
-    """
+    """Return that a group's residual has not settled; None if it has. A young residual may still settle: no warning."""
     if growth is None or growth <= GROWN:
         return None
     return (
@@ -426,14 +336,8 @@ def growth_remark(group: str, growth: float | None) -> str | None:
 
 
 def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str]) -> Finding | None:
-    """Judge a step whose gradients were not finite on some rank.
-
-    Args:
-        step: the iteration.
-        in_a_row: such steps in a row, this one included.
-        scaled: whether a loss scaler is in use, which makes a few of them normal.
-        layers: of this rank, whose gradients were not finite; none if only the mean is not.
-    """
+    """Judge a step, the last of several in a row, whose gradients were not finite in these layers of this rank, or in
+    the mean alone. A loss scaler makes a few of them normal."""
     most = SCALED_STEPS if scaled else 1
     if in_a_row < most:
         return None
@@ -445,13 +349,7 @@ def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str]) 
 
 
 def several_backwards(step: int, passes: int, momentum: bool) -> Finding:
-    """Find several synchronised backward passes before one optimizer step.
-
-    Args:
-        step: the iteration.
-        passes: how many.
-        momentum: whether the plan applies momentum.
-    """
+    """Return the finding of several synchronised backward passes before one optimizer step."""
     seen = several_passes(passes) + ", each with momentum" * momentum
     return finding("several_backwards", seen, passes, 1, step=step)
 
@@ -462,34 +360,19 @@ def several_passes(passes: int) -> str:
 
 
 def local_gradients(step: int) -> Finding:
-    """Find an optimizer step that applies gradients which ranks did not average.
-
-    Args:
-        step: the iteration.
-    """
+    """Return the finding of an optimizer step that applies gradients which ranks did not average."""
     return finding("local_gradients", LOCAL_GRADIENTS, 1, 0, step=step)
 
 
 def dropped_backwards(step: int, passes: int, steps: int) -> Finding:
-    """Find synchronised backward passes whose gradients no optimizer step applied.
-
-    Args:
-        step: the iteration.
-        passes: how many so far.
-        steps: optimizer steps so far.
-    """
+    """Return the finding of synchronised backward passes, so many so far, whose gradients no optimizer step applied."""
     seen = f"{passes} synchronised backward passes whose gradients were dropped, beside {steps} optimizer steps"
     return finding("several_backwards", seen, passes, 1, step=step)
 
 
 def state_overflows(step: int, in_a_row: int, largest: tuple[float, str, str]) -> Finding | None:
     """Judge a step whose results were not finite although all ranks' gradients were: what is kept makes them so.
-
-    Args:
-        step: the iteration.
-        in_a_row: such steps in a row, this one included.
-        largest: magnitude in this rank's states, its layer and what it is; see `PlanRun.largest_state`.
-    """
+    `largest` is that of `PlanRun.largest_state`."""
     size, layer, what = largest
     if in_a_row < OVERFLOWS or size < HUGE:
         return None
@@ -501,15 +384,8 @@ def state_overflows(step: int, in_a_row: int, largest: tuple[float, str, str]) -
 
 
 def rate_change(before: Iterable[float], now: Iterable[float], largest: float) -> float:
-    """Return the largest factor between learning rates of two steps, 1 or more.
-
-    Rates of zero, and two that are both below 1 % of the largest, count as unchanged.
-
-    Args:
-        before: rates of the last step, one per layer.
-        now: rates of this step, in the same order.
-        largest: rate of the run so far.
-    """
+    """Return the largest factor between layers' learning rates of two steps, 1 or more. Rates of zero, and two that are
+    both below 1 % of the largest of the run so far, count as unchanged."""
     factors = [1.0]
     for old, new in set(zip(before, now, strict=True)):
         if old > 0 and new > 0 and max(old, new) >= RATE_SHARE * largest:
@@ -518,14 +394,8 @@ def rate_change(before: Iterable[float], now: Iterable[float], largest: float) -
 
 
 def rates_change(step: int, factor: float, residual: float | None) -> Finding | None:
-    """Judge a change of learning rates while residuals are kept as they are.
-
-    Args:
-        step: the iteration.
-        factor: see `rate_change`.
-        residual: norm at the last measured step over the gradient's, the largest of a group; None: not known. Below 1
-            little is applied at the wrong rate.
-    """
+    """Judge a change of learning rates while residuals are kept as they are. Below a residual of 1 gradient norm,
+    little is applied at the wrong rate."""
     if factor <= RATE_FACTOR or residual is None or residual < 1.0:
         return None
     seen = (
@@ -536,11 +406,7 @@ def rates_change(step: int, factor: float, residual: float | None) -> Finding | 
 
 
 def different_versions(versions: Sequence[Mapping[str, str]]) -> Finding | None:
-    """Judge the versions of libraries.
-
-    Args:
-        versions: by library's name, in rank order.
-    """
+    """Judge the versions of libraries, by name and in rank order."""
     differing = [name for name in versions[0] if len({of_rank[name] for of_rank in versions}) > 1]
     if not differing:
         return None
@@ -574,12 +440,7 @@ def merged(by_rank: Sequence[Iterable[Finding]]) -> list[Finding]:
 
 
 def sentence(findings: Sequence[Finding], world_size: int) -> str:
-    """Write findings of one rule as one line: the severest, how many more there are, the ranks, and what to do.
-
-    Args:
-        findings: of one rule.
-        world_size: number of ranks.
-    """
+    """Return findings of one rule as one line: the severest, how many more there are, the ranks, and what to do."""
     worst = max(findings, key=lambda one: one.severity)
     more = f" (and in {len(findings) - 1} more groups)" if len(findings) > 1 else ""
     when = "" if worst.step is None else f"step {worst.step}: "
@@ -589,12 +450,7 @@ def sentence(findings: Sequence[Finding], world_size: int) -> str:
 
 
 def sentences(findings: Iterable[Finding], world_size: int) -> list[str]:
-    """Write findings as one line per rule, see `sentence`.
-
-    Args:
-        findings: of any rules.
-        world_size: number of ranks.
-    """
+    """Return one line per rule, see `sentence`."""
     by_rule: dict[str, list[Finding]] = {}
     for one in findings:
         by_rule.setdefault(one.rule, []).append(one)

@@ -22,14 +22,13 @@ LEAST_SHARE = 0.5  # of the gradient, below which more is lost than sent
 
 @dataclass(frozen=True)
 class Sent:
-    """What a group without feedback makes of its compressor input x: a contribution C(x), with other ranks a mean D.
+    """The contribution C(x) that a group without feedback makes of its compressor input x, with the mean D over ranks.
 
-    Attributes:
-        energy: ||x||^2.
-        contributed: <C(x), x>.
-        mean_energy: ||D||^2; None where the mean is no mean of contributions, as under momentum after averaging. Where
-            D holds a server's residual: <D, x> and the squared error of the mean if the ranks' errors are independent.
-        mean_product: <D, x>, of this rank or the mean over ranks; None as `mean_energy`.
+    energy: ||x||^2.
+    contributed: <C(x), x>.
+    mean_energy: ||D||^2; None where the mean is no mean of contributions, as under momentum after averaging. With a
+        server's residual in D: <D, x> and the squared error of the mean if the ranks' errors are independent.
+    mean_product: <D, x>, of this rank or the mean over ranks; None as `mean_energy`.
     """
 
     energy: float
@@ -44,10 +43,8 @@ class Sent:
 
     @property
     def mean_error(self) -> float | None:
-        """Estimate ||D - m|| / ||m|| as sqrt(||D||^2 / <D, m> - 1), m the mean of the ranks' inputs.
-
-        It is above 1 where the error is, and equal to it where the error is orthogonal to m, as without bias.
-        """
+        """Estimate ||D - m|| / ||m|| as sqrt(||D||^2 / <D, m> - 1), m the mean of the ranks' inputs. It is above 1
+        where the error is, and equal to it where the error is orthogonal to m, as without bias."""
         if self.mean_energy is None or self.mean_product is None:
             return None
         return error_of(self.mean_energy, self.mean_product)
@@ -62,16 +59,8 @@ def error_of(energy: float, product: float) -> float:
 
 
 def error_over_ranks(windows: Sequence[Sequence[Sequence[float]]]) -> float | None:
-    """Return the median over measured steps of the error of the mean, from what all ranks know of it.
-
-    A rank's own <D, x_i> is <D, m> in the mean over ranks alone: where ranks' gradients differ much, it says little.
-
-    Args:
-        windows: by rank, (||D||^2, <D, x_i>) of the last measured steps.
-
-    Returns:
-        The median; None where a rank has fewer than `LASTING` steps.
-    """
+    """Return the median error of the mean over steps, from each rank's (||D||^2, <D, x_i>); None below `LASTING` steps.
+    A rank's own <D, x_i> is <D, m> in the mean over ranks alone."""
     if min(map(len, windows)) < LASTING:
         return None
     steps = zip(*(window[-LASTING:] for window in windows), strict=True)
@@ -79,13 +68,7 @@ def error_over_ranks(windows: Sequence[Sequence[Sequence[float]]]) -> float | No
 
 
 def mean_error(group: str | None, step: int | None, error: float | None) -> Finding | None:
-    """Judge the error of the mean.
-
-    Args:
-        group: its name.
-        step: the iteration.
-        error: over the mean, a median; None: not known.
-    """
+    """Judge the median error of the mean, over the mean."""
     if error is None or error <= MEAN_ERROR:
         return None
     seen = f"the error of the mean is {error:.3g} times the mean, expected at most {MEAN_ERROR:g}"
@@ -93,11 +76,7 @@ def mean_error(group: str | None, step: int | None, error: float | None) -> Find
 
 
 class SentWatch:
-    """What a group without feedback sends, in the last measured steps.
-
-    Args:
-        group: its name.
-    """
+    """The last measured steps of a group without feedback."""
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -105,15 +84,7 @@ class SentWatch:
         self._shares: deque[float] = deque(maxlen=LASTING)
 
     def add(self, step: int, sent: Sent) -> list[Finding]:
-        """Judge a measured step.
-
-        Args:
-            step: the iteration.
-            sent: in it. A step without a gradient is not judged.
-
-        Returns:
-            What was found.
-        """
+        """Judge a measured step; one without a gradient is not judged."""
         if not sent.energy > 0:
             return []
         self._shares.append(sent.share)

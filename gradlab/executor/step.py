@@ -517,10 +517,7 @@ class Step:
 
 
 def _held_back(layer: str, new: Tensors, before: Tensors, of_group: Collection[str]) -> Tensors:
-    """Return a group's new state with one layer's entries as they were before.
-
-    of_group: names of entries that belong to the group, not to a layer.
-    """
+    """Return a group's new state with one layer's entries as before, but for those of the whole group (`of_group`)."""
 
     def of_layer(key: str) -> bool:
         owner, _, what = key.rpartition("/")

@@ -22,32 +22,20 @@ FULL_MESSAGE, LEAST_MESSAGE = 1 / 32, 1 / 256
 
 
 class Advancing(Protocol):
-    """An exchange in progress.
-
-    requests: those it waits for.
-    done: whether it has ended.
-    """
+    """An exchange in progress, with the requests that it waits for."""
 
     requests: tuple[Request, ...]
     done: bool
 
     def advance(self, answers: Sequence[Any] | None) -> None:
-        """Go on to the next requests, or to the end.
-
-        Args:
-            answers: one per open request; None to start.
-        """
+        """Go on to the next requests, or to the end, with one answer per open request; None to start."""
 
 
 class InFlight(Protocol):
     """Collectives under way."""
 
     def answers(self) -> list[Any]:
-        """Wait for the collectives.
-
-        Returns:
-            One answer per request, in order.
-        """
+        """Wait for the collectives, and return one answer per request, in order."""
 
 
 OneExchange = TypeVar("OneExchange", bound=Advancing)

@@ -29,14 +29,13 @@ SERVER = "server's residual"
 
 @dataclass(frozen=True)
 class GroupMeasures:
-    """What the rules ask of one group's exchange on one rank.
+    """The norms of one group's exchange on one rank that the rules need.
 
-    Attributes:
-        residual: norm of the compression error, which feedback keeps; 0 without feedback.
-        gradient: norm of the gradient, with weight decay, without the loss scale.
-        server_residual: norm of the server's residual in two-way compression.
-        server_input: norm of the mean of contributions that this rank's server was sent.
-        sent: of a group without feedback; None under feedback.
+    residual: of the compression error, which feedback keeps; 0 without feedback.
+    gradient: with weight decay, without the loss scale.
+    server_residual: of the server's residual in two-way compression.
+    server_input: of the mean of contributions that this rank's server was sent.
+    sent: of a group without feedback; None under feedback.
     """
 
     residual: float = 0.0
@@ -54,16 +53,8 @@ def measure(
     ranks: int,
     scale: float = 1.0,
 ) -> GroupMeasures:
-    """Measure an exchange for the rules.
-
-    Args:
-        codec: with its wrappers.
-        done: the exchange's result on one rank.
-        residuals: norms of the compression errors, by layer; see `residual_norms`.
-        gradients: norms by layer; see `gradient_norms`.
-        ranks: how many there are.
-        scale: the loss scale that is on the mean.
-    """
+    """Measure an exchange for the rules, from `residual_norms` and `gradient_norms` by layer and the mean's loss
+    scale."""
     keeps = any(wrapper.keeps_residual for wrapper in wrappers_of(codec))
     kept = [load_buffer(done.state, layer, "server_residual") for layer in done.server_input]
     return GroupMeasures(
@@ -84,15 +75,8 @@ def residual_norms(done: Exchanged) -> dict[str, float]:
 def gradient_norms(
     codec: Codec, gradients: Tensors, done: Exchanged, parameters: Mapping[str, torch.Tensor], scale: float = 1.0
 ) -> dict[str, float]:
-    """Compute the norms of gradients of layers that have a residual, with those of weight decay, by layer.
-
-    Args:
-        codec: with its wrappers.
-        gradients: by layer name.
-        done: the exchange's result.
-        parameters: by layer name. The weight decay of others is not counted.
-        scale: the loss scale that is on the gradients.
-    """
+    """Compute the norms of gradients of layers that have a residual, with weight decay of the given parameters, by
+    layer."""
     decays = [one for one in wrappers_of(codec) if one.applies_weight_decay and not one.changes_mean]
     rate = sum(wrapper.settings.rate for wrapper in decays)
     layers = list(done.compression_error)
@@ -135,17 +119,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class RankWatch:
-    """The measured steps of one rank's run of a plan.
-
-    Attributes:
-        feedback: how groups keep their residuals, by name of those that do.
-
-    Args:
-        plan: that is run.
-        codecs: by group name.
-        plain_sgd: whether the optimizer is SGD without momentum.
-        watched: names of the rules that are asked.
-    """
+    """The measured steps of one rank's run of a plan; `feedback` is how groups keep their residuals, by name."""
 
     def __init__(
         self, plan: Plan, codecs: Mapping[str, Codec], plain_sgd: bool, watched: Collection[str] = tuple(rules.RULES)
@@ -184,17 +158,7 @@ class RankWatch:
     def see(
         self, step: int, steps: int, measured: Mapping[str, GroupMeasures], rates: Mapping[str, float]
     ) -> list[Finding]:
-        """Judge a measured step.
-
-        Args:
-            step: the iteration.
-            steps: compressed steps so far, this one included.
-            measured: by group name.
-            rates: learning rates by layer name, as far as they are known.
-
-        Returns:
-            What was found, by the rules that are asked.
-        """
+        """Judge a measured step, the last of `steps` compressed ones, by the rules of this watch."""
         found: list[Finding | None] = []
         for name, one in measured.items():
             known = [rates[layer] for layer in self._layers[name] if layer in rates]
@@ -214,15 +178,8 @@ class RankWatch:
 
 
 class LockstepWatch:
-    """The steps of all ranks of a `LockstepPlan`.
-
-    Attributes:
-        findings: the first of each rule and group, with the ranks that saw it.
-
-    Args:
-        lockstep: the ranks' runs.
-        scaled: whether a loss scaler is in use.
-    """
+    """The steps of all ranks of a `LockstepPlan`, with the first finding of each rule and group and the ranks that saw
+    it."""
 
     def __init__(self, lockstep: LockstepPlan, scaled: bool = False) -> None:
         self.findings: tuple[Finding, ...] = ()
@@ -238,14 +195,8 @@ class LockstepWatch:
         parameters: Mapping[str, torch.Tensor] | None = None,
         measured: bool = True,
     ) -> None:
-        """Look at a step.
-
-        Args:
-            done: what the plan made of it.
-            gradients: one dict per rank, by layer name, without the loss scale.
-            parameters: by layer name, for weight decay.
-            measured: whether the groups are measured, which takes some passes over the gradients.
-        """
+        """Judge a step from each rank's gradients without the loss scale. To measure groups takes some passes over
+        gradients."""
         self._steps += done.compressing
         self._in_a_row = 0 if done.finite else self._in_a_row + 1
         if not done.finite:

@@ -31,18 +31,8 @@ def is_critical(
     eta: float = ETA,
     least_decay: float = DECAY,
 ) -> np.ndarray:
-    """Say which layers are in a critical regime.
-
-    Args:
-        before, now: (layers,), L2 norms of the accumulated gradients of two successive windows; NaN: not known.
-        rate_before, rate: (layers,), learning rates at the ends of these windows; NaN: not known.
-        eta: the least relative change of a norm.
-        least_decay: the share that the learning rate has to fall by, from 0 on, where every fall counts.
-
-    Returns:
-        (layers,), bool. Where a norm is not known a layer is critical; a rate that is not known says nothing. From a
-        norm of zero every change is a fast one.
-    """
+    """Return which layers, (layers,), are in a critical regime: their norms change by `eta` or more, or rates fall by
+    `least_decay`. A norm that is not known (NaN) makes one critical; from zero every change is fast."""
     unknown = np.isnan(before) | np.isnan(now)
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.abs(now - before) / before
@@ -52,16 +42,13 @@ def is_critical(
 
 @dataclass(frozen=True)
 class Accordion:
-    """Two settings for each group that a plan is chosen anew for, one for critical regimes.
+    """Two settings for each group that a plan is chosen anew for, one for critical regimes (Alimohammadi et al.,
+    "L-GreCo", MLSys 2024, section 5.3: Accordion's choice is the default whose error is the budget of the search).
 
-    Alimohammadi et al., "L-GreCo", MLSys 2024, section 5.3: Accordion's choice between the two is L-GreCo's default set
-    of parameters, whose error is the budget of the search.
-
-    Args:
-        least: by group name, the index of the least compressed setting, for critical regimes.
-        most: by group name, the index of the most compressed one, for all others.
-        eta: the least relative change of a norm in a critical regime.
-        least_decay: the share that a learning rate has to fall by for one.
+    least: by group name, the index of the least compressed setting, for critical regimes.
+    most: by group name, the index of the most compressed one, for all others.
+    eta: the least relative change of a norm in a critical regime.
+    least_decay: the share that a learning rate has to fall by for one.
     """
 
     least: Mapping[str, int]

@@ -12,17 +12,7 @@ from gradlab.roles import ROLES
 
 
 def known_roles(roles: Collection[str]) -> tuple[str, ...]:
-    """Check the names of roles.
-
-    Args:
-        roles: names, or one name alone.
-
-    Returns:
-        The names.
-
-    Raises:
-        GradlabError: for a name that is none of `ROLES`.
-    """
+    """Return names of roles, given as several or one alone; refuse one that is none of `ROLES`."""
     names = (roles,) if isinstance(roles, str) else tuple(roles)
     if unknown := [name for name in names if name not in ROLES]:
         raise GradlabError(f"role {unknown[0]!r}: expected one of {', '.join(ROLES)}")
@@ -30,14 +20,7 @@ def known_roles(roles: Collection[str]) -> tuple[str, ...]:
 
 
 def list_roles(layers: Iterable[Layer]) -> str:
-    """List roles with their bytes of float32 gradients and their numbers of layers, the largest first.
-
-    Args:
-        layers: of a model.
-
-    Returns:
-        Such as "linear 1.2 MB (8 layers), bias 3 kB (8 layers)"; "no layer" without any.
-    """
+    """Return roles with their bytes of float32 gradients and numbers of layers, the largest first, in one phrase."""
     sizes: dict[str, list[int]] = {}
     for layer in layers:
         sizes.setdefault(layer.role, []).append(4 * layer.numel)
@@ -51,17 +34,7 @@ def _counted(number: int) -> str:
 
 
 def require_compressed(method: str, layers: Sequence[Layer], compressed: Sequence[Layer], wanted: str) -> None:
-    """Refuse a plan that compresses nothing of a model that has gradients.
-
-    Args:
-        method: what compresses, such as "topk".
-        layers: all of the model.
-        compressed: those in groups.
-        wanted: which layers the plan takes, in words.
-
-    Raises:
-        GradlabError: listing the roles that there are, with their bytes.
-    """
+    """Refuse a plan that compresses nothing of a model that has gradients, with a list of the roles that there are."""
     if not compressed and any(layer.numel for layer in layers):
         raise GradlabError(
             f"{method} would compress nothing: it takes {wanted}; there are {list_roles(layers)}; lower "
@@ -72,18 +45,8 @@ def require_compressed(method: str, layers: Sequence[Layer], compressed: Sequenc
 def left_dense(
     method: str, layers: Sequence[Layer], compressed: Sequence[Layer], eligible: Sequence[Layer], roles: Collection[str]
 ) -> str:
-    """Say what roles leave dense, if that is why less than half of a model's bytes is compressed.
-
-    Args:
-        method: what compresses, such as "topk".
-        layers: all of the model.
-        compressed: those in groups.
-        eligible: those that would be in groups if all roles were compressed.
-        roles: that are compressed.
-
-    Returns:
-        One line; "" where half of the bytes or more is compressed, or would not be with all roles either.
-    """
+    """Return one line of what roles leave dense, if they are why less than half of a model's bytes is compressed, else
+    "". `eligible` are the layers that would be in groups if all roles were compressed."""
     total, held, possible = (sum(layer.numel for layer in some) for some in (layers, compressed, eligible))
     if 2 * held >= total or 2 * possible < total:
         return ""
@@ -95,11 +58,6 @@ def left_dense(
 
 
 def warn_left_dense(line: str, stacklevel: int) -> None:
-    """Warn of what `left_dense` says, if anything.
-
-    Args:
-        line: of `left_dense`.
-        stacklevel: frames from here to the user's.
-    """
+    """Warn with a line of `left_dense`, if it is not empty."""
     if line:
         warnings.warn(f"gradlab: {line}", stacklevel=stacklevel)

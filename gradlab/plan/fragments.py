@@ -11,18 +11,7 @@ from gradlab.plan.plan import Group, Plan
 
 
 def fragments_of(plan: Plan, count: int) -> list[Plan]:
-    """Cut a plan into plans of consecutive layers with about as many elements each. No group is cut.
-
-    Args:
-        plan: of the whole model.
-        count: number of fragments.
-
-    Returns:
-        The plans. Each has the groups, the learned tensors and the schedule of its layers.
-
-    Raises:
-        GradlabError: if the plan has fewer groups and dense layers than fragments, or a refresh and more than one.
-    """
+    """Cut a plan into plans of consecutive layers with about as many elements each. No group is cut, and no refresh."""
     if count == 1:
         return [plan]
     _refuse_refresh(plan, count)
@@ -36,18 +25,7 @@ def fragments_of(plan: Plan, count: int) -> list[Plan]:
 
 
 def cut_like(plan: Plan, fragments: Sequence[Collection[str]]) -> list[Plan]:
-    """Cut a plan where another one of the same layers was cut.
-
-    Args:
-        plan: of the whole model.
-        fragments: names of the layers of each.
-
-    Returns:
-        The plans, as `fragments_of` does.
-
-    Raises:
-        GradlabError: for a group of layers in several fragments, or a refresh and more than one.
-    """
+    """Cut a plan where another one of the same layers was cut, given the names of each fragment's layers."""
     _refuse_refresh(plan, len(fragments))
     for group in plan.groups:
         if not any(set(group.layers) <= set(names) for names in fragments):

@@ -22,11 +22,8 @@ from gradlab.plan.plan import Group, Wrap, default_wrappers
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec for one layer, with settings.
+    """A codec for one layer, with settings in plain JSON and tensors that it learned from data.
 
-    codec: the codec's id.
-    settings: plain JSON values.
-    learned: tensors that the codec learned from data.
     wrappers: around the codec, outermost first; None: its default ones.
     """
 
@@ -36,23 +33,12 @@ class Candidate:
     wrappers: tuple[Wrap, ...] | None = None
 
     def build(self) -> Codec:
-        """Build the codec, without wrappers.
-
-        Raises:
-            GradlabError: for an unknown codec, or settings out of range.
-        """
+        """Build the codec, without wrappers."""
         method = codecs.get(self.codec)
         return method(build_settings(method, self.settings), self.learned)
 
     def group(self, layer: str) -> Group:
-        """Make a plan's group of one layer alone.
-
-        Args:
-            layer: the layer's name.
-
-        Returns:
-            The group, named after the layer.
-        """
+        """Return a plan's group of one layer alone, named after it."""
         around = default_wrappers(self.build()) if self.wrappers is None else self.wrappers
         return Group(layer, (layer,), self.codec, dict(self.settings), around)
 
@@ -64,12 +50,8 @@ class Candidate:
 def squared_errors(
     layer: Layer, gradient: torch.Tensor, candidates: Sequence[Candidate], *, seed: int = 0
 ) -> list[float]:
-    """Measure ||C(x) - x||^2 of each candidate C for one rank's gradient x of a layer, without error feedback.
-
-    gradient: x, of the layer's shape.
-    seed: of the random numbers of codecs that round or choose at random.
-    Returns one squared error per candidate, in the gradient's unit squared.
-    """
+    """Measure ||C(x) - x||^2 of each candidate C for one rank's gradient x of a layer, without error feedback, in the
+    unit of x squared. `seed` is that of codecs that round or choose at random."""
     context = Context(0, 1, 0, group=layer.name, seed=seed)
     errors: dict[int, float] = {}
     by_codec: dict[str, list[int]] = {}

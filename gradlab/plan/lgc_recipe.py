@@ -26,17 +26,8 @@ GROUP, VECTORS_GROUP = "autoencoder", "vectors"
 
 
 def graph_order(model: nn.Module) -> list[str]:
-    """List a model's parameters in the order in which torch.fx sees their modules called first.
-
-    Parameters of modules that are never called are left out. For a model that torch.fx cannot trace, the order is that
-    of registration, and no parameter is left out.
-
-    Args:
-        model: any model.
-
-    Returns:
-        Names of parameters.
-    """
+    """List names of parameters in the order in which torch.fx sees their modules called first, without those never
+    called; for a model that torch.fx cannot trace, all in the order of registration."""
     registered = [name for name, _ in model.named_parameters()]
     bare = dict(zip(registered, bare_names(registered), strict=True))
     try:

@@ -16,17 +16,7 @@ METRICS = ("l2", "squared-l2")
 
 
 def require_metric(name: Any) -> str:
-    """Refuse what is no metric.
-
-    Args:
-        name: to be one of `METRICS`.
-
-    Returns:
-        The name.
-
-    Raises:
-        GradlabError: naming what came.
-    """
+    """Return the name of a metric; refuse what is none of `METRICS`."""
     if name not in METRICS:
         raise GradlabError(f"metric {str(name)[:80]!r}, expected one of {', '.join(METRICS)}")
     return str(name)

@@ -10,14 +10,8 @@ if TYPE_CHECKING:
 
 
 def conflict_between_nodes(plan: Plan) -> str:
-    """Say why a plan cannot run where the ranks of a node share out its groups under DDP.
-
-    Args:
-        plan: any.
-
-    Returns:
-        The reason with a remedy; empty: the plan can.
-    """
+    """Return why a plan cannot run where a node's ranks share out its groups under DDP, with a remedy; empty: it
+    can."""
     if plan.refresh is None:
         return ""
     return (
@@ -27,14 +21,7 @@ def conflict_between_nodes(plan: Plan) -> str:
 
 
 def conflict_on_shards(plan: Plan) -> str:
-    """Say why a plan cannot run on the shards that FSDP2 leaves a rank.
-
-    Args:
-        plan: for whole layers.
-
-    Returns:
-        The reason; empty: the plan can.
-    """
+    """Return why a plan for whole layers cannot run on the shards that FSDP2 leaves a rank; empty: it can."""
     for group, reason in groups_of_whole_layers(plan):
         return f"group {group.name}: codec {group.codec} cannot work on shards, as {reason}"
     if plan.refresh is not None:

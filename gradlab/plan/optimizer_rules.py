@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conflict:
-    """A plan and an optimizer that would both do the same.
+    """Work that a plan and an optimizer would both do: what it is, and the remedy, one clause.
 
-    Attributes:
-        message: what both do, with the setting.
-        remedy: what to do about it, one clause.
-        by_setting: whether the optimizer's setting can be set to 0, with the plan doing its work.
+    by_setting: whether the optimizer's setting can be set to 0, with the plan doing its work.
     """
 
     message: str
@@ -39,15 +36,8 @@ class Conflict:
 
 
 def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
-    """Find what a plan and an optimizer would both apply to some layer.
-
-    Args:
-        plan: any.
-        optimizer: that it is to train with. Of several the one that trains a layer counts for that layer.
-
-    Returns:
-        The first conflict, momentum before weight decay; None: they go together.
-    """
+    """Return what a plan and an optimizer would both apply to some layer, momentum before weight decay; None: they go
+    together. With several optimizers, the one that trains a layer counts for it."""
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.replaces_optimizer)):
         if plan.replaces_optimizer and one.name != "SGD":
             message = (
@@ -73,12 +63,7 @@ def _fades(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
 
 
 def layers_under(plan: Plan, wanted: Callable[[type[Wrapper], Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    """Return the names of layers that have a certain wrapper, in the plan's order of groups.
-
-    Args:
-        plan: any.
-        wanted: whether a wrapper with its settings is one.
-    """
+    """Return the names of layers that have a certain wrapper, in the plan's order of groups."""
     return tuple(
         name
         for group in plan.groups
@@ -120,16 +105,7 @@ def needs_of(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def conflict_between(momentum: str | None, weight_decay: bool, optimizer: OptimizerSettings) -> Conflict | None:
-    """Find what a plan to be made and an optimizer would both apply.
-
-    Args:
-        momentum: the plan's wrapper that applies momentum, or None.
-        weight_decay: whether the plan applies weight decay.
-        optimizer: that it is to train with.
-
-    Returns:
-        The first conflict; None: they go together.
-    """
+    """Return what a plan to be made and an optimizer would both apply; None: they go together."""
     zero = "set the optimizer's to 0"
     if momentum and (setting := optimizer.momentum):
         message = f"the plan applies momentum ({momentum}) and the optimizer has {setting}"

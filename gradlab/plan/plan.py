@@ -570,10 +570,8 @@ def _check_coverage(codec: str, layers: Sequence[Layer], compressed: Sequence[La
 
 
 def _consecutive(layers: Sequence[Layer], group_bytes: float | None) -> list[tuple[str, ...]]:
-    """Names of consecutive layers that share a group of at most group_bytes bytes of float32 gradients.
-
-    group_bytes: None: small ones do.
-    """
+    """Return names of consecutive layers that share a group of at most group_bytes bytes of float32 gradients; None:
+    small ones do."""
     if group_bytes is None:
         runs = (list(run) for _, run in itertools.groupby(layers, lambda layer: 4 * layer.numel < SMALL_LAYER_BYTES))
         cut = (segments(run, lambda layer: 4 * layer.numel, _group_bytes_of(run)) for run in runs)

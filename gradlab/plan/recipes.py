@@ -26,7 +26,6 @@ from gradlab.plan.plan import Plan, Wrap
 class Method:
     """A published method of training.
 
-    codec, settings: the plan's codec.
     wrappers: around the codec, outermost first, inside the momentum wrapper.
     momentum: the wrapper that applies momentum, with its settings beside mu; None: no momentum.
     one_block: whether all layers are one group.
@@ -96,11 +95,7 @@ METHODS: dict[str, Method] = {
 
 
 def known_name(name: str, among: Iterable[str] = tuple(METHODS)) -> str:
-    """Find a method's name, whatever its case.
-
-    Raises:
-        GradlabError: if there is none; a close match is named.
-    """
+    """Return a method's name, whatever its case; a close match is named if there is none."""
     known = list(among)
     by_lower, lower = {one.lower(): one for one in known}, str(name).lower()
     if lower in by_lower:

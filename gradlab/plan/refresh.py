@@ -24,7 +24,7 @@ class Refresh:
     delay: further iterations until a choice is adopted, in which a thread makes the tables.
     alpha: factor on the budget.
     metric: what is summed over layers: "l2", norms of errors as in the paper, or "squared-l2", their squares.
-    accordion: says which setting's error goes into the budget, anew for every choice; None: the reference's does.
+    accordion: which setting's error goes into the budget, anew for every choice; None: the reference's does.
     """
 
     every: int
@@ -62,12 +62,8 @@ class Refresh:
                 )
 
     def check(self, plan: Plan) -> None:
-        """Refuse settings that are not the plan's.
-
-        Raises:
-            GradlabError: for a group that the plan lacks, has more than one layer, or a wrapper that keeps what belongs
-                to one setting; learned tensors; settings that its codec does not have.
-        """
+        """Refuse settings that are not the plan's: of groups that it lacks, that have several layers, learned tensors
+        or a wrapper that keeps what belongs to one setting, or settings that the codec does not have."""
         groups = {group.name: group for group in plan.compressed_groups}
         for name, choices in self.settings.items():
             group = groups.get(name)
@@ -81,27 +77,12 @@ class Refresh:
                 plan.build(replace(group, settings=settings))
 
     def chosen_after(self, iteration: int, first: int) -> bool:
-        """Say whether a choice is made after an iteration.
-
-        Args:
-            iteration: its number, from 0.
-            first: the first compressed iteration.
-
-        Returns:
-            True at the end of each window.
-        """
+        """Return whether a choice is made after an iteration: at the end of each window from the first compressed one
+        on."""
         return iteration >= first and (iteration - first + 1) % self.every == 0
 
     def adopted_before(self, iteration: int, first: int) -> bool:
-        """Say whether a choice is adopted before an iteration begins.
-
-        Args:
-            iteration: its number, from 0.
-            first: the first compressed iteration.
-
-        Returns:
-            True `delay` iterations after a choice.
-        """
+        """Return whether a choice is adopted before an iteration begins: `delay` iterations after a choice."""
         return self.chosen_after(iteration - 1 - self.delay, first)
 
     def to_json(self) -> dict[str, Any]:

@@ -34,22 +34,8 @@ ROOT = 0  # the rank that accumulates, measures and chooses
 def choose(
     plan: Plan, accumulated: Tensors, world_size: int, iteration: int, reference: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Choose the smallest plan within the budget of errors.
-
-    Args:
-        plan: with a refresh.
-        accumulated: one rank's gradients by layer name, means over a window. A group whose layer is missing keeps the
-            reference.
-        world_size: number of ranks, for the forecast of bytes.
-        iteration: of the choice; the codecs' random numbers follow from it.
-        reference: by group name, the index of the setting whose error goes into the budget; None: the refresh's.
-
-    Returns:
-        By group name, the index of the chosen setting among those of the plan's refresh.
-
-    Raises:
-        GradlabError: if alpha leaves no plan within the budget.
-    """
+    """Choose the smallest plan within the refresh's budget of errors: by group name, the index of its setting. A group
+    without accumulated means keeps the reference; codecs' random numbers follow from `iteration`."""
     refresh = plan.refresh
     assert refresh is not None
     choice = dict(refresh.reference if reference is None else reference)
@@ -69,15 +55,7 @@ def choose(
 
 
 def with_choice(plan: Plan, choice: Mapping[str, int]) -> Plan:
-    """Make the plan with the chosen settings.
-
-    Args:
-        plan: with a refresh.
-        choice: see `choose`.
-
-    Returns:
-        A new plan with the same groups.
-    """
+    """Return a plan of the same groups with the chosen settings."""
     assert plan.refresh is not None
     settings = plan.refresh.settings
     groups = tuple(
@@ -88,32 +66,15 @@ def with_choice(plan: Plan, choice: Mapping[str, int]) -> Plan:
 
 
 def message_of(plan: Plan, choice: Mapping[str, int] | None) -> Broadcast:
-    """Make the request by which the root sends a choice to all ranks. The other ranks' values do not count.
-
-    The message is (groups,), int64: indices in the order of the groups' names, all of them -1 for no choice.
-
-    Args:
-        plan: with a refresh.
-        choice: see `choose`; None: no choice.
-
-    Returns:
-        The request.
-    """
+    """Return the root's broadcast of a choice: (groups,), int64, in the order of names, all -1 for no choice. The other
+    ranks' values do not count."""
     assert plan.refresh is not None
     indices = [-1 if choice is None else choice[name] for name in sorted(plan.refresh.settings)]
     return Broadcast(torch.tensor(indices, dtype=torch.int64), ROOT)
 
 
 def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
-    """Read the choice in a message that arrived, the inverse of `message_of`.
-
-    Args:
-        plan: with a refresh.
-        message: (groups,), int64.
-
-    Returns:
-        The choice; None: none was made.
-    """
+    """Read the choice in a message (groups,), int64, the inverse of `message_of`; None: none was made."""
     assert plan.refresh is not None
     indices, known = message.tolist(), sorted(plan.refresh.settings)
     if -1 in indices:
@@ -126,16 +87,7 @@ def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
 
 
 def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
-    """Convert a codec's state to other settings. Wrappers keep theirs, but for what they measured of the old one.
-
-    Args:
-        new: the codec with the new settings, in its wrappers.
-        old: the codec with the old settings, in its wrappers.
-        state: of the old one.
-
-    Returns:
-        The state of the new one.
-    """
+    """Convert a codec's state to other settings. Wrappers keep theirs, but for what they measured of the old one."""
     if isinstance(new, Wrapper):
         assert isinstance(old, Wrapper)
         return {**new.carried_state(state), **adopted_state(new.codec, old.codec, new.inner_state(state))}
@@ -143,16 +95,11 @@ def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
 
 
 class Regimes:
-    """Which groups are in a critical regime, window by window, as Accordion says.
+    """The groups in a critical regime, window by window, by Accordion's rule.
 
-    Attributes:
-        norms: by group name, L2 norms of the mean gradients of the last window.
-        rates: by group name, learning rates at its end.
-        critical: names of the groups that are in a critical regime since then; None before the first window ends.
-
-    Args:
-        plan: with a refresh that follows Accordion.
-        accordion: of this refresh.
+    norms: by group name, L2 norms of the mean gradients of the last window.
+    rates: by group name, learning rates at its end.
+    critical: groups in a critical regime since then; None before the first window ends.
     """
 
     def __init__(self, plan: Plan, accordion: Accordion) -> None:
@@ -163,15 +110,8 @@ class Regimes:
         self.critical: frozenset[str] | None = None
 
     def after(self, means: Tensors, learning_rates: Mapping[str, float]) -> dict[str, int]:
-        """End a window.
-
-        Args:
-            means: by layer name, the window's mean gradients. A group whose layer is missing is in a critical regime.
-            learning_rates: by layer name, as far as they are known.
-
-        Returns:
-            By group name, the index of the setting that Accordion takes.
-        """
+        """End a window of mean gradients; return the index of Accordion's setting by group. A missing layer makes one
+        critical."""
         layers = self._layer_of.items()
         norms = {group: float(means[layer].double().norm()) for group, layer in layers if layer in means}
         rates = {group: float(learning_rates[layer]) for group, layer in layers if layer in learning_rates}
@@ -189,14 +129,7 @@ class Regimes:
         return {"norms": dict(self.norms), "rates": dict(self.rates), "critical": critical}
 
     def load(self, state: Any) -> None:
-        """Continue from a state that `state` gave.
-
-        Args:
-            state: of the same plan.
-
-        Raises:
-            GradlabError: for anything else than what `state` gives for this plan.
-        """
+        """Continue from a state that `state` gave for the same plan."""
         sound = isinstance(state, Mapping) and set(state) == {"norms", "rates", "critical"}
         sound = sound and all(self._are_numbers(state[key]) for key in ("norms", "rates"))
         sound = sound and (state["critical"] is None or self._are_groups(state["critical"]))
@@ -218,18 +151,12 @@ class Regimes:
 
 
 class Replanner:
-    """Chooses a plan's settings anew while training, as its `refresh` says. The root accumulates and measures.
+    """Chooses a plan's settings anew while training, by its `refresh`. The root accumulates and measures.
 
-    Attributes:
-        choice: in use, see `choose`. None before the first one.
-        failure: on the root, why the last choice could not be made. The plan then stays as it is.
-        sums: on the root, by layer name, the gradients accumulated since the last choice, float32.
-        counts: on the root, by layer name, how many gradients were accumulated.
-        regimes: of a refresh that follows Accordion, else None. The root alone sees windows.
-
-    Args:
-        plan: with a refresh.
-        beside: whether a thread measures while training goes on, or this one when the choice is due.
+    choice: in use, see `choose`. None before the first one.
+    failure: on the root, why the last choice could not be made. The plan then stays as it is.
+    sums, counts: on the root, by layer name, gradients since the last choice, float32, and their number.
+    regimes: of a refresh that follows Accordion, else None. The root alone sees windows.
     """
 
     def __init__(self, plan: Plan, rank: int, world_size: int, *, beside: bool) -> None:
@@ -247,13 +174,7 @@ class Replanner:
         self._pending: _Pending | None = None
 
     def add(self, gradients: Tensors, iteration: int, scaled_by: float = 1.0) -> None:
-        """Accumulate this rank's finite gradients.
-
-        Args:
-            gradients: by layer name, of some layers.
-            iteration: in which they were computed. Those before the schedule's first compressed one are left out.
-            scaled_by: the loss scale that is on them.
-        """
+        """Accumulate this rank's finite gradients, without their loss scale, from the first compressed iteration on."""
         if not self._is_root or iteration < self._first:
             return
         for name in self._layers & gradients.keys():
@@ -269,12 +190,7 @@ class Replanner:
             self.counts[name] += 1
 
     def end(self, iteration: int, learning_rates: Mapping[str, float] | None = None) -> None:
-        """End an iteration: begin to choose, if the refresh is due after it.
-
-        Args:
-            iteration: its number, from 0.
-            learning_rates: by layer name, as far as they are known.
-        """
+        """End an iteration: begin to choose, if the refresh is due after it."""
         if self._refresh.chosen_after(iteration, self._first):
             means = {name: (total / self.counts[name]).cpu() for name, total in self.sums.items()}
             self.sums, self.counts = {}, {}
@@ -284,48 +200,27 @@ class Replanner:
                 self._pending = _Pending(make, self._beside)
 
     def message(self, iteration: int) -> Broadcast | None:
-        """Make the request by which the root sends its choice before an iteration. Wait until the choice is made.
-
-        Args:
-            iteration: its number, from 0.
-
-        Returns:
-            The request; None: no choice is due.
-        """
+        """Wait for the root's choice that is due before an iteration, and return the request that sends it; None: none
+        is due."""
         if not self._refresh.adopted_before(iteration, self._first):
             return None
         return message_of(self.plan, self.settled())
 
     def settled(self) -> dict[str, int] | None:
-        """Wait for the choice that is made but not yet sent.
-
-        Returns:
-            The choice; None: there is none, or it failed.
-        """
+        """Wait for the choice that is made but not yet sent; None: there is none, or it failed."""
         if self._pending is None:
             return None
         choice, self.failure = self._pending.result()
         return choice
 
     def adopt(self, message: torch.Tensor) -> Plan:
-        """Adopt the choice in a message that arrived.
-
-        Args:
-            message: (groups,), int64.
-
-        Returns:
-            The plan to go on with.
-        """
+        """Adopt the choice in a message (groups,), int64, and return the plan to go on with."""
         self._pending = None
         self.choice = choice_in(self.plan, message) or self.choice
         return self.plan if self.choice is None else with_choice(self.plan, self.choice)
 
     def state(self) -> dict[str, Any]:
-        """Return plain values and tensors for a checkpoint. `load` continues from them.
-
-        Returns:
-            The state.
-        """
+        """Return plain values and tensors for a checkpoint. `load` continues from them."""
         return {
             "choice": self.choice,
             "pending": self.settled(),
@@ -335,17 +230,7 @@ class Replanner:
         }
 
     def load(self, state: Any) -> Plan:
-        """Continue from a state that `state` gave.
-
-        Args:
-            state: of the same plan.
-
-        Returns:
-            The plan that was in use.
-
-        Raises:
-            GradlabError: for anything else than what `state` gives for this plan.
-        """
+        """Continue from a state that `state` gave for the same plan, and return the plan that was in use."""
         sound = isinstance(state, Mapping) and {"choice", "pending", "counts", "sums"} <= set(state)
         sound = sound and all(isinstance(state[key], Mapping) for key in ("counts", "sums"))
         if not sound or not all(self._possible(state[key]) for key in ("choice", "pending")):

@@ -13,23 +13,8 @@ from gradlab.plan.plan import Group, Plan
 
 
 def shard_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]], units: Mapping[str, str]) -> Plan:
-    """Make the plan of one rank's shards: the same groups, codecs and settings, on other shapes.
-
-    A codec then sees the rows that the rank holds. PowerSGD approximates them, not the whole matrix, by its rank.
-    A layer whose shard is empty leaves its group. A group with layers of several units becomes one for each, because
-    what FSDP has of a unit must be final before the next one comes.
-
-    Args:
-        plan: for the whole layers.
-        shapes: of the shards, by layer name, all of the plan's.
-        units: by layer name, the module that it travels with.
-
-    Returns:
-        The plan.
-
-    Raises:
-        GradlabError: for a codec or a wrapper that needs whole layers, naming what it needs.
-    """
+    """Make the plan of one rank's shards: the same groups, codecs and settings, on other shapes; an empty shard leaves
+    its group. A group of several units becomes one for each, as FSDP ends them one by one."""
     if conflict := conflict_on_shards(plan):
         raise GradlabError(conflict + _first_shard(plan, shapes))
     layers = tuple(Layer(layer.name, tuple(shapes[layer.name]), layer.role) for layer in plan.layers)

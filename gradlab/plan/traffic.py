@@ -110,9 +110,7 @@ def pays_up_to(plan: Plan) -> str:
 class Excess:
     """Groups that send more than a ring all-reduce does.
 
-    Attributes:
-        groups: their names.
-        to_16_bits, to_32_bits: what they send over what that all-reduce sends of the same layers in 16 and in 32 bits.
+    to_16_bits, to_32_bits: their bytes over that all-reduce's of the same layers in 16 and in 32 bits.
     """
 
     groups: tuple[str, ...]
@@ -129,13 +127,8 @@ class Excess:
 
 
 def excess_of(plan: Plan, world_size: int, bits: int = 16) -> Excess | None:
-    """Find the groups that send more than a ring all-reduce; None if there are none, or they hardly matter.
-
-    Args:
-        plan: any plan.
-        world_size: number of ranks N.
-        bits: of a value in that all-reduce, 16 or 32.
-    """
+    """Return the groups that send more than a ring all-reduce of values in `bits` bits (16 or 32); None if there are
+    none, or they hardly matter."""
 
     def theirs(groups: Sequence[Group]) -> list[Layer]:
         return [layer for group in groups for layer in plan.members(group)]

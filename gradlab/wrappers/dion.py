@@ -247,17 +247,8 @@ def unit_rows(rows: torch.Tensor) -> torch.Tensor:
 def _power_iteration(
     start: Tensors, thin: Tensors, whole: Tensors, context: Context
 ) -> Coroutine[tuple[Tensors, Tensors, Tensors]]:
-    """Take one step of power iteration on the mean of matrices over ranks.
-
-    Args:
-        start: Q^T by layer, for every matrix.
-        thin: the matrices of which factors travel.
-        whole: the other matrices, and what else is to be averaged.
-        context: of the exchange.
-
-    Returns:
-        P^T and R^T by layer, and the means of `whole`.
-    """
+    """Take one step of power iteration on the mean over ranks of matrices, from Q^T by layer; return P^T and R^T by
+    layer, and the means of `whole`: the matrices that travel without factors, and what else is to be averaged."""
     left = multiplied(_of(thin, start), _turned(thin))
     answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *whole.values()))
     of_left, means = dict(zip(left, answers, strict=False)), dict(zip(whole, answers[len(left) :], strict=True))

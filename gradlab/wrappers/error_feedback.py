@@ -187,17 +187,8 @@ def same_dtype(tensors: Iterable[torch.Tensor]) -> bool:
 def exchange_contracting(
     wrapper: Wrapper, inputs: Tensors, state: Tensors, context: Context
 ) -> Coroutine[tuple[Exchanged, Tensors, Tensors]]:
-    """Run the wrapped codec on inputs, or on a multiple of them if it does not contract (`gradlab.codec.contraction`).
-
-    Args:
-        wrapper: that keeps the residual.
-        inputs: by layer.
-        state: the wrapper's.
-        context: of the exchange.
-
-    Returns:
-        The codec's result, the compression errors by layer, and state entries with what was measured.
-    """
+    """Run the wrapped codec on inputs, or on a multiple if it does not contract (`gradlab.codec.contraction`); return
+    its result, the compression errors by layer, and state entries with what was measured."""
     codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
     if wrapper.settings.contraction == "none" or not needs_scaling(codec, inputs):
         done = yield from codec.exchange(inputs, inside, context)
@@ -217,11 +208,7 @@ def compression_errors(inputs: Tensors, own: Mapping[str, torch.Tensor], context
 
 
 def refuse_keep(wrapper: Wrapper) -> None:
-    """Refuse keep = "unselected" around a codec that sends every element: no residual would be kept.
-
-    Raises:
-        GradlabError: naming the wrapper and the codec.
-    """
+    """Refuse keep = "unselected" around a codec that sends every element: no residual would be kept."""
     method = innermost(wrapper.codec)
     if wrapper.settings.keep == "unselected" and not method.selects:
         raise GradlabError(

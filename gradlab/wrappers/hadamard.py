@@ -82,15 +82,7 @@ def draw_signs(block: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def rotate(tensor: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Return H D x.
-
-    Args:
-        tensor: x, of any shape.
-        signs: of a block, (block,).
-
-    Returns:
-        A new tensor of the same shape.
-    """
+    """Return H D x for x of any shape, with a block's signs (block,), as a new tensor."""
     flat = tensor.reshape(-1)
     return _joined([transform(piece * signs[: piece.shape[1]]) for piece in _blocks(flat, len(signs))], tensor)
 
@@ -102,16 +94,8 @@ def rotate_back(tensor: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def transform(blocks: torch.Tensor) -> torch.Tensor:
-    """Apply the orthonormal Walsh-Hadamard transform to every row, in log2(size) passes.
-
-    Sums of two at a time, in one order: the same bits on every rank, whatever its number of threads.
-
-    Args:
-        blocks: (count, size), size a power of two.
-
-    Returns:
-        A new tensor (count, size).
-    """
+    """Return the orthonormal Walsh-Hadamard transform of rows (count, size), size a power of two, in log2(size) passes.
+    Sums of two at a time, in one order, give the same bits on every rank, whatever its number of threads."""
     size = blocks.shape[1]
     values, other = blocks.clone(memory_format=torch.contiguous_format), torch.empty_like(blocks).contiguous()
     step = 1

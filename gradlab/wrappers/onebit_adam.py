@@ -136,10 +136,8 @@ class OneBitAdam(Wrapper):
 
 
 def moves_variance(iteration: int, kappa: int) -> bool:
-    """Say whether 0/1 Adam's variance moves in an iteration, from 0.
-
-    After j updates the next one is 2^floor(j / kappa) iterations on: 0/1 Adam's set T_v, with its kappa of 16.
-    """
+    """Return whether 0/1 Adam's variance moves in an iteration, from 0. After j updates the next one is 2^floor(j /
+    kappa) iterations on: 0/1 Adam's set T_v, with its kappa of 16."""
     distance, at = 1, 0
     while at + kappa * distance <= iteration:
         at, distance = at + kappa * distance, 2 * distance
