@@ -274,10 +274,8 @@ class BlockCompressor(PiecewiseCompressor):
         return self.reduced(vector, largest_of_rows, largest_of_blocks)
 
     def _runs(self, numel: int) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Cut a vector (numel,) into runs of blocks that fit the cache: start, stop, its blocks' starts and sizes.
-
-        A block that is larger is a run by itself.
-        """
+        """Cut a vector (numel,) into runs of blocks that fit the cache: start, stop, its blocks' starts and sizes. A
+        larger block is a run by itself."""
         if self._sizes is None:
             return _runs_of(np.arange(0, numel, min(self.block, numel)), numel)
         if not self._cut_runs:
@@ -291,10 +289,7 @@ class BlockCompressor(PiecewiseCompressor):
         return self._counts(start, stop)[:2]
 
     def _counts(self, start: int, stop: int) -> tuple[int, int, np.ndarray]:
-        """Return the first and the last block of the elements from start to stop, and how many of these each has.
-
-        Vectors are worked on in the same pieces in every step, so that it is worked out once.
-        """
+        """Return the first and the last block of the elements from start to stop, and how many of these each has."""
         if (start, stop) not in self._counted:
             first, last = (int(at) for at in np.searchsorted(self._starts, [start, stop - 1], "right") - 1)
             counts = np.diff(self._starts[first : last + 2].clip(start, stop))
@@ -408,10 +403,8 @@ def block_sizes(numel: int, block: int) -> list[int]:
 
 
 def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Cut a vector (numel,) into views: matrices (m, size) of whole blocks, and (1, rest) of the remaining elements.
-
-    On a CPU each matrix fits the cache.
-    """
+    """Cut a vector (numel,) into views: matrices (m, size) of whole blocks, and (1, rest) of the remaining elements. On
+    a CPU each matrix fits the cache."""
     whole = vector.numel() // size * size
     if whole == vector.numel() <= _ROWS_CACHED:
         return [vector.view(-1, size)]

@@ -48,11 +48,7 @@ def contraction_setting() -> Any:
 
 
 def needs_scaling(codec: Codec, grads: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether feedback has to scale a codec's input.
-
-    codec: the codec, with wrappers or without.
-    grads: tensors of the shapes of the group's layers, by name.
-    """
+    """Return whether feedback has to scale a codec's input, for tensors of the shapes of the group's layers."""
     holds = innermost(codec).guarantees_of(grads)
     return not holds.contracts and (holds.unbiased or holds.homogeneous)
 
@@ -60,18 +56,8 @@ def needs_scaling(codec: Codec, grads: Mapping[str, torch.Tensor]) -> bool:
 def exchange_scaled(
     codec: Codec, inputs: Tensors, state: Tensors, zeta: torch.Tensor, context: Context
 ) -> Coroutine[tuple[Exchanged, Tensors, torch.Tensor]]:
-    """Run a codec on inputs / zeta.
-
-    Args:
-        codec: with the wrappers inside the one that asks.
-        inputs: x, by layer.
-        state: the codec's.
-        zeta: at least 1, ().
-        context: of the exchange.
-
-    Returns:
-        The codec's result, the compression errors x - C(x / zeta) by layer, and the next zeta.
-    """
+    """Run a codec on inputs / zeta; return its result, the compression errors x - C(x / zeta) by layer, and the next
+    zeta."""
     scaled = {name: scale_down(value, zeta, context) for name, value in inputs.items()}
     done = yield from codec.exchange(scaled, state, context)
     errors = {
@@ -96,15 +82,11 @@ def first_zeta(codec: Codec, inputs: Tensors, context: Context) -> torch.Tensor:
 
 
 def next_zeta(zeta: torch.Tensor, inputs: Iterable[torch.Tensor], own: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Compute the zeta to use in the next iteration, ().
+    """Compute the zeta, (), to use in the next iteration, from x and C layer by layer.
 
-    What would have been best now is zeta ||C||^2 / <x, C>, with C = C(x / zeta). A larger one counts at once, because
-    feedback diverges where zeta is less than half of what it should be. A smaller one is averaged over iterations.
-    Where that is no number, as for x = 0, zeta stays.
-
-    zeta: in use, ().
-    inputs: x, layer by layer.
-    own: C, layer by layer, of the same shapes.
+    The best one now would have been zeta ||C||^2 / <x, C>, with C = C(x / zeta). A larger one counts at once, because
+    feedback diverges where zeta is less than half of its right value. A smaller one is averaged over iterations. If
+    that is no number, as for x = 0, zeta stays.
     """
     pairs = list(zip(inputs, own, strict=True))
     energy = torch.stack([inner_product(sent, sent) for _, sent in pairs]).sum()
@@ -116,10 +98,8 @@ def next_zeta(zeta: torch.Tensor, inputs: Iterable[torch.Tensor], own: Iterable[
 
 
 def inner_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute <a, b> of two tensors of one shape, (), float64.
-
-    On the CPU the order of its sum follows from the number of elements alone.
-    """
+    """Compute <a, b> of two tensors of one shape, (), float64. On the CPU the order of its sum follows from the number
+    of elements alone."""
     if a.device.type != "cpu":
         return (a.double() * b.double()).sum()
     left, right = a.detach().reshape(-1).numpy(), b.detach().reshape(-1).numpy()

@@ -19,8 +19,7 @@ class Alike:
     """Layers of one size, of which as many elements are sent.
 
     starts: of the layers in the group's vector, (m, 1).
-    size: elements of a layer.
-    count: elements sent of a layer.
+    size, count: elements of a layer, and those sent of it.
     coding: of their positions: one whose size is known.
     """
 
@@ -49,17 +48,10 @@ class EachLayer:
     """Where a fixed number of elements of each layer of a group lie.
 
     Layers of one size lie together in the order of values and codes, so that they take one call. A position is coded
-    within its layer, as that of a group of one layer is. A coding whose size depends on the positions is of all of them
-    together.
+    within its layer. A coding whose size depends on the positions is of all of them together.
 
-    Args:
-        sizes: elements of each layer.
-        counts: elements sent of each layer.
-        coding: one of `CODINGS`.
-
-    Attributes:
-        count: elements sent in all.
-        nbytes: of their encoded positions; an estimate if the coding's size depends on them.
+    count: elements sent in all.
+    nbytes: of their encoded positions; an estimate if the coding's size depends on them.
     """
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int], coding: str) -> None:
@@ -81,19 +73,13 @@ class EachLayer:
         self._moved: dict[torch.device, list[torch.Tensor]] = {}
 
     def largest(self, vector: torch.Tensor) -> torch.Tensor:
-        """Find the positions of the largest magnitudes of each layer, in the order of coding: (count,), int64.
-
-        vector: the group's, (numel,).
-        """
+        """Find the positions of the largest magnitudes of each layer of a vector (numel,), in the order of coding:
+        (count,), int64."""
         return self.select(vector, lambda layer, count: largest(layer, count))
 
     def select(self, vector: torch.Tensor, choose: Any) -> torch.Tensor:
-        """Find positions in the order of coding, (count,), int64.
-
-        vector: the group's, (numel,).
-        choose: returns the positions (count,) within one large layer, from its values and the count. Of small layers
-            the largest magnitudes are taken.
-        """
+        """Find positions (count,), int64, in the order of coding; `choose` returns those in one large layer from its
+        values and the count. The largest magnitudes of small layers are taken."""
         found = [torch.empty(0, dtype=torch.int64, device=vector.device)]
         for one, starts in zip(self._classes, self._starts(vector.device), strict=True):
             layers = [vector[start : start + one.size] for start in one.starts.view(-1).tolist()]

@@ -17,17 +17,8 @@ from gradlab.errors import GradlabError
 
 
 def codec_from_file(path: Path) -> type[Codec]:
-    """Run a Python file, and register the codec that it defines, unless it does that itself.
-
-    Args:
-        path: such as my_codec.py. A file may import its neighbours.
-
-    Returns:
-        The codec's class.
-
-    Raises:
-        GradlabError: if the file cannot be run, or defines no codec, or several. The line that failed is named.
-    """
+    """Run a Python file, which may import its neighbours, and return the one codec class that it defines, registered.
+    The line that failed is named."""
     if not path.is_file():
         raise GradlabError(f"{path}: no such file, expected Python code that defines a codec")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -68,15 +59,7 @@ def _registered(path: Path, defined: list[type[Codec]]) -> type[Codec]:
 
 
 def told_at(error: BaseException, path: Path) -> str:
-    """Say what went wrong in a file of the user's, and in which line.
-
-    Args:
-        error: raised in the file, or by what it called.
-        path: of the file.
-
-    Returns:
-        Such as "line 3: NameError: name 'tourch' is not defined".
-    """
+    """Return what went wrong in a user's file, and in which line: "line 3: NameError: name 'tourch' is not defined"."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)

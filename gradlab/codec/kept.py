@@ -47,11 +47,7 @@ class Kept:
 
 
 def state_problem(kept: Mapping[str, Kept] | None, state: Mapping[str, torch.Tensor]) -> str | None:
-    """Say what is wrong with a codec's state; None if nothing is.
-
-    kept: what `Codec.kept` says.
-    state: by key.
-    """
+    """Return what is wrong with a codec's state, by its `Codec.kept`; None if nothing is."""
     if kept is None:
         return None
     for key, tensor in state.items():

@@ -19,10 +19,8 @@ LayerErrors = dict[str, tuple[float, float]]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds no infinity and no NaN.
-
-    Its minimum and maximum show both, 25 times faster than a look at every element.
-    """
+    """Return whether a tensor holds no infinity and no NaN. Its minimum and maximum show both, 25 times faster than a
+    look at every element."""
     if not tensor.numel():
         return True
     least, largest = torch.aminmax(tensor)
@@ -32,10 +30,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Compute max |x| of each of L tensors on one device, without waiting for it: (L,), float64.
-
-    NaN and infinity show in the result. A tensor without elements has 0.
-    """
+    """Compute max |x| of each of L tensors on one device, without waiting for it: (L,), float64. NaN and infinity show;
+    a tensor without elements has 0."""
     numbers = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     norms = torch._foreach_norm(numbers, math.inf)
     alike = all(norm.dtype == norms[0].dtype for norm in norms)
@@ -43,10 +39,7 @@ def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all of several tensors are finite.
-
-    Small ones are looked at together, and those on a GPU all at once, so that it is waited for once.
-    """
+    """Return whether all of several tensors are finite. A GPU is waited for once."""
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     on_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -87,10 +80,8 @@ def squared_norm(tensor: torch.Tensor) -> float:
 
 
 def squared_norms(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Compute ||tensor||^2 of each, from the L2 norm in at least float32. In float64 it would take 30 times longer.
-
-    Where squares leave float32, the largest magnitude is the unit. NaN and infinity show in the result.
-    """
+    """Compute ||tensor||^2 of each, from the L2 norm in at least float32 (float64 takes 30 times longer), with the
+    largest magnitude as the unit where squares leave float32. NaN and infinity show."""
     every = list(tensors)
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in every
@@ -116,11 +107,8 @@ def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 
 def contribution_error(done: Exchanged) -> LayerErrors:
-    """Compute GradiVeQ's loss, eq. (7), by layer.
-
-    Returns:
-        By layer name, the squared L2 norms of one rank's compression error and of its compressor input.
-    """
+    """Compute GradiVeQ's loss, eq. (7): by layer, the squared L2 norms of one rank's compression error and compressor
+    input."""
     inputs, known = done.compressor_input, done.compression_error
     errors = (known[name] if name in known else value - done.own[name] for name, value in inputs.items())
     return dict(zip(inputs, zip(squared_norms(errors), squared_norms(inputs.values()), strict=True), strict=True))

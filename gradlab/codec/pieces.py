@@ -19,13 +19,7 @@ def piece_of(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 class Pieces:
     """Where the shards' pieces lie in a vector of layers. A shard is its pieces of all layers, one after another.
 
-    Attributes:
-        world_size: number of shards N.
-        sizes: elements of each piece, (N, L), by shard and layer.
-
-    Args:
-        numels: elements of the L layers.
-        world_size: N.
+    sizes: elements of each piece, (N, L), by shard and layer.
     """
 
     def __init__(self, numels: Sequence[int], world_size: int) -> None:
@@ -47,15 +41,8 @@ class Pieces:
         return int(self.sizes[rank].sum())
 
     def deal(self, positions: np.ndarray, *values: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-        """Give every shard what is its own.
-
-        Args:
-            positions: in the vector, ascending, (count,), int64.
-            values: there, (count,) each.
-
-        Returns:
-            For each shard the positions in it, ascending, and the values there.
-        """
+        """Give every shard its ascending positions in it, and the values there, from ascending positions and values
+        (count,)."""
         ends = np.searchsorted(positions, self._edges)
         firsts, counts = (of.reshape(-1, self.world_size).T for of in (ends[:-1], np.diff(ends)))
         of_shards = np.cumsum(counts.sum(1))[:-1]

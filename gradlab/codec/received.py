@@ -39,17 +39,8 @@ def sent_by(rank: int) -> Iterator[None]:
 def average_of_ranks(
     codec: Compressor, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float
 ) -> torch.Tensor:
-    """Decode and average payloads as `Compressor.average_into`, and name the rank whose payload is refused.
-
-    Args:
-        codec: whose payloads they are.
-        out: (numel,), where the average goes.
-        payloads: in rank order.
-        scale: the factor of each.
-
-    Raises:
-        BadMessage: for a payload that is none.
-    """
+    """Decode and average payloads in rank order as `Compressor.average_into`; a refused one raises BadMessage with its
+    rank."""
     every = list(payloads)
     try:
         return codec.average_into(out, every, scale)

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 class Registry:
     """The methods of one kind: one per file of a package, and the classes registered in this process.
 
-    Args:
-        kind: "codec" or "wrapper", for messages.
-        package: name of the package that holds the files.
+    kind: "codec" or "wrapper", for messages.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -37,11 +35,7 @@ class Registry:
         return sorted({*self.files, *self.registered})
 
     def get(self, name: str) -> type[Codec]:
-        """Return the class of this name.
-
-        Raises:
-            GradlabError: if there is none. The message suggests a close match.
-        """
+        """Return the class of this name; a close match is named if there is none."""
         if name in self.registered:
             return self.registered[name]
         if name not in self.files:

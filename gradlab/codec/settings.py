@@ -33,9 +33,7 @@ class Setting:
     below, most: a number has to be below this, or at most this.
     choices: the allowed values.
     also: further allowed values outside the range, such as 0 for never.
-    unit: of the number.
     symbol: the paper's.
-    help: what the setting does.
     """
 
     above: float | None = None
@@ -123,7 +121,6 @@ def setting(
 class Field:
     """One setting of a codec.
 
-    name: of the field.
     default: `dataclasses.MISSING` if the setting is required.
     hint: the field's type, resolved.
     about: its range, unit and help.
@@ -153,11 +150,7 @@ _known: WeakKeyDictionary[type, tuple[Field, ...]] = WeakKeyDictionary()
 
 
 def fields_of(settings: type) -> tuple[Field, ...]:
-    """Return the fields of a settings class, in order, with their types resolved in the class's own module.
-
-    Raises:
-        GradlabError: for a type whose name is not known in the class's module.
-    """
+    """Return the fields of a settings class, in order, with their types resolved in the class's own module."""
     if settings not in _known:
         _known[settings] = _resolved(settings)
     return _known[settings]
@@ -180,18 +173,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
-    """Build a codec's settings from plain JSON values. A list becomes a tuple if the setting's type is one.
-
-    Args:
-        codec: the class.
-        values: by setting. The other settings have their defaults.
-
-    Returns:
-        An instance of the codec's `Settings`.
-
-    Raises:
-        GradlabError: for an unknown or missing setting, a wrong type, or a value out of range.
-    """
+    """Build a codec's settings from plain JSON values, and defaults. A list becomes a tuple if the setting's type is
+    one."""
     if not isinstance(values, Mapping):
         raise GradlabError(f"{kind(codec)} {codec.name}: settings are {str(values)[:80]!r}, expected names with values")
     fields = {field.name: field for field in fields_of(codec.Settings)}
@@ -203,16 +186,7 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
 
 
 def built(settings: type[Made], owner: str, values: Mapping[str, Any]) -> Made:
-    """Build a class of settings from plain JSON values of some of its fields.
-
-    Args:
-        settings: the class.
-        owner: of the settings, for messages.
-        values: by field. The other fields have their defaults.
-
-    Raises:
-        GradlabError: for a missing setting, a wrong type, or a value out of range.
-    """
+    """Build a class of settings from plain JSON values of some of its fields; `owner` is for messages."""
     fields = {field.name: field for field in fields_of(settings)}
     converted = {name: _converted(owner, fields[name], value) for name, value in values.items()}
     missing = [field.name for field in fields.values() if field.default is MISSING and field.name not in values]
@@ -222,11 +196,8 @@ def built(settings: type[Made], owner: str, values: Mapping[str, Any]) -> Made:
 
 
 def check_ranges(settings: type, codec: str) -> None:
-    """Make a settings class check the ranges of its `setting` fields whenever an instance is made.
-
-    settings: the class, changed in place.
-    codec: the codec's name, for messages. A class that two codecs share keeps the first codec's name.
-    """
+    """Make a settings class check the ranges of its `setting` fields whenever an instance is made. A class that two
+    codecs share keeps the first codec's name in messages."""
     declared = dataclasses.is_dataclass(settings) and any(_KEY in f.metadata for f in dataclasses.fields(settings))
     if not declared or "_checked_for" in vars(settings):
         return
@@ -292,12 +263,8 @@ def _converted(codec: str, field: Field, value: Any) -> Any:
 
 
 def _as(hint: Any, value: Any) -> Any:
-    """Convert a JSON value to a type.
-
-    Raises:
-        _MismatchError: for a value that is not of the type.
-        TypeError: for a type that no JSON value has.
-    """
+    """Convert a JSON value to a type; `_MismatchError`: it is not of the type; TypeError: no JSON value has the
+    type."""
     if hint in _SCALARS:
         return _fits(_SCALARS[hint](value), value)
     origin, args = get_origin(hint), get_args(hint)
@@ -376,10 +343,7 @@ def _is_whole(hint: Any) -> bool:
 
 
 def require(condition: bool, codec: str, setting: str, value: object, expected: str) -> None:
-    """Check a condition between settings. The range of a single setting belongs to its field, see `setting`.
-
-    Raises:
-        GradlabError: "<codec>: setting <setting> = <value>, expected <expected>".
-    """
+    """Refuse a setting unless a condition between settings holds. The range of a single setting belongs to its
+    field."""
     if not condition:
         raise GradlabError(f"{codec}: setting {setting} = {value!r}, expected {expected}")

@@ -27,18 +27,12 @@ Payload = tuple[torch.Tensor, ...]
 
 
 class Shards(Sequence[Shard]):
-    """Each rank's shard (start, stop) of a vector, in rank order, and what follows from them.
+    """Each rank's shard (start, stop) of a vector, in rank order. `Compressor.shards` keeps it, for all ranks and
+    steps.
 
-    It takes N steps to work out. `Compressor.shards` keeps it, so that ranks of one process share it, and all steps.
-
-    Attributes:
-        bounds: where the vector is cut, N + 1 positions.
-        whole: whether payloads of the whole vector can be cut there.
-        occupied: the ranks whose shards are not empty.
-
-    Args:
-        codec: the compressor of the whole vector.
-        of_ranks: the shards.
+    bounds: where the vector is cut, N + 1 positions.
+    whole: whether payloads of the whole vector can be cut there.
+    occupied: the ranks whose shards are not empty.
     """
 
     def __init__(self, codec: Compressor, of_ranks: Iterable[Shard]) -> None:
@@ -63,26 +57,15 @@ class Shards(Sequence[Shard]):
         return self._codec.cut(payload, self.bounds)
 
     def lengths(self, sent: Callable[[], Sequence[Payload]]) -> list[tuple[int, ...]]:
-        """Return the elements of the shards' payloads, for each tensor of a payload: they do not follow from values.
-
-        Args:
-            sent: returns the shards' payloads of any vector; it is called once.
-        """
+        """Return the elements of the shards' payloads, for each tensor of a payload, from those of any vector."""
         if not self._lengths:
             self._lengths = [tuple(map(len, column)) for column in zip(*sent(), strict=True)]
         return self._lengths
 
 
 class Sharded:
-    """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole vector.
-
-    Args:
-        codec: the compressor of the whole vector.
-        vector: this rank's, (numel,).
-        shards: of the ranks, in order.
-        context: of the exchange.
-        held: see `Compressor.at`.
-    """
+    """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole
+    vector."""
 
     def __init__(
         self,
@@ -185,15 +168,7 @@ class Sharded:
 
 
 class Spread:
-    """The same for shards that have a piece of every layer, whose messages vary in size.
-
-    Args:
-        codec: the compressor of the whole vector.
-        vector: this rank's, (numel,).
-        pieces: of the layers.
-        context: of the exchange.
-        held: see `Compressor.at`.
-    """
+    """The same for shards that have a piece of every layer, whose messages vary in size."""
 
     def __init__(
         self, codec: Compressor, vector: torch.Tensor, pieces: Pieces, context: Context, held: torch.Tensor | None
@@ -243,17 +218,8 @@ class Spread:
 def averaged_in_shards(
     codec: Compressor, vector: torch.Tensor, grads: Tensors, context: Context
 ) -> Coroutine[Exchanged]:
-    """Average in two rounds: an all-to-all of shards, and a gather of their means, quantized once more.
-
-    Args:
-        codec: the compressor of the whole vector.
-        vector: this rank's, (numel,).
-        grads: that it concatenates.
-        context: of the exchange.
-
-    Returns:
-        The result, without a state.
-    """
+    """Average in two rounds: an all-to-all of shards, and a gather of their means, quantized once more; there is no
+    state."""
     sharded = Sharded(codec, vector, codec.shards(vector.numel(), context.world_size, context.group), context)
     average = yield from sharded.average()
     answer = sharded.codec.compress(average, context.rank_generator("mean"))

@@ -50,14 +50,8 @@ def count_of(density: float, numel: int) -> int:
 
 
 def with_non_finite(values: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """Return the values that are sent of a vector, all of them NaN if the vector holds NaN or infinity anywhere.
-
-    A codec that sends positions which it did not choose by its own values could leave such an element out, and a step
-    that has to be skipped would look sound. There is no branch, so that a GPU need not be waited for.
-
-    values: (count,).
-    vector: (numel,), of which the values are some.
-    """
+    """Return the values (count,) that are sent of a vector (numel,), all NaN if it holds NaN or infinity anywhere: a
+    step to be skipped must not look sound. There is no branch, so that a GPU need not be waited for."""
     if not vector.numel():
         return values
     least, greatest = torch.aminmax(vector)
@@ -89,11 +83,7 @@ def largest(vector: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def at_least(vector: torch.Tensor, threshold: torch.Tensor | float) -> torch.Tensor:
-    """Find the positions (count,), int64, ascending, of values whose magnitude reaches a threshold, and of NaN.
-
-    vector: (numel,).
-    threshold: in the unit of the vector.
-    """
+    """Find the positions (count,), int64, ascending, of values whose magnitude reaches a threshold, and of NaN."""
     if vector.device.type != "cpu":
         return (vector.abs() < threshold).logical_not_().nonzero().view(-1)
     # By numpy, which compares and looks for what is true in a third of the time, and piece by piece in the cache.

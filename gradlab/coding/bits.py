@@ -32,25 +32,15 @@ def packed_bytes(numel: int, bits: int) -> int:
 
 
 class Packer:
-    """Packs codes part by part, as `pack` does it.
-
-    Args:
-        numel: number of all codes.
-        bits: of each code.
-        device: of the bytes.
-    """
+    """Packs codes of `bits` bits part by part, as `pack` does it."""
 
     def __init__(self, numel: int, bits: int, device: torch.device) -> None:
         self.packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=device)
         self._bits = bits
 
     def write(self, start: int, codes: torch.Tensor) -> None:
-        """Pack a part of the codes.
-
-        Args:
-            start: the part's first code, a multiple of 8.
-            codes: uint8, or int64 for more than 8 bits. Unless the part is the last one, a multiple of 8.
-        """
+        """Pack a part of the codes from `start`, a multiple of 8: uint8, or int64 for more than 8 bits. Unless the part
+        is the last one, it has a multiple of 8 codes."""
         if missing := -codes.numel() % 8:
             codes = torch.nn.functional.pad(codes, (0, missing))
         stop, bits = start + codes.numel(), self._bits
@@ -137,16 +127,8 @@ def unpack(packed: torch.Tensor, bits: int, start: int = 0, stop: int | None = N
 
 
 def cut(packed: torch.Tensor, bits: int, bounds: Sequence[int]) -> list[torch.Tensor]:
-    """Cut packed codes into the packed codes of parts.
-
-    Args:
-        packed: the bytes.
-        bits: of each code.
-        bounds: ascending positions of codes, multiples of 8; the last one may be larger than the number of codes.
-
-    Returns:
-        What `pack` returns for the codes between two bounds each.
-    """
+    """Cut packed codes into those between two bounds each, as `pack` returns them. Bounds are ascending multiples of 8;
+    the last one may be larger than the number of codes."""
     of_planes = [
         [plane[first // 8 * width : -(-last // 8) * width] for first, last in pairwise(bounds)]
         for width, plane in _planes(packed, bits)
@@ -163,11 +145,8 @@ def join(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
 
 
 def _cut_bytes(packed: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Cut packed codes of more than 8 bits into their whole bytes, a row for each, and packed codes of what is left.
-
-    Returns:
-        (bytes, numel), (n,), and how many bits are left. Of codes up to 8 bits nothing is cut off.
-    """
+    """Cut packed codes of more than 8 bits into their whole bytes, (bytes, numel), packed codes of the rest, (n,), and
+    its number of bits. Codes up to 8 bits are not cut."""
     whole = bits // 8 if bits > 8 else 0
     numel = 8 * (packed.numel() // max(1, bits))
     return packed[: whole * numel].view(whole, numel), packed[whole * numel :], bits - 8 * whole
@@ -201,10 +180,8 @@ def _unfold(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def fold_by_torch(field: torch.Tensor, width: int) -> torch.Tensor:
-    """Pack bytes (n,) below 2^width, width 1, 2 or 4: (n * width / 8,). It is the GPU's way.
-
-    The bytes of one that is packed are a number, whose product with `_TOGETHER` has all of them in its highest byte.
-    """
+    """Pack bytes (n,) below 2^width, width 1, 2 or 4: (n * width / 8,). It is the GPU's way: a number of packed bytes
+    times `_TOGETHER` has all of them in its highest byte."""
     wide = _NUMBERS[8 // width]
     if field.storage_offset() % (8 // width):
         field = field.clone()

@@ -22,16 +22,8 @@ MATCHES, CODES_ALONE = zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY
 
 
 def deflated(data: Any, strategy: int = MATCHES) -> bytes:
-    """Compress bytes, unless that makes them longer.
-
-    Args:
-        data: bytes, or an array of uint8, which `CODES_ALONE` needs.
-        strategy: `MATCHES` looks for repetitions, `CODES_ALONE` gives each byte a Huffman code by its frequency, in a
-            fifth of the time.
-
-    Returns:
-        A byte, 1 if what follows is deflated and else 0, and what follows.
-    """
+    """Return a byte, 1 for deflated data and else 0, and the data, deflated where that is shorter. `MATCHES` looks for
+    repetitions; `CODES_ALONE`, for uint8, codes bytes by frequency in a fifth of the time."""
     if (
         strategy == CODES_ALONE and data.size and (data == data[0]).all()
     ):  # a code takes a bit, a repetition next to none
@@ -44,19 +36,8 @@ def deflated(data: Any, strategy: int = MATCHES) -> bytes:
 
 
 def inflated(data: bytes, count: int, what: str) -> tuple[bytes, bytes]:
-    """Decompress what `deflated` returned, at the beginning of more.
-
-    Args:
-        data: the bytes, and what may follow them.
-        count: how many bytes they stand for.
-        what: they are, for messages.
-
-    Returns:
-        `count` bytes, and what follows.
-
-    Raises:
-        GradlabError: for anything else than that. No more memory is taken than for `count` bytes.
-    """
+    """Decompress `count` bytes that `deflated` returned; return them and what follows. No more memory is taken than for
+    `count` bytes; other data is refused."""
     if data[:1] not in (b"\0", b"\1"):
         raise GradlabError(f"{what}: begin with {data[:1]!r}, expected a byte 0 or 1")
     if data[:1] == b"\1":

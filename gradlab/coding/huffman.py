@@ -46,11 +46,8 @@ class _Table:
 
 
 def coded(symbols: np.ndarray, frequencies: np.ndarray) -> bytes:
-    """Encode bytes by frequencies that both sides know, or with a table of their own where that is shorter.
-
-    symbols: (count,), uint8.
-    frequencies: how often each byte occurred elsewhere, (256,), whole numbers from 0.
-    """
+    """Encode bytes (count,), uint8, by frequencies elsewhere (256,), whole numbers from 0, that both sides know, or
+    with a table of their own where that is shorter."""
     if not len(symbols):
         return deflated(symbols)
     table, counts = _table_of(frequencies), np.bincount(symbols, minlength=SYMBOLS)
@@ -63,10 +60,7 @@ def coded(symbols: np.ndarray, frequencies: np.ndarray) -> bytes:
 
 
 def uncoded(data: bytes, count: int, frequencies: np.ndarray, what: str) -> tuple[bytes, bytes]:
-    """Decode what `coded` returned under the same frequencies, at the beginning of more.
-
-    Arguments, result and errors are those of `inflated`.
-    """
+    """Decode the result of `coded` under the same frequencies; arguments, result and errors are those of `inflated`."""
     if data[:1] != _KNOWN:
         return inflated(data, count, what)
     return inflated(b"\1" + _table_of(frequencies).head + data[1:], count, what)
@@ -133,11 +127,9 @@ def _reversed_bits() -> list[int]:
 
 
 def _beginning(widths: list[int]) -> tuple[int, int]:
-    """Write what a last block begins with (section 3.2.7): bits, the first one lowest, and how many.
-
-    The widths are written in four bits each, by a code of sixteen words of one length; two codes of one bit each stand
-    for distances, of which there are none.
-    """
+    """Return the bits that a last block begins with (section 3.2.7), the first one lowest, and how many. Widths are
+    written by a code of sixteen words of four bits; two codes of one bit stand for distances, of which there are
+    none."""
     written = bits = 0
     fields = ((1, 1), (2, 2), (len(widths) - 257, 5), (1, 5), (15, 4))
     of_widths = ((0, 3), (0, 3), (0, 3), *((4, 3),) * 16)  # of 16, 17, 18, which are not used, and of 0 to 15
@@ -150,10 +142,8 @@ def _beginning(widths: list[int]) -> tuple[int, int]:
 
 
 def _packed(symbols: np.ndarray, table: _Table) -> bytes:
-    """Write the codes of symbols and of the end, after what is left of the beginning.
-
-    Four codes in a row make one number of up to 60 bits, which lies in one or two words of 64 bits.
-    """
+    """Write the codes of symbols and of the end, after the rest of the beginning. Four codes in a row make one number
+    of up to 60 bits, which lies in one or two words of 64 bits."""
     padded = np.zeros((len(symbols) + 2 + 3) // 4 * 4, np.uint64)
     widths = np.zeros(len(padded), np.int64)
     padded[0], widths[0] = table.rest, table.rest_width

@@ -18,17 +18,8 @@ _FARTHEST = 4.0  # octaves from one try to the next
 def searched_step(
     measured: Callable[[float], float], wanted: float, finest: float, coarsest: float, guess: float
 ) -> float:
-    """Find the step whose measure is `wanted`, or the finest one whose measure is below it.
-
-    A secant between the nearest tries on both sides, in logarithms, and halving every third time: levels of values
-    that are all alike have no size between next to nothing and that of numbers in four bytes.
-
-    Args:
-        measured: of a step, above 0, the larger the finer the step: bits, or signal over distortion.
-        wanted: above 0.
-        finest, coarsest: bounds of the step.
-        guess: where to begin.
-    """
+    """Find the step between `finest` and `coarsest` whose measure is `wanted`, or the finest one whose measure is below
+    it. The measure, above 0, rises as steps get finer: bits, or signal over distortion."""
     fine, coarse = math.log2(finest), math.log2(coarsest)
     above = below = None  # the measures of `fine` and of `coarse`, where known, relative to what is wanted, in octaves
     at = math.log2(guess) if guess > 0 else fine
@@ -52,10 +43,8 @@ def searched_step(
 
 
 def sample_of(vector: torch.Tensor, sizes: Sequence[int], count: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Take about `count` values in runs that are spread evenly, on the host, and say how many are of each layer.
-
-    vector: (numel,), of layers of these sizes in a row.
-    """
+    """Take about `count` values of a vector (numel,) in runs that are spread evenly, on the host, and count each
+    layer's."""
     every = vector.numel() // count
     if every < 2:
         return vector.cpu(), tuple(sizes)

@@ -62,8 +62,8 @@ def _expected(ones: int, levels: int, dead_zone: float) -> int:
 def _tabulated(dead_zone: float) -> list[int]:
     """Compute how far values lie from their level on average, by the share of level 1 in 256ths, in `UNIT`.
 
-    Where magnitudes have the density exp(-s x), level 1 has the share 1 - exp(-s), and values of level k lie
-    dead_zone - 1 + 1 / s - 1 / (exp(s) - 1) from k steps.
+    Where magnitudes have the density exp(-s x), level 1 has the share 1 - exp(-s), and values of level k lie dead_zone
+    - 1 + 1 / s - 1 / (exp(s) - 1) from k steps.
     """
     found = []
     for share in range(_SHARES + 1):

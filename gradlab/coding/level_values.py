@@ -15,11 +15,8 @@ from gradlab.coding.level_tables import CLASSES, UNIT
 def values_of(
     levels: torch.Tensor, step: float, centroids: np.ndarray, dtype: torch.dtype, layers: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Decode levels (count,), int32.
-
-    centroids: of layers, in `UNIT`, (L, 3), or of all alike, (1, 3).
-    layers: that levels belong to, (count,), int64; None: L is 1.
-    """
+    """Decode levels (count,), int32, by centroids in `UNIT`, (L, 3), and the layers that levels belong to, (count,),
+    int64; None: L is 1."""
     upwards = centroids * UNIT
     table = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1).reshape(-1)
     classes = levels.clamp(-CLASSES, CLASSES).add_(CLASSES)

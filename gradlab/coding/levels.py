@@ -82,11 +82,10 @@ def ones_and_all(frequencies: np.ndarray) -> tuple[int, int]:
 
 
 class _Codes:
-    """How a block's bytes are coded, and how often each occurred, as it turns out.
+    """The coding of a block's bytes, and how often each occurred.
 
-    Args:
-        owners: the layer of each of the block's parts of layers, (P,).
-        known: frequencies that both sides know, by layer, each (3, 256); None: tables come with the bytes.
+    owners: the layer of each of the block's parts of layers, (P,).
+    known: frequencies that both sides know, by layer, each (3, 256); None: tables come with the bytes.
     """
 
     def __init__(self, owners: np.ndarray, known: Sequence[np.ndarray] | None) -> None:
@@ -126,17 +125,11 @@ class _Codes:
 def encode_levels(
     positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int], known: Sequence[np.ndarray] | None = None
 ) -> bytes:
-    """Encode numbers other than zero and where they are.
+    """Encode levels other than zero, int32 up to `LARGEST`, and ascending positions, int64, (count,) each, as blocks of
+    layers or parts of layers, after how many these are and its bytes.
 
-    Args:
-        positions: ascending, (count,), int64.
-        levels: there, (count,), int32, not 0, of magnitudes up to `LARGEST`.
-        sizes: of the layers that positions count through, in elements.
-        known: frequencies that whoever decodes knows, too, by layer, each of the shape `FREQUENCIES`, whole numbers
-            from 0; None: tables come with the bytes.
-
-    Returns:
-        The bytes: blocks, each of some layers or parts of layers in a row, after how many these are and its bytes.
+    known: frequencies that the decoder knows too, by layer, each of the shape `FREQUENCIES`, whole numbers from 0;
+        None: tables come with the bytes.
     """
     edges, owners = _edges(sizes)
     ends = np.searchsorted(positions, edges)
@@ -151,10 +144,8 @@ def encode_levels(
 
 
 def _blocks(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Cut layers into blocks: the first and the last one, exclusive, of as many as hold so many numbers together.
-
-    ends: how many numbers come before each layer, and all of them.
-    """
+    """Cut layers into blocks, [first, last) each, of as many as hold so many numbers together; `ends` counts the
+    numbers before each layer, and all of them."""
     first = 0
     while first < len(ends) - 1:
         last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, "right")) - 1)
@@ -168,19 +159,10 @@ def decode_levels(
     known: Sequence[np.ndarray] | None = None,
     seen: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decode what `encode_levels` returned.
+    """Decode the bytes of `encode_levels` to ascending positions (count,), int64, and levels (count,), int32.
 
-    Args:
-        data: the bytes.
-        sizes: of the layers, in elements.
-        known: as whoever encoded had it.
-        seen: by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
-
-    Returns:
-        Positions (count,), int64, ascending, and levels (count,), int32.
-
-    Raises:
-        GradlabError: for bytes that do not stand for such numbers of such layers.
+    known: as the encoder had it.
+    seen: by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
     """
     edges, owners = _edges(sizes)
 
@@ -213,11 +195,8 @@ def _cut(data: bytes, layers: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _edges(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Cut layers into P parts, so that what is worked on together fits the cache.
-
-    Returns:
-        Where parts begin, and the end, (P + 1,), and the layer of each, (P,).
-    """
+    """Cut layers into P parts whose work fits the cache: return where parts begin, and the end, (P + 1,), and the layer
+    of each, (P,)."""
     lengths = [min(_PART, size - start) for size in sizes for start in range(0, max(1, size), _PART)]
     owners = np.repeat(np.arange(len(sizes)), [max(1, -(-size // _PART)) for size in sizes])
     return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]), owners

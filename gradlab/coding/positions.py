@@ -110,21 +110,8 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
 
 
 def below(positions: torch.Tensor, numel: int) -> torch.Tensor:
-    """Refuse positions that another rank sent and that lead out of a vector.
-
-    On a GPU, looking at them would wait for it: what lies beyond an end becomes the last element or the first one, the
-    same on all ranks.
-
-    Args:
-        positions: int64, of any shape. On a GPU they are changed.
-        numel: number of elements that they point into.
-
-    Returns:
-        The positions.
-
-    Raises:
-        GradlabError: for a position beyond the ends, on a CPU.
-    """
+    """Return positions, int64, that another rank sent, all inside a vector. One beyond an end is refused; on a GPU,
+    which would have to wait, it becomes the last element or the first one."""
     if positions.device.type != "cpu":
         return positions.clamp_(0, max(0, numel - 1))
     if positions.numel():
@@ -135,18 +122,8 @@ def below(positions: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def decode_all(messages: Sequence[torch.Tensor], count: int, numel: int, coding: str) -> list[torch.Tensor]:
-    """Decode several ranks' messages of as many positions each, in one pass where their bytes say where each begins.
-
-    Args:
-        messages: as `encode` returned them.
-        count, numel, coding: as for `decode`.
-
-    Returns:
-        Positions (count,), int64, of each.
-
-    Raises:
-        GradlabError: as `decode`.
-    """
+    """Decode several ranks' messages of as many positions each, (count,), int64, in one pass where their bytes say
+    where each begins."""
     width = _width(numel)
     one_pass = len(messages) > 1 and count and width and chosen(coding, count, numel) == "packed"
     if not one_pass or any(len(message) != packed_bytes(count, width) for message in messages):

@@ -24,16 +24,8 @@ def next_seed(generator: torch.Generator) -> int:
 
 
 class RandomBits:
-    """A stream of random bits on a device, which follows from a generator's state.
-
-    On the CPU it is numpy's SFC64, which takes half the time of torch's Mersenne twister: bits for rounding need speed
-    and no more than that they are uniform and independent. Blocks may be drawn one after another, so that they stay in
-    the cache.
-
-    Args:
-        generator: its next draw seeds the stream.
-        device: where the bits are wanted.
-    """
+    """A stream of uniform random bits on a device, seeded by a generator's next draw. On the CPU it is numpy's SFC64,
+    which takes half the time of torch's Mersenne twister."""
 
     def __init__(self, generator: torch.Generator | Redrawn, device: torch.device) -> None:
         self._fast: np.random.SFC64 | None = None

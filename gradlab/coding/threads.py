@@ -14,18 +14,8 @@ Result = TypeVar("Result")
 
 
 def each(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """Call a function for every part, and return the results in order.
-
-    There are as many threads as `torch.get_num_threads()` says, and so OMP_NUM_THREADS. Where that is one, as under
-    torchrun unless somebody sets it, the calling thread does it all.
-
-    Args:
-        function: spends its time in numpy, zlib or torch, which let other threads go on meanwhile.
-        parts: what it is called for.
-
-    Raises:
-        Exception: what the function raised for the first part for which it did.
-    """
+    """Call a function for every part, and return the results in order, or raise the first part's error. Threads are
+    `torch.get_num_threads()`: numpy, zlib and torch let others go on."""
     threads = min(torch.get_num_threads(), len(parts))
     if threads < 2:
         return [function(part) for part in parts]

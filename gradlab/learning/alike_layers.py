@@ -17,14 +17,13 @@ SMALL = 2**18
 
 @dataclass(frozen=True)
 class SlicedGradients:
-    """Gradients of L layers of one shape and dtype, cut into slices, and what their states say is to be done.
+    """Gradients of L layers of one shape and dtype, cut into slices, with their states.
 
-    names: of the layers.
     view: of each layer, see `slice_view`.
     vectors: in GradiVeQ's order, (L, numel).
     size: elements of a slice, K.
     states: of each layer, without its name.
-    mode, position: what the states' clocks say.
+    mode, position: of the states' clocks.
     """
 
     names: tuple[str, ...]

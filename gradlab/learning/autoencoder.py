@@ -100,10 +100,8 @@ class Architecture:
     # --- eqs. (3), (4), (8), (10) ---
 
     def encode(self, weights: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """E_c: encode vectors (..., length) as codes (..., 4, length / multiple).
-
-        weights: (numel,). The length must be a multiple of `multiple`.
-        """
+        """E_c: encode vectors (..., length), a multiple of `multiple`, as codes (..., 4, length / multiple) by weights
+        (numel,)."""
         named, x = self.separated(weights), vectors.reshape(-1, 1, vectors.shape[-1])
         last = len(_ENCODER)
         for number, (_, size) in enumerate(_ENCODER, 1):
@@ -120,12 +118,8 @@ class Architecture:
         decoder: int = 0,
         innovation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """D_c: decode codes (..., 4, length / multiple) to vectors (..., length).
-
-        weights: (numel,).
-        decoder: its number, from 0.
-        innovation: (..., length), for the server.
-        """
+        """D_c: decode codes (..., 4, length / multiple) to vectors (..., length) by weights (numel,); the server's
+        decoders also take an innovation (..., length)."""
         named, x = self.separated(weights), codes.reshape(-1, *codes.shape[-2:])
         for number in range(1, len(_DECODER) + 1):
             stride = 1 if number == 1 and self.resolution == "deconv1" else 2
@@ -167,11 +161,8 @@ class Loss:
 
 
 def ring_loss(architecture: Architecture, weights: torch.Tensor, vectors: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """Eq. (11): compute the squared distance of the decoded average code from the average vector.
-
-    weights: (numel,).
-    vectors: (K, length) of K ranks; or (B, K, length) of B iterations, whose losses are averaged.
-    """
+    """Eq. (11): compute the squared distance of the decoded average code from the average of vectors (K, length) of K
+    ranks, or the mean over (B, K, length) of B iterations."""
     decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(-3))
     iterations = vectors[..., 0, 0].numel()
     return _reduced((decoded - vectors.mean(-2)).square(), loss) / (iterations if loss.reduction == "sum" else 1)
@@ -187,9 +178,7 @@ def server_loss(
 ) -> torch.Tensor:
     """Eqs. (5) to (7): compute the squared distance of decoded vectors from the vectors, and the similarity of codes.
 
-    weights: (numel,).
-    vectors: (K, length) of K ranks, or (B, K, length) of B iterations, whose losses are averaged.
-    innovations: of the shape of `vectors`.
+    vectors, innovations: (K, length) of K ranks, or (B, K, length) of B iterations, whose losses are averaged.
     common: the rank whose code all decoders receive, or (B,) such ranks for B iterations.
     """
     batch, chosen = vectors.reshape(-1, *vectors.shape[-2:]), torch.as_tensor(common).reshape(-1)
@@ -217,18 +206,8 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 def optimized(
     name: str, learning_rate: float, weights: torch.Tensor, gradient: torch.Tensor, state: Tensors
 ) -> tuple[torch.Tensor, Tensors]:
-    """Take one step of an optimizer.
-
-    Args:
-        name: "sgd", plain as in the paper, or "adam".
-        learning_rate: the step size.
-        weights: (numel,).
-        gradient: (numel,).
-        state: the state that the last step returned, empty at first.
-
-    Returns:
-        The new weights (numel,) and the optimizer's new state.
-    """
+    """Take one step of "sgd", plain as in the paper, or "adam"; return the new weights (numel,) and the new state,
+    which is empty at first."""
     if name == "sgd":
         return weights - learning_rate * gradient, {}
     count = state.get("count", weights.new_zeros(())) + 1
@@ -240,11 +219,8 @@ def optimized(
 
 
 def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], weights: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Compute the value and the gradient (numel,) of a loss at weights (numel,).
-
-    It is computed in the calling thread, on a GPU too: autograd's own thread of that GPU may be held by a backward
-    which waits for this very gradient, as DDP's is until its buckets are averaged.
-    """
+    """Compute the value and the gradient (numel,) of a loss at weights (numel,), in the calling thread, on a GPU too:
+    autograd's thread of that GPU may be held by DDP's backward, which waits for this very gradient."""
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
         leaf = weights.detach().requires_grad_()
         value = loss(leaf)

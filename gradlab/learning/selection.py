@@ -209,11 +209,8 @@ class LearnedSelection(Codec):
         return [count_of(self.settings.density, numel) if numel else 0 for numel in sizes]
 
     def select(self, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Select each layer's largest magnitudes: ascending positions in the concatenated layers, int64 (count,).
-
-        vector: (numel,), the concatenated layers.
-        sizes: numel of each layer.
-        """
+        """Select each layer's largest magnitudes: ascending positions in the concatenated layers (numel,), int64
+        (count,)."""
         positions, start = [], 0
         for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
             positions.append(largest(part, count).sort().values + start)
@@ -222,11 +219,8 @@ class LearnedSelection(Codec):
 
     @abstractmethod
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
-        """Select for all K ranks at once, for the offline fit: (K, count) positions, values and scales.
-
-        vectors: (K, numel), the compressor inputs of all ranks.
-        sizes: numel of each layer.
-        """
+        """Select from (K, numel), for all K ranks at once in the offline fit: (K, count) positions, values and
+        scales."""
 
     def _choice(self, vector: torch.Tensor, sizes: Sequence[int], order: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one rank's ordered positions, and the scales (layers,) that each layer's values are divided by."""
@@ -407,28 +401,17 @@ class LearnedSelection(Codec):
             self.trained_ranks(weights)
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse learned weights of another world size.
-
-        Raises:
-            GradlabError: naming both world sizes.
-        """
+        """Refuse learned weights of another world size."""
         if "autoencoder" in self.learned:
             self.check_ranks(self.learned["autoencoder"], world_size)
 
     @abstractmethod
     def trained_ranks(self, weights: torch.Tensor) -> int | None:
-        """Return the world size that weights (numel,) were trained for; None for any.
-
-        Raises:
-            GradlabError: if no autoencoder of these settings has this number of weights.
-        """
+        """Return the world size that weights (numel,) were trained for; None for any. No weights of another number
+        fit."""
 
     def check_ranks(self, weights: torch.Tensor, world_size: int) -> None:
-        """Refuse weights that were trained for another world size.
-
-        Raises:
-            GradlabError: naming both world sizes.
-        """
+        """Refuse weights that were trained for another world size."""
         trained = self.trained_ranks(weights)
         if trained is not None and trained != world_size:
             raise GradlabError(
@@ -448,11 +431,8 @@ def padded(values: torch.Tensor, architecture: Architecture) -> torch.Tensor:
 
 
 def root_mean_squares(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Compute each layer's root mean square, float32 (layers,); 1 for a layer of zeros or without values.
-
-    values: (count,), all layers' values concatenated.
-    counts: number of values of each layer.
-    """
+    """Compute the root mean square of each layer's `counts` of values (count,): float32 (layers,); 1 for zeros or no
+    values."""
     parts = values.double().split(list(counts))  # squares may leave single precision
     scales = torch.stack([part.square().mean().sqrt() if len(part) else part.new_ones(()) for part in parts]).float()
     return torch.where(scales > 0, scales, torch.ones_like(scales))

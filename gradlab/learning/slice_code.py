@@ -25,12 +25,11 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # what SplitMix64 adds to its state for
 class SliceCode:
     """A linear code of slices of K elements.
 
-    A slice x is coded as U^T x, followed by the chosen coordinates of what U leaves, x - U U^T x, if there are any.
+    A slice x is coded as U^T x, followed by the chosen coordinates of its rest, x - U U^T x, if there are any.
 
-    Args:
-        basis: (B, K, d), orthonormal columns.
-        reuse: consecutive slices that one basis serves; None: one basis serves all.
-        coordinates: int64 (B, R), different ones of each basis; None: none.
+    basis: (B, K, d), orthonormal columns.
+    reuse: consecutive slices that one basis serves; None: one basis serves all.
+    coordinates: int64 (B, R), different ones of each basis; None: none.
     """
 
     basis: torch.Tensor
@@ -121,13 +120,7 @@ class SliceCode:
 
 @dataclass(frozen=True)
 class CodedSlices:
-    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5).
-
-    slices: (M, K).
-    code: of these slices.
-    mean: (M, K), or None.
-    workspace: where memory comes from.
-    """
+    """One rank's slices (M, K) under a code, less a mean (M, K) if there is one: eqs. (3) and (5)."""
 
     slices: torch.Tensor
     code: SliceCode
@@ -149,18 +142,10 @@ class CodedSlices:
 
 
 class SliceCoder:
-    """Codes and decodes one rank's slices run by run.
+    """Codes and decodes one rank's slices run by run; the order in which segments come does not change the bits. The
+    codes of all slices are cut into segments of equal length, so that a ring's segments are equal.
 
-    The codes of all slices are cut into segments of equal length, to one code, wherever slices begin and end: then a
-    ring's segments are equal too, whatever layers are fused. (Whole slices would leave segments of small layers empty.)
-    A slice is coded with the segment in which its first code lies, and decoded when its last code arrives. So each is
-    coded and decoded once, by products of the same matrices in whatever order segments come: the bits do not depend on
-    it.
-
-    Args:
-        coded: the slices, (M, K), and what codes them.
-        segments: to cut the codes into.
-        turn: see `segment_bounds`.
+    turn: see `segment_bounds`.
     """
 
     def __init__(self, coded: CodedSlices, segments: int, turn: int) -> None:
@@ -232,16 +217,12 @@ class SliceCoder:
 
 
 def random_coordinates(seeds: np.ndarray, bases: int, size: int, count: int) -> torch.Tensor:
-    """Draw `count` different ones of `size` coordinates for each of B bases of L layers, uniformly.
+    """Draw `count` different ones of `size` coordinates for each of B bases of L layers, int64 (L B, count), ascending.
 
-    Every coordinate gets a random number of 64 bits, and those with the smallest numbers are drawn. The numbers follow
-    from a layer's seed and their place alone (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
-    OOPSLA 2014: SplitMix64), so that those of all layers are computed in a few calls.
+    Those with the smallest of random numbers of 64 bits are drawn, which follow from a layer's seed and their place
+    alone (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014: SplitMix64).
 
     seeds: of each layer's stream, uint64 (L,), the same on every rank.
-
-    Returns:
-        int64 (L B, count), ascending.
     """
     places = np.arange(1, bases * size + 1, dtype=np.uint64) * _GOLDEN
     numbers = _mixed(np.add.outer(_mixed(seeds.copy()), places)).reshape(len(seeds) * bases, size)

@@ -39,20 +39,15 @@ _TURNED = {
 
 @functools.lru_cache(maxsize=4096)
 def slice_view(layer: Layer, axis: str = "auto") -> Layer:
-    """Describe a layer as slices see it: its values in GradiVeQ's order are what slices are cut from.
+    """Describe a layer as slices see it: its values in GradiVeQ's order are cut into slices.
 
     The paper's slices lie along the filters of a convolution. A basis of d axes of K = n L elements, for slices along
     an axis of length L, holds gradients of rank up to d L / K whole, so the longer axis of a matrix holds more at the
     same bytes. Vectors of an embedding have one covariance; its rows come and go with the batch.
 
-    Args:
-        layer: any layer.
-        axis: "outputs": slices lie along outputs, filters or an embedding's entries, as the paper's. "inputs": along
-            the other axis. "auto": along an embedding's vectors, and along the longer axis of a linear layer or an
-            expert, of those that fit into a slice; elsewhere "outputs".
-
-    Returns:
-        A layer of the same elements, whose outputs are the axis that slices lie along.
+    axis: "outputs": along outputs, filters or an embedding's entries, as the paper's. "inputs": along the other axis.
+        "auto": along an embedding's vectors, and along the longer axis of a linear layer or an expert, of those that
+        fit into a slice; elsewhere "outputs".
     """
     if len(layer.shape) < 2:
         return layer
@@ -67,15 +62,8 @@ def slice_view(layer: Layer, axis: str = "auto") -> Layer:
 
 @functools.lru_cache(maxsize=4096)
 def possible_axes(layer: Layer) -> tuple[str, ...]:
-    """List the axes that slices of a layer may lie along, the one that "auto" stands for first.
-
-    Args:
-        layer: any layer.
-
-    Returns:
-        "outputs" alone for a vector, and for a convolution, as the paper has it. Of other weights the axes of more than
-        one element that fit into a slice: an embedding's vectors first, of a matrix the longer axis.
-    """
+    """List the axes that slices of a layer may lie along, that of "auto" first: "outputs" alone for a vector and for a
+    convolution, as the paper has it; else axes of more than one element that fit into a slice."""
     if len(layer.shape) < 2 or layer.role not in _MATRICES:
         return ("outputs",)
     lengths = {axis: filter_axes(slice_view(layer, axis))[0] for axis in ("outputs", "inputs")}
@@ -88,29 +76,13 @@ def possible_axes(layer: Layer) -> tuple[str, ...]:
 def layer_slices(
     tensor: torch.Tensor, view: Layer, slice_size: int, workspace: Workspace | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut a gradient into slices.
-
-    Args:
-        tensor: the gradient, in the layer's shape.
-        view: of the layer, see `slice_view`.
-        slice_size: K, elements per slice.
-        workspace: where memory for copies comes from. None: new memory.
-
-    Returns:
-        The slices (M, K) and the elements that fill none.
-    """
+    """Cut a gradient, in the layer's shape, into slices (M, K) and the elements that fill none; `view` is of
+    `slice_view`."""
     return split_slices(flatten(tensor.reshape(view.shape), "gradiveq", workspace, view.role), slice_size)
 
 
 def slice_order(layer: Layer) -> torch.Tensor:
-    """List the elements of a layer in the order that slices are cut from.
-
-    Args:
-        layer: any layer.
-
-    Returns:
-        Places in the row-major gradient, int64 (numel,).
-    """
+    """Return places in the row-major gradient, int64 (numel,), in the order that slices are cut from."""
     view = slice_view(layer)
     return flatten(torch.arange(layer.numel).reshape(view.shape), "gradiveq", role=view.role)
 
@@ -119,16 +91,10 @@ def slice_order(layer: Layer) -> torch.Tensor:
 def default_slice_size(view: Layer) -> int:
     """Choose K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
 
-    F is the number of filters, D their depth. Where F D is more than 4096, a basis would outgrow the layer. K is then
-    the largest multiple of F that divides F D and is at most 2048, or F; where F too is more than 4096, its largest
-    divisor of at most 2048. The same holds for a layer without spatial extent of more than 2048 elements: as one slice
-    it would have one sample per iteration. A smaller one is one slice of F D.
-
-    Args:
-        view: of the layer, see `slice_view`: F is the length of the axis that slices lie along.
-
-    Returns:
-        K, in elements.
+    F is the length of the axis that slices lie along, D their depth. Where F D is more than 4096, a basis would outgrow
+    the layer. K is then the largest multiple of F that divides F D and is at most 2048, or F; where F too is more than
+    4096, its largest divisor of at most 2048. The same holds for a layer of more than 2048 elements without spatial
+    extent: as one slice it would have one sample per iteration. A smaller one is one slice of F D.
     """
     if not view.numel:
         return 1
@@ -151,7 +117,7 @@ def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[
 
     slices: M, the number of slices of a layer.
     reuse: consecutive slices that a basis serves, the paper's s. None: all.
-    pooled: how many of these slices, evenly spread, the basis is fitted on. 1, as in the paper, is the first of them.
+    pooled: how many of these, evenly spread, the basis is fitted on. 1, as in the paper, is the first of them.
     """
     step = reuse or max(1, slices)
     served = [range(first, min(first + step, slices)) for first in range(0, slices, step)]
@@ -160,10 +126,7 @@ def fitted_slices(slices: int, reuse: int | None, pooled: int = 1) -> list[list[
 
 def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute eigenvalues (R,), largest first, and axes (K, R) of the covariance of centred samples (T, K), in float64.
-
-    The smaller of the (T, T) Gram and the (K, K) covariance matrix is decomposed. R is min(T, K) minus the number of
-    directions without variance. The sign of an axis makes its largest component positive.
-    """
+    R is min(T, K) less the directions without variance. An axis's largest component is positive."""
     samples = samples.double()
     count, features = samples.shape
     small = samples @ samples.T if count < features else samples.T @ samples
@@ -177,11 +140,8 @@ def principal_axes(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
-    """Choose d by eq. (6): the fewest leading eigenvalues whose sum exceeds 1 - lambda of the total; at least 1.
-
-    eigenvalues: (R,), largest first.
-    loss_threshold: lambda, the share of the energy that may be lost.
-    """
+    """Choose d by eq. (6): the fewest leading eigenvalues (R,) whose sum exceeds 1 - lambda of the total; at least 1.
+    Lambda, `loss_threshold`, is the share of the energy that may be lost."""
     total = eigenvalues.sum()
     if total <= 0:
         return 1
@@ -192,12 +152,8 @@ def dimension(eigenvalues: torch.Tensor, loss_threshold: float) -> int:
 def fitted_samples(
     samples: torch.Tensor, mean: torch.Tensor | None, chosen: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Return the samples that each of B bases is fitted on: float64 (T, r, K), centred if there is a mean.
-
-    samples: (T, S, K), of the S slices in `chosen`, one after another.
-    mean: (M, K), of every slice.
-    chosen: slices of each basis, see `fitted_slices`.
-    """
+    """Return the samples that each of B bases is fitted on, float64 (T, r, K), from (T, S, K) of the S slices in
+    `chosen`, one after another, centred if there is a mean (M, K)."""
     centred = samples.double()
     if mean is not None:
         centred = centred - mean[[m for run in chosen for m in run]].double()
@@ -205,24 +161,17 @@ def fitted_samples(
 
 
 def stacked_axes(axes: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """Stack the leading axes (K, R) of B fits to bases, float32 (B, K, width), completed to orthonormal sets.
-
-    Slices that never change have no axes and get the first unit vectors: their mean describes them completely.
-    """
+    """Stack the leading axes (K, R) of B fits to bases, float32 (B, K, width), completed to orthonormal sets. Slices
+    that never change have no axes and get the first unit vectors."""
     return torch.stack([_first_columns(of_basis, width) for of_basis in axes]).float().contiguous()
 
 
 def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
-    """Choose d of each layer, at least 1, so that together they hold the most energy within a budget of bytes.
-
-    The choice is optimal, see `gradlab.knapsack`.
+    """Choose d of each layer, at least 1, that together hold the most energy within a budget of bytes, see
+    `gradlab.knapsack`.
 
     energies: per layer (R,), not negative: the energy of held-out samples along each axis.
     prices: per layer, bytes of one axis.
-    budget: bytes of all layers together.
-
-    Raises:
-        GradlabError: if the budget does not pay for one axis of every layer.
     """
     if budget < sum(prices):
         raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
@@ -242,11 +191,8 @@ def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def served_rows(rows: torch.Tensor, reuse: int | None, first: int = 0) -> list[tuple[torch.Tensor, int]]:
-    """Return runs of rows that share a basis, each with the basis's index.
-
-    reuse: consecutive slices that one basis serves; None: one basis serves all.
-    first: index of the first of these rows' slices in its layer.
-    """
+    """Return runs of rows that share a basis, each with the basis's index; `first` is the first row's slice in its
+    layer."""
     if reuse is None or not len(rows):
         return [(rows, 0)]
     last = first + len(rows)
@@ -257,13 +203,7 @@ def served_rows(rows: torch.Tensor, reuse: int | None, first: int = 0) -> list[t
 def sample_slices(
     samples: Mapping[str, torch.Tensor], layer: Layer, slice_size: int, axis: str = "auto"
 ) -> torch.Tensor:
-    """Cut a layer's samples (T, *layer.shape) into slices (T, M, K) of K = `slice_size` elements.
-
-    axis: that slices lie along, see `slice_view`.
-
-    Raises:
-        GradlabError: for fewer than two samples, another shape, or values that are not finite.
-    """
+    """Cut a layer's samples (T, *layer.shape), two or more and finite, into slices (T, M, K), K = `slice_size`."""
     if layer.name not in samples:
         raise GradlabError(f"{layer.name}: no samples to fit PCA on; there are some of: {', '.join(samples)}")
     given = samples[layer.name]
@@ -285,11 +225,7 @@ def check_bases(
     reuse: int | None,
     whitening: bool = True,
 ) -> None:
-    """Refuse a basis and a mean that do not fit a layer. Both may be missing; without whitening there is no mean.
-
-    Raises:
-        GradlabError: naming codec and layer, what came and what was expected.
-    """
+    """Refuse a basis and a mean that do not fit a layer. Both may be missing; without whitening there is no mean."""
     if basis is None and mean is None:
         return
     if basis is None or (mean is None) == whitening:
