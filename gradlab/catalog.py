@@ -33,13 +33,9 @@ LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
 class SettingRow(Jsonable):
     """One setting of a codec or wrapper.
 
-    Attributes:
-        name: of the setting.
-        default: as plain JSON; None for a setting that is required.
-        values: the allowed ones, in words.
-        unit: of a number; empty if it has none.
-        symbol: the paper's; empty if it has none.
-        help: what the setting does.
+    default: as plain JSON; None for a setting that is required.
+    values: the allowed ones, in words.
+    unit, symbol: of a number, and the paper's; empty if there is none.
     """
 
     name: str
@@ -54,14 +50,10 @@ class SettingRow(Jsonable):
 class WrapperFacts(Jsonable):
     """One wrapper.
 
-    Attributes:
-        name: the wrapper's id.
-        title: the first sentence of its file.
-        text: the docstring of its class.
-        settings: defaults by name.
-        settings_table: one row per setting.
-        around: names of the codecs that it takes, with default settings.
-        refused: by the name of a codec that it refuses, what it says.
+    title: the first sentence of its file; `text`: the docstring of its class.
+    settings: defaults by name; `settings_table`: one row per setting.
+    around: names of the codecs that it takes, with default settings.
+    refused: by the name of a codec that it refuses, the reason.
     """
 
     name: str
@@ -77,28 +69,20 @@ class WrapperFacts(Jsonable):
 class CodecFacts(Jsonable):
     """One codec with its default settings.
 
-    Attributes:
-        name: the codec's id.
-        family: of methods that the codec belongs to.
-        paper: in short form.
-        title: the first sentence of the codec's file.
-        text: the docstring of its class.
-        linear: whether the codec is linear.
-        unbiased: whether its expected error is 0.
-        delta: see `Guarantees`, of a layer of 1024 x 1024. None: nothing is guaranteed.
-        variance_bound: omega of `Guarantees`, of that layer. None: nothing is guaranteed.
-        learns: whether the codec is fitted on gradients.
-        error_feedback: whether it has error feedback by default.
-        two_way: whether it compresses both ways by default.
-        collectives: kinds of the requests of an exchange, in the order of their first use.
-        formula: payload in bytes, of n elements and N ranks.
-        bits: payload bits per value, of a layer of 64 x 64, or of a convolution of 64 x 64 x 3 x 3 for
-            GradiVeQ. Where `two_way` is the default, they are counted in it. Of a codec that works in phases
-            they are the first phase's.
-        wire_bits: bits that a rank sends per value, mean over ranks, by number of ranks.
-        settings: defaults by name.
-        settings_table: one row per setting.
-        candidates: settings worth comparing.
+    family: of methods that the codec belongs to.
+    paper: in short form.
+    title: the first sentence of the codec's file; `text`: the docstring of its class.
+    unbiased: whether its expected error is 0.
+    delta, variance_bound: of `Guarantees` for a layer of 1024 x 1024. None: nothing is guaranteed.
+    learns: whether the codec is fitted on gradients.
+    error_feedback, two_way: whether it has these by default.
+    collectives: kinds of the requests of an exchange, in the order of their first use.
+    formula: payload in bytes, of n elements and N ranks.
+    bits: payload bits per value, of a layer of 64 x 64, or of a convolution of 64 x 64 x 3 x 3 for GradiVeQ, with both
+        ways where `two_way` is the default. A codec that works in phases has those of its first phase.
+    wire_bits: bits that a rank sends per value, mean over ranks, by number of ranks.
+    settings: defaults by name; `settings_table`: one row per setting.
+    candidates: settings worth comparing.
     """
 
     name: str
@@ -123,14 +107,7 @@ class CodecFacts(Jsonable):
 
 
 def codec_facts(name: str) -> CodecFacts:
-    """Describe one codec with its default settings.
-
-    Args:
-        name: the codec's id.
-
-    Returns:
-        What its class says, and the bytes of exchanges run in lockstep.
-    """
+    """Return the facts of one codec with its default settings, with the bytes of exchanges run in lockstep."""
     method = codecs.get(name)
     codec, layer = method(), CONVOLUTION if name == "gradiveq" else LAYER
     runs = {ranks: _exchange(codec, layer, ranks) for ranks in RANKS}
@@ -160,14 +137,7 @@ def codec_facts(name: str) -> CodecFacts:
 
 
 def wrapper_facts(name: str) -> WrapperFacts:
-    """Describe one wrapper.
-
-    Args:
-        name: the wrapper's id.
-
-    Returns:
-        What its class says, and which codecs it takes when it is put around each.
-    """
+    """Return the facts of one wrapper, put around each codec."""
     method = wrappers.get(name)
     refused = {codec: why for codec in codecs.names() if (why := _refusal(method, codec))}
     return WrapperFacts(
@@ -191,39 +161,18 @@ def _refusal(wrapper: type[Wrapper], codec: str) -> str:
 
 
 def first_sentence(method: type[Codec]) -> str:
-    """Return the first sentence of the method's file, which gives the idea.
-
-    Args:
-        method: a codec or wrapper class.
-
-    Returns:
-        The sentence, in one line.
-    """
+    """Return the first sentence of a codec or wrapper's file, which gives the idea, in one line."""
     text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or method.__doc__ or "")
     return " ".join(text.split("\n\n")[0].split())
 
 
 def settings_of(method: type[Codec]) -> dict[str, Any]:
-    """List the method's settings with their defaults.
-
-    Args:
-        method: a codec or wrapper class.
-
-    Returns:
-        Defaults by name; None for a setting that is required.
-    """
+    """Return the defaults of a method's settings by name; None for a setting that is required."""
     return {row.name: row.default for row in setting_rows(method)}
 
 
 def setting_rows(method: type[Codec]) -> tuple[SettingRow, ...]:
-    """Describe each setting.
-
-    Args:
-        method: a codec or wrapper class.
-
-    Returns:
-        One row per setting, in the order of the settings class.
-    """
+    """Return one row per setting, in the order of the settings class."""
     return tuple(
         SettingRow(
             name=field.name,
@@ -238,10 +187,8 @@ def setting_rows(method: type[Codec]) -> tuple[SettingRow, ...]:
 
 
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:
-    """Run one exchange, inside `two_way` where that is the codec's default.
-
-    Returns the kinds of the collectives in the order of their first use, and payload and wire bytes, means over ranks.
-    """
+    """Run one exchange, inside `two_way` where that is the default: return the collectives' kinds in the order of first
+    use, and payload and wire bytes, means over ranks."""
     if codec.defaults.two_way:
         codec = wrappers.get("two_way")(codec)
     generator = torch.Generator().manual_seed(0)

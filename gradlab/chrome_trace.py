@@ -18,9 +18,8 @@ _WORK = LANES[:2]
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work.
+    """One piece of work, such as "encode 0.weight".
 
-    name: of the work, such as "encode 0.weight".
     lane: one of `LANES`.
     row: the trace's thread; the network's lane has several rows where collectives travel at once.
     start, stop: seconds.
@@ -35,14 +34,11 @@ class Span:
 
 @dataclass(frozen=True)
 class StepTimes(Jsonable):
-    """Where the time of one rank's iteration went.
+    """The times of one rank's iteration.
 
-    step: the iteration.
-    rank: the rank.
     seconds: from the first span's start to the last one's end.
     backward_seconds, codec_seconds, network_seconds: computing gradients, in codecs, and collectives travelling.
-    hidden_seconds: of the network's, those in which this rank was computing or coding.
-    exposed_seconds: the rest of the network's.
+    hidden_seconds: those of the network in which this rank was computing or coding; `exposed_seconds`: the rest.
     """
 
     step: int
@@ -102,20 +98,8 @@ def _length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:
-    """Read one iteration of one rank. Spans of other programs in the file are left out.
-
-    Args:
-        path: a file of `gradlab train --chrome-trace`, or a list of events saved as JSON.
-        rank: the rank.
-        step: the iteration. None: the rank's first in the file.
-
-    Returns:
-        The spans, in the order in which they began.
-
-    Raises:
-        GradlabError: if the file is no chrome trace, or does not hold that rank or iteration.
-        OSError: if it cannot be read.
-    """
+    """Read one iteration of one rank from a chrome trace, in the order in which spans began, without other programs'
+    spans; None: the rank's first iteration in the file."""
     nbytes = path.stat().st_size  # of ours a value takes eight
     content = read_json(path, "a chrome trace", most_values=max(1000, nbytes // 4))
     try:

@@ -13,13 +13,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write `data` to `path`, and replace a file that is there: readers see the old file or the new one.
-
-    The folder must exist. Several processes may write one path at once. The last one's file stays.
-
-    Raises:
-        OSError: if the file cannot be written; what was there before is still there, and nothing else is left.
-    """
+    """Write `data` to `path` in a folder that exists: readers see the old file or the new one, and after an OSError the
+    old one. Several processes may write one path at once. The last one's file stays."""
     with written_beside(path, data) as written:
         written.take_its_name()
 
@@ -39,13 +34,8 @@ class Written:
 
 @contextmanager
 def written_beside(path: Path, data: bytes | memoryview) -> Iterator[Written]:
-    """Write `data` beside `path`, for whoever has to wait for others before it may take that name.
-
-    What has not taken its name when the context ends is removed.
-
-    Raises:
-        OSError: if the file cannot be written; nothing is left then.
-    """
+    """Write `data` beside `path`, for a writer that has to wait for others before it may take that name. The file is
+    removed if it has not taken its name when the context ends."""
     # In the same folder, as a rename is atomic inside one file system only.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -59,18 +49,8 @@ def written_beside(path: Path, data: bytes | memoryview) -> Iterator[Written]:
 
 
 def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write several files into a folder, and replace those that are there: all of them, or none.
-
-    All are on the disk before the first takes its name, so that a full disk leaves the folder as it was. Other files in
-    it stay. Names appear in the order given.
-
-    Args:
-        folder: made if it is missing.
-        files: by path in the folder, such as "figures/loss.svg".
-
-    Raises:
-        OSError: if one cannot be written; what was there before is still there, and nothing else is left.
-    """
+    """Write several files, by path, into a folder, in order, and replace those that are there: all of them, or none.
+    All are on the disk before the first takes its name, so that a full disk leaves the folder as it was."""
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     temporary = folder / f".{uuid.uuid4().hex}.tmp"
     try:
@@ -93,11 +73,7 @@ def write_all(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside this folder survive a power cut.
-
-    Raises:
-        OSError: if the folder cannot be opened or its disk fails.
-    """
+    """Make renames inside this folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -42,18 +42,8 @@ def format_bytes(count: float | None, digits: int = 3) -> str:
 
 
 def parse_bytes(text: str | int, name: str = "bytes") -> int:
-    """Read a number of bytes.
-
-    Args:
-        text: a whole number of bytes, or a number with a unit: kB, MB, GB, TB, PB, or KiB, MiB, GiB, TiB, PiB.
-        name: of the value, for the error.
-
-    Returns:
-        Bytes, at least 1.
-
-    Raises:
-        GradlabError: for anything else.
-    """
+    """Return bytes, at least 1, of a whole number or one with a unit: kB, MB, GB, TB, PB, or KiB, MiB, GiB, TiB,
+    PiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kKMGTP]?)(i?)[bB]?\s*", str(text))
     sound = type(text) in (int, str) and match is not None and not (match[3] and not match[2])
     factor = (1024 if match[3] else 1000) ** " kmgtp".index(match[2].lower() or " ") if match and sound else 0

@@ -21,14 +21,6 @@ def require_form(value: Any, form: Any, where: object) -> Any:
     >>> from gradlab.json_form import require_form
     >>> require_form({"step": 5, "rules": ["a"]}, {"step": int, "rules?": (None, [str])}, "run.jsonl")
     {'step': 5, 'rules': ['a']}
-
-    Args:
-        value: plain JSON.
-        form: as this module says.
-        where: the file, for the message.
-
-    Raises:
-        GradlabError: with the place where the value differs from the form.
     """
     found = _difference(value, form, "")
     if found is not None:

@@ -19,18 +19,8 @@ _MOST_VALUES = 2**22  # a few characters of JSON may stand for an object of a hu
 def read_json(
     path: str | os.PathLike[str], expected: str, most_bytes: int = _MOST_BYTES, most_values: int = _MOST_VALUES
 ) -> Any:
-    """Read a JSON file that may hold anything, in memory that its size bounds.
-
-    Args:
-        path: the file.
-        expected: what it should hold, in words.
-        most_bytes: of the file.
-        most_values: numbers, texts, lists and objects in it, at most, about.
-
-    Raises:
-        GradlabError: for a larger file, one that is not JSON, or that is no file.
-        OSError: if it cannot be read.
-    """
+    """Read a JSON file that may hold anything, in memory that its size bounds; `expected` is in words. A larger file,
+    more than about `most_values` values, and what is not JSON are refused."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise GradlabError(f"{path} is no file: expected {expected}")
@@ -56,11 +46,8 @@ class Jsonable:
 
 
 def plain(value: Any) -> Any:
-    """The value in terms of dict, list, str, int, float, bool and None.
-
-    Numbers that are not finite become None. A value with `to_json` writes itself, a dataclass its fields, an array or
-    a tensor its elements, and anything else its text.
-    """
+    """Return the value in terms of dict, list, str, int, float, bool and None: of `to_json`, fields or elements, else
+    its text. Numbers that are not finite become None."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, type):  # it has the methods of its instances

@@ -38,10 +38,9 @@ _RELATIVE = 1e-11  # error of sums of sizes in float64
 class Allocation(NamedTuple):
     """A plan.
 
-    Args:
-        choice: (layers,), the index of every layer's setting.
-        size: of all layers together.
-        bound: a lower bound on the size of all plans within the budget. A plan of this size is the smallest.
+    choice: (layers,), the index of every layer's setting.
+    size: of all layers together.
+    bound: a lower bound on the size of all plans within the budget. A plan of this size is the smallest.
     """
 
     choice: Indices
@@ -55,19 +54,13 @@ class Allocation(NamedTuple):
 
 
 def allocate(errors: Table, sizes: Table, budget: float, *, most_states: int = 200_000) -> Allocation:
-    """Find the smallest plan within a budget of error.
+    """Find the smallest plan within a budget of numpy's sum of the chosen errors.
 
-    Args:
-        errors: (layers, settings), or one vector per layer where layers differ in their settings. Infinity marks a
-            setting that a layer cannot have.
-        sizes: as errors, in any unit. Whole numbers are searched faster.
-        budget: of numpy's sum of the chosen errors.
-        most_states: partial plans kept at a time. Thousands of layers whose sizes and errors trade at one rate can
-            need more. The plan may then not be the smallest, and `bound` says by how much at most.
-
-    Raises:
-        GradlabError: for tables of different or no shapes, NaN, negative sizes, a layer without any setting, or a
-            budget that no plan meets. The message names the smallest reachable error.
+    errors: (layers, settings), or one vector per layer where layers differ in their settings. Infinity marks a setting
+        that a layer cannot have.
+    sizes: as errors, in any unit. Whole numbers are searched faster.
+    most_states: partial plans kept at a time. Thousands of layers whose sizes and errors trade at one rate can need
+        more. The plan may then not be the smallest, and `bound` shows by how much at most.
     """
     problem = _Problem.of(errors, sizes, budget)
     plan = problem.greedy()
@@ -88,14 +81,8 @@ def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: i
     Unlike the published algorithm, errors are never rounded down. The budget is kept, and a plan that meets it by less
     than one step per layer may be missed. `bound` is that of the linear relaxation.
 
-    Args:
-        errors: as for `allocate`, but not negative.
-        sizes: as for `allocate`.
-        budget: as for `allocate`.
-        steps: the paper's D.
-
-    Raises:
-        GradlabError: in the cases of `allocate`, and if no plan's rounded errors fit.
+    errors, sizes, budget: as for `allocate`, but not negative.
+    steps: the paper's D.
     """
     if type(steps) is not int or steps < 1:
         raise GradlabError(f"planner: steps = {steps!r}, expected a whole number from 1")
@@ -141,10 +128,8 @@ def _retrace(chosen: Sequence[Indices], rounded: Sequence[Numbers], error: int) 
 class _Layer:
     """One layer's settings by rising size and falling error; none is beaten in both.
 
-    Args:
-        index: of the settings in the caller's table.
-        size: above the layer's smallest.
-        error: above the layer's least.
+    index: of the settings in the caller's table.
+    size, error: above the layer's smallest and least.
     """
 
     index: Indices
@@ -173,13 +158,11 @@ class _Layer:
 class _Problem:
     """Layers whose sizes and errors start from 0: each layer's least of both is subtracted.
 
-    Args:
-        layers: with the settings that a plan may have.
-        base_size: (layers,), the sizes subtracted.
-        budget: the caller's.
-        capacity: the budget less the errors subtracted, with room for the rounding of their sum.
-        step: a whole number that all sizes are multiples of, or 0.
-        errors, sizes: the caller's tables.
+    base_size: (layers,), the sizes subtracted.
+    budget: the caller's.
+    capacity: the budget less the errors subtracted, with room for the rounding of their sum.
+    step: a whole number that all sizes are multiples of, or 0.
+    errors, sizes: the caller's tables.
     """
 
     layers: tuple[_Layer, ...]
@@ -335,11 +318,10 @@ def _common_step(layers: Sequence[_Layer]) -> int:
 class _Curve:
     """The relaxation of some layers: from all at their smallest size, segments of hulls, the cheapest first.
 
-    Args:
-        largest_error: before the first segment.
-        reduced: (segments + 1,), the error that the first 0, 1, ... segments take away.
-        cost: (segments + 1,), the size with these segments.
-        segments: their indices in the relaxation.
+    largest_error: before the first segment.
+    reduced: (segments + 1,), the error that the first 0, 1, ... segments take away.
+    cost: (segments + 1,), the size with these segments.
+    segments: their indices in the relaxation.
     """
 
     largest_error: float
@@ -397,14 +379,9 @@ class _Relaxation:
 class _Search:
     """One pass through the layers of a problem, for plans smaller than the best known.
 
-    Args:
-        problem: to solve.
-        plan: the best known.
-        width: partial plans kept, those with the lowest bounds. If none is dropped, `plan` ends as the smallest.
-    Attributes:
-        plan: the best plan, after `run`.
-        best: its size, above `base_size`.
-        bound: on all plans, above `base_size`, after `run`.
+    width: partial plans kept, those with the lowest bounds. If none is dropped, `plan` ends as the smallest.
+    plan: the best plan, after `run`; `best` is its size, above `base_size`.
+    bound: on all plans, above `base_size`, after `run`.
     """
 
     def __init__(self, problem: _Problem, plan: Indices, width: int) -> None:

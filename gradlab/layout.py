@@ -102,43 +102,23 @@ def _sound_sizes(shape: list[Any]) -> bool:
 
 
 def canonical_json(value: Any) -> str:
-    """Write JSON text that is the same for equal values: sorted keys, no spaces, no NaN.
-
-    Args:
-        value: plain JSON.
-
-    Returns:
-        The text.
-    """
+    """Return JSON text that is the same for equal values: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def fingerprint(layers: Iterable[Layer]) -> str:
-    """Hash names and shapes, in order. Two models with one fingerprint can share a plan.
-
-    Args:
-        layers: of a model, in order.
-
-    Returns:
-        Sha256 (hex).
-    """
+    """Return the sha256 (hex) of names and shapes, in order. Two models with one fingerprint can share a plan."""
     rows = [[layer.name, list(layer.shape)] for layer in layers]
     return hashlib.sha256(canonical_json(rows).encode()).hexdigest()
 
 
 def bare_names(names: Sequence[str]) -> list[str]:
-    """Remove from the names of a model's parameters what DDP, torch.compile and activation checkpointing add.
+    """Return parameters' names without the additions of DDP, torch.compile and activation checkpointing.
 
     DDP's `module` stands in front of all names. A model may have a `module` of its own beside other parameters.
 
     >>> bare_names(["module.up.weight", "module._orig_mod.module.weight"])
     ['up.weight', 'module.weight']
-
-    Args:
-        names: of all parameters, as the wrapped model has them.
-
-    Returns:
-        As the bare model has them, in the same order; they differ from each other if the names do.
     """
     split = [name.split(".") for name in names]
     parts = [[*(part for part in modules if part not in _WRAPPERS_NAMES), own] for *modules, own in split]
@@ -150,17 +130,8 @@ def bare_names(names: Sequence[str]) -> list[str]:
 
 
 def names_as_in(expected: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return layers' names as a plan has them, if it is of these layers.
-
-    Older plans and traces have names without any `module` in front, also where it is a part of the model.
-
-    Args:
-        expected: the plan's.
-        names: the layers', bare.
-
-    Returns:
-        The names in the same order; as they are if the plan has others.
-    """
+    """Return layers' bare names as a plan has them, if it is of these layers, else as they are. Older plans and traces
+    have names without any `module` in front, also where it is a part of the model."""
     wanted, before = set(expected), [_without_modules(name) for name in names]
     return before if wanted != set(names) and wanted == set(before) else list(names)
 
@@ -172,31 +143,15 @@ def _without_modules(name: str) -> str:
 
 
 def names_of_parameters(model: nn.Module) -> dict[int, str]:
-    """Name every parameter of a model as the bare model does.
-
-    A parameter that several modules share has its first name.
-
-    Args:
-        model: bare, in DDP, or compiled.
-
-    Returns:
-        Names by id of the parameter, in registration order, those without gradient included.
-    """
+    """Return the bare model's names of all parameters by id, in registration order. One that several modules share has
+    its first name."""
     named = list(model.named_parameters())
     return {id(p): name for (_, p), name in zip(named, bare_names([name for name, _ in named]), strict=True)}
 
 
 def named_layers(model: nn.Module) -> list[tuple[Layer, nn.Parameter]]:
-    """List every trainable parameter of a model with its layer.
-
-    A parameter that several modules share appears once, under its first name.
-
-    Args:
-        model: bare, in DDP, or compiled.
-
-    Returns:
-        Layers with their parameters, in registration order.
-    """
+    """List every trainable parameter of a model, also in DDP or compiled, with its layer, in registration order. One
+    that several modules share appears once, under its first name."""
     pairs, seen, modules, names = [], set(), dict(model.named_modules()), names_of_parameters(model)
     for module_name, module in modules.items():
         for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -217,27 +172,12 @@ def _owner(modules: Mapping[str, nn.Module], module_name: str, parameter_name: s
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """List the layers of a model.
-
-    Args:
-        model: bare, in DDP, or compiled.
-
-    Returns:
-        The layers, in registration order.
-    """
+    """List the layers of a model, also in DDP or compiled, in registration order."""
     return tuple(layer for layer, _ in named_layers(model))
 
 
 def describe_difference(expected: Sequence[Layer], actual: Sequence[Layer]) -> list[str]:
-    """Describe how a model's layers differ from the expected ones.
-
-    Args:
-        expected: the layers that a plan or a trace has.
-        actual: the model's.
-
-    Returns:
-        One line per difference; empty if there are none.
-    """
+    """Return one line per difference of a model's layers from those of a plan or a trace."""
     there = {layer.name: layer for layer in actual}
     here = {layer.name: layer for layer in expected}
     lines = []
@@ -255,17 +195,8 @@ def describe_difference(expected: Sequence[Layer], actual: Sequence[Layer]) -> l
 
 
 def filter_axes(layer: Layer) -> tuple[int, int]:
-    """Return (F, D) of a layer: filters and depth for a convolution, outputs and inputs for any other matrix.
-
-    A convolution in groups has D = input channels of one group. One-dimensional layers have D = 1. An expert stack has
-    the F and D of one expert.
-
-    Args:
-        layer: any layer.
-
-    Returns:
-        F and D.
-    """
+    """Return (F, D) of a layer or of one expert: filters and depth of a convolution's group, outputs and inputs of any
+    other matrix. One-dimensional layers have D = 1."""
     if len(layer.shape) < 2:
         return (*layer.shape, 1, 1)[0], 1
     *_, depth, filters = (layer.shape[axis] for axis in _filters_last(len(layer.shape), layer.role))
@@ -275,12 +206,8 @@ def filter_axes(layer: Layer) -> tuple[int, int]:
 def matrices(layer: Layer) -> tuple[int, int, int]:
     """Return (B, n, m) of a layer of at least two dimensions, seen as a batch of B matrices (n, m).
 
-    Args:
-        layer: (n, ...), where m is the product of the other dimensions and B is 1. An expert stack (B, n, m) has a
-            matrix per expert. An embedding (..., m), such as the position embeddings (1, n, m), has a row per entry.
-
-    Returns:
-        B, n and m.
+    (n, ...) has B = 1 and the product of the other dimensions as m. An expert stack (B, n, m) has a matrix per expert.
+    An embedding (..., m), such as the position embeddings (1, n, m), has a row per entry.
     """
     if layer.role in STACKS and len(layer.shape) > 2:
         return layer.shape[0], layer.shape[1], math.prod(layer.shape[2:])
@@ -290,14 +217,8 @@ def matrices(layer: Layer) -> tuple[int, int, int]:
 
 
 def matrix_shapes(layers: Iterable[Layer]) -> list[tuple[int, ...]]:
-    """List the shapes of the tensors that layers hold: an expert stack (B, n, m) holds B matrices (n, m).
-
-    Args:
-        layers: of a group, in order.
-
-    Returns:
-        Shapes of tensors that lie one after another, as the layers do.
-    """
+    """List the shapes of the tensors that layers hold, one after another: an expert stack (B, n, m) holds B matrices
+    (n, m)."""
     shapes: list[tuple[int, ...]] = []
     for layer in layers:
         stacked = layer.role in STACKS and len(layer.shape) > 2
@@ -308,23 +229,13 @@ def matrix_shapes(layers: Iterable[Layer]) -> list[tuple[int, ...]]:
 def flatten(
     tensor: torch.Tensor, order: Order = "native", workspace: Workspace | None = None, role: str = "other"
 ) -> torch.Tensor:
-    """Flatten a gradient to a vector. It is a view where the tensor lies in that order.
+    """Flatten a gradient to a vector (numel,). It is a view where the tensor lies in that order.
 
     "native" reads row by row. "gradiveq" puts the F filters' collocated values next to each other, then depth, then
     width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F). A transposed layer
     has the shape (D, F, *spatial). An expert stack (E, F, D) is read expert by expert, as (E, D, F).
 
-    Args:
-        tensor: the gradient, in the layer's shape.
-        order: "native" or "gradiveq".
-        workspace: where memory for copies comes from. None: new memory.
-        role: the layer's.
-
-    Returns:
-        (numel,).
-
-    Raises:
-        GradlabError: for another order.
+    workspace: where memory for copies comes from. None: new memory.
     """
     _check_order(order)
     if order == "native" or tensor.ndim < 2:
@@ -348,21 +259,7 @@ def unflatten(
     workspace: Workspace | None = None,
     role: str = "other",
 ) -> torch.Tensor:
-    """Turn a vector back into a tensor, the inverse of `flatten`.
-
-    Args:
-        vector: (numel,).
-        shape: the layer's.
-        order: "native" or "gradiveq".
-        workspace: where memory for copies comes from. None: new memory.
-        role: the layer's.
-
-    Returns:
-        The gradient, in the layer's shape.
-
-    Raises:
-        GradlabError: for another order.
-    """
+    """Turn a vector (numel,) back into a tensor of the layer's shape, the inverse of `flatten`."""
     _check_order(order)
     axes = _filters_last(len(shape), role)
     if order == "native" or axes == tuple(range(len(axes))):
@@ -377,16 +274,8 @@ def unflatten(
 
 
 def flatten_alike(tensors: Sequence[torch.Tensor], workspace: Workspace, role: str) -> torch.Tensor:
-    """Flatten gradients of one shape and dtype in GradiVeQ's order, see `flatten`: in few calls for all.
-
-    Args:
-        tensors: at least one, each as small as a copy that takes less time than a call.
-        workspace: where memory for copies comes from.
-        role: of the layers.
-
-    Returns:
-        Their vectors, (tensors, numel). One tensor alone may be of any size, and its vector a view.
-    """
+    """Flatten small gradients of one shape and dtype in GradiVeQ's order in few calls: (tensors, numel). One tensor
+    alone may be of any size, and its vector a view."""
     first, axes = tensors[0], _filters_last(tensors[0].ndim, role)
     if len(tensors) == 1:
         return flatten(first, "gradiveq", workspace, role).unsqueeze(0)
@@ -420,15 +309,11 @@ def _filters_last(dimensions: int, role: str) -> tuple[int, ...]:
 
 
 def _reordered(native: torch.Tensor, other: torch.Tensor, back: bool) -> None:
-    """Copy a convolution (F, D, *spatial) to the order (*spatial, D, F), or back.
+    """Copy a convolution (F, D, *spatial), contiguous, to the order (*spatial, D, F), or back, which writes `native`.
 
     A large transposition touches a new page of memory with every element. torch has a fast one of whole matrices alone,
     and rows of filters are copied fast: by way of (D, *spatial, F), some filters at a time so that they stay in the
     cache, a layer of 512 x 512 x 3 x 3 takes 3.4 ms each way in place of 13 and 22.
-
-    native: (F, D, *spatial), contiguous.
-    other: (*spatial, D, F), contiguous.
-    back: whether `native` is written.
     """
     filters, depth = native.shape[:2]
     rows, planes = native.view(filters, -1), other.view(-1, depth, filters)
@@ -457,18 +342,7 @@ def _check_order(order: str) -> None:
 
 
 def split_slices(vector: torch.Tensor, slice_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut a vector into whole slices and the tail that fills no slice.
-
-    Args:
-        vector: (numel,).
-        slice_size: K, elements per slice.
-
-    Returns:
-        The slices (M, K) and the tail (numel - M K,).
-
-    Raises:
-        GradlabError: if slice_size is not positive.
-    """
+    """Cut a vector into whole slices (M, K), K elements each, and the tail (numel - M K,) that fills no slice."""
     if slice_size < 1:
         raise GradlabError(f"slice size {slice_size}: expected at least 1")
     whole = vector.numel() // slice_size

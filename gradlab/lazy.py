@@ -9,17 +9,8 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the functions by which Python looks a package's names up and lists them.
-
-        __getattr__, __dir__ = lazy_names(__name__, {"Plan": "gradlab.plan"})
-
-    Args:
-        package: its full name.
-        homes: by name, the module that has it. A module that is offered itself is its own home.
-
-    Returns:
-        The package's `__getattr__` and `__dir__`.
-    """
+    """Return a package's `__getattr__` and `__dir__`, from the module of each name; an offered module is its own
+    home."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -20,9 +20,8 @@ POINTS_NOISE, RELATIVE_NOISE = 0.02, 0.03
 
 @dataclass(frozen=True)
 class Metric:
-    """What runs are judged by.
+    """The measure by which runs are judged.
 
-    name: of the metric.
     better: whether higher or lower values are better.
     form: "percent" if values are fractions that people read as percentages, else "number".
     """
@@ -76,10 +75,8 @@ def metric_of(runs: Iterable[Mapping[str, Any]]) -> Metric:
 
 
 def scores(run: Mapping[str, Any]) -> list[Any]:
-    """Give the metric while training as [step, value] pairs, None for values that were not finite.
-
-    The list is empty if the metric was not measured.
-    """
+    """Return the metric while training as [step, value] pairs, None for values that were not finite; empty if not
+    measured."""
     return run.get("scores") or []
 
 

@@ -29,12 +29,7 @@ def visible(text: str) -> str:
 
 
 def printable(text: str, one_line: bool = False, longest: int = _LONGEST) -> str:
-    """Do as `visible`, and cut off what goes on and on without a space.
-
-    Args:
-        text: any.
-        one_line: whether new lines and tabs are escapes too.
-        longest: characters without a space, of which half are shown where there are more.
+    """Do as `visible`, and show half of `longest` characters where more come without a space.
 
     >>> printable("layer " + "x" * 10_000)[-30:]
     'xxxxxxxxxx... 10000 characters'

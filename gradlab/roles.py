@@ -35,16 +35,8 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 def module_role(module: nn.Module, name: str, parameter: torch.Tensor) -> str:
-    """Find the role of a parameter.
-
-    Args:
-        module: that has the parameter.
-        name: of the parameter in the module.
-        parameter: of any shape.
-
-    Returns:
-        One of `ROLES`. "other" is what no rule knows; no matrix of a module of `torch.nn` is among it.
-    """
+    """Return the role of a module's parameter, one of `ROLES`; "other" is what no rule knows, never a matrix of
+    `torch.nn`."""
     normalizes = isinstance(module, _NORMS) or (parameter.ndim < 2 and _class_has(module, "norm"))
     if _BIAS.search(name) or (normalizes and name == "beta"):
         return "bias"
@@ -84,10 +76,8 @@ def _holds_experts(module: nn.Module, count: int) -> bool:
 
 
 def _inputs_first(module: nn.Module, name: str, parameter: torch.Tensor) -> bool:
-    """Whether an expert stack is (E, inputs, outputs): as the module says, or as its hidden size lets conclude.
-
-    Projections down to the hidden size have it as their outputs, all others as their inputs.
-    """
+    """Return whether an expert stack is (E, inputs, outputs): as the module states, or by its hidden size, which
+    projections down to it have as their outputs, all others as their inputs."""
     declared = getattr(module, "is_transposed", None)
     if isinstance(declared, bool):
         return declared

@@ -20,29 +20,17 @@ _BYTES = 2  # of a real number in bfloat16 or float16
 
 
 def bytes_in_16_bits(parameter: torch.Tensor, numel: int | None = None) -> int:
-    """Return what plain 16-bit reduction sends of a gradient.
-
-    Args:
-        parameter: that the gradient is of; a complex one has two real numbers per element.
-        numel: elements of it. None: all.
-
-    Returns:
-        Bytes, 2 per real number.
-    """
+    """Return the bytes of a plain 16-bit reduction of a gradient, or of `numel` of its elements: 2 per real number, 4
+    per complex one."""
     return _BYTES * (parameter.numel() if numel is None else numel) * (2 if parameter.is_complex() else 1)
 
 
 @dataclass(frozen=True)
 class Saving:
-    """How many times fewer bytes are sent.
+    """How many times fewer bytes are sent than by the gradients as they are, and in 16 bits; None: not known.
 
     >>> print(Saving.of(payload_bytes=100, dense_bytes=400))
     4.00x (2.00x vs 16 bits)
-
-    Attributes:
-        ratio: than the gradients as they are, mostly in 32 bits. None: not known.
-        ratio_to_16_bits: than the same gradients in 16 bits; below 1 where plain 16-bit reduction sends less. None: not
-            known.
     """
 
     ratio: float | None
@@ -50,16 +38,8 @@ class Saving:
 
     @classmethod
     def of(cls, payload_bytes: float, dense_bytes: float, half_bytes: float | None = None) -> Saving:
-        """Divide by a payload.
-
-        Args:
-            payload_bytes: what is sent. 0: neither factor is known.
-            dense_bytes: of the gradients as they are.
-            half_bytes: of them in 16 bits. None: half of `dense_bytes`, which are of float32 gradients.
-
-        Returns:
-            Both factors.
-        """
+        """Divide by the bytes that are sent; for 0, neither factor is known. `half_bytes` are those of the gradients in
+        16 bits, None: half of `dense_bytes`, which are of float32 gradients."""
         if not payload_bytes:
             return cls(None, None)
         return cls(dense_bytes / payload_bytes, (dense_bytes / 2 if half_bytes is None else half_bytes) / payload_bytes)
@@ -70,15 +50,6 @@ class Saving:
 
         >>> print(Saving.of_sent(sent_bytes=600, dense_bytes=400, world_size=4))
         1.00x (0.500x vs 16 bits)
-
-        Args:
-            sent_bytes: of a rank, mean over ranks.
-            dense_bytes: of the gradients as they are.
-            world_size: number of ranks N.
-            half_bytes: as in `of`.
-
-        Returns:
-            Both factors.
         """
         sends = ring_sends(world_size)
         return cls.of(

@@ -9,16 +9,8 @@ Item = TypeVar("Item")
 
 
 def segments(items: Sequence[Item], nbytes: Callable[[Item], int], segment_bytes: float) -> Iterator[list[Item]]:
-    """Cut items into runs of consecutive ones. A larger item is a run of its own.
-
-    Args:
-        items: in order.
-        nbytes: gives the size of an item, in bytes.
-        segment_bytes: most bytes of a run.
-
-    Yields:
-        The runs, in order.
-    """
+    """Cut items, of `nbytes` bytes each, into runs of at most `segment_bytes`, in order. A larger item is a run of its
+    own."""
     segment: list[Item] = []
     size = 0
     for item in items:

@@ -18,17 +18,8 @@ _PIECE = 1 << 20
 
 @contextmanager
 def open_tar(path: Path, most_bytes: int, expected: str) -> Iterator[tarfile.TarFile]:
-    """Open an archive, gzip-compressed or plain, for one pass over its members.
-
-    Args:
-        path: the archive.
-        most_bytes: that it may unpack to.
-        expected: what it should be, such as "a packed corpus".
-
-    Raises:
-        GradlabError: for a damaged or truncated archive, also while its members are read, or one that unpacks to more.
-        OSError: if the file cannot be read.
-    """
+    """Open an archive, gzip-compressed or plain, for one pass over its members. A damaged one is refused, also while
+    members are read, and so is one that unpacks to more than `most_bytes`."""
     with path.open("rb") as head:
         packed = head.read(2) == b"\x1f\x8b"
     try:

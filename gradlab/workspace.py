@@ -21,45 +21,21 @@ class Workspace:
     """Allocates new memory for every tensor."""
 
     def empty(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Allocate a contiguous tensor. Its values are undefined.
-
-        Args:
-            shape: in elements.
-            like: a tensor of the dtype and device.
-
-        Returns:
-            The tensor.
-        """
+        """Allocate a contiguous tensor of the dtype and device of another. Its values are undefined."""
         return like.new_empty(tuple(shape))
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a contiguous tensor of the shape, dtype and device of another. Its values are undefined.
-
-        Args:
-            tensor: the other.
-
-        Returns:
-            The new tensor.
-        """
+        """Allocate a contiguous tensor of the shape, dtype and device of another. Its values are undefined."""
         return self.empty(tensor.shape, tensor)
 
     def zeros_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate a contiguous tensor of zeros, of the shape, dtype and device of another.
-
-        Args:
-            tensor: the other.
-
-        Returns:
-            The new tensor.
-        """
+        """Allocate a contiguous tensor of zeros, of the shape, dtype and device of another."""
         return self.empty_like(tensor).zero_()
 
 
 class RecyclingWorkspace(Workspace):
-    """Lends memory again once no tensor is in it any more. Several threads may use it.
-
-    Small tensors get new memory, and so do tensors on a GPU, where the caching allocator reuses it.
-    """
+    """Lends memory again once no tensor is in it any more. Several threads may use it. Small tensors get new memory,
+    and so do those on a GPU: the caching allocator reuses it."""
 
     _SMALLEST = 2**20  # bytes, from which on new memory takes longer than the lending does
 

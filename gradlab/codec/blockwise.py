@@ -111,15 +111,8 @@ class PiecewiseCompressor(Compressor):
         return bool(self.kinds()) and not any(bound % 8 for bound in bounds[:-1])
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
-        """Cut a payload into those of parts of the vector.
-
-        Args:
-            payload: as `compress` returned it.
-            bounds: ascending positions 0, ..., numel at which `bounds` may cut, for which `can_be_cut`.
-
-        Returns:
-            What each part's compressor returns for it.
-        """
+        """Cut a payload into those of parts of the vector, at ascending positions 0, ..., numel for which
+        `can_be_cut`."""
         columns = [self._cut(part, kind, bounds) for part, kind in zip(payload, self.kinds(), strict=True)]
         return list(zip(*columns, strict=True))
 
@@ -142,10 +135,8 @@ class PiecewiseCompressor(Compressor):
         return [torch.cat(pair) for pair in zip(*halves, strict=True)]
 
     def span(self, like: torch.Tensor) -> int:
-        """Return the number of elements worked on at a time.
-
-        It is what fits the cache, a multiple of 8. On a GPU it is the whole vector.
-        """
+        """Return the number of elements worked on at a time: a multiple of 8 that fits the cache; on a GPU, the whole
+        vector."""
         return CACHED if like.device.type == "cpu" else max(8, like.numel() + -like.numel() % 8)
 
     def spans(self, like: torch.Tensor) -> Iterator[Span]:
@@ -299,14 +290,8 @@ class BlockCompressor(PiecewiseCompressor):
     def scale(
         self, values: torch.Tensor, factors: torch.Tensor, start: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Multiply a part of a vector by its blocks' factors, and return it.
-
-        Args:
-            values: the part, (n,).
-            factors: of all the vector's blocks, (blocks,).
-            start: the part's first element in the vector.
-            out: where the result goes; None: in place.
-        """
+        """Multiply a part (n,) of a vector from element `start` by its blocks' factors, of all blocks (blocks,), in
+        place unless `out` is given."""
         return self._with_blocks(torch.mul, values, factors, start, out)
 
     def divide(

@@ -128,8 +128,7 @@ def _reversed_bits() -> list[int]:
 
 def _beginning(widths: list[int]) -> tuple[int, int]:
     """Return the bits that a last block begins with (section 3.2.7), the first one lowest, and how many. Widths are
-    written by a code of sixteen words of four bits; two codes of one bit stand for distances, of which there are
-    none."""
+    written by a code of sixteen words of four bits; two codes of one bit are for distances."""
     written = bits = 0
     fields = ((1, 1), (2, 2), (len(widths) - 257, 5), (1, 5), (15, 4))
     of_widths = ((0, 3), (0, 3), (0, 3), *((4, 3),) * 16)  # of 16, 17, 18, which are not used, and of 0 to 15

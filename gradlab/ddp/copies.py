@@ -24,9 +24,6 @@ class Detached:
     >>> from gradlab.ddp.copies import Detached
     >>> copy.deepcopy(Detached("CompressionState"))
     Detached('CompressionState')
-
-    Args:
-        kind: the name of the state's class.
     """
 
     def __init__(self, kind: str) -> None:

@@ -234,10 +234,6 @@ def _rank_progress(look: _RankLook, due: np.ndarray) -> RankProgress:
 def lost(held: np.ndarray, due: np.ndarray) -> int:
     """Count the iterations that a rank lacks, up to its last one: all ranks take the same steps.
 
-    Args:
-        held: the rank's iterations, int64 (S,), ascending.
-        due: those of any rank, int64 (T,), ascending.
-
     >>> lost(np.array([0, 2, 4]), np.array([0, 1, 2, 3, 4, 5, 6]))
     2
     """
@@ -245,16 +241,8 @@ def lost(held: np.ndarray, due: np.ndarray) -> int:
 
 
 def mean_by_place(values: np.ndarray, place: np.ndarray, count: int) -> np.ndarray:
-    """Average the values that are numbers by the place each belongs to.
-
-    Args:
-        values: float64 (S,).
-        place: from 0 to count - 1, int64 (S,).
-        count: number of places.
-
-    Returns:
-        float64 (count,); NaN where there is no number.
-    """
+    """Average float64 values (S,) that are numbers by their places, int64 (S,): float64 (count,), NaN where there is
+    none."""
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):  # infinities of both signs, and places without a number
         sums = np.bincount(place[known], values[known], count)

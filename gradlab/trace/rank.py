@@ -45,15 +45,8 @@ class OpenSegments:
 class RankSteps:
     """The S steps that one rank committed, in rows 0 .. S - 1, whatever the other ranks hold.
 
-    Args:
-        segments: the segments of the trace.
-        rank: the rank, from 0.
-        index: the rank's index.
-    Attributes:
-        records: `STEP_DTYPE` (S,).
-        unused: bool (S, layers), layers without a gradient.
-    Raises:
-        GradlabError: if the index and the segments disagree, or a segment is damaged.
+    records: `STEP_DTYPE` (S,).
+    unused: bool (S, layers), layers without a gradient.
     """
 
     def __init__(self, segments: OpenSegments, rank: int, index: RankIndex) -> None:
@@ -96,14 +89,8 @@ def require_none(problems: Sequence[str]) -> None:
 
 
 def runs(rows: np.ndarray, starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Cut ascending row numbers into runs of consecutive rows inside one segment.
-
-    Args:
-        rows: row numbers over all segments, ascending.
-        starts: segment k holds rows starts[k] .. starts[k + 1] - 1.
-    Returns:
-        Per run: segment, first row and last row + 1, both counted within the segment.
-    """
+    """Cut ascending rows into consecutive ones of one segment: segment, first and last + 1 row in it; segment k holds
+    rows starts[k] .. starts[k + 1] - 1."""
     if not len(rows):
         return
     segments = np.searchsorted(starts, rows, side="right") - 1

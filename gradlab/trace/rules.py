@@ -68,15 +68,8 @@ def remarks(rank_steps: Sequence[int], common_steps: int) -> tuple[str, ...]:
 
 
 def pass_remark(iterations: np.ndarray, optimizer_steps: np.ndarray) -> str:
-    """Say that several synchronised backward passes came between optimizer steps; "" if they did not.
-
-    DDP hands a hook what has accumulated. A second pass of a step therefore brings the ranks' average of the first one,
-    or what is left of it, beside this rank's gradient.
-
-    Args:
-        iterations: int64 (steps,), ascending: synchronised backward passes before each recorded one.
-        optimizer_steps: int64 (steps,): optimizer steps before each; -1: not known.
-    """
+    """Return that several synchronised backward passes came between optimizer steps, int64 (steps,) each, or "". A
+    second pass brings the ranks' average of the first one, or what is left of it, beside this rank's gradient."""
     if not len(iterations) or optimizer_steps.min() < 0 or not optimizer_steps.max():
         return ""
     passes, steps = iterations[-1] - iterations[0], optimizer_steps[-1] - optimizer_steps[0]

@@ -55,12 +55,8 @@ class LayerSample:
         return self.stored.numel / self.layer.numel
 
     def copy(self, target: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy the blocks of a gradient, without a copy of the whole.
-
-        Args:
-            target: written, in the sample's shape.
-            whole: the gradient, in the layer's shape.
-        """
+        """Copy the blocks of a gradient, in the layer's shape, to `target`, in the sample's, without a copy of the
+        whole."""
         place = 0
         for start, stop in self.blocks:
             part = target.narrow(self.axis, place, stop - start)
@@ -76,16 +72,7 @@ class LayerSample:
 
     @classmethod
     def from_json(cls, value: Any, stored: Layer, where: Path) -> LayerSample:
-        """Read a sample back from plain JSON.
-
-        Args:
-            value: what `to_json` writes.
-            stored: the layer as the trace holds it.
-            where: the file that an error names.
-
-        Raises:
-            GradlabError: for anything else, blocks out of order or range, or blocks that do not make up `stored`.
-        """
+        """Read what `to_json` wrote; blocks out of order or range, or that do not make up `stored`, are refused."""
         sound = isinstance(value, dict) and {"shape", "axis", "blocks"} <= set(value)
         try:
             whole = Layer.from_json({"name": stored.name, "shape": value["shape"], "role": stored.role})
@@ -111,16 +98,8 @@ def sample_axis(layer: Layer) -> int:
 
 
 def sample_layer(layer: Layer, numel: int, seed: int = 0) -> LayerSample | None:
-    """Draw a sample of a layer: aligned runs, one from each of equal stretches of the axis.
-
-    Args:
-        layer: the whole layer.
-        numel: elements to keep at most; one row is kept at least.
-        seed: of the draw, which follows from it and the layer's name alone.
-
-    Returns:
-        The sample. None: the layer is kept whole, because it is small enough or nothing smaller is left of it.
-    """
+    """Draw aligned runs of a layer, at most `numel` elements but one row, from equal stretches of the axis; None: it is
+    kept whole. The draw follows from the seed and the layer's name alone."""
     axis = sample_axis(layer)
     run, runs = runs_of(layer, numel)
     if layer.numel <= numel or run * runs >= layer.shape[axis]:
@@ -163,15 +142,8 @@ def _power_of_two(number: int) -> int:
 
 
 def describe_samples(samples: Mapping[str, LayerSample], layers: Sequence[Layer]) -> str:
-    """Say what share of which layers a trace holds, in one phrase.
-
-    Args:
-        samples: by layer name.
-        layers: all layers, as the trace holds them.
-
-    Returns:
-        Such as "3.1 % of the values: 1.2 % to 8.3 % of 50 layers (h.0.attn.c_attn.weight, ...), 98 layers whole".
-    """
+    """Return one phrase: "3.1 % of the values: 1.2 % to 8.3 % of 50 layers (h.0.attn.c_attn.weight, ...), 98 layers
+    whole"."""
     if not samples:
         return f"all values of {len(layers)} layers"
     whole = sum(layer.numel for layer in layers if layer.name not in samples)

@@ -87,14 +87,8 @@ def dataset_name(layer_name: str) -> str:
 
 
 def block_steps(row_bytes: int, most_steps: int | None = None) -> int:
-    """Return the number of steps that are kept in memory and written together, which is also a chunk's rows.
-
-    Args:
-        row_bytes: bytes of one step on one rank.
-        most_steps: steps that will be written at most; None: not known.
-    Returns:
-        At most 16; fewer where 16 steps exceed `BLOCK_BYTES`, or so that the last block is nearly full.
-    """
+    """Return the number of steps that are kept in memory and written together, a chunk's rows: at most 16, fewer where
+    these exceed `BLOCK_BYTES`, or so that the last block is nearly full."""
     rows = max(1, min(CHUNK_STEPS, BLOCK_BYTES // max(1, row_bytes)))
     if most_steps is None:
         return rows
@@ -120,14 +114,11 @@ def row_checksums(rows: np.ndarray) -> np.ndarray:
 
 
 def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndarray) -> np.ndarray:
-    """Compute the CRC-32 of everything that a step stores beside its gradients.
+    """Compute the CRC-32, uint32 (steps,), of everything that a step stores beside its gradients.
 
-    Args:
-        records: `STEP_DTYPE` (steps,), whose own checksums are left out.
-        unused: packed bits, uint8 (steps, ceil(layers / 8)).
-        checksums: of each layer's row, uint32 (steps, layers).
-    Returns:
-        uint32 (steps,).
+    records: `STEP_DTYPE` (steps,), whose own checksums are left out.
+    unused: packed bits, uint8 (steps, ceil(layers / 8)).
+    checksums: of each layer's row, uint32 (steps, layers).
     """
     sums = np.empty(len(records), dtype=np.uint32)
     for row, (record, bits, layer_sums) in enumerate(zip(records, unused, checksums, strict=True)):
@@ -143,7 +134,7 @@ class Manifest:
     layers: as the trace holds them.
     metadata: a JSON object from the recorder.
     run: unique to one recording.
-    samples: by name, the layers of which the trace holds blocks only.
+    samples: by name, the layers that the trace holds in blocks only.
     """
 
     world_size: int
@@ -177,11 +168,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: Path) -> Manifest:
-        """Check and read the manifest's fields; `where` is the file that an error names.
-
-        Raises:
-            GradlabError: for a field that is missing, of another type, or out of range.
-        """
+        """Check and read the manifest's fields; `where` is the file that an error names."""
         run, size, dtype = value.get("run"), value.get("world_size"), value.get("dtype")
         if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{32}", run):
             raise GradlabError(f"{where}: 'run' is {run!r}, expected 32 hexadecimal digits")
@@ -238,11 +225,7 @@ class RankIndex:
 
     @classmethod
     def from_json(cls, value: dict[str, Any], where: Path) -> RankIndex:
-        """Read the index's fields; `where` is the file that an error names.
-
-        Raises:
-            GradlabError: for a field that is missing or of another type.
-        """
+        """Check and read the index's fields; `where` is the file that an error names."""
         try:
             segments = tuple((int(entry["number"]), int(entry["steps"])) for entry in value["segments"])
             reason = None if value["reason"] is None else str(value["reason"])
@@ -257,11 +240,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the trace in `folder`.
-
-    Raises:
-        GradlabError: if there is no such folder, or its manifest is missing, damaged, foreign or newer.
-    """
+    """Read the manifest of the trace in `folder`; a missing, damaged, foreign or newer one is refused."""
     if not folder.is_dir():
         raise GradlabError(f"{folder}: no such folder; expected a trace recorded by gradlab")
     if not (folder / MANIFEST).is_file():
@@ -270,42 +249,25 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_index(folder: Path, index: RankIndex) -> None:
-    """Write the index of one rank of the trace in `folder`, which marks the rank's recording as closed.
-
-    Raises:
-        OSError: if the rank's folder is missing or cannot be written.
-    """
+    """Write the index of one rank of the trace in `folder`, which marks the rank's recording as closed."""
     write_document(folder / rank_folder(index.rank) / INDEX, INDEX_FORMAT, index.to_json())
 
 
 def read_index(folder: Path, rank: int) -> RankIndex | None:
-    """Read the index of one rank; return None if the rank's recording was never closed.
-
-    Raises:
-        GradlabError: if the index is damaged, foreign or newer.
-    """
+    """Read the index of one rank; return None if the rank's recording was never closed."""
     path = folder / rank_folder(rank) / INDEX
     return RankIndex.from_json(read_document(path, INDEX_FORMAT), path) if path.is_file() else None
 
 
 def write_document(path: Path, document_format: str, body: dict[str, Any]) -> None:
-    """Write a JSON document with its own sha256, whole or not at all.
-
-    Raises:
-        OSError: if the file cannot be written.
-        ValueError: if `body` is not JSON.
-    """
+    """Write a JSON document with its own sha256, whole or not at all."""
     content = {"format": document_format, "version": VERSION, **body}
     content["sha256"] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
     write_whole(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode())
 
 
 def read_document(path: Path, document_format: str) -> dict[str, Any]:
-    """Read a JSON document and check format, version and sha256, in this order.
-
-    Raises:
-        GradlabError: unless the file holds a whole document of this format in version 1.
-    """
+    """Read a JSON document of version 1 and check format, version and sha256, in this order."""
     try:
         content = read_json(path, f"a {document_format!r} document, whole", _MAX_JSON_BYTES, _MAX_JSON_VALUES)
     except OSError as error:

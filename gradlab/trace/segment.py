@@ -82,12 +82,8 @@ def _one_line(path: Path, doing: str) -> Iterator[None]:
 
 
 def _open_growing(path: Path) -> h5py.File:
-    """Open a file that may be growing.
-
-    HDF5 reads metadata that do not match their checksum again, as they may be half written. By default it tries 100
-    times and doubles a pause of 1 ns every time, so that opening a damaged file would
-    never end.
-    """
+    """Open a file that may be growing. HDF5 reads half-written metadata again, by default 100 times with pauses
+    doubling from 1 ns: opening a damaged file would never end."""
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # h5py does not wrap this function; its module is linked with the library that has it.
@@ -104,11 +100,7 @@ def _open_growing(path: Path) -> h5py.File:
 
 
 def locked_if_possible(opened: Callable[..., h5py.File]) -> h5py.File:
-    """Open a file under HDF5's lock, and without where the file system has no locks: a trace has a lock of its own.
-
-    Args:
-        opened: takes `locking=False`, or nothing.
-    """
+    """Open a file under HDF5's lock, and without where the file system has no locks: a trace has a lock of its own."""
     try:
         return opened()
     except OSError as error:
@@ -118,19 +110,12 @@ def locked_if_possible(opened: Callable[..., h5py.File]) -> h5py.File:
 
 
 class SegmentReader:
-    """One open segment.
+    """One open segment of a trace; a damaged, untrusted or foreign file is refused.
 
-    Args:
-        path: the file.
-        manifest: of the trace that the file must belong to.
-        rank, number: the rank and the segment number that the file must have.
-        swmr: open a file whose writer was killed or is still writing.
-        only: names of the layers whose data sets are opened and checked; no other can be read. None: all.
-    Attributes:
-        committed: number of steps.
-        records: `STEP_DTYPE` (committed,), -1 where a field is not stored.
-    Raises:
-        GradlabError: for a file that is damaged, not trusted, or does not belong to the trace.
+    swmr: open a file whose writer was killed or is still writing.
+    only: names of the layers whose data sets are opened and checked; no other can be read. None: all.
+    committed: number of steps.
+    records: `STEP_DTYPE` (committed,), -1 where a field is not stored.
     """
 
     def __init__(
@@ -166,11 +151,8 @@ class SegmentReader:
         self._file.close()
 
     def _header(self) -> Any:
-        """Return the file's own header, None if it has none of fixed length.
-
-        Text of variable length lies in HDF5's global heap, the only part of a file without a checksum: a flipped bit
-        there can keep HDF5 reading for ever. So HDF5 never reads such a header.
-        """
+        """Return the file's own header, None if it has none of fixed length. Text of variable length lies in HDF5's
+        global heap, which has no checksum: a flipped bit there can keep HDF5 reading for ever."""
         if "gradlab" not in self._file.attrs:
             return None
         attribute = self._file.attrs.get_id("gradlab")
@@ -269,11 +251,7 @@ class SegmentReader:
         return np.unpackbits(self._unused_bits, axis=1, count=len(self.layers)).astype(bool)
 
     def verify(self, layer: Layer, start: int, stop: int) -> None:
-        """Compare rows start..stop with their checksums, in pieces of about 64 MiB however long a row is.
-
-        Raises:
-            GradlabError: if the file cannot be read, or a row does not match its checksum.
-        """
+        """Compare rows start..stop with their checksums, in pieces of about 64 MiB however long a row is."""
         if layer.numel <= VALUES_AT_ONCE:
             self.read_stored(layer, start, stop)
             return
@@ -290,11 +268,8 @@ class SegmentReader:
         return GradlabError(f"{self.path}: layer {layer.name!r} at iteration {step} is damaged (checksum)")
 
     def read_stored(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
-        """Read rows start..stop as stored: float32, float16, or uint16 for bfloat16; (stop - start, columns).
-
-        Raises:
-            GradlabError: if the file cannot be read, or whole rows do not match their checksums.
-        """
+        """Read rows start..stop as stored, (stop - start, columns), float32, float16, or uint16 for bfloat16; whole
+        rows are compared with their checksums."""
         if layer.numel == 0:
             return np.zeros((stop - start, 0), self._stored)
         if layer.name not in self._datasets:
