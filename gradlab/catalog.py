@@ -152,7 +152,7 @@ def wrapper_facts(name: str) -> WrapperFacts:
 
 
 def _refusal(wrapper: type[Wrapper], codec: str) -> str:
-    """What a wrapper says when it is put around a codec, both with default settings; empty if it takes it."""
+    """Return a wrapper's refusal of a codec, both with default settings; empty if it takes it."""
     try:
         wrapper(codecs.make(codec))
     except GradlabError as reason:

@@ -19,7 +19,7 @@ class GradlabError(ValueError):
 
 
 class BadMessage(GradlabError):
-    """What a rank sent stands for nothing that its codec could have sent. The message names the rank."""
+    """A rank sent a message that its codec could not have sent. The message names the rank."""
 
 
 class NewerFormat(GradlabError):

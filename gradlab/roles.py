@@ -1,4 +1,4 @@
-"""What a parameter is for: a module's class and attributes, and the parameter's name, say which role it has.
+"""The role of a parameter, by its module's class and attributes and its name.
 
 Classes of transformers and of other libraries are known by their names and attributes, so that none has to be there.
 A weight's first axis is taken for its outputs, as `torch.nn.functional.linear` has it, unless the role is a transposed

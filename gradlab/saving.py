@@ -1,4 +1,4 @@
-"""What compression saves, against the gradients as they are and against plain 16-bit reduction.
+"""The saving by compression, against the gradients as they are and against plain 16-bit reduction.
 
 What counts are the bytes that a rank sends, beside those of a ring all-reduce between as many ranks. Without any codec,
 gradients can be reduced in bfloat16 or float16, and where mixed precision is used they often are. A codec that sends 4

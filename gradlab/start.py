@@ -1,4 +1,4 @@
-"""Where the command `gradlab` begins: an interrupt is one line from the first import on."""
+"""The start of the command `gradlab`: an interrupt is one line from the first import on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an author of a codec subclasses: the contract, compressors, blocks, sparsifiers, settings."""
+"""The parts that an author of a codec subclasses: the contract, compressors, blocks, sparsifiers, settings."""
 
 from gradlab.codec.compressor import Compressor, Sparsifier
 from gradlab.codec.contract import (

@@ -35,7 +35,7 @@ class Alike:
 
     @property
     def numel(self) -> int:
-        """What positions are coded below: those of a bit map count through all the layers."""
+        """Return the number that positions are coded below: those of a bit map count through all the layers."""
         return self.size * (len(self.starts) if self.coding == "bitmap" else 1)
 
     @property
@@ -45,7 +45,7 @@ class Alike:
 
 
 class EachLayer:
-    """Where a fixed number of elements of each layer of a group lie.
+    """The places of a fixed number of elements of each layer of a group.
 
     Layers of one size lie together in the order of values and codes, so that they take one call. A position is coded
     within its layer. A coding whose size depends on the positions is of all of them together.

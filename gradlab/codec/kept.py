@@ -1,4 +1,4 @@
-"""What a tensor that a codec keeps between iterations has to look like, for whoever reads it from a file."""
+"""The form of a tensor that a codec keeps between iterations, for readers of a file."""
 
 from __future__ import annotations
 

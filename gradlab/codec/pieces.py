@@ -17,7 +17,7 @@ def piece_of(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 class Pieces:
-    """Where the shards' pieces lie in a vector of layers. A shard is its pieces of all layers, one after another.
+    """The places of the shards' pieces in a vector of layers. A shard is its pieces of all layers, one after another.
 
     sizes: elements of each piece, (N, L), by shard and layer.
     """

@@ -1,4 +1,4 @@
-"""What other ranks sent: how long it may be, and who sent what cannot be decoded.
+"""Messages of other ranks: how long they may be, and who sent one that cannot be decoded.
 
 Every rank decodes what a gather or a broadcast brings, so that all refuse it alike. What one rank is sent alone, as in
 an all-to-all, it refuses alone: the executor tells the others.

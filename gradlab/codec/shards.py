@@ -85,7 +85,7 @@ class Sharded:
 
     @cached_property
     def sent(self) -> Sequence[Payload]:
-        """What each rank is sent. A whole payload is cut when somebody asks: in one process nobody does."""
+        """Return the message to each rank. A whole payload is cut when it is needed: in one process it never is."""
         return self._shards.cut(self._payload)
 
     @property

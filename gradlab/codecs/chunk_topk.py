@@ -88,7 +88,7 @@ class ChunkTopK(Compressor):
         return torch.cat([positions.sort().values.view(-1) for positions in chosen])
 
     def _starts(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Where the chunk of every value that is sent begins: (k,), int64."""
+        """Return the start of the chunk of every value that is sent: (k,), int64."""
         chunks, count, _, of_left = self._counts(numel)
         starts = torch.arange(chunks + 1, device=device) * self.settings.chunk
         return torch.cat([starts[:-1].repeat_interleave(count), starts[-1:].expand(of_left)])

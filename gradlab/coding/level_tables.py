@@ -1,4 +1,4 @@
-"""What both sides know of a layer's levels before a message: how often its codes occur, and where values lie."""
+"""Tables of a layer's levels that both sides know before a message: how often codes occur, and where values lie."""
 
 from __future__ import annotations
 

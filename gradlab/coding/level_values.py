@@ -1,4 +1,4 @@
-"""What levels stand for: multiples of a step, moved to where values lie above them.
+"""The values of levels: multiples of a step, moved to where values lie above them.
 
 Centroids are by layer and class of levels (1, 2, and all higher ones), in `UNIT` of a step. Whoever sends a message and
 whoever receives it decode by the same arithmetic.

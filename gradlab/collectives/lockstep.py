@@ -211,7 +211,7 @@ def _require_lengths(requests: Sequence[Request]) -> None:
 
 
 def _shapes(request: Request) -> Any:
-    """What `signature` tells apart; of an all-to-all's N tensors on each of N ranks no more than their shapes."""
+    """Return what `signature` compares; of an all-to-all's N tensors on each of N ranks no more than their shapes."""
     if isinstance(request, AllToAll) and not request.varying and not isinstance(request.tensors, Parts):
         kinds = {tensor.dtype for tensor in request.tensors}
         return ("AllToAll", kinds, [tensor.shape for tensor in request.tensors])

@@ -1,1 +1,1 @@
-"""What gradlab reads off DistributedDataParallel and optimizers, and how all ranks agree."""
+"""Facts of DistributedDataParallel and optimizers, and how all ranks agree."""

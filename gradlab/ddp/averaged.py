@@ -1,4 +1,4 @@
-"""Which layers ranks average: those that needed a gradient when DDP was made, whatever the model trains today.
+"""The layers that ranks average: those that needed a gradient when DDP was made, whatever the model trains today.
 
 A layer that is unfrozen, added or replaced later gets no all-reduce: each rank trains it on its own gradient, and ranks
 drift apart in silence, with or without a hook. So do layers of another dtype or device, as autograd drops DDP's hook.
@@ -143,12 +143,12 @@ def _of_reducer(model: DistributedDataParallel) -> dict[torch.Tensor, Kind]:
 
 
 def _dtype(parameter: torch.Tensor, buffer: torch.Tensor) -> torch.dtype:
-    """What a parameter's dtype was when its bucket was made, which may hold complex numbers as pairs of real ones."""
+    """Return a parameter's dtype when its bucket was made, which may hold complex numbers as pairs of real ones."""
     of_pairs = parameter.is_complex() and parameter.dtype.to_real() == buffer.dtype
     return parameter.dtype if of_pairs else buffer.dtype
 
 
 def _passing_for_it(model: nn.Module) -> list[torch.Tensor]:
-    """What passes for a reducer's parameters: those that were in the model when DDP was made, and are trained now."""
+    """Return a stand-in for a reducer's parameters: those in the model when DDP was made that are trained now."""
     before = getattr(model, "_module_parameters", None) or model.parameters()
     return [parameter for parameter in before if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""What becomes of gradlab's states and hooks in a copy of the model that they are attached to.
+"""The states and hooks of gradlab in a copy of the model that they are attached to.
 
 `copy.deepcopy`, `torch.save` and `AveragedModel` copy a module with all that is registered on it. A state holds threads
 and process groups, of which there are no copies. DDP makes a copy a reducer of its own, without communication hook. So

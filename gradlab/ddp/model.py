@@ -1,4 +1,4 @@
-"""What gradlab reads off a DistributedDataParallel model: the layers it synchronises, and whether it has a hook."""
+"""Facts of a DistributedDataParallel model: the layers it synchronises, and whether it has a hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gradlab reads from the optimizers of a run: which layers each trains, at what rate, and with what settings.
+"""Facts of a run's optimizers: which layers each trains, at what rate, and with what settings.
 
 A run has one optimizer or several, and groups may be added to them later. A recording keeps classes and settings, so
 that a fit can refuse what training would refuse.

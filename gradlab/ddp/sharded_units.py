@@ -1,4 +1,4 @@
-"""What gradlab reads of an FSDP2 model: its units, the shards that a rank holds of them, and how a gradient lies flat.
+"""Facts of an FSDP2 model: its units, the shards that a rank holds of them, and how a gradient lies flat.
 
 `fully_shard` makes a module a unit whose parameters travel together. In backward a rank gets the sum of its shards of a
 unit's gradients as one flat tensor, one padded shard after another, of the parameters that have a gradient. torch tells
@@ -88,7 +88,7 @@ class Unit:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The unit's name in errors."""
         return _titled(self.name)
 
     @property

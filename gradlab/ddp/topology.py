@@ -1,4 +1,4 @@
-"""Which ranks of a process group stand on one node, and which stand for the same part of it on the others."""
+"""The ranks of a process group on one node, and those for the same part of it on the others."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def bare_module(model: nn.Module) -> nn.Module:
 
 
 def _other_wrapper(model: object) -> tuple[str, str] | None:
-    """What other way of training in parallel a model, or a part of it, is in; and what to do instead."""
+    """Return the other way of parallel training that a model, or a part of it, is in; and what to do instead."""
     for part in model.modules() if isinstance(model, nn.Module) else (model,):
         for kind in type(part).__mro__:
             for name, module, title, instead in _OTHERS:

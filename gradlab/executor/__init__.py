@@ -1,4 +1,4 @@
-"""What a step of a plan is, once for all drivers: the replay, DDP's engine, and hooks that drive it inline."""
+"""A step of a plan, once for all drivers: the replay, DDP's engine, and hooks that drive it inline."""
 
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, StepResult
 from gradlab.executor.step import PlanRun, RunSettings, Step

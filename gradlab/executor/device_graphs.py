@@ -166,7 +166,7 @@ class _Kind:
 
 
 def _key(grads: Tensors, state: Tensors, context: Context, scaled_by: float) -> tuple[Any, ...]:
-    """What an exchange's kernels depend on, but for what `fixed` hides: they are the same while this is."""
+    """Return the key of an exchange's kernels, but for what `fixed` hides: they are the same while it is."""
     tensors = [*grads.items(), *state.items()]
     shapes = tuple((name, one.shape, one.stride(), one.dtype, one.device) for name, one in tensors)
     return shapes, len(grads), scaled_by, context.loss_scale
@@ -252,7 +252,7 @@ class _Recorded:
         self.inputs.append(tensors)
 
     def _result(self) -> Exchanged:
-        """What the exchange returned. States get memory of their own, as steps that are not committed keep old ones."""
+        """Return the result. States get memory of their own, as steps that are not committed keep old ones."""
         assert self.done is not None
         fresh = {name: torch.empty_like(one) for name, one in self.done.state.items()}
         if fresh:

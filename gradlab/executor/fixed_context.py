@@ -1,4 +1,4 @@
-"""What an exchange sees of its step while it is recorded: nothing that another step would have otherwise.
+"""The view that an exchange has of its step while it is recorded: nothing that another step would have otherwise.
 
 Its random numbers are an exception where they are drawn on the device: they come from generators that are seeded anew
 whenever the recording runs, as they would have been without it.

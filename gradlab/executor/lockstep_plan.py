@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What one group took in one step, means over ranks.
+    """The cost of one group in one step, means over ranks.
 
     payload_bytes, wire_bytes: bytes contributed and bytes sent.
     codec_seconds: processor seconds in its codec's code, of this process: other work on the machine is not counted.

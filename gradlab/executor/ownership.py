@@ -1,4 +1,4 @@
-"""Which rank of a node carries which part of a plan, where nodes exchange what their ranks have averaged.
+"""The parts of a plan by rank of a node, where nodes exchange what their ranks have averaged.
 
 Every group of layers has one owner among a node's ranks: the same local rank on all nodes. It holds the group's state,
 and runs its codec with the owners of the other nodes. Large layers of no group are cut into one piece per local rank.

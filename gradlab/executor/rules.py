@@ -166,7 +166,7 @@ class Finding(Jsonable):
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """What is told once: a rule in a group."""
+        """The key of a finding that is shown once: a rule in a group."""
         return self.rule, self.group
 
     @property

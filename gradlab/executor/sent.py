@@ -38,7 +38,7 @@ class Sent:
 
     @property
     def share(self) -> float:
-        """Of x that is sent, <C(x), x> / ||x||^2: 1 without bias, the share of energy for a sparsifier."""
+        """The share <C(x), x> / ||x||^2 of x that is sent: 1 without bias, the share of energy for a sparsifier."""
         return self.contributed / self.energy
 
     @property

@@ -1,4 +1,4 @@
-"""What a step of a plan is: which groups act, the context they get, and which new states are kept.
+"""A step of a plan: which groups act, the context they get, and which new states are kept.
 
 A `PlanRun` is what lasts from step to step on one rank; a `Step` is one iteration. Neither knows of a process group, a
 thread, DDP or a trace. They yield requests, as codecs do, and whoever drives them serves these: the lockstep executor

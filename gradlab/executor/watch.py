@@ -152,7 +152,7 @@ class RankWatch:
 
     @property
     def means(self) -> dict[str, list[tuple[float, float]]]:
-        """What this rank knows of the error of the mean, by group; see `error_over_ranks`."""
+        """Return this rank's figures of the error of the mean, by group; see `error_over_ranks`."""
         return {name: watch.means for name, watch in self._sent.items()}
 
     def see(

@@ -1,1 +1,1 @@
-"""What learned codecs fit: axes of slices, autoencoders, selections."""
+"""Fits of learned codecs: axes of slices, autoencoders, selections."""

@@ -1,4 +1,4 @@
-"""Which group of layers gets which codec, and from which step on; how plans are made and made anew."""
+"""Plans: the codec of each group of layers, and its first step; how plans are made and made anew."""
 
 from gradlab.plan.lgc_recipe import LgcRecipe, lgc_plan
 from gradlab.plan.payload_parts import PayloadParts, payload_parts

@@ -45,7 +45,7 @@ def graph_order(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class LgcRecipe:
-    """What LGC's plan is beside its codec's settings.
+    """The parts of LGC's plan beside its codec's settings.
 
     Args:
         first, last: names of the first and the last layer; None: the first and the last matrix or convolution in the
@@ -172,7 +172,7 @@ def _residuals(momentum: float | None, **keep: str) -> tuple[Wrap, ...]:
 
 
 def _learned(autoencoder: torch.Tensor | None, error: float | None) -> dict[str, Tensors]:
-    """What the plan knows of the autoencoder, by group: its weights (weights,), and their error (1,)."""
+    """Return the plan's autoencoder by group: its weights (weights,), and their error (1,)."""
     if autoencoder is None:
         return {}
     return {GROUP: {"autoencoder": autoencoder, **({} if error is None else {"error": torch.tensor([error])})}}

@@ -1,4 +1,4 @@
-"""What a plan by layer sums over layers: L2 norms of compression errors, as L-GreCo does, or their squares.
+"""The measures that a plan by layer sums over layers: L2 norms of compression errors, as L-GreCo does, or squares.
 
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 3: error(l, c) is "the L2 norm of the compression error at layer l",
 and the budget is on the sum of these norms over layers; its published code sums norms too. That is `l2`. The theory

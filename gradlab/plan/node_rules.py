@@ -1,4 +1,4 @@
-"""What a plan cannot do between nodes of several ranks: one rule for recommendations, forecasts and training."""
+"""The limits of a plan between nodes of several ranks: one rule for recommendations, forecasts and training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan's own momentum and weight decay ask of the optimizer: one rule for fits and for training.
+"""The demands of a plan's momentum and weight decay on the optimizer: one rule for fits and for training.
 
 A plan may apply momentum before compression, or weight decay before momentum. The optimizer must then not do the same
 once more. SGD's settings can be set to 0. Adam's momentum belongs to its second moments, so a plan's cannot replace it,

@@ -1,4 +1,4 @@
-"""What the bytes of a plan are: codes, positions, values, or gradients that stay dense.
+"""The parts of a plan's bytes: codes, positions, values, or gradients that stay dense.
 
 Published ratios of sparsifiers and of LGC count some of these parts only, so that they can be compared part by part.
 """

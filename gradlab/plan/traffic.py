@@ -1,4 +1,4 @@
-"""What a plan sends at N ranks, beside a ring all-reduce of the same gradients in 32 and in 16 bits.
+"""The bytes that a plan sends at N ranks, beside a ring all-reduce of the same gradients in 32 and in 16 bits.
 
 A gathered payload is sent N - 1 times. A ring all-reduce sends each byte 2 (N - 1) / N times, which hardly grows with
 N. So a plan whose payloads are gathered pays up to some number of ranks only.

@@ -28,7 +28,7 @@ from gradlab.trace.segment import SegmentReader
 
 @dataclass(frozen=True)
 class RankCheck:
-    """What `check` saw in one rank of a trace."""
+    """The result of `check` for one rank of a trace."""
 
     rank: int
     steps: int  # committed

@@ -104,7 +104,7 @@ class TraceProgress:
 
 @dataclass
 class _Segment:
-    """What is known of one segment: its file as it was last read, its records, and what was wrong with it."""
+    """One segment: its file as it was last read, its records, and what was wrong with it."""
 
     signature: _Signature | None = None
     records: np.ndarray = field(default_factory=lambda: np.zeros(0, STEP_DTYPE))
@@ -114,7 +114,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _RankLook:
-    """What one look found in one rank's folder: its index, its records (`STEP_DTYPE`), its files, what is wrong."""
+    """One look at one rank's folder: its index, its records (`STEP_DTYPE`), its files, what is wrong."""
 
     rank: int
     index: RankIndex | None
@@ -257,7 +257,7 @@ def _index(folder: Path, rank: int) -> tuple[RankIndex | None, list[str]]:
 
 
 def _signature(path: Path) -> _Signature | None:
-    """What changes when a file is written or replaced; None: it is not there."""
+    """Return values that change when a file is written or replaced; None: it is not there."""
     try:
         found = path.stat()
     except OSError:

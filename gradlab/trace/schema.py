@@ -205,7 +205,7 @@ def _checked_samples(value: Any, layers: tuple[Layer, ...], where: Path) -> dict
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank recorded: (segment number, committed steps) in order of time, the steps lost, and why."""
+    """The recording of one rank: (segment number, committed steps) in order of time, the steps lost, and why."""
 
     run: str
     rank: int

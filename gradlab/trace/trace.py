@@ -198,12 +198,12 @@ class Trace:
 
     @property
     def source(self) -> TraceSource:
-        """What another process needs to open this trace just so."""
+        """Return the arguments by which another process opens this trace just so."""
         return TraceSource(str(self.path.resolve()), self.average_ranks)
 
     @property
     def extent(self) -> str:
-        """What the trace holds of the model's layers, in one phrase: all values, or which share of which."""
+        """Return the part of the layers that the trace holds, in one phrase: all values, or which share of which."""
         return describe_samples(self.samples, self.layers)
 
     @property
@@ -374,7 +374,7 @@ class Trace:
 
 
 def _averaged(name: str, values: np.ndarray) -> np.ndarray:
-    """What a node's ranks (..., L) noted of a step, as one value: counts added up, the loss averaged, else rank 0's."""
+    """Return a step's records of a node's ranks (..., L) as one: counts added up, the loss averaged, else rank 0's."""
     if name == "loss" and values.shape[-1] > 1:
         return values.mean(axis=-1)
     return values.sum(axis=-1).astype(values.dtype) if name == "non_finite" else values[..., 0]

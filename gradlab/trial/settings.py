@@ -1,4 +1,4 @@
-"""What a trial's folder says of it: the plan, and how many steps to train."""
+"""The settings in a trial's folder: the plan, and how many steps to train."""
 
 from __future__ import annotations
 
