@@ -14,7 +14,6 @@ import torch
 from hypothesis import strategies as st
 
 import jobs.refresh_tasks as tasks
-from gradlab.analysis.layer_plan.planners import accordion
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
 from gradlab.codecs.powersgd import PowerSGD
@@ -22,6 +21,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.knapsack import allocate
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
+from gradlab.plan.accordion import is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.refresh import Refresh
 from gradlab.plan.replanning import Regimes, Replanner, choose
@@ -119,7 +119,9 @@ def test_training_sees_the_regimes_that_recorded_windows_have(rows: list[tuple[f
     assert plan.refresh is not None
     assert plan.refresh.accordion is not None
     names = ["conv", "wide", "tall"]
-    expected = accordion(np.array([row[:3] for row in rows]), np.array([row[3] for row in rows]))
+    windows, rates = np.array([row[:3] for row in rows]), np.array([[np.nan], *([row[3]] for row in rows)])
+    before = np.concatenate([np.full_like(windows[:1], np.nan), windows[:-1]])
+    expected = is_critical(before, windows, rates[:-1], rates[1:])
     regimes = Regimes(plan, plan.refresh.accordion)
     for window, (*norms, rate) in enumerate(rows):
         if window == saved:
