@@ -13,14 +13,7 @@ _GAP = 4  # positions from one to the next, up to which what lies between is rea
 
 
 def loss_scales(trace: Trace) -> np.ndarray:
-    """Read the loss scales of N ranks at the trace's T common steps.
-
-    Args:
-        trace: the recording.
-
-    Returns:
-        float64 (N, T).
-    """
+    """Read the loss scales of N ranks at the trace's T common steps, float64 (N, T)."""
     return np.stack([trace.scalars(rank)["loss_scale"] for rank in range(trace.world_size)])
 
 
@@ -33,22 +26,7 @@ def finite_positions(trace: Trace) -> np.ndarray:
 def read_unscaled(
     trace: Trace, layer: str, rank: int, start: int, stop: int, columns: slice | None = None
 ) -> np.ndarray:
-    """Read one rank's gradients of a layer, divided by the loss scale.
-
-    Args:
-        trace: the recording.
-        layer: name of the layer.
-        rank: from 0.
-        start: first position, as in `Trace.read`.
-        stop: position after the last one.
-        columns: elements of the row-major flattening. None: all.
-
-    Returns:
-        float32 (stop - start, columns).
-
-    Raises:
-        GradlabError: as in `Trace.read`.
-    """
+    """Read one rank's gradients of a layer, divided by the loss scale, float32 (stop - start, columns)."""
     gradients = trace.read(layer, rank, start, stop, columns)
     return _divided(gradients, trace.scalars(rank)["loss_scale"][start:stop])
 
@@ -56,22 +34,8 @@ def read_unscaled(
 def read_positions(
     trace: Trace, layer: str, rank: int, positions: np.ndarray, columns: slice | None = None
 ) -> np.ndarray:
-    """Read one rank's gradients of a layer at positions that need not be neighbours, divided by the loss scale.
-
-    Positions that lie close together are read at once, with those between them.
-
-    Args:
-        trace: the recording.
-        layer: name of the layer.
-        rank: from 0.
-        positions: (n,), rising, at least one.
-        columns: elements of the row-major flattening. None: all.
-
-    Returns:
-        float32 (n, columns).
-
-    Raises:
-        GradlabError: as in `Trace.read`.
+    """Read one rank's gradients of a layer at rising positions (n,), divided by the loss scale, float32 (n,
+    columns).
     """
     cuts = np.flatnonzero(np.diff(positions) > _GAP) + 1
     parts = []
@@ -83,20 +47,7 @@ def read_positions(
 
 
 def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray:
-    """Average a layer's gradients over all ranks, divided by each rank's loss scale.
-
-    Args:
-        trace: the recording.
-        layer: name of the layer.
-        start: first position, as in `Trace.mean`.
-        stop: position after the last one.
-
-    Returns:
-        float32 (stop - start, numel).
-
-    Raises:
-        GradlabError: as in `Trace.mean`.
-    """
+    """Average a layer's gradients over all ranks, divided by each rank's loss scale, float32 (stop - start, numel)."""
     scales = loss_scales(trace)[:, start:stop]
     if (scales == scales[0]).all():
         return _divided(trace.mean(layer, start, stop), scales[0])
@@ -107,14 +58,7 @@ def mean_unscaled(trace: Trace, layer: str, start: int, stop: int) -> np.ndarray
 
 
 def step_gradients(step: TraceStep) -> list[dict[str, np.ndarray]]:
-    """Divide one step's gradients by the loss scales.
-
-    Args:
-        step: of a trace.
-
-    Returns:
-        Per rank, layer name -> float32 array of the layer's shape.
-    """
+    """Divide one step's gradients by the loss scales: per rank, float32 arrays by layer name."""
     return [
         gradients if scale == 1 else {name: np.asarray(value / np.float32(scale)) for name, value in gradients.items()}
         for gradients, scale in zip(step.gradients, step.loss_scale, strict=True)

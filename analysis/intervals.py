@@ -44,15 +44,14 @@ FEWEST_RANKED = 5
 class SeriesMean(Jsonable):
     """The mean of a series over iterations, with an interval that knows how alike neighbours are.
 
-    Attributes:
-        mean: in the series' unit. None: no finite value.
-        low, high: ends of the interval of confidence `level`. None: `refused` says why.
-        level: of the interval.
-        iterations: T, those that are finite.
-        autocorrelation: of neighbours, less its bias. None: fewer than 12 iterations.
-        drift: start and end of the fitted line, where the series drifts at 99 % confidence. None: it does not. A trend
-            cannot be told from a wandering that is slower than the series is long.
-        refused: what came and what is needed where there is no interval, else empty.
+    mean: in the series' unit. None: no finite value.
+    low, high: ends of the interval of confidence `level`. None: `refused` says why.
+    level: of the interval.
+    iterations: T, those that are finite.
+    autocorrelation: of neighbours, less its bias. None: fewer than 12 iterations.
+    drift: start and end of the fitted line, where the series drifts at 99 % confidence. None: it does not. A trend
+        cannot be told from a wandering that is slower than the series is long.
+    refused: what came and what is needed where there is no interval, else empty.
     """
 
     mean: float | None
@@ -66,17 +65,8 @@ class SeriesMean(Jsonable):
 
 
 def mean_interval(series: np.ndarray, level: float = 0.95) -> SeriesMean:
-    """Estimate the mean of a series over iterations, with an interval or the reason why there is none.
-
-    Args:
-        series: (T,), equally spaced; values that are not finite are left out.
-        level: confidence of the interval.
-
-    Returns:
-        The mean, the interval by equal-weighted cosines, and the drift of the series.
-
-    Raises:
-        GradlabError: for a level outside (0, 1).
+    """Estimate the mean of a series (T,), by equal-weighted cosines, with an interval or the reason why there is
+    none.
     """
     if not 0 < level < 1:
         raise GradlabError(f"level = {level:g}, expected between 0 and 1")
@@ -131,15 +121,8 @@ def cosine_terms(count: int, rho: float) -> int:
 
 
 def found_share(count: int, rho: float, terms: int) -> float:
-    """Return the share of a first-order series' long-run variance that so many cosines find, by its spectral density.
-
-    Args:
-        count: T, iterations.
-        rho: the autocorrelation of neighbours, 0 to 1.
-        terms: B.
-
-    Returns:
-        The mean over the cosines of (1 - rho)^2 / (1 - 2 rho cos(pi j / T) + rho^2), 0 to 1.
+    """Return the share of a first-order series' long-run variance that B cosines find: the mean over the cosines of
+    (1 - rho)^2 / (1 - 2 rho cos(pi j / T) + rho^2), 0 to 1.
     """
     waves = 1 - np.cos(np.pi * np.arange(1, terms + 1) / count)
     return float(np.mean((1 - rho) ** 2 / ((1 - rho) ** 2 + 2 * rho * waves)))
@@ -219,20 +202,9 @@ class RankCorrelation(Jsonable):
 
 
 def rank_correlation(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> RankCorrelation:
-    """Correlate the order of two rows of values: Spearman's rho, ties at their mean rank, with a 95 % interval.
-
-    Fisher's z of rho has the standard error sqrt((1 + rho^2 / 2) / (n - 3)) (Bonett & Wright, Psychometrika 65, 2000,
-    eq. 3). An order that agrees wholly does not prove that the correlation is 1: z is taken half a step below, where a
-    step is what two neighbours that change places take from rho, 12 / (n^3 - n).
-
-    Args:
-        first, second: (n,) each, infinity included, which ranks last.
-
-    Returns:
-        The correlation. rho is 1 where all values of both rows are equal, 0 where all values of one row are.
-
-    Raises:
-        GradlabError: for rows of different lengths, or values that are NaN.
+    """Correlate the order of two rows (n,): Spearman's rho with a 95 % interval. rho is 1 if both rows are constant, 0
+    if one is. Fisher's z has the standard error sqrt((1 + rho^2 / 2) / (n - 3)) (Bonett & Wright, Psychometrika 65,
+    2000, eq. 3). At full agreement z is taken half a step below, where a step is 12 / (n^3 - n).
     """
     rows = [np.asarray(values, np.float64).ravel() for values in (first, second)]
     count, level = len(rows[0]), 0.95

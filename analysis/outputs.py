@@ -17,16 +17,7 @@ def require_free(
 ) -> Path:
     """Check that a result can be written before the work begins.
 
-    Args:
-        target: a file to write; with `contents`, a folder.
-        overwrite: whether files that are there may be replaced.
-        contents: names of the files that the folder is to hold. None: the target is a file.
-
-    Returns:
-        The target's path.
-
-    Raises:
-        GradlabError: if something of another kind is at the path, or if a file exists already and overwrite is false.
+    contents: names of the files that the folder is to hold. None: the target is a file.
     """
     path = Path(target)
     if contents is not None and path.exists() and not path.is_dir():

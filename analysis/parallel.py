@@ -44,11 +44,7 @@ Workers = int | Cluster
 
 
 def default_workers() -> int:
-    """Count the cores that this process may use.
-
-    Returns:
-        Number of cores, at most 4.
-    """
+    """Count the cores that this process may use."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(count, _MOST_WORKERS))
 
@@ -62,22 +58,8 @@ def share_out(
     sizes: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> list[Result]:
-    """Compute [function(*call) for call in calls], in several processes with one thread each.
-
-    Args:
-        function: called in a worker process.
-        calls: the arguments of each call.
-        workers: number of processes, of which 1 computes in this process; or a cluster.
-        what: the name of the work, for `progress`.
-        sizes: how much work each call is, in any unit, at least 0. The largest calls begin first, so that none is left
-            to one worker at the end, and progress is counted in that unit. None: all calls are alike.
-        progress: called at the beginning and after each result.
-
-    Returns:
-        The results, in the order of the calls.
-
-    Raises:
-        GradlabError: for fewer than 1 worker, a missing extra, or no scheduler at that address.
+    """Compute [function(*call) for call in calls] in several processes with one thread each, in the order of the calls.
+    The largest `sizes` begin first, so that none is left to one worker at the end.
     """
     if isinstance(workers, int) and workers < 1:
         raise GradlabError(f"workers = {workers}, expected at least 1")

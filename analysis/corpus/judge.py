@@ -28,13 +28,12 @@ class Place(Jsonable):
 class Judgement(Jsonable):
     """A method on one recording.
 
-    Attributes:
-        payload_bytes, dense_payload_bytes, cosine, length, memory, aggregate_error, predicted: as in `Outcome`.
-        codec_seconds: processor seconds in the codec per step and rank, on this machine.
-        by_cosine: its place among the corpus's methods of its own kind, and itself, by the cosine; None: not known.
-            The kinds are plans that apply gradients of earlier steps and plans that do not.
-        by_bytes: its place among all methods, and itself, by the payload.
-        warnings: what limits the replay, one line each.
+    payload_bytes, dense_payload_bytes, cosine, length, memory, aggregate_error, predicted: as in `Outcome`.
+    codec_seconds: processor seconds in the codec per step and rank, on this machine.
+    by_cosine: its place among the corpus's methods of its own kind, and itself, by the cosine; None: not known. The
+        kinds are plans that apply gradients of earlier steps and plans that do not.
+    by_bytes: its place among all methods, and itself, by the payload.
+    warnings: what limits the replay, one line each.
     """
 
     payload_bytes: float
@@ -60,15 +59,7 @@ class Judgement(Jsonable):
 
 
 def judge(replay: Replay, outcomes: Sequence[Outcome]) -> Judgement:
-    """Put a replay beside what became of methods on the same recording.
-
-    Args:
-        replay: of the method.
-        outcomes: of the recording's methods.
-
-    Returns:
-        Its figures and its places.
-    """
+    """Put a replay beside what became of methods on the same recording."""
     summary, judged = replay.summary(), Judged.of(replay)
     figures = replayed_figures(summary, judged)
     del figures["cosines"]

@@ -55,18 +55,17 @@ class Source(Jsonable):
 class Recording(Jsonable):
     """One recording of a corpus.
 
-    Attributes:
-        name: of its folder.
-        title: what was trained, in a few words.
-        source: the data.
-        parameters: of the model.
-        world_size: ranks.
-        iterations: first and last recorded iteration.
-        recorded_steps: number of recorded iterations.
-        dtype: stored type.
-        steps, batch_size: of the training: iterations, and samples per rank and iteration.
-        seeds: of the recorded run, and of the runs that methods were trained in.
-        digest: of the trace, as `Trace.digest` has it.
+    name: of its folder.
+    title: what was trained, in a few words.
+    source: the data.
+    parameters: of the model.
+    world_size: ranks.
+    iterations: first and last recorded iteration.
+    recorded_steps: number of recorded iterations.
+    dtype: stored type.
+    steps, batch_size: of the training: iterations, and samples per rank and iteration.
+    seeds: of the recorded run, and of the runs that methods were trained in.
+    digest: of the trace, as `Trace.digest` has it.
     """
 
     name: str
@@ -84,11 +83,7 @@ class Recording(Jsonable):
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> Recording:
-        """Read what `to_json` writes.
-
-        Raises:
-            GradlabError: for anything else.
-        """
+        """Read what `to_json` writes."""
         known, of_source = {item.name for item in fields(cls)}, {item.name for item in fields(Source)}
         source = value.get("source") if isinstance(value, dict) else None
         if not isinstance(value, dict) or set(value) != known or not isinstance(source, dict):
@@ -137,15 +132,7 @@ def is_corpus(path: Path) -> bool:
 
 
 def check_name(name: Any, where: object) -> str:
-    """Return the name of a corpus's file.
-
-    Args:
-        name: relative to the corpus's folder.
-        where: the file that an error names.
-
-    Raises:
-        GradlabError: for a name that no file of a corpus has: an absolute path, one that leaves the folder, or code.
-    """
+    """Return the name of a corpus's file."""
     if not isinstance(name, str) or not (name == MANIFEST or _FILE.fullmatch(name)):
         raise GradlabError(
             f"{where}: holds {str(name)[:80]!r}, which is no file of a corpus: expected {MANIFEST}, {README}, {ROWS} "
@@ -183,18 +170,7 @@ def describe(
 
 
 def write_manifest(folder: Path, recordings: Sequence[Recording], command: str, caveats: Sequence[str] = ()) -> None:
-    """Write README.md and corpus.json, which list what lies in the folder.
-
-    Args:
-        folder: with rows.jsonl, and a trace per recording.
-        recordings: as they are to be listed.
-        command: by which the corpus was made, without a path of the machine that ran it.
-        caveats: what a reader of the outcomes must know, a paragraph each.
-
-    Raises:
-        GradlabError: for a file that no corpus has.
-        OSError: if a file cannot be read or written.
-    """
+    """Write README.md and corpus.json, which list what lies in the folder."""
     write_whole(folder / README, readme(recordings, command, caveats).encode())
     tops = {README, ROWS, *(one.name for one in recordings)}
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
@@ -219,15 +195,7 @@ def _described(path: Path) -> dict[str, Any]:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """Read a corpus, and hold every file against the manifest.
-
-    Args:
-        folder: the corpus's.
-
-    Raises:
-        GradlabError: for a manifest that is missing, damaged or newer, a file that is missing, changed or a link, or a
-            recording that is not the one listed. One line names the file, what came and what was expected.
-    """
+    """Read a corpus, and hold every file against the manifest."""
     where = folder / MANIFEST
     if not where.is_file():
         raise GradlabError(f"{folder}: no corpus, there is no {MANIFEST} in it")

@@ -124,11 +124,7 @@ def written(outcomes: Sequence[Outcome]) -> bytes:
 
 
 def read_outcomes(path: Path) -> tuple[Outcome, ...]:
-    """Read rows.jsonl.
-
-    Raises:
-        GradlabError: for a file that is missing or too large, or a line that is no outcome, which is named.
-    """
+    """Read rows.jsonl."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise GradlabError(f"{path}: larger than {_MOST_BYTES} bytes, expected a line per method and recording")

@@ -12,16 +12,7 @@ _MOST_NAMED = 12
 
 
 def plot_beside(pairs: Mapping[str, tuple[float, float]], names: Sequence[str], text: Callable[[float], str]) -> Figure:
-    """Draw a point for each plan or layer, with the diagonal on which both reports say the same.
-
-    Args:
-        pairs: the first report's number and the second's, by the plan's or layer's name.
-        names: of the two reports.
-        text: how a number is written.
-
-    Returns:
-        The figure.
-    """
+    """Draw a point for each plan or layer, with the diagonal on which both reports say the same."""
     figure, (axes,) = panels(1, 1, height=3.2)
     values = [value for pair in pairs.values() for value in pair]
     low, high = min(values), max(values)

@@ -22,14 +22,7 @@ _KINDS = {
 
 
 def plot_timelines(steps: Mapping[str, StepSpans]) -> Figure:
-    """Draw iterations below each other on one axis of time. Each begins with its first bucket.
-
-    Args:
-        steps: the iterations' spans, by the titles of their panels.
-
-    Returns:
-        The figure.
-    """
+    """Draw iterations below each other on one axis of time. Each begins with its first bucket."""
     heights = [len(_rows(step)) + 1 for step in steps.values()]
     figure = Figure(figsize=(WIDTH, 0.18 * sum(heights) + 0.4 * len(steps) + 0.5), layout="constrained")
     axes = figure.subplots(len(steps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]

@@ -19,14 +19,7 @@ _SMOOTHED = 100  # a point of the loss averages a hundredth of the iterations
 
 
 def plot_cycle(cycle: TrainingCycle) -> Figure:
-    """Draw Fig. 6: the iterations of each slice, a panel per layer, for at most 6 layers and 16 slices of each.
-
-    Args:
-        cycle: of a plan on a recording.
-
-    Returns:
-        The figure.
-    """
+    """Draw Fig. 6: the iterations of each slice, a panel per layer, for at most 6 layers and 16 slices of each."""
     names = list(cycle.layers)
     chosen = [names[int(i)] for i in np.unique(np.linspace(0, len(names) - 1, min(_MOST_LAYERS, len(names))).round())]
     figure, axes = panels(len(chosen), 1, height=1.5, sharex=True)
@@ -60,14 +53,7 @@ def _kinds(layer: LayerCycle) -> np.ndarray:
 
 
 def plot_loss_over_time(curves: Mapping[str, LossOverTime]) -> Figure:
-    """Draw Fig. 7a: training loss over wall-clock time, a line per plan.
-
-    Args:
-        curves: by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw Fig. 7a: training loss over wall-clock time, a line per plan."""
     figure, (axes,) = panels(1, 1, height=2.8)
     colors = method_colors(curves)
     for name, curve in curves.items():

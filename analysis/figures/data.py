@@ -21,12 +21,6 @@ def figure_data(figure: Figure) -> dict[str, Any]:
 
     A panel has title, labels, scales, series of x and y, bars, points and images. Gaps (NaN) are null. References are
     lines across the whole axes: one of their coordinates is a share of the axes.
-
-    Args:
-        figure: the figure, as it was drawn.
-
-    Returns:
-        Plain JSON.
     """
     return dict(plain({"panels": [_panel(axes) for axes in figure.axes if axes.get_label() != "<colorbar>"]}))
 

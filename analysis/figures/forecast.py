@@ -21,14 +21,7 @@ _LEAST_ERROR = 1e-7  # of a cosine of 1, on a logarithmic axis
 
 
 def plot_step_time(forecast: Forecast) -> Figure:
-    """Draw step time over link speed, one panel per number of nodes.
-
-    Args:
-        forecast: of one plan.
-
-    Returns:
-        The figure.
-    """
+    """Draw step time over link speed, one panel per number of nodes."""
     figure, axes = panels(len(forecast.nodes), _COLUMNS, height=2.6, sharey=True)
     for letter, (panel, node) in enumerate(zip(axes, forecast.nodes, strict=True)):
         _draw(panel, node, forecast.network)
@@ -65,14 +58,7 @@ def _draw(panel: Axes, node: NodeForecast, network: Network) -> None:
 
 
 def plot_speed(speed: SpeedForecast) -> Figure:
-    """Draw step time over link speed of several plans and of plain DDP, one panel per number of nodes.
-
-    Args:
-        speed: forecasts of the plans on one network.
-
-    Returns:
-        The figure.
-    """
+    """Draw step time over link speed of several plans and of plain DDP, one panel per number of nodes."""
     network = speed.network
     figure, axes = panels(len(network.nodes), _COLUMNS, height=2.9, sharey=True)
     colors = method_colors(speed.forecasts)
@@ -104,16 +90,7 @@ def plot_speed(speed: SpeedForecast) -> Figure:
 
 
 def plot_frontier(rows: Sequence[Mapping[str, Any]], uncompressed: Mapping[str, float]) -> Figure:
-    """Draw the error of every replayed setting over the seconds of its step, a line per family.
-
-    Args:
-        rows: `gradlab.analysis.forecast.frontier.Row.to_json()`, those with seconds and a cosine. A family's rows
-            stand together, in the order of its settings.
-        uncompressed: seconds of steps without a codec, by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw the error of every replayed setting over the seconds of its step, a line per family."""
     figure, (axes,) = panels(1, 1, height=3.2)
     families: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:

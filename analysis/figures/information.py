@@ -49,12 +49,6 @@ def plot_claim(between: Json) -> Figure:
 
     (a) Entropy and information by the paper's histogram, of the pair and of the shuffled pair. (b) What ranks share
     beyond the shifted null, by corrected estimators, with intervals.
-
-    Args:
-        between: report.json's "between_nodes".
-
-    Returns:
-        The figure.
     """
     layers, paper = spread_layers(between["layers"], _MOST_ROWS), str(between["paper_bins"])
     figure, (left, right) = panels(2, 2, height=max(2.6, 0.2 * len(layers) + 1.2), sharey=True)
@@ -102,12 +96,6 @@ def plot_information_over_iterations(between: Json) -> Figure:
 
     (a) Entropy (dotted) and information (solid) by the paper's histogram. (b) The copula's information of a pair
     (solid) and of the shifted pair (dotted).
-
-    Args:
-        between: report.json's "between_nodes".
-
-    Returns:
-        The figure.
     """
     layers = spread_layers(between["layers"])
     figure, (left, right) = panels(2, 2, height=2.7)
@@ -131,13 +119,6 @@ def plot_information_of_nodes(between: Mapping[str, Json], caption: str = "") ->
 
     Above: entropy (dotted) and information (solid) by the paper's histogram. Below: the copula's information of a pair
     (solid) and of the shifted pair (dotted).
-
-    Args:
-        between: by column title, report.json's "between_nodes" of runs of one model.
-        caption: what it was drawn with, to stand below.
-
-    Returns:
-        The figure.
     """
     figure, axes = panels(2 * len(between), len(between), height=2.0, sharey="row", sharex=True)
     write_below(figure, caption)
@@ -160,29 +141,14 @@ def plot_information_of_nodes(between: Mapping[str, Json], caption: str = "") ->
 
 
 def spread_layers(layers: Sequence[Json], most: int = _MOST_LAYERS) -> list[Json]:
-    """Choose layers evenly spread from the first to the last.
-
-    Args:
-        layers: any number of them, in order.
-        most: number of layers chosen at most.
-
-    Returns:
-        The chosen layers, in order.
-    """
+    """Choose layers evenly spread from the first to the last."""
     if len(layers) <= most:
         return list(layers)
     return [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, most).round().astype(int))]
 
 
 def plot_lags(between: Json) -> Figure:
-    """Draw the copula information of one rank's gradient with another's, over the iterations between the two.
-
-    Args:
-        between: report.json's "between_nodes".
-
-    Returns:
-        The figure.
-    """
+    """Draw the copula information of one rank's gradient with another's, over the iterations between the two."""
     layers = spread_layers(between["layers"])
     figure, (axes,) = panels(1, 1, height=2.5)
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -200,14 +166,7 @@ def plot_lags(between: Json) -> Figure:
 
 
 def plot_top_indices(between: Json) -> Figure:
-    """Draw the share of largest values that two ranks have in common, and the energy at another rank's positions.
-
-    Args:
-        between: report.json's "between_nodes".
-
-    Returns:
-        The figure.
-    """
+    """Draw the share of largest values that two ranks have in common, and the energy at another rank's positions."""
     figure, (left, right) = panels(2, 2, height=2.6)
     layers = [layer for layer in between["layers"] if layer["top_indices"]]
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -227,14 +186,7 @@ def plot_top_indices(between: Json) -> Figure:
 
 
 def plot_noise_scale(noise: Json) -> Figure:
-    """Draw the cosine between ranks over the batch, and redundancy and signal over the number of ranks.
-
-    Args:
-        noise: report.json's "noise_scale".
-
-    Returns:
-        The figure.
-    """
+    """Draw the cosine between ranks over the batch, and redundancy and signal over the number of ranks."""
     figure, (left, right) = panels(2, 2, height=2.6)
     expected, size = noise["expected"], noise["batch_size"] or 1
     batches = size * np.array(expected["batches"])
@@ -271,15 +223,7 @@ def plot_noise_scale(noise: Json) -> Figure:
 
 
 def plot_limits(limits: Json, most: int = _MOST_LAYERS) -> Figure:
-    """Draw bits per value over relative squared error: the floor and every codec, one panel per layer.
-
-    Args:
-        limits: report.json's "limits".
-        most: number of layers at most, the largest ones.
-
-    Returns:
-        The figure.
-    """
+    """Draw bits per value over relative squared error: the floor and every codec, one panel per layer."""
     layers = sorted(limits["layers"], key=lambda layer: -layer["numel"])[:most]
     figure, axes = panels(len(layers), 3, height=2.3, sharey=True, sharex=True)
     for panel, layer in zip(axes, layers, strict=True):
@@ -294,13 +238,7 @@ def plot_limits(limits: Json, most: int = _MOST_LAYERS) -> Figure:
 
 
 def draw_limits(panel: Axes, limits: Json, layer: Json) -> None:
-    """Draw one layer's floor, codecs and plans: bits per value over relative squared error.
-
-    Args:
-        panel: the axes to draw on.
-        limits: report.json's "limits".
-        layer: one of its layers.
-    """
+    """Draw one layer's floor, codecs and plans: bits per value over relative squared error."""
     errors = limits["relative_errors"]
     panel.plot(errors, layer["floor"], color=BLACK, label="Gaussian floor, one rank alone")
     panel.plot(errors, layer["coordinates"], ":", color=GREY, label="coordinates alone")
@@ -327,12 +265,6 @@ def plot_ranking(ranking: Json) -> Figure:
     """Draw (a) the rank of each plan in windows of the run, (b) how each window's order agrees with the whole run's.
 
     Bars are 95 % intervals over plans (Bonett & Wright 2000), from five plans on.
-
-    Args:
-        ranking: report.json's "ranking".
-
-    Returns:
-        The figure.
     """
     figure, (left, right) = panels(2, 2, height=2.7)
     middles = [(first + last) / 2 for first, last in ranking["windows"]]
@@ -353,14 +285,7 @@ def plot_ranking(ranking: Json) -> Figure:
 
 
 def plot_waiting(replays: Mapping[str, Json]) -> Figure:
-    """Draw the residual norm under error feedback, divided by the gradient's norm, over the replayed iterations.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw the residual norm under error feedback, divided by the gradient's norm, over the replayed iterations."""
     figure, (axes,) = panels(1, 1, height=2.5)
     colors = method_colors(replays)
     for name, replay in replays.items():
@@ -375,15 +300,7 @@ def plot_waiting(replays: Mapping[str, Json]) -> Figure:
 
 
 def plot_layer(data: Json, name: str) -> Figure:
-    """Draw what was measured of one layer: what ranks share over time, its spectrum, codecs above the floor.
-
-    Args:
-        data: a trace report's.
-        name: the layer's.
-
-    Returns:
-        The figure.
-    """
+    """Draw what was measured of one layer: what ranks share over time, its spectrum, codecs above the floor."""
     between = named_layer(data.get("between_nodes"), name)
     spectrum = named_layer(data.get("spectrum"), name)
     limit = named_layer(data.get("limits"), name)
@@ -413,13 +330,5 @@ def plot_layer(data: Json, name: str) -> Figure:
 
 
 def named_layer(part: Json | None, name: str) -> Json | None:
-    """Find the layer of this name in a part of a report.
-
-    Args:
-        part: a part with "layers", or None.
-        name: the layer's.
-
-    Returns:
-        The layer's entry. None: the layer or the part is missing.
-    """
+    """Find the layer of this name in a part of a report. None: the layer or the part is missing."""
     return next((layer for layer in part["layers"] if layer["name"] == name), None) if part else None

@@ -18,14 +18,7 @@ _UNITS = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "
 
 
 def plot_layers(provenance: LgrecoProvenance) -> Figure:
-    """Draw L-GreCo's Fig. 1: every layer's setting and size, in the order of communication, and its relative error.
-
-    Args:
-        provenance: of an L-GreCo fit.
-
-    Returns:
-        The figure.
-    """
+    """Draw L-GreCo's Fig. 1: every layer's setting and size, in the order of communication, and its relative error."""
     layers = list(reversed(provenance.layers))  # backward hands over the last layers first
     figure, (top, bottom) = panels(2, 1, height=2.3, sharex=True)
     positions = np.arange(1, len(layers) + 1)
@@ -65,13 +58,8 @@ def plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw L-GreCo's Fig. 11a: how a layer's L2 error goes with what its compression does to the loss.
 
     (left) The correlation over layers, by setting, a line per checkpoint. (right) The layers at the last checkpoint.
-
-    Args:
-        rows: one per checkpoint, with "checkpoint", "varied", "settings", "errors" and "differences" (layers,
-            settings), and "correlations" as `gradlab.analysis.layer_plan.sensitivity.correlations` gives them.
-
-    Returns:
-        The figure.
+    rows: one per checkpoint, with "checkpoint", "varied", "settings", "errors" and "differences" (layers, settings),
+    and "correlations" as `gradlab.analysis.layer_plan.sensitivity.correlations` gives them.
     """
     figure, (left, right) = panels(2, 2, height=2.6)
     labels = [str(row["checkpoint"]) for row in rows]

@@ -33,16 +33,7 @@ def plot_fit(measured: LgcMeasurement) -> Figure:
 
 
 def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1, caption: str = "") -> Figure:
-    """Draw LGC's Fig. 13: training loss over iterations for each way to become sparse.
-
-    Args:
-        losses: means of `every` iterations at a time, by name.
-        every: iterations per mean.
-        caption: what it was drawn with, to stand below.
-
-    Returns:
-        The figure.
-    """
+    """Draw LGC's Fig. 13: training loss over iterations for each way to become sparse."""
     figure, (axes,) = panels(1, 1, height=2.8)
     write_below(figure, caption)
     for color, (name, values) in zip(layer_colors(len(losses)), losses.items(), strict=True):
@@ -55,16 +46,7 @@ def plot_sparsification(losses: Mapping[str, Sequence[float]], every: int = 1, c
 def plot_reconstruction(
     errors: Mapping[str, Mapping[str, Sequence[float]]], mean_of: int = 10, caption: str = ""
 ) -> Figure:
-    """Draw LGC's Fig. 14: an autoencoder's error over the iterations in which it learns.
-
-    Args:
-        errors: by panel (a number of nodes) and line (a setting).
-        mean_of: iterations that a point averages.
-        caption: what it was drawn with, to stand below.
-
-    Returns:
-        The figure.
-    """
+    """Draw LGC's Fig. 14: an autoencoder's error over the iterations in which it learns."""
     figure, axes = panels(len(errors), 2, height=2.4, sharey=True)
     write_below(figure, caption)
     for axis, (title, curves) in zip(axes, errors.items(), strict=True):

@@ -36,14 +36,7 @@ _EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0}
 
 
 def plot_training(runs: Runs) -> Figure:
-    """Draw the training loss and the test metric of every run over iterations.
-
-    Args:
-        runs: the trainer's reports by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw the training loss and the test metric of every run over iterations."""
     metric, tested = metric_of(runs.values()), any(scores(run) for run in runs.values())
     figure, axes = panels(1 + tested, 2, height=2.6)
     colors, markers = method_colors(runs), method_markers(runs)
@@ -69,15 +62,7 @@ def plot_training(runs: Runs) -> Figure:
 
 
 def plot_errors(replays: Replays, runs: Runs) -> Figure:
-    """Draw the contribution error per step, predicted by replay and observed in training, one panel per method.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-        runs: the trainer's reports by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw the contribution error per step, predicted by replay and observed in training, one panel per method."""
     names = [name for name in {**replays, **runs} if has_errors(name, replays, runs)]
     figure, axes = panels(len(names), 3, height=2.1, sharey=True, sharex=True)
     colors = method_colors({**runs, **replays})
@@ -109,15 +94,7 @@ def has_errors(name: str, replays: Replays, runs: Runs) -> bool:
 
 
 def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
-    """Draw the predicted error divided by the observed one, per step, with a band from 0.8 to 1.25.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-        runs: the trainer's reports by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw the predicted error divided by the observed one, per step, with a band from 0.8 to 1.25."""
     figure, (axes,) = panels(1, 1, height=2.5)
     colors = method_colors({**runs, **replays})
     axes.axhspan(0.8, 1.25, color="#efefef", zorder=0)
@@ -143,14 +120,7 @@ def plot_error_ratio(replays: Replays, runs: Runs) -> Figure:
 
 
 def plot_tradeoff(runs: Runs) -> Figure:
-    """Draw payload bytes per step against the test metric at the end.
-
-    Args:
-        runs: the trainer's reports by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw payload bytes per step against the test metric at the end."""
     metric = metric_of(runs.values())
     points = {n: (r["payload_bytes_per_step"]["mean"], float(metric.drawn(final_score(r)))) for n, r in runs.items()}
     return _scatter(points, "payload per step and rank", f"final {metric.label}", list(runs))
@@ -181,14 +151,7 @@ def _bytes_ticks(axes: Axes) -> None:
 
 
 def plot_times(runs: Runs) -> Figure:
-    """Draw two bars per method, in seconds: a step (compute, then wait), and the exchange that runs beside computing.
-
-    Args:
-        runs: the trainer's reports by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw two bars per method, in seconds: a step (compute, then wait), and the exchange that runs beside computing."""
     figure, (axes,) = panels(1, 1, height=0.5 * len(runs) + 0.9)
     names, longest = list(runs), 0.0
     for offset, parts in ((-0.2, ("compute", "wait")), (0.2, ("compress", "communicate"))):
@@ -213,15 +176,7 @@ def plot_times(runs: Runs) -> Figure:
 
 
 def plot_layer_errors(replays: Replays, runs: Runs) -> Figure:
-    """Draw the contribution error by layer, predicted (hollow) and observed (filled), one colour per method.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-        runs: the trainer's reports by name.
-
-    Returns:
-        The figure.
-    """
+    """Draw the contribution error by layer, predicted (hollow) and observed (filled), one colour per method."""
     rows: dict[str, int] = {}
     for replay in replays.values():
         for layer in replay["layer_errors"]:

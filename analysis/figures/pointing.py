@@ -20,26 +20,15 @@ _SCALES = ("linear", "log")
 
 
 def mark_series(figure: Figure) -> None:
-    """Give every line and every set of points an id in the SVG. Call it before the figure is rendered.
-
-    Args:
-        figure: as it was drawn.
-    """
+    """Give every line and every set of points an id in the SVG. Call it before the figure is rendered."""
     for panel, axes in enumerate(_panels(figure)):
         for number, artist in enumerate(_series(axes)):
             artist.set_gid(f"series-{panel}-{number}")
 
 
 def panels_of(figure: Figure) -> list[dict[str, Any]]:
-    """Describe the panels of a figure that was marked and rendered.
-
-    Args:
-        figure: with the places that rendering gave it.
-
-    Returns:
-        Plain JSON, per panel: "box" (left, top, right, bottom) in the SVG's units; "x" and "y", each with label, scale,
-        and the values at its two ends; "series", labels by id, "" where there is none. Panels of other scales than
-        linear and logarithmic are left out.
+    """Describe a rendered figure's panels: "box" in the SVG's units, "x" and "y" with scale and ends, "series" by
+    id.
     """
     width, height = (_POINTS_PER_INCH * float(inches) for inches in figure.get_size_inches())
     described = []

@@ -15,14 +15,7 @@ _GAUSSIAN = (math.pi / 2 - 1) ** 0.5
 
 
 def plot_sign_statistics(blocks: Json) -> Figure:
-    """Draw Fig. 1: (a) coefficient of variation of magnitudes, (b) delta with its lower bounds, by window.
-
-    Args:
-        blocks: the JSON of `measure_sign_blocks`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw Fig. 1: (a) coefficient of variation of magnitudes, (b) delta with its lower bounds, by window."""
     figure, (left, right) = panels(2, 2, height=2.3)
     drawn = blocks["figure_1"]
     iterations = drawn["iterations"]
@@ -45,14 +38,7 @@ def plot_sign_statistics(blocks: Json) -> Figure:
 
 
 def plot_sign_blocks(blocks: Json) -> Figure:
-    """Draw the share of energy that signs keep over bits per value: scales shared out by gain, blocks of one size.
-
-    Args:
-        blocks: the JSON of `measure_sign_blocks`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw the share of energy that signs keep over bits per value: scales shared out by gain, blocks of one size."""
     figure, (panel,) = panels(1, 1, height=2.3)
     rows, one = blocks["suggestion"]["rows"], blocks["suggestion"]["kept_by_one_block"]
     bits = [row["bits_per_value"] for row in rows]

@@ -28,28 +28,13 @@ _RANDOM: Style = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
 
 
 def measured(structure: Structure, part: str) -> list[Layer]:
-    """Choose the layers that have a part. Of angles a layer needs at least one.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-        part: the name of a part, such as "angles".
-
-    Returns:
-        The layers, in order.
-    """
+    """Choose the layers that have a part. Of angles a layer needs at least one."""
     layers = [layer for layer in structure["layers"] if layer[part] is not None]
     return [layer for layer in layers if layer["angles"]["degrees"][0]] if part == "angles" else layers
 
 
 def plot_adjacent(structure: Structure) -> Figure:
-    """Draw Fig. 4: correlation of adjacent gradients, and two of them as recorded and on their principal axes.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw Fig. 4: correlation of adjacent gradients, and two of them as recorded and on their principal axes."""
     layers = measured(structure, "scatter")
     figure, axes = panels(3 * len(layers), 3, height=2.15)
     for row, layer in enumerate(layers):
@@ -76,14 +61,7 @@ def _scatter(axes: Axes, points: Sequence[Sequence[float]], names: tuple[str, st
 
 
 def plot_slice_sizes(structure: Structure) -> Figure:
-    """Draw Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio."""
     layers = measured(structure, "slice_sizes")
     figure, axes = panels(2 * len(layers), 2, height=1.9)
     for row, layer in enumerate(layers):
@@ -109,14 +87,7 @@ def plot_slice_sizes(structure: Structure) -> Figure:
 
 
 def plot_consistency(structure: Structure) -> Figure:
-    """Draw the loss of every slice under every other slice's basis, on later iterations.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw the loss of every slice under every other slice's basis, on later iterations."""
     layers = measured(structure, "consistency")
     figure, axes = panels(len(layers), 2, height=2.7)
     # One scale for all: layers are to be compared, and 1 is what losing everything means.
@@ -135,14 +106,7 @@ def plot_consistency(structure: Structure) -> Figure:
 
 
 def plot_dimension_curves(structure: Structure) -> Figure:
-    """Draw d against lambda, the loss on later iterations against lambda, and d against the number of samples.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw d against lambda, the loss on later iterations against lambda, and d against the number of samples."""
     layers = measured(structure, "thresholds")
     figure, (by_threshold, promised, by_samples) = panels(3, 3, height=2.6)
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -166,14 +130,7 @@ def plot_dimension_curves(structure: Structure) -> Figure:
 
 
 def plot_cost(structure: Structure) -> Figure:
-    """Draw slice size against later loss and bytes per exchange, with one basis for all slices or one for each.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw slice size against later loss and bytes per exchange, with one basis for all slices or one for each."""
     layers = measured(structure, "cost")
     figure, axes = panels(2 * len(layers), 2, height=1.9)
     styles = {"shared": (VERMILION, "o", "one basis (s = ∞)"), "own": (BLUE, "s", "each its own (s = 1)")}
@@ -196,14 +153,7 @@ def plot_cost(structure: Structure) -> Figure:
 
 
 def plot_staleness(structure: Structure) -> Figure:
-    """Draw the loss by age of the basis, in iterations, with the suggested L_c.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw the loss by age of the basis, in iterations, with the suggested L_c."""
     layers, limit = measured(structure, "staleness"), 1 + structure["tolerance"]
     figure, axes = panels(len(layers), 2, height=2.4)
     for panel, layer in zip(axes, layers, strict=True):
@@ -233,14 +183,7 @@ def _through(panel: Axes, ages: np.ndarray, losses: Sequence[float | None], **st
 
 
 def plot_angles(structure: Structure) -> Figure:
-    """Draw principal angles, in degrees, between bases fitted on successive windows.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figure.
-    """
+    """Draw principal angles, in degrees, between bases fitted on successive windows."""
     layers = measured(structure, "angles")
     figure, axes = panels(len(layers), 2, height=2.2, sharey=True)
     edges = [f"{first}" for first, _ in structure["windows"]]

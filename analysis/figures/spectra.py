@@ -30,15 +30,7 @@ Values = Callable[[Mapping[str, Any]], Any]
 
 
 def plot_spectra(spectrum: Spectrum, part: str) -> Figure:
-    """Draw eigenvalues and cumulative variance by layer.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-        part: "slice" for GradiVeQ's first slice, "layer" for the whole layer.
-
-    Returns:
-        The figure.
-    """
+    """Draw eigenvalues and cumulative variance by layer."""
     figure, (left, right) = panels(2, 2, height=2.8)
     layers = spectrum["layers"]
     for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
@@ -57,14 +49,7 @@ def plot_spectra(spectrum: Spectrum, part: str) -> Figure:
 
 
 def plot_dimensions(spectrum: Spectrum) -> Figure:
-    """Draw the dimension d that one slice needs by eq. (6), for three lambdas, beside the slice's size K, by layer.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-
-    Returns:
-        The figure.
-    """
+    """Draw the dimension d that one slice needs by eq. (6), for three lambdas, beside the slice's size K, by layer."""
     layers = spectrum["layers"]
     figure, (axes,) = panels(1, 1, height=max(1.4, 0.24 * len(layers) + 0.7))
     rows = np.arange(len(layers))
@@ -82,14 +67,7 @@ def plot_dimensions(spectrum: Spectrum) -> Figure:
 
 
 def plot_holdout(measured: GradiveqMeasurement) -> Figure:
-    """Draw the loss on later iterations by age of the fit: pooled with its references, and layer by layer.
-
-    Args:
-        provenance: of a GradiVeQ fit.
-
-    Returns:
-        The figure.
-    """
+    """Draw the loss on later iterations by age of the fit: pooled with its references, and layer by layer."""
     figure, (left, right) = panels(2, 2, height=2.9, sharey=True)
     held, control, threshold = measured.holdout, measured.random_basis, measured.promised_loss
     ages = np.array([np.sqrt(first * last) for first, last in held.ages])
@@ -124,26 +102,12 @@ def plot_holdout(measured: GradiveqMeasurement) -> Figure:
 
 
 def plot_agreement(spectrum: Spectrum) -> Figure:
-    """Draw the cosine between the gradients of two ranks over time, by layer.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-
-    Returns:
-        The figure.
-    """
+    """Draw the cosine between the gradients of two ranks over time, by layer."""
     return _over_time(spectrum, lambda layer: layer["cosine"], "cosine between two ranks", zero=True)
 
 
 def plot_norms(spectrum: Spectrum) -> Figure:
-    """Draw the norm of the averaged gradient over time, by layer.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-
-    Returns:
-        The figure.
-    """
+    """Draw the norm of the averaged gradient over time, by layer."""
     figure = _over_time(spectrum, lambda layer: layer["norm"], "‖averaged gradient‖", zero=False)
     axes = figure.axes[0]
     if not any((np.asarray(line.get_ydata(), float) > 0).any() for line in axes.lines):
@@ -170,14 +134,7 @@ def _over_time(spectrum: Spectrum, values: Values, label: str, zero: bool) -> Fi
 
 
 def short(name: str) -> str:
-    """Shorten a layer's name by ".weight", unless only a number would be left.
-
-    Args:
-        name: the layer's.
-
-    Returns:
-        The text to show.
-    """
+    """Shorten a layer's name by ".weight", unless only a number would be left."""
     stem = name.removesuffix(".weight")
     return name if stem.isdigit() else stem
 

@@ -74,14 +74,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def method_colors(names: Iterable[str]) -> dict[str, str]:
-    """Give each method a colour, the same in every figure.
-
-    Args:
-        names: the methods'.
-
-    Returns:
-        Colours in hexadecimal notation, by name.
-    """
+    """Give each method a colour, the same in every figure."""
     spare = iter(_SPARE_COLORS * 4)
     colors: dict[str, str] = {}
     for name in names:
@@ -91,30 +84,13 @@ def method_colors(names: Iterable[str]) -> dict[str, str]:
 
 
 def method_markers(names: Iterable[str]) -> dict[str, str]:
-    """Give each method a marker, the same in every figure, so that colour is never the only sign.
-
-    Args:
-        names: the methods'.
-
-    Returns:
-        matplotlib's markers, by name.
-    """
+    """Give each method a marker, the same in every figure, so that colour is never the only sign."""
     spare = iter(_SPARE_MARKERS * 4)
     return {name: _METHOD_MARKERS.get(name.lower()) or next(spare) for name in names}
 
 
 def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tuple[Figure, list[Axes]]:
-    """Make a figure of equal panels.
-
-    Args:
-        count: number of panels.
-        columns: panels per row at most.
-        height: inches per row.
-        kwargs: for `Figure.subplots`.
-
-    Returns:
-        The figure, and its panels row by row.
-    """
+    """Make a figure of equal panels."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(WIDTH, height * rows + 0.35), layout="constrained")
@@ -125,14 +101,7 @@ def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tupl
 
 
 def layer_colors(count: int) -> list[Any]:
-    """Choose a colour per layer: named hues for few layers, a perceptually even ramp from first to last for many.
-
-    Args:
-        count: number of layers.
-
-    Returns:
-        One colour per layer, in order.
-    """
+    """Choose a colour per layer: named hues for few layers, a perceptually even ramp from first to last for many."""
     if count <= _MOST_NAMED_LAYERS:
         return [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK][:count]
     return list(_ramp()(np.linspace(0, 1, count)))
@@ -142,11 +111,6 @@ def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> N
     """Name the layers that a figure's lines belong to.
 
     Few layers get a legend below the axes. Many get a colour bar from the first to the last.
-
-    Args:
-        figure: with one line per layer in each panel.
-        axes: its panels.
-        names: the layers', in order.
     """
     if len(names) <= _MOST_NAMED_LAYERS:
         handles, _ = axes[0].get_legend_handles_labels()
@@ -163,12 +127,7 @@ def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> N
 
 
 def write_below(figure: Figure, caption: str) -> None:
-    """Write what a figure was drawn with below its panels.
-
-    Args:
-        figure: with a constrained layout.
-        caption: paragraphs, which are wrapped to the figure's width; nothing is written if it is empty.
-    """
+    """Write what a figure was drawn with below its panels."""
     if caption:
         lines = [line for paragraph in caption.splitlines() for line in textwrap.wrap(paragraph, _CAPTION_COLUMNS)]
         size = figure.get_figheight() + 0.1 * len(lines)
@@ -190,12 +149,7 @@ def _wrapped(name: str) -> str:
 def running_mean(values: Any, window: int) -> np.ndarray:
     """Average each value with its neighbours, centred, without NaN. The ends average fewer values.
 
-    Args:
-        values: (samples,).
-        window: number of values averaged at most.
-
-    Returns:
-        float64 (samples,), NaN where the window holds no value.
+    values: (samples,). float64 (samples,), NaN where the window holds no value.
     """
     series = np.array([np.nan if v is None else v for v in values], dtype=float)
     finite = np.isfinite(series)
@@ -206,28 +160,12 @@ def running_mean(values: Any, window: int) -> np.ndarray:
 
 
 def smoothing_window(count: int) -> int:
-    """Choose a window that leaves about 30 independent values.
-
-    Args:
-        count: number of samples.
-
-    Returns:
-        Samples per window; 1 for short series.
-    """
+    """Choose a window that leaves about 30 independent values."""
     return max(1, count // 30)
 
 
 def render(figure: Figure, name: str, formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
-    """Write a figure in several formats. Equal figures give equal bytes. Call it inside `drawing`.
-
-    Args:
-        figure: what to write.
-        name: the figure's, from which the ids in the SVG follow.
-        formats: out of "svg" and "pdf".
-
-    Returns:
-        The files' contents by format.
-    """
+    """Write a figure in several formats. Equal figures give equal bytes. Call it inside `drawing`."""
     files = {}
     _drop_empty_log_scales(figure)
     _make_printable(figure)

@@ -72,12 +72,8 @@ class AtEqualBytes(Jsonable):
 
 
 def with_fitted_tables(trace: Trace, plan: Plan) -> Plan:
-    """Fit the tables of a plan's groups of ecsq on the earlier half of a trace.
-
-    Of every iteration there, one rank's contribution is quantized, ranks in turns, without feedback.
-
-    Raises:
-        GradlabError: for a trace of one iteration, or one without the layers.
+    """Fit the tables of a plan's groups of ecsq on the earlier half of a trace, on one rank's contribution per
+    iteration.
     """
     groups, learned = list(plan.groups), dict(plan.learned)
     for at, group in enumerate(plan.groups):
@@ -105,17 +101,7 @@ def _half(trace: Trace) -> int:
 def compare_at_equal_bytes(
     trace: Trace, plan: Plan, *, workers: Workers = 1, progress: Progress | None = None
 ) -> AtEqualBytes:
-    """Measure a plan of ecsq and every other codec, without feedback, on the later half of a trace.
-
-    Args:
-        trace: gradients of all ranks.
-        plan: one uniform plan of ecsq. The step settles on the earlier half.
-        workers: processes, or a cluster, that share the replays out.
-        progress: called as the work goes on.
-
-    Raises:
-        GradlabError: for a trace of one iteration, or in which nothing is compressed.
-    """
+    """Measure a plan of ecsq and every other codec, without feedback, on the later half of a trace."""
     from_here, steps = _half(trace), len(trace.steps)
     names = [name for group in plan.compressed_groups for name in group.layers]
     groups = tuple(replace(group, wrappers=()) for group in plan.groups)

@@ -91,17 +91,16 @@ class GradiveqOptions:
 class FittedLayer(Jsonable):
     """A layer's bases, and what they lose on the iterations they were fitted on.
 
-    Args:
-        slice_axis: that slices lie along, "outputs" or "inputs".
-        slice_size: elements of a slice (K).
-        dimension: codes per slice (d), of fitted axes and random coordinates.
-        fitted_axes: those of them that were fitted.
-        slices: of the layer (M).
-        samples: iterations with finite gradients among those fitted on.
-        fitted_slices_energy: squared error and squared norm, summed over the iterations and the fitted slices.
-        fitted_slices_loss: the error over the norm there.
-        in_sample_energy: the same two sums over all slices.
-        in_sample_loss: the error over the norm there.
+    slice_axis: that slices lie along, "outputs" or "inputs".
+    slice_size: elements of a slice (K).
+    dimension: codes per slice (d), of fitted axes and random coordinates.
+    fitted_axes: those of them that were fitted.
+    slices: of the layer (M).
+    samples: iterations with finite gradients among those fitted on.
+    fitted_slices_energy: squared error and squared norm, summed over the iterations and the fitted slices.
+    fitted_slices_loss: the error over the norm there.
+    in_sample_energy: the same two sums over all slices.
+    in_sample_loss: the error over the norm there.
     """
 
     slice_axis: str
@@ -120,25 +119,24 @@ class FittedLayer(Jsonable):
 class GradiveqMeasurement(Jsonable):
     """How bases were fitted, and what they lose where they were fitted and on later iterations.
 
-    Args:
-        trace: digest of the recording.
-        world_size: ranks recorded.
-        settings: of every group, but for `GradiveqOptions.layer_settings`.
-        total_ratio: as asked for; None where each layer's d comes from its settings.
-        promised_loss: the largest lambda of any layer; None where something else than eq. (6) decides on d.
-        fitted_on: iterations.
-        warmup_steps: dense steps before the first compressed one.
-        held_out_on: the first and the last iteration held out.
-        layers: the fitted layers, by name.
-        skipped: why a layer was left dense, by name.
-        left_dense: which roles are left dense, where that is more than half of the model's bytes; else empty.
-        fitted_slices_loss: of all layers, on the fitted slices of the iterations fitted on.
-        in_sample_loss: of all layers, on all slices of these iterations.
-        holdout: loss on later iterations.
-        random_basis: loss of random bases of the same size on these iterations.
-        payload_bytes: of a compressed iteration and rank, with the fitted bases in use.
-        mean_payload_bytes: of a compressed iteration and rank, on average over refreshes of the bases.
-        dense_payload_bytes: of a dense iteration and rank.
+    trace: digest of the recording.
+    world_size: ranks recorded.
+    settings: of every group, but for `GradiveqOptions.layer_settings`.
+    total_ratio: as asked for; None where each layer's d comes from its settings.
+    promised_loss: the largest lambda of any layer; None where something else than eq. (6) decides on d.
+    fitted_on: iterations.
+    warmup_steps: dense steps before the first compressed one.
+    held_out_on: the first and the last iteration held out.
+    layers: the fitted layers, by name.
+    skipped: why a layer was left dense, by name.
+    left_dense: which roles are left dense, where that is more than half of the model's bytes; else empty.
+    fitted_slices_loss: of all layers, on the fitted slices of the iterations fitted on.
+    in_sample_loss: of all layers, on all slices of these iterations.
+    holdout: loss on later iterations.
+    random_basis: loss of random bases of the same size on these iterations.
+    payload_bytes: of a compressed iteration and rank, with the fitted bases in use.
+    mean_payload_bytes: of a compressed iteration and rank, on average over refreshes of the bases.
+    dense_payload_bytes: of a dense iteration and rank.
     """
 
     trace: str

@@ -102,13 +102,7 @@ def fit_block_sizes(
 
 
 def with_block_sizes(plan: Plan, sizes: Mapping[str, int]) -> Plan:
-    """Part a plan's groups of signs where layers need blocks of another size.
-
-    Args:
-        plan: with groups of codec `sign`.
-        sizes: elements per block, by layer name. A block ends with its layer, so that a layer of one block can share
-            a group with larger blocks.
-    """
+    """Part a plan's groups of signs where layers need blocks of another size."""
     numels = {layer.name: layer.numel for layer in plan.layers}
     groups: list[Group] = []
     for group in plan.groups:

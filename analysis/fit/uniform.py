@@ -12,16 +12,7 @@ from gradlab.plan import Plan
 
 
 def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
-    """Join a plan and its provenance: the trace it was replayed on, the bytes it will send, the replay's summary.
-
-    Args:
-        plan: any plan that needed no fit.
-        replay: of that plan.
-        metadata: further values, written as plain JSON; None is left out.
-
-    Raises:
-        GradlabError: for a replay of another plan.
-    """
+    """Join a plan and its provenance: the trace it was replayed on, the bytes it will send, the replay's summary."""
     if replay.plan_digest != plan.digest:
         raise GradlabError(
             f"the replay is of plan {replay.plan_digest[:12]}, expected {plan.digest[:12]}: replay the plan itself"

@@ -55,9 +55,6 @@ class Observation:
     bits_per_second: the link's speed.
     seconds: time of the collective.
     collective: one of `COLLECTIVES`.
-
-    Raises:
-        GradlabError: for a number outside its range, or another collective.
     """
 
     nodes: int
@@ -79,14 +76,7 @@ class Observation:
             raise GradlabError(f"seconds = {self.seconds:g}, expected a number above 0")
 
     def on(self, link: Link) -> Link:
-        """Return a copy of the link at this observation's speed.
-
-        Args:
-            link: any link.
-
-        Returns:
-            The link at `bits_per_second`.
-        """
+        """Return a copy of the link at this observation's speed. The link at `bits_per_second`."""
         return replace(link, bits_per_second=self.bits_per_second)
 
     @property
@@ -99,11 +89,7 @@ class Observation:
     def relative_error(self, link: Link) -> float:
         """Compute the relative error of the time that a link's costs predict.
 
-        Args:
-            link: its costs count, its speed does not.
-
-        Returns:
-            Predicted seconds over the measured ones, less 1.
+        Predicted seconds over the measured ones, less 1.
         """
         tried, transfer = self.on(link), self.transfer
         return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
@@ -138,11 +124,7 @@ class Calibration:
     def applied(self, link: Link) -> Link:
         """Return a copy of a link with the fitted costs.
 
-        Args:
-            link: any link.
-
-        Returns:
-            The link with this calibration's `host_seconds_per_byte`, `collective_seconds` and `gather_factor`.
+        The link with this calibration's `host_seconds_per_byte`, `collective_seconds` and `gather_factor`.
         """
         return replace(
             link,
@@ -177,11 +159,7 @@ class Calibration:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
-
-        Returns:
-            Plain JSON.
-        """
+        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited"."""
         return {
             "host_seconds_per_byte": self.host_seconds_per_byte,
             "collective_seconds": self.collective_seconds,
@@ -204,19 +182,8 @@ class Calibration:
 
 def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibration:
     """Fit `host_seconds_per_byte` and `collective_seconds` to all-reduces, then `gather_factor` to all-gathers.
-
-    The squares of relative errors are minimised, as times may span orders of magnitude. Where all observations move
-    the same bytes per rank, the two costs cannot be told apart. The link's `collective_seconds` then stay.
-
-    Args:
-        link: its latency and headers are used as they are. Its bandwidth is replaced by each observation's.
-        observations: at least one all-reduce.
-
-    Returns:
-        The costs, with the error at each observation.
-
-    Raises:
-        GradlabError: for no all-reduces, or times out of all proportion to the link.
+    Squares of relative errors are minimised, as times span orders of magnitude. Observations of equal bytes per rank
+    leave `collective_seconds` as it is.
     """
     every, observations = observations, [seen for seen in observations if seen.collective == ALL_REDUCE]
     if not observations:
@@ -285,20 +252,8 @@ def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], 
 
 
 def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
-    """Read measured collectives from a file: a JSON list of objects with nodes, bytes, bandwidth and seconds.
-
-    An all-gather has "collective": "all-gather" besides. Other keys are ignored. bandwidth is a text as
-    `gradlab.analysis.forecast.link.parse_bandwidth` reads it.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The observations, in the file's order.
-
-    Raises:
-        GradlabError: for a file of any other form, with the entry's number.
-        OSError: if the file cannot be read.
+    """Read measured collectives from JSON: a list of objects with nodes, bytes, bandwidth and seconds, perhaps
+    "collective".
     """
     entries = read_json(path, _FORM)
     if not isinstance(entries, list) or not entries:

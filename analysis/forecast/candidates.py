@@ -110,14 +110,6 @@ def candidates(layers: Sequence[Layer], *, coarse: bool = False, warmup_steps: i
     >>> curve = candidates([Layer("w", (1024, 1024), "linear")])["PowerSGD"]
     >>> [one.name for one in curve.candidates][:2], curve.candidates[curve.start].name
     (['PowerSGD rank 32', 'PowerSGD rank 16'], 'PowerSGD rank 4')
-
-    Args:
-        layers: the model's.
-        coarse: whether every second setting is enough, counted from the usual one.
-        warmup_steps: dense iterations that plans begin with.
-
-    Returns:
-        Families by name, without those that have no setting left.
     """
     half = _plan_of(layers, _CURVES["16 bits"], HALF_PLAN, 0)
     most = None if half is None else half.payload_bytes(_RANKS_TO_SIZE)
@@ -129,14 +121,7 @@ def candidates(layers: Sequence[Layer], *, coarse: bool = False, warmup_steps: i
 
 
 def usual_plans(layers: Sequence[Layer]) -> dict[str, Plan]:
-    """Make one plan of each family for a model: the setting at which a search begins.
-
-    Args:
-        layers: the model's.
-
-    Returns:
-        Plans by name. Families that find no layer to compress are left out.
-    """
+    """Make one plan of each family for a model: the setting at which a search begins."""
     plans = {curve.usual: _plan_of(layers, curve, curve.usual, 0) for curve in _CURVES.values()}
     return {name: plan for name, plan in plans.items() if plan is not None}
 

@@ -34,17 +34,8 @@ _COPIED_BYTES = 2**28
 
 
 def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:
-    """Make an answer to a request, as if all ranks had sent the same, and time the engine's copies.
-
-    The engine packs the tensors of several groups into one buffer. It uses received tensors where they lie.
-
-    Args:
-        request: one rank's.
-        rank: that rank.
-        world_size: number of ranks N.
-
-    Returns:
-        The answer, of the right form and shapes, and the seconds of the engine's copies.
+    """Make an answer to a request, as if all ranks had sent the same, and return it with the seconds of the engine's
+    copies.
     """
     began = time.thread_time()
     if isinstance(request, AllToAll):
@@ -93,20 +84,10 @@ def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.
 
 
 def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = REPEATS) -> Exchange:
-    """Run an exchange on gradients of random numbers, and take each turn's median time here, in seconds.
-
-    The time is processor time of this thread, which other work on this machine does not change. Call this inside
-    `one_thread`. States are carried from run to run, and the last run is returned. Where messages vary in size, every
-    run starts from fresh states, as residuals of one repeated gradient would grow without end.
-
-    Args:
-        codec: of one group.
-        layers: the group's.
-        context: of a late iteration, at N ranks.
-        repeats: timed runs; fewer if they are long.
-
-    Returns:
-        The exchange, with its requests and times.
+    """Run an exchange on random gradients, and take each turn's median processor time, in seconds. Call it in
+    `one_thread`.
+    If messages vary in size, every run starts from fresh states, as residuals of one repeated gradient grow without
+    end.
     """
     inner = innermost(codec)
     if isinstance(inner, Compressor) and inner.spreads:
@@ -172,11 +153,10 @@ class DryRuns:
     Groups that differ in their layers' names alone are of one kind. The iteration is late enough that every warm-up is
     over. Where leaders rotate, rank 0 leads in it.
 
-    Args:
-        plan: whose groups are run.
-        world_size: number of ranks N.
-        rank: the rank whose requests are collected.
-        repeats: timed runs per kind, see `dry_run`.
+    plan: whose groups are run.
+    world_size: number of ranks N.
+    rank: the rank whose requests are collected.
+    repeats: timed runs per kind, see `dry_run`.
     """
 
     def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = REPEATS) -> None:
@@ -187,57 +167,25 @@ class DryRuns:
         self._exchanges: dict[str, Exchange] = {}
 
     def of(self, plan: Plan) -> DryRuns:
-        """Prepare another plan's exchanges at the same number of ranks. Both share their runs.
-
-        Args:
-            plan: the other plan.
-
-        Returns:
-            The other plan's exchanges.
-        """
+        """Prepare another plan's exchanges at the same number of ranks. Both share their runs."""
         runs = DryRuns(plan, self.world_size, self.rank, self.repeats)
         runs._exchanges = self._exchanges
         return runs
 
     def group(self, group: Group) -> Exchange:
-        """Return one group's exchange.
-
-        Args:
-            group: of the plan.
-
-        Returns:
-            The exchange, under the group's name.
-        """
+        """Return one group's exchange."""
         return self.exchange(group.name, self.plan.build(group), self.plan.members(group), self._kind(group))
 
     def exchange(self, name: str, codec: Codec, layers: Sequence[Layer], kind: str) -> Exchange:
-        """Return the exchange of `layers` by `codec`. It is run once for equal kinds and equal shapes.
-
-        Args:
-            name: the exchange's.
-            codec: of the layers.
-            layers: one group's.
-            kind: codec and settings, as a text.
-
-        Returns:
-            The exchange, under this name.
-        """
+        """Return the exchange of `layers` by `codec`. It is run once for equal kinds and equal shapes."""
         key = json.dumps([kind, [layer.shape for layer in layers]])
         if key not in self._exchanges:
             self._exchanges[key] = dry_run(codec, layers, self.context(name), repeats=self.repeats)
         return replace(self._exchanges[key], name=name)
 
     def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
-        """Return the exchange of dense layers that travel together: the sum of one exchange per layer.
-
-        So each layer is run once, whichever layers travel with it.
-
-        Args:
-            name: the exchange's.
-            layers: the dense layers, in order.
-
-        Returns:
-            The exchange, under this name.
+        """Return the exchange of dense layers that travel together: the sum of one exchange per layer, each run
+        once.
         """
         every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
         turns = [
@@ -258,14 +206,7 @@ class DryRuns:
         return json.dumps([settings, learned], sort_keys=True)
 
     def context(self, name: str) -> Context:
-        """Make the context of a group's codec: rank, world size, a late iteration, seed and learning rates.
-
-        Args:
-            name: the group's.
-
-        Returns:
-            The context.
-        """
+        """Make the context of a group's codec: rank, world size, a late iteration, seed and learning rates."""
         rates = {layer.name: 1.0 for layer in self.plan.layers}
         late = -(-(self.plan.schedule.warmup_steps + 10**6) // self.world_size) * self.world_size
         return Context(
@@ -281,11 +222,7 @@ class DryRuns:
 
 
 def scan_seconds_per_byte() -> float:
-    """Measure on this machine how long a search for values that are not finite takes.
-
-    Returns:
-        Seconds per byte.
-    """
+    """Measure how long a search for values that are not finite takes on this machine, in seconds per byte."""
     buffer, times = torch.ones(_SCANNED), []
     for _ in range(5):
         began = time.thread_time()

@@ -35,11 +35,7 @@ MAX_LOSS = 0.01
 
 
 def loss_limit_text(max_loss: float) -> str:
-    """Write an allowed loss as sentences that decide by it name it: "at most 1 % worse loss (--max-loss)".
-
-    Args:
-        max_loss: the final loss over dense training's, minus 1.
-    """
+    """Write an allowed relative loss: "at most 1 % worse loss (--max-loss)"."""
     return f"at most {100 * max_loss:g} % worse loss (--max-loss)"
 
 
@@ -108,18 +104,7 @@ def calibration() -> tuple[Ending, ...]:
 
 
 def ended_at(cosine: float, length: int, memory: bool, known: Sequence[Ending] | None = None) -> EndingRange | None:
-    """Look up what trainings of a plan's own kind ended at whose replays had an error like its own.
-
-    Args:
-        cosine: of a replay, as `Replay.judgement` has it.
-        length: steps that are summed over.
-        memory: whether the plan applies gradients of earlier steps.
-        known: the trainings to look among. None: the calibration that comes with gradlab.
-
-    Returns:
-        The range, which never gets narrower as the cosine falls, and is nothing at 1. None: trainings with so large an
-        error, or of this kind, are too few to tell.
-    """
+    """Look up the final losses of trainings of the plan's kind with a similar cosine; None if these are too few."""
     bands = _shipped(length, memory) if known is None else _bands(known, length, memory)
     angle = _angle(cosine)
     if not angle:
@@ -194,13 +179,8 @@ def judged_by(summary: Mapping[str, Any]) -> tuple[float | None, int | None, boo
 
 
 def standing(cosine: float | None, length: int | None, memory: bool) -> tuple[float, float]:
-    """Return what sorts plans, the one nearest to dense first.
-
-    Args:
-        cosine, length, memory: as `ended_at` takes them; None: not known.
-
-    Returns:
-        The middle of what trainings like that ended at, and the cosine, less than nothing the larger it is.
+    """Return the sort key of plans, the nearest to dense first: the middle of similar trainings' losses, and minus the
+    cosine.
     """
     if cosine is None or length is None:
         return math.inf, math.inf
@@ -209,14 +189,7 @@ def standing(cosine: float | None, length: int | None, memory: bool) -> tuple[fl
 
 
 def judgement_text(cosine: float | None, length: int | None, memory: bool) -> str:
-    """Write a plan's judgement in prose: its cosine, and what trainings like that ended at.
-
-    Args:
-        cosine, length, memory: as `ended_at` takes them.
-
-    Returns:
-        Words that follow "plan X is fast;".
-    """
+    """Write a plan's judgement in prose: its cosine, and what trainings like that ended at."""
     if cosine is None or length is None:
         return (
             "too few steps with an error were replayed to judge it" if memory else "what its update keeps is not known"

@@ -87,26 +87,7 @@ def try_plans(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Tried:
-    """Search the families, replay and forecast what matters of them and the given plans, and place all on a frontier.
-
-    Args:
-        trace: the recording.
-        families: to search, by name, see `gradlab.analysis.forecast.candidates`.
-        given: further plans, such as fitted ones, by name.
-        network: what steps are forecast for. The frontier is of its first number of nodes and first link.
-        max_loss: that is allowed: the final loss over dense training's, minus 1.
-        start: position from which plans are replayed that may be taken.
-        seconds: budget of the search.
-        provenances: of given plans' artifacts, by name, so that fitted plans are judged on iterations after their fit.
-        workers: processes, or a cluster, that share replays.
-        progress: called as the work goes on.
-
-    Returns:
-        What was tried.
-
-    Raises:
-        GradlabError: for a given plan that cannot be replayed on this trace.
-    """
+    """Search the families, replay and forecast what matters of them and the given plans, and place all on a frontier."""
     replays_from = partial(replay_plans, trace, start=start, workers=workers, progress=progress)
     steps = min(SEARCH_STEPS, len(trace.steps))
     longer = len(trace.steps) - start > steps
@@ -237,16 +218,7 @@ def _row(
 
 
 def step_seconds(plan: Plan, replay: Replay, network: Network) -> list[float]:
-    """Forecast a step in each configuration of a network, without a curve over link speed.
-
-    Args:
-        plan: that compresses something.
-        replay: whose codec time is taken.
-        network: the links and the nodes.
-
-    Returns:
-        Seconds, the links of the first number of nodes first.
-    """
+    """Forecast a step in each configuration, in seconds, the links of the first number of nodes first."""
     one = with_codec_time(network, replay)
     return [
         compare(job, link, speed=one.speed, node=one.node).compressed.seconds

@@ -46,9 +46,6 @@ class Link:
     host_seconds_per_byte: time of the ranks' processors per byte sent, while other bytes are on the link.
     collective_seconds: fixed cost of starting a collective.
     gather_factor: time per byte of gathers and all-to-alls, beside that of an all-reduce.
-
-    Raises:
-        GradlabError: for a number outside its range.
     """
 
     bits_per_second: float
@@ -74,25 +71,13 @@ class Link:
         return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
 
     def busy_seconds(self, transfer: Transfer) -> float:
-        """Compute the time in which a collective keeps the link from others.
-
-        Args:
-            transfer: the collective.
-
-        Returns:
-            Seconds.
-        """
+        """Compute the seconds in which a collective keeps the link from others."""
         factor = self.gather_factor if transfer.gathered else 1.0
         return self.collective_seconds + factor * transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
-        """Compute the time that a collective takes beyond `busy_seconds`, because its messages wait for one another.
-
-        Args:
-            transfer: the collective.
-
-        Returns:
-            Seconds.
+        """Compute the seconds that a collective takes beyond `busy_seconds`, because its messages wait for one
+        another.
         """
         return transfer.rounds * self.latency_seconds
 
@@ -117,44 +102,19 @@ def all_reduce(nbytes: int, world_size: int) -> Transfer:
     """Describe an all-reduce: a reduce-scatter and an all-gather around a ring, N - 1 messages each.
 
     Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-
-    Args:
-        nbytes: bytes per rank.
-        world_size: number of ranks N.
-
-    Returns:
-        What the link carries.
     """
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 * (world_size - 1))
 
 
 def all_gather(nbytes: int, world_size: int) -> Transfer:
-    """Describe a ring all-gather.
-
-    Args:
-        nbytes: bytes per rank.
-        world_size: number of ranks N.
-
-    Returns:
-        What the link carries.
-    """
+    """Describe a ring all-gather."""
     wire = all_gather_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, world_size - 1, gathered=True)
 
 
 def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
-    """Describe a broadcast over a binomial tree. The root's link carries all of its messages, one after another.
-
-    Args:
-        nbytes: bytes of the root's tensor.
-        rank: the rank whose wire bytes are counted.
-        root: the rank that sends.
-        world_size: number of ranks N.
-
-    Returns:
-        What the link carries.
-    """
+    """Describe a broadcast over a binomial tree. The root's link carries all of its messages, one after another."""
     wire = broadcast_wire_bytes(nbytes, rank, root, world_size)
     depth = (world_size - 1).bit_length()
     return Transfer(wire, depth * nbytes, depth)
@@ -164,14 +124,7 @@ def all_to_all(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Tran
     """Describe an all-to-all: every rank sends sizes[j] bytes to rank j, all messages at once.
 
     A large part slows its receiver's link.
-
-    Args:
-        sizes: bytes for each of the N ranks.
-        rank: the rank whose wire bytes are counted.
-        ranks_per_link: successive ranks that share a link, and do not need it among themselves.
-
-    Returns:
-        What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
+    What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
     """
     parts = _by_link(sizes, ranks_per_link)
     received = max(parts) * (len(sizes) - ranks_per_link)
@@ -183,14 +136,7 @@ def gather_of_lengths(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) 
     """Describe a gather in which every rank sends its sizes[rank] bytes to all others at once.
 
     The largest part slows its sender's link.
-
-    Args:
-        sizes: bytes of each of the N ranks.
-        rank: the rank whose wire bytes are counted.
-        ranks_per_link: successive ranks that share a link, and do not need it among themselves.
-
-    Returns:
-        What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
+    What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
     """
     parts = _by_link(sizes, ranks_per_link)
     others = len(sizes) - ranks_per_link
@@ -204,33 +150,14 @@ def _by_link(sizes: Sequence[int], ranks_per_link: int) -> list[int]:
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
-    """Describe 2 (N - 1) messages hop by hop around a ring. In each round the others wait for the largest.
-
-    Args:
-        sizes: bytes of each of the N segments.
-        rank: the rank whose wire bytes are counted.
-
-    Returns:
-        What the link carries.
-    """
+    """Describe 2 (N - 1) messages hop by hop around a ring. In each round the others wait for the largest."""
     rounds = 2 * (len(sizes) - 1)
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
 def transfers(requests: Sequence[Request], rank: int, world_size: int, ranks_per_link: int = 1) -> list[Transfer]:
     """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
-
-    Where sizes vary all ranks are taken to send as much as this one. Empty collectives are left out.
-
-    Args:
-        requests: one rank's.
-        rank: that rank.
-        world_size: number of ranks N.
-        ranks_per_link: successive ranks that share a link. What goes round a ring, rank by rank, passes it once; of an
-            all-to-all each of its ranks sends over it what other links' ranks get. Trees are not cut by links here.
-
-    Returns:
-        What the link carries, collective by collective.
+    A ring passes a link of `ranks_per_link` ranks once; each of these ranks sends its all-to-all parts over it.
     """
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
     fused = [_fused(together, rank, world_size, ranks_per_link) for together in alike]
@@ -284,14 +211,7 @@ def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size:
 
 
 def weightless(request: Request) -> Request:
-    """Copy a request without its values. Counting bytes needs shapes alone.
-
-    Args:
-        request: any request.
-
-    Returns:
-        A request of the same kind, shapes and dtypes, on the device "meta".
-    """
+    """Copy a request without its values. Counting bytes needs shapes alone."""
     if isinstance(request, AllToAll):
         return AllToAll(tuple(_empty(tensor) for tensor in request.tensors), request.varying)
     if isinstance(request, Mean | Sum):
@@ -323,17 +243,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Read a link speed from a text such as "200mbit", "1gbit", "25 Gbit/s" or "inf". Prefixes are decimal.
-
-    Args:
-        text: a number with its unit.
-
-    Returns:
-        Bits per second.
-
-    Raises:
-        GradlabError: for anything else, and for 0.
-    """
+    """Read a link speed in bits per second from "200mbit", "1gbit", "25 Gbit/s" or "inf". Prefixes are decimal."""
     word = text.strip().lower()
     if word in ("inf", "unlimited"):
         return math.inf
@@ -345,17 +255,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a duration from a text such as "50us", "1.5ms", "0.36s" or "5min". A bare number is seconds.
-
-    Args:
-        text: a number, as a rule with its unit.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        GradlabError: for anything else, and below 0.
-    """
+    """Read a duration in seconds from "50us", "1.5ms", "0.36s" or "5min". A bare number is seconds."""
     match = re.fullmatch(rf"{_NUMBER}(?:e([+-]?\d+))?\s*(h|min|s|ms|us|µs|ns)?", text.strip().lower())
     if not match:
         raise GradlabError(f"duration {text!r}: expected a time from 0 with its unit, such as 50us, 1ms or 0.36s")
@@ -366,14 +266,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """Write a link speed as `parse_bandwidth` reads it: 2e8 -> "200mbit".
-
-    Args:
-        bits_per_second: the speed.
-
-    Returns:
-        Three significant digits with a unit, or "unlimited".
-    """
+    """Write a link speed as `parse_bandwidth` reads it: 2e8 -> "200mbit"."""
     from gradlab.formatting import significant
 
     if math.isinf(bits_per_second):
@@ -386,26 +279,12 @@ def format_rate(bits_per_second: float) -> str:
 
 
 def json_rate(bits_per_second: float) -> float | str:
-    """Write a link speed for JSON, which has no number for infinity.
-
-    Args:
-        bits_per_second: the speed.
-
-    Returns:
-        The speed; an infinite one is the text "unlimited".
-    """
+    """Write a link speed for JSON, which has no number for infinity."""
     return "unlimited" if math.isinf(bits_per_second) else bits_per_second
 
 
 def spell_rate(bits_per_second: float) -> str:
-    """Write a link speed for prose: 1e9 -> "1 Gbit/s".
-
-    Args:
-        bits_per_second: the speed.
-
-    Returns:
-        A number with its unit, or "an unlimited speed".
-    """
+    """Write a link speed for prose: 1e9 -> "1 Gbit/s"."""
     if math.isinf(bits_per_second):
         return "an unlimited speed"
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):

@@ -128,11 +128,7 @@ class LocalSpeed:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Write everything as plain JSON: times in seconds.
-
-        Returns:
-            Plain JSON.
-        """
+        """Write everything as plain JSON: times in seconds."""
         return {
             "recorded": self.recorded,
             "numbers": list(self.numbers),
@@ -146,15 +142,9 @@ def forecast_local_speed(
 ) -> LocalSpeed | None:
     """Forecast local steps where they are worth a word.
 
-    Args:
-        plans: those of `speed`, by name.
-        speed: their synchronous steps.
-        recorded: local steps that a recorded pseudo-gradient adds up, H: all plans are forecast on all links. None:
-            gradients were recorded. The plans to choose from are forecast where no plan waits little.
-        progress: called after each plan.
-
-    Returns:
-        The forecasts. None: computing time is not known, or of gradients, some plan waits little on every link.
+    recorded: local steps that a recorded pseudo-gradient adds up, H: all plans are forecast on all links. None:
+    gradients were recorded. The plans to choose from are forecast where no plan waits little. None: computing time is
+    not known, or of gradients, some plan waits little on every link.
     """
     shown = [item for item in speed.configurations if recorded is not None or _all_wait(item, speed.compute_seconds)]
     if speed.compute_seconds is None or not shown:

@@ -46,19 +46,7 @@ class LocalSteps:
     def seconds(
         self, every: int, *, streaming: bool = False, dense: bool = False, fragments: int = 1, delay: int | None = None
     ) -> float:
-        """Forecast a local step's time, with its share of an outer step.
-
-        Args:
-            every: local steps between two outer steps of a layer, H.
-            streaming: whether local steps go on meanwhile.
-            dense: whether what is exchanged is not compressed.
-            fragments: streaming: parts of the model that are exchanged in turns.
-            delay: streaming: local steps after which a fragment's result is waited for. None: those up to the next
-                fragment's exchange, so that the longer of computing and exchange counts.
-
-        Returns:
-            Seconds.
-        """
+        """Forecast the seconds of a local step, with its share of an outer step every H steps."""
         if dense:
             return self.uncompressed.seconds(every, streaming=streaming, fragments=fragments, delay=delay)
         if not streaming:
@@ -85,13 +73,8 @@ class LocalSteps:
         return self._least(self.compute / (1 - waiting))
 
     def waits(self, every: int) -> float:
-        """The share of a step in which a worker waits.
-
-        Args:
-            every: local steps between two outer steps, H; 0: gradients are exchanged in every step.
-
-        Returns:
-            From 0 to 1. Codec time counts as waiting.
+        """Compute the share of a step in which a worker waits, 0 to 1, codec time included; every 0: an exchange in
+        every step.
         """
         return 1 - self.compute / (self.seconds(every) if every else self.compressed)
 
@@ -125,18 +108,7 @@ def forecast_local_steps(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
 ) -> list[LocalSteps]:
-    """Forecast steps between which only every H-th is followed by an exchange.
-
-    Args:
-        plan: that the exchange goes through. One that compresses nothing is plain averaging.
-        network: of the forecast.
-        synchronous: the forecast of steps that exchange their gradients, on the same network.
-        calibration: of its links.
-        progress: told of the work.
-
-    Returns:
-        One for each number of nodes and link.
-    """
+    """Forecast steps between which only every H-th is followed by an exchange."""
     codec = network.profile.codec
     alone = replace(network, profile=replace(NOT_MEASURED, codec=codec))
     exchanges = forecast(plan, alone, calibration=calibration, progress=progress, uncompressed=True)

@@ -140,12 +140,7 @@ class Forecast:
 
 
 def pays_text(break_even: float | None) -> str:
-    """Write at which link speeds a plan pays: "pays below about 3.2 Gbit/s between nodes".
-
-    Args:
-        break_even: bits per second, as `NodeForecast.break_even` has it. Two digits of it are written: codecs' times,
-            measured again, make more of them others.
-    """
+    """Write at which link speeds a plan pays: "pays below about 3.2 Gbit/s between nodes"."""
     if break_even is None:
         return "does not pay at any speed tried"
     if math.isinf(break_even):
@@ -225,16 +220,7 @@ def forecast(
 
 
 def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
-    """Run a plan's exchanges dry at each of a network's numbers of nodes.
-
-    Args:
-        plan: whose groups are run.
-        network: its links do not matter.
-        repeats: timed runs of each kind of exchange.
-
-    Yields:
-        The plan's step, ready for any link.
-    """
+    """Run a plan's exchanges dry at each of a network's numbers of nodes."""
     # Timed once, for factors and steps alike.
     runs = functools.cache(lambda world_size: DryRuns(plan, world_size, repeats=repeats))
     with one_thread():

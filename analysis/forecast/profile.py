@@ -41,9 +41,6 @@ class Profile:
     compute_seconds: seconds of a step without gradient exchange.
     compute_source: where that time comes from, in words.
     codec: the codecs' time. None: they are timed on this machine.
-
-    Raises:
-        GradlabError: for a computing time that is not above 0 and finite.
     """
 
     compute_seconds: float
@@ -62,19 +59,8 @@ NOT_MEASURED = Profile(1e-9, "not known")
 def profile_of(
     artifact: Artifact, run: str | os.PathLike[str] | None = None, compute_seconds: float | None = None
 ) -> Profile:
-    """Collect the times that are known of an artifact's plan: from a run, from a number, and from its replay.
-
-    Args:
-        artifact: its plan, and in its provenance perhaps the codecs' time in a replay.
-        run: the JSON that `gradlab train --out` writes. Its codec time counts if the run used this plan.
-        compute_seconds: seconds of a step without gradient exchange. They take the place of the run's.
-
-    Returns:
-        The times, with their sources in words.
-
-    Raises:
-        GradlabError: if no computing time is known, or the report is not one of a compressed run, or is one of
-            emulated workers.
+    """Collect the times that are known of an artifact's plan: from a run, from `compute_seconds`, and from its
+    replay.
     """
     report = _read(Path(run)) if run is not None else None
     codec = _codec_of_replay(artifact.provenance)
@@ -88,17 +74,7 @@ def profile_of(
 
 
 def compute_seconds_of(run: str | os.PathLike[str]) -> float:
-    """Read the computing time of a step from the JSON that `gradlab train --out` writes.
-
-    Args:
-        run: the file.
-
-    Returns:
-        Seconds of a step without gradient exchange.
-
-    Raises:
-        GradlabError: for a file that is not the report of a compressed run, or one of emulated workers.
-    """
+    """Read the computing time of a step, in seconds, from the JSON that `gradlab train --out` writes."""
     return _computing(_read(Path(run)), run)
 
 

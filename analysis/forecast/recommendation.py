@@ -26,12 +26,11 @@ LIKELY, BOLD = "likely", "bold"
 class Proposal(Jsonable):
     """A plan for a pilot, faster than what is recommended without one.
 
-    Attributes:
-        plan: its name.
-        risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: few
-            did, or there are too few to tell.
-        seconds: of a step.
-        text: what is known of its loss, in prose.
+    plan: its name.
+    risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: few did, or
+        there are too few to tell.
+    seconds: of a step.
+    text: what is known of its loss, in prose.
     """
 
     plan: str
@@ -44,14 +43,13 @@ class Proposal(Jsonable):
 class Recommendation(Jsonable):
     """What to do, and why.
 
-    Attributes:
-        decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`.
-        plan: to compress with; None otherwise.
-        seconds: of a step as recommended.
-        dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
-        max_loss: that was allowed: the final loss over dense training's, minus 1.
-        text: all of it in prose.
-        proposals: faster plans than what is recommended, for a pilot: the one of less risk first.
+    decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`.
+    plan: to compress with; None otherwise.
+    seconds: of a step as recommended.
+    dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
+    max_loss: that was allowed: the final loss over dense training's, minus 1.
+    text: all of it in prose.
+    proposals: faster plans than what is recommended, for a pilot: the one of less risk first.
     """
 
     decision: str
@@ -65,14 +63,7 @@ class Recommendation(Jsonable):
 
 
 def recommend(speed: SpeedForecast) -> Recommendation:
-    """Choose for the forecast's one number of nodes and one link.
-
-    Args:
-        speed: forecasts and judgements of the plans to choose from, and the loss that is allowed.
-
-    Raises:
-        GradlabError: for several numbers of nodes or links, or without the time of computing.
-    """
+    """Choose for the forecast's one number of nodes and one link."""
     if len(speed.configurations) != 1:
         raise GradlabError(f"{len(speed.configurations)} pairs of nodes and links, expected one to recommend for")
     require_computing(speed.network.profile)
@@ -90,11 +81,7 @@ def recommend(speed: SpeedForecast) -> Recommendation:
 
 
 def require_computing(profile: Profile) -> None:
-    """Refuse, before the work, to answer without the time of computing.
-
-    Raises:
-        GradlabError: saying how it is given.
-    """
+    """Refuse, before the work, to answer without the time of computing."""
     if profile == NOT_MEASURED:
         raise GradlabError(
             "whether compression pays depends on how long a step computes, which is not known: give --compute-seconds "

@@ -41,15 +41,8 @@ class Measured:
 
 
 def bracket(known: Mapping[int, Measured], count: int) -> tuple[int, int]:
-    """Find where the limit lies.
-
-    Args:
-        known: what was measured, by position.
-        count: number of settings.
-
-    Returns:
-        The last position within the limit before the first that is not, and that first one. -1: none is known to be
-        within. `count`: none is known to be outside.
+    """Return the last position within the limit before the first outside (-1: none), and that first one (`count`:
+    none).
     """
     outside = min((place for place, one in known.items() if not one.within), default=count)
     return max((place for place in known if place < outside), default=-1), outside
@@ -61,14 +54,7 @@ def next_place(known: Mapping[int, Measured], count: int, start: int) -> int | N
     >>> from gradlab.analysis.forecast.search import Measured, next_place
     >>> next_place({}, 9, 4), next_place({4: Measured(True, 0.01)}, 9, 4)
     (4, 6)
-
-    Args:
-        known: what was measured, by position.
-        count: number of settings.
-        start: position to begin at.
-
-    Returns:
-        A position that is not known yet. None: the limit and its neighbour are known.
+    None: the limit and its neighbour are known.
     """
     if not known:
         return start
@@ -121,12 +107,7 @@ class Searched:
 
 
 def measured(replay: Replay, max_loss: float) -> Measured:
-    """Judge a replay. Without a cosine its error counts as 1.
-
-    Args:
-        replay: of one setting.
-        max_loss: that is allowed: the final loss over dense training's, minus 1.
-    """
+    """Judge a replay. Without a cosine its error counts as 1."""
     judged = Judged.of(replay)
     return Measured(judged.within(max_loss), 1.0 if judged.cosine is None else 1.0 - judged.cosine)
 
@@ -143,22 +124,7 @@ def search(
     clock: Callable[[], float] = time.monotonic,
 ) -> Searched:
     """Bisect each family's settings by replays of the last steps of a trace.
-
-    In a round each family that is not done replays one setting. The result depends on the trace alone, unless time
-    runs out: then the limits are those known so far, and a remark says so.
-
-    Args:
-        trace: the recording.
-        families: to search, by name.
-        max_loss: that is allowed: the final loss over dense training's, minus 1.
-        seconds: after which no further round begins. The first always runs.
-        steps: number of the last steps that are replayed.
-        workers: processes, or a cluster, that share a round's replays.
-        progress: called as the work goes on.
-        clock: seconds now.
-
-    Returns:
-        The replays. A family that cannot be replayed on this trace is left out, with a remark.
+    The result depends on the trace alone, unless `seconds` run out, which a remark says.
     """
     found = Searched(dict(families), max_loss)
     began, start = clock(), max(0, len(trace.steps) - steps)

@@ -130,9 +130,6 @@ class Node:
     plans: what plans run on, one of `PLANS`.
     on_cpus: whether ranks are processes on CPUs. What travels inside is then the processors' work, as codecs' is, and
         native HSDP holds backward up while a unit is exchanged. On GPUs both travel beside backward.
-
-    Raises:
-        GradlabError: for fewer than 2 local ranks, or another way to run plans.
     """
 
     local_ranks: int
@@ -170,39 +167,23 @@ class Clock:
     waited: float = 0.0
 
     def work(self, seconds: float) -> None:
-        """Run codec code.
-
-        Args:
-            seconds: its time if it runs alone.
-        """
+        """Run codec code."""
         together = min(seconds, self.compute - self.computed)
         self.computed += together
         self.now += together / self.speed + (seconds - together)
 
     def serve(self, seconds: float) -> None:
-        """Let the processors work for the network. Computing is slowed as far as no core is left for it.
-
-        Args:
-            seconds: their time.
-        """
+        """Let the processors work for the network. Computing is slowed as far as no core is left for it."""
         self.computed -= 2 * (1 - self.speed) * min(seconds, self.compute - self.computed)
 
     def wait_for_backward(self, computed: float) -> None:
-        """Wait until so much of computing is done.
-
-        Args:
-            computed: seconds of computing.
-        """
+        """Wait until so much of computing is done."""
         left = max(0.0, computed - self.computed)
         self.computed += left
         self.now += left
 
     def wait_for_network(self, moment: float) -> None:
-        """Wait until a collective has ended.
-
-        Args:
-            moment: its end, in the worker's seconds.
-        """
+        """Wait until a collective has ended."""
         left = max(0.0, moment - self.now)
         hidden = min(left, self.compute - self.computed)
         self.computed += hidden
@@ -225,15 +206,7 @@ class Wire:
     wire_bytes: int = 0
 
     def send(self, transfer: Transfer, issued: float) -> float:
-        """Issue a collective.
-
-        Args:
-            transfer: the collective.
-            issued: when it is issued, in the worker's seconds.
-
-        Returns:
-            When it ends, in the worker's seconds.
-        """
+        """Issue a collective at `issued`, and return when it ends, both in the worker's seconds."""
         self.free = max(self.free, issued) + self.link.busy_seconds(transfer)
         self.wire_bytes += transfer.wire_bytes
         self.clock.serve(transfer.path_bytes * self.link.host_seconds_per_byte)
@@ -294,11 +267,7 @@ class Simulated:
         self._clock = clock
 
     def advance(self, answers: Sequence[None] | None) -> None:
-        """Work to the next requests, or to the end.
-
-        Args:
-            answers: None to start; else their values are ignored.
-        """
+        """Work to the next requests, or to the end."""
         turn = self._turns.pop()
         self._clock.work(turn.copy_seconds + turn.seconds)
         self.requests, self.done = turn.requests, not self._turns
@@ -313,11 +282,7 @@ class Arriving:
     clock: Clock
 
     def answers(self) -> list[None]:
-        """Wait for all of them.
-
-        Returns:
-            None for each request.
-        """
+        """Wait for all of them. None for each request."""
         self.clock.wait_for_network(self.arrives)
         return [None] * self.count
 
@@ -336,22 +301,7 @@ def simulate(
 ) -> Step:
     """Simulate one step. Buckets without any exchange are plain DDP.
 
-    Args:
-        buckets: in the order in which backward completes them.
-        compute_seconds: forward and backward, alone.
-        link: of every rank; of every node, where `within` is given.
-        world_size: number of ranks; of nodes, where `within` is given.
-        rank: whose step.
-        speed: of computing and codecs while both run, see `Clock`.
-        segment_bytes: gradient bytes per tick.
-        within: what happens inside a node of several ranks; None: ranks are not taken together.
-        ranks_per_link: successive ranks that share a link, see `gradlab.analysis.forecast.link.transfers`.
-
-    Returns:
-        The step's time and its parts.
-
-    Raises:
-        GradlabError: for a time below 0, a world size below 1, a speed outside [0.5, 1].
+    within: what happens inside a node of several ranks; None: ranks are not taken together.
     """
     _check(compute_seconds, world_size, speed)
     clock = Clock(compute_seconds, speed)

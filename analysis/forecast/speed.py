@@ -95,11 +95,7 @@ class Configuration(Jsonable):
         return f"at {spell_rate(self.bits_per_second)} between {format_counted(self.nodes, 'node')}"
 
     def to_json(self) -> dict[str, Any]:
-        """Write every field. An infinite speed is the text "unlimited".
-
-        Returns:
-            Plain JSON.
-        """
+        """Write every field. An infinite speed is the text "unlimited"."""
         return {**super().to_json(), "bits_per_second": json_rate(self.bits_per_second)}
 
 
@@ -189,11 +185,7 @@ class SpeedForecast:
         return None if profile == NOT_MEASURED else profile.compute_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Write everything as plain JSON: times in seconds, sizes in bytes.
-
-        Returns:
-            Plain JSON.
-        """
+        """Write everything as plain JSON: times in seconds, sizes in bytes."""
         return {
             "compute_seconds": self.compute_seconds,
             "compute_source": self.network.profile.compute_source,
@@ -247,15 +239,8 @@ class SpeedForecast:
         return " ".join(part for part in parts if part)
 
     def break_even_text(self, item: Configuration) -> str:
-        """Say at which link speeds a plan pays.
-
-        Args:
-            item: one of the configurations.
-
-        Returns:
-            A sentence. It is of the plan to take; beside plain 16 bits, where these are the answer, of the allowed plan
-            that is faster than they up to the highest speed; else of the allowed plan that pays up to the highest.
-            Empty where no plan is allowed or nothing was forecast.
+        """Write a sentence on the link speeds at which the plan to take pays; empty if no plan is allowed or
+        forecast.
         """
         half = item.taken is None and item.half_saves > SPEED_NOISE
         at = {
@@ -330,22 +315,7 @@ def forecast_speed(
     max_loss: float = MAX_LOSS,
     progress: Progress | None = None,
 ) -> SpeedForecast:
-    """Forecast each plan on a network, and find the fastest plans of each configuration.
-
-    Args:
-        plans: by name. Those that compress nothing are left out.
-        replays: of some or all of the plans, by name. A plan's codec time is that of its replay, so that a report has
-            one; without a replay the codecs are timed here.
-        network: the links and numbers of nodes to forecast for, and the computing time.
-        max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
-        progress: called after each plan.
-
-    Returns:
-        The forecasts, and the fastest plans of each configuration.
-
-    Raises:
-        GradlabError: if no plan compresses anything.
-    """
+    """Forecast each plan on a network, and find the fastest plans of each configuration."""
     compressing = {name: plan for name, plan in plans.items() if plan.compressed_groups}
     if not compressing:
         raise GradlabError("no plan compresses anything: all steps are those of plain DDP")

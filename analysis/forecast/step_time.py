@@ -35,18 +35,7 @@ _NOTHING = 1e-9
 
 
 def assign_buckets(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> list[list[Layer]]:
-    """Put layers into buckets as DDP does: the last first, a bucket closed by the layer that reaches its limit.
-
-    Args:
-        layers: in registration order.
-        bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default of 25 MiB, with 1 MiB for the first bucket.
-
-    Returns:
-        The buckets, in the order in which backward completes them.
-
-    Raises:
-        GradlabError: for a limit that is not positive.
-    """
+    """Put layers into buckets as DDP does: the last first, a bucket closed by the layer that reaches its limit."""
     if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise GradlabError(f"bucket size = {bucket_cap_mb:g} MiB, expected above 0")
     limit = 2**20 * (BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
@@ -65,17 +54,8 @@ def _nbytes(layers: Sequence[Layer]) -> int:
 
 
 def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) -> list[float]:
-    """Estimate the seconds of computing that are done when each bucket is ready.
-
-    Backward is taken to last as long for every layer that has a weight matrix. Numbers of parameters would be a worse
-    guide: a convolutional network has most of them in its last, cheapest layers.
-
-    Args:
-        buckets: as `assign_buckets` gives them.
-        compute_seconds: forward and backward, alone.
-
-    Returns:
-        Seconds by bucket.
+    """Estimate the seconds of computing that are done when each bucket is ready, by bucket.
+    Backward is taken to last as long for every weight matrix: most parameters are in a network's last, cheapest layers.
     """
     weights = [sum(len(layer.shape) > 1 for layer in bucket) for bucket in buckets]
     total, done, ready = sum(weights), 0, []
@@ -125,15 +105,7 @@ class Job:
         return self.buckets if self.rank_buckets is None else self.rank_buckets
 
     def scaled(self, codec: float = 1.0, engine: float = 1.0) -> Job:
-        """Multiply the codecs' times and the engine's.
-
-        Args:
-            codec: factor on the codecs'.
-            engine: factor on the engine's.
-
-        Returns:
-            The job with other times.
-        """
+        """Multiply the codecs' times and the engine's."""
 
         def times(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
             return tuple(
@@ -149,14 +121,7 @@ class Job:
         return replace(self, buckets=times(self.buckets), rank_buckets=of_rank)
 
     def shared_out(self, local_ranks: int) -> Job:
-        """Share codecs' work out among the ranks of a node, group by group (`gradlab.executor.ownership`).
-
-        Args:
-            local_ranks: ranks of a node.
-
-        Returns:
-            The job of the rank that has most to do.
-        """
+        """Share codecs' work out among the ranks of a node, group by group (`gradlab.executor.ownership`)."""
         sizes = [exchange.gradient_bytes for bucket in self.buckets for exchange in bucket.exchanges]
         share = _largest_share(sizes, local_ranks)
         return self.scaled(share, share)
@@ -181,19 +146,7 @@ def make_job(
 ) -> Job:
     """Make DDP's buckets, with the exchanges that each starts.
 
-    Args:
-        plan: of the layers.
-        runs: exchanges at N ranks. Those that it lacks are run and added to it.
-        compute_seconds: forward and backward, alone.
-        scan_seconds: of looking for values that are not finite, per byte.
-        bucket_cap_mb: as in `assign_buckets`.
-        assigned: the plan's layers by bucket; None: as `assign_buckets` has it.
-
-    Returns:
-        The plan's step and plain DDP's, ready for any link.
-
-    Raises:
-        GradlabError: for a bucket size that is not positive.
+    assigned: the plan's layers by bucket; None: as `assign_buckets` has it.
     """
     assigned = assign_buckets(plan.layers, bucket_cap_mb) if assigned is None else assigned
     ready = ready_seconds(assigned, compute_seconds)
@@ -217,20 +170,8 @@ def make_job(
 
 
 def cut_for_shards(plan: Plan, local_ranks: int, bucket_cap_mb: float | None = None) -> tuple[Plan, list[list[Layer]]]:
-    """Cut a plan for the shards that the first rank of a node holds under FSDP2, the largest of all.
-
-    Which modules are units nobody knows before there is a model: DDP's buckets are taken for them.
-
-    Args:
-        plan: of whole layers.
-        local_ranks: ranks of a node, L. Each holds a part of every layer, along its first dimension.
-        bucket_cap_mb: as in `assign_buckets`.
-
-    Returns:
-        The plan of the shards, and its layers by unit, in the order in which backward completes them.
-
-    Raises:
-        GradlabError: for a layer without dimensions, a plan that cannot run on shards, or an impossible bucket size.
+    """Cut a plan for the shards of a node's first rank under FSDP2, and return it with its layers by unit.
+    DDP's buckets stand for the units, which nobody knows before there is a model.
     """
     units = assign_buckets(plan.layers, bucket_cap_mb)
     if scalars := [layer.name for layer in plan.layers if not layer.shape]:
@@ -292,11 +233,7 @@ class Comparison:
         return self.half.seconds / self.compressed.seconds if self.compressed.seconds else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
-
-        Returns:
-            Plain JSON.
-        """
+        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited"."""
         steps = {"compressed": plain(self.compressed), "dense": plain(self.dense), "half": plain(self.half)}
         factors = {"speedup": self.speedup, "speedup_to_16_bits": self.speedup_to_16_bits}
         if self.ways:
@@ -310,15 +247,7 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
     With several ranks per node the plan runs as `Node.plans` says. Between nodes codecs' work is shared out among a
     node's ranks, and its link carries what all of them send. Plain DDP's ring passes every node's link once each way.
     Hierarchical averaging and native HSDP send what one rank per node would.
-
-    Args:
-        job: the steps, at as many ranks as there are nodes.
-        link: of every node.
-        speed: of computing and codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`.
-        node: several ranks to a node; None: one.
-
-    Returns:
-        The steps' times.
+    node: several ranks to a node; None: one.
     """
 
     dense, half, in_32_bits = _uncompressed(replace(job, buckets=(), rank_buckets=None), link, speed, node)
@@ -396,14 +325,8 @@ def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:
 
 
 def break_even(saves: Callable[[float], float]) -> float | None:
-    """Find the link speed from which on compression no longer pays; the fastest, if there are several.
-
-    Args:
-        saves: seconds that the plan saves against plain DDP at a speed in bits per second.
-
-    Returns:
-        Bits per second. None: it saves nothing at any speed between 10 kbit/s and 10 Tbit/s. Infinity: it still saves
-            time at the fastest.
+    """Find the highest link speed, in bits per second, up to which compression saves time; None: none; infinity:
+    any.
     """
     slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
     grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]

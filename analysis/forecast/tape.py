@@ -32,16 +32,7 @@ _FASTEST = 1e15  # bits per second, in place of infinity, which JSON does not ha
 
 
 def request_tape(request: Request) -> list[Any]:
-    """Write a request down.
-
-    Args:
-        request: one rank's.
-
-    Returns:
-        Its kind, those of which travel as one, and its bytes; of what is sent in parts, the bytes of each: pairs of a
-        size and how many parts in a row have it. A gather of known lengths, which travels with all-to-alls, has
-        "gather" for a third.
-    """
+    """Write a request as its kind and bytes; for parts, pairs of a size and how many parts in a row have it."""
     if isinstance(request, Ring | AllToAll):
         kind = "ring" if isinstance(request, Ring) else "varying parts" if request.varying else "parts"
         return [kind, _in_a_row(request.sizes)]
@@ -86,14 +77,7 @@ def _short(seconds: float) -> float:
 
 
 def job_tape(job: Job) -> dict[str, Any]:
-    """Write a plan's step down, without its exchanges on ranks that are not taken together.
-
-    Args:
-        job: at one number of nodes.
-
-    Returns:
-        Plain JSON: the buckets under the plan, and under plain DDP.
-    """
+    """Write a plan's step down, without its exchanges on ranks that are not taken together."""
     return {
         "buckets": buckets_tape(job.buckets, job.compute_seconds),
         "dense": buckets_tape(job.dense_buckets, job.compute_seconds),
@@ -106,14 +90,7 @@ def forecast_tapes(
     """Write down the steps of several plans, at the forecasts' numbers of nodes and at others of `NODES`.
 
     Other numbers are run dry once, and end where that takes long.
-
-    Args:
-        plans: by name.
-        forecasts: of the same plans, on one network.
-        progress: told of the work.
-
-    Returns:
-        Plain JSON; compute_seconds is None if it is not known. None: plans do not run between nodes.
+    None: plans do not run between nodes.
     """
     network = next(iter(forecasts.values())).network
     if network.node is not None and network.node.plans != BETWEEN:

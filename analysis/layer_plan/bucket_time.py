@@ -23,10 +23,9 @@ _TIE = 1e-3
 class BucketTimes:
     """The regression seconds = intercept + sum_b coefficients[b] * bytes[b].
 
-    Args:
-        coefficients: (buckets,), T(b) in seconds per byte.
-        intercept: seconds that no byte causes.
-        score: R^2, the share of variance explained.
+    coefficients: (buckets,), T(b) in seconds per byte.
+    intercept: seconds that no byte causes.
+    score: R^2, the share of variance explained.
     """
 
     coefficients: np.ndarray
@@ -35,15 +34,8 @@ class BucketTimes:
 
 
 def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool = True) -> BucketTimes:
-    """Fit T(b) by least squares over samples of plans.
-
-    Args:
-        sizes: (samples, buckets), bytes that each bucket sent.
-        seconds: (samples,), of synchronisation.
-        positive: allow no coefficient below 0, as no byte saves time. False is the paper's plain regression.
-
-    Raises:
-        GradlabError: for fewer samples than coefficients, other shapes, or values that are not finite.
+    """Fit T(b) by least squares to sizes (samples, buckets) in bytes and seconds (samples,). positive=False: the
+    paper's.
     """
     from sklearn.linear_model import LinearRegression
 
@@ -73,11 +65,7 @@ def linear_priority(layers: Sequence[Layer], bucket_cap_mb: float | None = None)
 
 
 def above_nothing(coefficients: np.ndarray) -> np.ndarray:
-    """Replace negative coefficients by 0, and add a thousandth of the largest to each.
-
-    Raises:
-        GradlabError: if none is above 0.
-    """
+    """Replace negative coefficients by 0, and add a thousandth of the largest to each."""
     largest = coefficients.max(initial=0.0)
     if largest <= 0:
         raise GradlabError("bucket times: no bucket's bytes take any time: there is nothing to weigh layers by")

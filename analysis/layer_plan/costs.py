@@ -27,13 +27,12 @@ NAMES = ("payload", "wire", "seconds")
 class Cost:
     """What a layer's candidates are compared by.
 
-    Args:
-        name: "payload" is bytes that a rank contributes, the papers' size. "wire" is bytes that a rank sends at N
-            ranks. "seconds" is time on a link with its latencies, as if nothing were hidden or fused.
-        link: for "seconds".
-        codec_time: add the codec's time, measured here, to "seconds".
-        local_ranks: ranks of a node that share out the layers, L: as many codecs run at once, and each counts 1/L. The
-            link is then the node's. What averaging inside the node takes is the same for every candidate.
+    name: "payload" is bytes that a rank contributes, the papers' size. "wire" is bytes that a rank sends at N ranks.
+        "seconds" is time on a link with its latencies, as if nothing were hidden or fused.
+    link: for "seconds".
+    codec_time: add the codec's time, measured here, to "seconds".
+    local_ranks: ranks of a node that share out the layers, L: as many codecs run at once, and each counts 1/L. The link
+        is then the node's. What averaging inside the node takes is the same for every candidate.
     """
 
     name: str = "payload"
@@ -61,14 +60,7 @@ def candidate_costs(
     runs: DryRuns | None = None,
     progress: Progress | None = None,
 ) -> list[np.ndarray]:
-    """Compute costs per layer, (candidates,). Layers of one shape, role and candidates are computed once.
-
-    Args:
-        rows: layers with their candidates.
-        world_size: ranks that bytes and seconds are for.
-        cost: what to compute.
-        runs: exchanges that are known already; new ones are added.
-    """
+    """Compute costs per layer, (candidates,). Layers of one shape, role and candidates are computed once."""
     known: dict[tuple[object, ...], np.ndarray] = {}
     costs = []
     runs = runs or DryRuns(Plan(()), world_size)

@@ -36,11 +36,7 @@ _LEAST = 256  # elements of a layer with candidates, which also has two dimensio
 
 
 def known_families(names: Sequence[str]) -> list[str]:
-    """Spell families as `FAMILIES` does; case is ignored.
-
-    Raises:
-        GradlabError: for an unknown family.
-    """
+    """Spell families as `FAMILIES` does; case is ignored."""
     by_lower = {name.lower(): name for name in FAMILIES}
     if unknown := [name for name in names if name.lower() not in by_lower]:
         raise GradlabError(f"no family {unknown[0]!r}; there are: {', '.join(FAMILIES)}")
@@ -57,20 +53,7 @@ def family_candidates(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
-    """List candidates by layer name: each codec's own grid, and dense. Vectors and small layers are left out.
-
-    Args:
-        trace: gradients that PCA bases are fitted on.
-        families: names of `FAMILIES`.
-        start: position of the first recorded step that bases are fitted on.
-        samples: how many steps bases are fitted on; errors must be measured on other steps. 0 leaves PCA out.
-        extra: further settings by codec, such as a reference's.
-        workers: processes, or a cluster, that share the layers out.
-        progress: called as the work goes on.
-
-    Raises:
-        GradlabError: for an unknown family, or a trace that bases cannot be fitted on.
-    """
+    """List candidates by layer name: each codec's own grid, and dense. Vectors and small layers are left out."""
     names = known_families(families)
     layers = [layer for layer in trace.layers if layer.dimensions >= 2 and layer.numel >= _LEAST]
     candidates: dict[str, list[Candidate]] = {layer.name: [DENSE] for layer in layers}

@@ -28,16 +28,8 @@ _LARGEST: Mapping[str, float] = {"bits": 8, "density": 1.0}
 
 
 def paper_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """List settings in the paper's range around a reference D (section 5.1).
-
-    The range is [D/2, 2D] by ones for bits and ranks, and [D/10, 10 D] by tenths of D for densities.
-
-    Args:
-        codec: its name.
-        reference: its settings. The one that its `candidates` differ in is varied.
-
-    Raises:
-        GradlabError: for a codec without one setting that its candidates differ in, or where that is no number.
+    """List settings in the paper's range around a reference D (section 5.1):
+    [D/2, 2D] by ones for bits and ranks, and [D/10, 10 D] by tenths of D for densities.
     """
     name, method = main_setting(codec), codecs.get(codec)
     value = getattr(build_settings(method, reference), name)
@@ -76,11 +68,7 @@ def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def main_setting(codec: str) -> str:
-    """Name the one setting that a codec's candidates differ in.
-
-    Raises:
-        GradlabError: if there is none.
-    """
+    """Name the one setting that a codec's candidates differ in."""
     names = {tuple(settings) for settings in codecs.get(codec).candidates}
     if len(names) != 1 or len(next(iter(names))) != 1:
         raise GradlabError(f"codec {codec} has no one setting to vary by layer; choose another as the reference")
@@ -99,24 +87,8 @@ def candidates_of_grid(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> tuple[dict[str, list[Candidate]] | None, int]:
-    """List what `fit_lgreco` chooses from.
-
-    Args:
-        trace: gradients that PCA bases are fitted on.
-        codec, reference: the uniform plan's codec and its settings.
-        grid: "paper" or "own", settings of that codec.
-        families: in place of the grid, families to choose among; "all" is every one.
-        start: position of the first recorded step to look at.
-        samples: steps that PCA bases are fitted on.
-        workers: processes, or a cluster, that share fits out.
-        progress: called as the work goes on.
-
-    Returns:
-        Candidates by layer name, None for the paper's grid, which `fit_lgreco` makes; and the position of the first
-        step that errors may be measured on.
-
-    Raises:
-        GradlabError: for an unknown grid or family.
+    """List what `fit_lgreco` chooses from, by layer name (None: the paper's grid), and the first position to measure
+    errors on.
     """
     build_settings(codecs.get(codec), reference)
     if grid not in ("paper", "own"):

@@ -24,11 +24,10 @@ _STEPS = 100  # alphas are tried by hundredths: an error of 1 % more or less is 
 class Hold(Jsonable):
     """Whether the error that was asked for holds on held-out windows, and which alpha's does.
 
-    Args:
-        asked: alpha.
-        holds: whether the error of its plan is no larger there than asked.
-        largest: the largest alpha of which that is so: the one asked, or else one in hundredths below. None: of none.
-        taken: whether the plan is that of `largest` where the one asked does not hold.
+    asked: alpha.
+    holds: whether the error of its plan is no larger there than asked.
+    largest: the largest alpha of which that is so: the one asked, or else one in hundredths below. None: of none.
+    taken: whether the plan is that of `largest` where the one asked does not hold.
     """
 
     asked: float
@@ -38,15 +37,7 @@ class Hold(Jsonable):
 
 
 def holds(problem: Problem, choice: Choice, metric: str, held_out: slice, alpha: float) -> bool:
-    """Say whether a plan's error on held-out windows is no larger than what alpha asks for.
-
-    Args:
-        problem: with the errors and the uniform plan.
-        choice: (layers,), indices of candidates.
-        metric: "l2" or "squared-l2".
-        held_out: windows of the problem's table.
-        alpha: the error asked for, in the uniform plan's; below 1 the uniform plan's is enough.
-    """
+    """Return whether a plan's error on held-out windows is within alpha; below 1, within the uniform plan's error."""
     table = problem.table
     error, uniform = (float(table.by_window(one, metric)[held_out].sum()) for one in (choice, problem.reference))
     return error <= max(1.0, alpha) * uniform
@@ -61,18 +52,8 @@ def largest_alpha(
     *,
     progress: Progress | None = None,
 ) -> float | None:
-    """Find the largest alpha in hundredths below the one asked whose plan's error holds.
-
-    A smaller alpha's plan may have the larger error on windows that it was not chosen on, so that all are tried from
-    the largest on.
-
-    Args:
-        problem, metric, held_out: see `holds`.
-        asked: an alpha whose plan's error does not hold.
-        choose: makes the plan of an alpha, and raises GradlabError where none meets it.
-
-    Returns:
-        Alpha. None: no plan's error holds.
+    """Find the largest alpha, in hundredths below the one asked, whose plan's error holds, or None.
+    A smaller alpha's plan may have the larger error on windows that it was not chosen on, so all are tried.
     """
     first = math.ceil(_STEPS * asked) - 1
     for tried in range(first, 0, -1):

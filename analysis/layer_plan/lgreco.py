@@ -379,10 +379,7 @@ def _indices(problem: Problem, varied: str, value: float) -> dict[str, int]:
 def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
     """Give the table's layers of a base plan their chosen candidates; its other layers stay as they are.
 
-    Args:
-        base: a plan of all layers.
-        table: candidates of some layers.
-        choice: (layers of the table,), an index of the candidates each.
+    choice: (layers of the table,), an index of the candidates each.
     """
     chosen = {t.layer.name: t.candidates[index] for t, index in zip(table.layers, choice, strict=True)}
     others = tuple(group for group in base.groups if not set(group.layers) & set(chosen))

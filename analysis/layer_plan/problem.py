@@ -17,11 +17,10 @@ from gradlab.knapsack import allocate
 class Problem:
     """What a plan by layer is chosen from.
 
-    Args:
-        table: errors.
-        costs: per layer (candidates,).
-        reference: (layers,), index of the uniform plan's candidate.
-        weights: (layers,), factors of the costs when a plan is chosen; None for 1.
+    table: errors.
+    costs: per layer (candidates,).
+    reference: (layers,), index of the uniform plan's candidate.
+    weights: (layers,), factors of the costs when a plan is chosen; None for 1.
     """
 
     table: ErrorTable
@@ -36,8 +35,7 @@ class Problem:
         return [row * weight for row, weight in zip(self.costs, weights, strict=True)]
 
     def errors(self, metric: str, windows: slice) -> list[np.ndarray]:
-        """Mean errors over windows, per layer (candidates,), in units of the uniform plan's error in each window.
-
+        """Compute mean errors per layer (candidates,), in units of the uniform plan's error in each window.
         A budget of alpha is then the paper's E_max times alpha, and all windows weigh the same.
         """
         units = self.table.by_window(self.reference, metric)

@@ -18,9 +18,8 @@ class WindowErrors(Jsonable):
 
     By `l2`, the sum of the errors' norms over that of the gradients'; by `squared-l2`, the root of the same of squares.
 
-    Args:
-        chosen_on: on the windows that the plan was chosen on.
-        held_out: on later windows; None: there are none.
+    chosen_on: on the windows that the plan was chosen on.
+    held_out: on later windows; None: there are none.
     """
 
     chosen_on: float
@@ -39,14 +38,13 @@ class PlanErrors(Jsonable):
 class LayerSetting(Jsonable):
     """What one layer got, beside the uniform plan's setting.
 
-    Args:
-        name: of the layer.
-        numel: the layer's elements.
-        chosen: codec and settings, as a text.
-        codec: the codec's id.
-        settings: of the codec.
-        cost, uniform_cost: in the unit of the fit's cost.
-        relative_error, uniform_relative_error: on the windows chosen on, shares of the gradient's l2 norm.
+    name: of the layer.
+    numel: the layer's elements.
+    chosen: codec and settings, as a text.
+    codec: the codec's id.
+    settings: of the codec.
+    cost, uniform_cost: in the unit of the fit's cost.
+    relative_error, uniform_relative_error: on the windows chosen on, shares of the gradient's l2 norm.
     """
 
     name: str
@@ -64,30 +62,29 @@ class LayerSetting(Jsonable):
 class LgrecoProvenance(Jsonable):
     """How a plan by layer was made; its JSON is the artifact's metadata.
 
-    Args:
-        method: "lgreco".
-        trace: digest of the trace.
-        size, uniform_size: cost of the plan and of the uniform plan; with a step, predicted seconds.
-        gap: share of its size that the plan may be too large by; 0: no plan is smaller.
-        gain: uniform_size / size.
-        payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
-        sent_bytes: what a rank sends for the first of these.
-        relative_error: of both plans.
-        windows: first and last iteration of each window.
-        windows_chosen_on: how many of them, from the first, the plan was chosen on.
-        layers: what every layer got.
-        codec, reference: the uniform plan's codec and settings.
-        alpha: the error allowed, in the uniform plan's; None: a budget was given.
-        budget: the error allowed, summed over layers.
-        metric: "l2", the paper's, or "squared-l2".
-        cost: "payload", "wire", "seconds" or "step".
-        world_size: ranks that the plan is for.
-        varied: the setting that the codec's grid varies.
-        uniform: the uniform plan's codec and settings, as a text.
-        step: how the fastest plan was found; None: a sum was made small.
-        alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
-        sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
-        hold: whether the error asked for holds on the held-out windows; None: nothing was held out, or a budget given.
+    method: "lgreco".
+    trace: digest of the trace.
+    size, uniform_size: cost of the plan and of the uniform plan; with a step, predicted seconds.
+    gap: share of its size that the plan may be too large by; 0: no plan is smaller.
+    gain: uniform_size / size.
+    payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
+    sent_bytes: what a rank sends for the first of these.
+    relative_error: of both plans.
+    windows: first and last iteration of each window.
+    windows_chosen_on: how many of them, from the first, the plan was chosen on.
+    layers: what every layer got.
+    codec, reference: the uniform plan's codec and settings.
+    alpha: the error allowed, in the uniform plan's; None: a budget was given.
+    budget: the error allowed, summed over layers.
+    metric: "l2", the paper's, or "squared-l2".
+    cost: "payload", "wire", "seconds" or "step".
+    world_size: ranks that the plan is for.
+    varied: the setting that the codec's grid varies.
+    uniform: the uniform plan's codec and settings, as a text.
+    step: how the fastest plan was found; None: a sum was made small.
+    alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
+    sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
+    hold: whether the error asked for holds on the held-out windows; None: nothing was held out, or a budget given.
     """
 
     method: str

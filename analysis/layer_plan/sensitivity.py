@@ -28,9 +28,8 @@ ShortRun = Callable[[Plan], float]
 class Sensitivity:
     """Losses after short runs with one layer compressed.
 
-    Args:
-        differences: by layer name (candidates,), the loss above the uncompressed run's.
-        loss: of the uncompressed run.
+    differences: by layer name (candidates,), the loss above the uncompressed run's.
+    loss: of the uncompressed run.
     """
 
     differences: Mapping[str, np.ndarray]
@@ -44,16 +43,8 @@ def loss_sensitivity(
     *,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """Measure the loss of one short run per layer and candidate, and of one without compression.
-
-    Args:
-        run: trains under a plan and returns the loss. It must start from the same checkpoint, draw the same data and
-            be deterministic, or differences are noise.
-        layers: all of the model.
-        candidates: by layer name.
-
-    Raises:
-        GradlabError: for an unknown layer, or a run without compression whose loss is not finite.
+    """Measure the loss of one short run per layer and candidate, and of one without compression; `run` is
+    deterministic.
     """
     known = {layer.name for layer in layers}
     if strangers := sorted(set(candidates) - known):
@@ -81,18 +72,8 @@ def _alone(layers: Sequence[Layer], name: str, candidate: Candidate) -> Plan:
 
 
 def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]) -> dict[str, list[Any]]:
-    """Correlate errors and loss differences over layers: Pearson's (Fig. 11a) and Spearman's, a value per candidate.
-
-    Args:
-        errors, differences: per layer (candidates,), the same candidates in all. Where either is constant, the
-            correlation is NaN.
-
-    Returns:
-        "pearson", "spearman", and "spearman_intervals", each low and high at 95 % over layers, or None where there is
-        none (`gradlab.analysis.intervals.rank_correlation`).
-
-    Raises:
-        GradlabError: for fewer than three layers, or layers with different numbers of candidates.
+    """Correlate errors and loss differences (candidates,) over layers: Pearson's (Fig. 11a) and Spearman's with
+    intervals.
     """
     from scipy import stats
 

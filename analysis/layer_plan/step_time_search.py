@@ -46,15 +46,7 @@ _ROUNDING = 8  # bytes per rank and message
 
 
 def require_one_step(network: Network, ranks: int) -> None:
-    """Refuse a network that describes more than one step.
-
-    Args:
-        network: what a step is predicted for.
-        ranks: that the plan is for.
-
-    Raises:
-        GradlabError: for several links or numbers of nodes, another number of ranks, or a codec time of one plan.
-    """
+    """Refuse a network that describes more than one step."""
     for name, values in (("links", network.links), ("numbers of nodes", network.nodes)):
         if len(values) != 1:
             raise GradlabError(f"step: the network has {len(values)} {name}, expected one, as one step is minimised")
@@ -71,14 +63,13 @@ def require_one_step(network: Network, ranks: int) -> None:
 class FastestPlan(Jsonable):
     """The choice of the shortest predicted step; all times are in seconds.
 
-    Args:
-        choice: (layers,), an index of the layer's candidates each.
-        seconds: its step.
-        bound: no choice within the budget is predicted to take less.
-        uniform: the step of the uniform plan.
-        dense, half: the step of plain DDP, as it is and with gradients reduced in 16 bits.
-        by_objective: the step of the choice that each objective leads to.
-        network: what steps are predicted for: one link, one number of nodes.
+    choice: (layers,), an index of the layer's candidates each.
+    seconds: its step.
+    bound: no choice within the budget is predicted to take less.
+    uniform: the step of the uniform plan.
+    dense, half: the step of plain DDP, as it is and with gradients reduced in 16 bits.
+    by_objective: the step of the choice that each objective leads to.
+    network: what steps are predicted for: one link, one number of nodes.
     """
 
     choice: np.ndarray = field(metadata={"json": False})
@@ -109,13 +100,9 @@ class FastestPlan(Jsonable):
 class StepTimes:
     """Predicted steps of choices; each choice is predicted once.
 
-    Args:
-        plan_of: makes a choice's plan.
-        runs: exchanges at N ranks that are known already; new ones are added.
-        network: what steps are predicted for: one link, and N as its only number of nodes.
-
-    Raises:
-        GradlabError: for a network that describes another step, or more than one.
+    plan_of: makes a choice's plan.
+    runs: exchanges at N ranks that are known already; new ones are added.
+    network: what steps are predicted for: one link, and N as its only number of nodes.
     """
 
     def __init__(self, plan_of: Callable[[np.ndarray], Plan], runs: DryRuns, network: Network) -> None:
@@ -166,13 +153,7 @@ def fastest_plan(
 
     The objectives are bytes, seconds as if nothing were hidden, the linear priority of appendix A, and regressions of
     predicted steps on the buckets' seconds.
-
-    Args:
-        problem: with costs in seconds as if nothing were hidden.
-        errors: per layer (candidates,).
-        budget: of the sum of errors; some choice must meet it.
-        times: predicts steps.
-        seed: of the plans that regressions are taken on.
+    errors: per layer (candidates,).
     """
     table = problem.table.layers
     layers, cap = times.plan_of(problem.reference).layers, times.network.bucket_cap_mb
@@ -220,14 +201,7 @@ def fastest_plan(
 
 
 def exposed_shares(busy: Rows, of_bucket: np.ndarray, samples: Sequence[np.ndarray], seconds: np.ndarray) -> np.ndarray:
-    """Estimate section 4's T(b), (buckets,): the share of a bucket's seconds that the step grows by, always above 0.
-
-    Args:
-        busy: per layer (candidates,), seconds as if nothing were hidden.
-        of_bucket: (layers,), each layer's bucket.
-        samples: choices, (layers,) each.
-        seconds: (samples,), their steps.
-    """
+    """Estimate section 4's T(b), (buckets,): the share of a bucket's seconds that the step grows by, always above 0."""
     buckets = int(of_bucket.max()) + 1
     spent = np.zeros((len(samples), buckets))
     for row, sample in zip(spent, samples, strict=True):
@@ -258,19 +232,8 @@ def step_bound(
     speed: float = 1.0,
 ) -> float:
     """Bound the predicted step of every choice within the budget from below, in seconds.
-
-    A step lasts at least until bucket b is ready and everything from b on has passed the one link, or the one thread
-    of the codecs. For each b, an exact allocation finds the least of it over all choices. Codecs at work slow
-    computing down by 1 / speed - 1; see `gradlab.analysis.forecast.simulator.Clock`.
-
-    Args:
-        errors: per layer (candidates,).
-        floors: least seconds on the link, and on the codecs' thread, per layer (candidates,).
-        rest: (buckets,), the same two of layers that are not planned.
-        budget: of the sum of errors.
-        of_bucket: (layers,), each layer's bucket.
-        job: says when buckets are ready.
-        speed: of computing and of codecs while both run.
+    A step lasts until bucket b is ready and everything from b on has passed the link, or the codecs' thread. For each b
+    an exact allocation finds the least of it. Codecs slow computing down by 1 / speed - 1 (`simulator.Clock`).
     """
     least = job.compute_seconds
     if speed < 1:

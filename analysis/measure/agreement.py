@@ -9,9 +9,8 @@ import numpy as np
 
 
 def rank_cosine(inner: np.ndarray) -> np.ndarray:
-    """Mean over pairs of ranks of the cosine between their gradients, (T,); NaN where N = 1 or a gradient is zero.
-
-    inner: inner products (T, N, N).
+    """Compute the mean cosine over pairs of ranks, (T,), from inner products (T, N, N); NaN if N = 1 or a gradient is
+    zero.
     """
     norms = np.sqrt(np.einsum("tnn->tn", inner))
     scale = norms[:, :, None] * norms[:, None, :]
@@ -22,11 +21,8 @@ def rank_cosine(inner: np.ndarray) -> np.ndarray:
 
 
 def signal_to_noise(inner: np.ndarray) -> float | None:
-    """Energy that ranks share over the energy of one rank's noise, from inner products (T, N, N) summed over steps.
-
-    With g_n = s + e_n and noise independent between ranks, the mean of <g_i, g_j> over pairs estimates ||s||^2 without
-    bias, and the mean of ||g_n||^2 is ||s||^2 + ||e||^2. None for one rank or without noise; 0 where the estimate of
-    ||s||^2 is negative.
+    """Compute ||s||^2 / ||e||^2 from inner products (T, N, N) summed over steps; None for one rank or without noise.
+    With g_n = s + e_n and independent noise, the mean of <g_i, g_j> over pairs estimates ||s||^2 without bias.
     """
     total, ranks = inner.sum(0), inner.shape[1]
     if ranks < 2:
@@ -38,13 +34,8 @@ def signal_to_noise(inner: np.ndarray) -> float | None:
 
 
 def index_overlap(gradients: Sequence[np.ndarray], count: int) -> tuple[float, float]:
-    """Overlap of top-k positions between gradients, on which CLT-k relies (Chen et al., "ScaleCom", NeurIPS 2020).
-
-    gradients: (n,) each. count: k.
-
-    Returns:
-        Two means over pairs of gradients: the share of the k largest magnitudes at the same positions; and a gradient's
-        energy at the other's positions over its energy at its own positions.
+    """Compute two overlaps of top-k positions between gradients (n,) (Chen et al., "ScaleCom", NeurIPS 2020), means
+    over pairs: the share of equal positions, and a gradient's energy at the other's positions over that at its own.
     """
     return index_overlaps(gradients, [count])[0]
 

@@ -61,14 +61,13 @@ _LAGS = (0, 1, 2, 5, 10, 20, 50)
 class BetweenRanks:
     """How much of a trace is measured.
 
-    Attributes:
-        iterations: most iterations.
-        pairs: most pairs of ranks.
-        values: most values of a layer.
-        shift: positions between the gradients of the shifted null. None: a quarter of the trace, at most 50.
-        bins: of a second histogram beside LGC's 2^32.
-        level: of the intervals.
-        seed: of the drawn pairs of ranks and shuffled values.
+    iterations: most iterations.
+    pairs: most pairs of ranks.
+    values: most values of a layer.
+    shift: positions between the gradients of the shifted null. None: a quarter of the trace, at most 50.
+    bins: of a second histogram beside LGC's 2^32.
+    level: of the intervals.
+    seed: of the drawn pairs of ranks and shuffled values.
     """
 
     iterations: int = 32
@@ -134,20 +133,19 @@ class TopOverlap(Jsonable):
 class LayerBetweenRanks(Jsonable):
     """One layer's measurements at T iterations.
 
-    Attributes:
-        name, role: the layer's.
-        numel: its elements.
-        values: number of them that were sampled.
-        iterations: (T,).
-        pairs: of ranks.
-        histograms: by number of bins.
-        estimators: by method.
-        lags: copula information over the distance in recorded iterations.
-        top_indices: overlap of the ranks' largest values.
-        cosine: mean over pairs, (T,).
-        mean_cosine: over the iterations, with its interval.
-        signal_to_noise: of the mean over ranks. None: not known.
-        place: marks of `layer_places`.
+    name, role: the layer's.
+    numel: its elements.
+    values: number of them that were sampled.
+    iterations: (T,).
+    pairs: of ranks.
+    histograms: by number of bins.
+    estimators: by method.
+    lags: copula information over the distance in recorded iterations.
+    top_indices: overlap of the ranks' largest values.
+    cosine: mean over pairs, (T,).
+    mean_cosine: over the iterations, with its interval.
+    signal_to_noise: of the mean over ranks. None: not known.
+    place: marks of `layer_places`.
     """
 
     name: str
@@ -196,15 +194,8 @@ def measure_between_ranks(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceBetweenRanks:
-    """Measure what ranks share of each layer's gradient.
-
-    layers: names, None for all of two or more dimensions and at least 256 values. after_addition: patterns of names of
-    layers that read the sum of a residual connection, empty for those that the trace's metadata names. workers:
-    processes, or a cluster, that share the layers out.
-
-    Raises:
-        GradlabError: for a trace of one rank, fewer than 8 recorded iterations, settings out of range, an unknown
-            layer, or no layer large enough.
+    """Measure what ranks share of each layer's gradient, in bits per parameter; layers None: two or more dimensions and
+    256 values.
     """
     chosen = settings or BetweenRanks()
     shift = _require(trace, chosen)
@@ -411,11 +402,7 @@ def _error_of_mean(estimates: Sequence[Sequence[NeighborEstimate]]) -> float:
 
 
 def _needed(paired: np.ndarray, shifted: np.ndarray, values: int, error: float, level: float) -> int:
-    """How many values it takes until more would hardly make the interval narrower; `values` if these are enough.
-
-    error: of the mean excess, from the choice of so many values; its square falls as their number grows. Without an
-    interval nothing says how many are enough.
-    """
+    """Count the values after which more hardly narrow the interval: the error's square falls as their number grows."""
     excess = excess_information(paired, shifted, level=level)
     if excess.low is None or excess.high is None:
         return _MOST_VALUES

@@ -59,10 +59,7 @@ class HoldOut(AgeCurve):
 def losses_by_slice(
     codec: Codec, layer: Layer, averaged: torch.Tensor, slice_size: int, view: Layer | None = None
 ) -> np.ndarray:
-    """(M, 2): squared error and squared norm of each slice, summed over averaged gradients (T, *shape).
-
-    view: of the layer, as `slice_view` gives it. None: slices lie along its outputs.
-    """
+    """Sum squared error and squared norm of each slice, (M, 2), over averaged gradients (T, *shape)."""
     rows = np.zeros((layer.numel // slice_size, 2))
     for gradient in averaged:
         approximate = _exchange_alone(codec, {layer.name: gradient})[layer.name]
@@ -107,14 +104,7 @@ def holdout_by_age(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> HoldOut:
-    """Measure the loss of the plan's linear groups on positions start..stop, by age of the fit in iterations.
-
-    Age 1 is the first iteration after position start - 1. Wrappers are left out. workers: processes, or a cluster, that
-    share the groups out.
-
-    Raises:
-        GradlabError: for nothing to hold out, or a group whose codec is neither linear nor fitted (replay those).
-    """
+    """Measure the loss of linear groups on positions start..stop, by age of the fit in iterations; start has age 1."""
     return holdouts_by_age(trace, [plan], start=start, stop=stop, workers=workers, progress=progress)[0]
 
 
@@ -127,11 +117,7 @@ def holdouts_by_age(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> list[HoldOut]:
-    """Measure several plans of the same groups as `holdout_by_age` does each: what is read is handed to all of them.
-
-    Raises:
-        GradlabError: as `holdout_by_age`.
-    """
+    """Measure several plans of the same groups as `holdout_by_age` does; each gradient is read once."""
     stop = len(trace.steps) if stop is None else stop
     if not 0 < start < stop <= len(trace.steps):
         raise GradlabError(f"{trace.path}: nothing to hold out in positions {start}..{stop} of {len(trace.steps)}")

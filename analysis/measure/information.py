@@ -87,15 +87,7 @@ def mutual_information(
     bins: int | None = None,
     neighbors: int = _NEIGHBORS,
 ) -> float:
-    """I(x; y) in bits from paired samples x, y (n,); corrected estimators may fall below 0 where there is none.
-
-    x, y: arrays, or variables that many pairs share. method: one of `METHODS`, see the module. bins: per variable,
-    of the histogram; None: as many as leave about 10 samples per joint cell. neighbors: k of "mixed".
-
-    Raises:
-        GradlabError: for an unknown method, fewer than 16 pairs, values that are not finite, lengths that differ, or
-            bins whose joint cells outnumber the pairs.
-    """
+    """Estimate I(x; y) in bits from paired samples (n,); a corrected estimate may be below 0."""
     first, second = _pair(x, y)
     return _estimator(method, len(first), bins, neighbors)(first, second)
 
@@ -109,19 +101,9 @@ def estimate_information(
     level: float = 0.95,
     blocks: int | None = None,
 ) -> InformationEstimate:
-    """`mutual_information` with an interval, from how the estimate differs between blocks of successive samples.
-
-    The variance of an estimate falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019), so the variance for the whole
-    sample is that between blocks over their number. Blocks are contiguous because neighbouring samples may depend on
-    each other. The bias of "mixed" is allowed for by what more neighbours change. The interval of "copula" is one for
-    rho (Fisher's z), and of the information that rho stands for, a lower bound.
-
-    method: one of `METHODS` but "histogram", whose bias is many times its spread. level: confidence. blocks: None for
-    16, or as many as hold 64 samples each, for "mixed" 128.
-
-    Raises:
-        GradlabError: as `mutual_information`; for "histogram", a level outside (0, 1), fewer than 2 blocks, or less
-            than 64 samples in each.
+    """Estimate `mutual_information` with an interval, from how it differs between blocks of successive samples.
+    The variance falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019). For "copula" the interval is Fisher's z of
+    rho.
     """
     first, second = _pair(x, y)
     if method == "histogram":
@@ -165,13 +147,7 @@ def _affordable_blocks(method: str, samples: int) -> int:
 
 
 def plug_in(x: np.ndarray | Variable, y: np.ndarray | Variable, bins: int = PAPER_BINS) -> PlugIn:
-    """LGC's eq. (1): entropies and information of samples x, y (n,) on `bins` of equal width over each one's range.
-
-    Any number of bins is accepted, so that the bias can be seen. Fewer bins than 2^32 are more informative.
-
-    Raises:
-        GradlabError: for lengths that differ, fewer than 16 pairs, values that are not finite, or no bin.
-    """
+    """Compute LGC's eq. (1) in bits for samples x, y (n,) on `bins` of equal width over each one's range."""
     x, y = _pair(x, y)
     if bins < 1:
         raise GradlabError(f"bins = {bins}, expected at least 1")
@@ -206,13 +182,8 @@ class NeighborEstimate:
 def neighbor_information(
     x: np.ndarray | Variable, y: np.ndarray | Variable, neighbors: int = _NEIGHBORS
 ) -> NeighborEstimate:
-    """Estimate `mutual_information` by "mixed", with the error that follows from its terms, of which it is the mean.
-
-    Terms of neighbours depend on each other, but little: the error says how far an estimate varies with the samples
-    that are drawn, and is no interval.
-
-    Raises:
-        GradlabError: as `mutual_information`.
+    """Estimate `mutual_information` by "mixed", with the standard error of its terms, which depend little on each
+    other.
     """
     first, second = _pair(x, y)
     _estimator("mixed", len(first), None, neighbors)
@@ -232,11 +203,7 @@ def shuffled_information(
     repeats: int = 1,
     bins: int | None = None,
 ) -> float:
-    """Mean of the estimate over randomly permuted pairs: 0 for an estimator without bias.
-
-    Raises:
-        GradlabError: as `mutual_information`.
-    """
+    """Average the estimate over randomly permuted pairs, in bits: 0 for an estimator without bias."""
     first, second = _pair(x, y)
     return float(
         np.mean([mutual_information(first, second.permuted(generator), method, bins=bins) for _ in range(repeats)])
@@ -263,14 +230,7 @@ class Excess(Jsonable):
 
 
 def excess_information(paired: np.ndarray, shifted: np.ndarray, *, level: float = 0.95) -> Excess:
-    """Mean of paired - shifted over iterations (T,), with the interval of `mean_interval`.
-
-    paired[t]: information between two ranks in iteration t. shifted[t]: of one rank's iteration t with the other's
-    t + delta.
-
-    Raises:
-        GradlabError: for series that differ in length or hold fewer than 4 iterations.
-    """
+    """Average paired - shifted over iterations (T,), in bits, with the interval of `mean_interval`."""
     paired, shifted = (np.asarray(values, np.float64).ravel() for values in (paired, shifted))
     count = len(paired)
     if len(shifted) != count or count < 4:

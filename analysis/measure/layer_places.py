@@ -15,13 +15,8 @@ FIRST, LAST, AFTER_ADDITION = "first", "last", "after a residual addition"
 
 
 def layer_places(trace: Trace, after_addition: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Marks by layer name. First and last are among layers of two or more dimensions, in the order of the parameters.
-
-    after_addition: patterns ("layer*.conv1.weight") of layers that read a residual sum. If empty, the layers named in
-    the trace's metadata, which `gradlab train` records (`gradlab.capture.residual_sums`).
-
-    Raises:
-        GradlabError: for a pattern that no layer has.
+    """Return marks by layer name. First and last are among layers of two or more dimensions, in the parameters'
+    order.
     """
     names = [layer.name for layer in trace.layers]
     matrices = [layer.name for layer in trace.layers if len(layer.shape) > 1] or names

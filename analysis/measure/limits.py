@@ -130,11 +130,9 @@ def limit_candidates(settings: int = 3) -> list[Candidate]:
 def gaussian_floor(
     variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS, samples: int | None = None
 ) -> np.ndarray:
-    """Least bits per value, (E,), at squared errors relative to the energy.
-
-    variances: (n,). relative_errors: (E,). samples: number of values m of which each variance is the mean square; None:
-    variances are known. The log of a mean square of m normal values is (log(m / 2) - psi(m / 2)) too low on average;
-    half of that, in bits, is added for each component above the water.
+    """Compute the least bits per value, (E,), at squared errors relative to the energy, for variances (n,).
+    The log of a mean square of m normal values is (log(m / 2) - psi(m / 2)) too low; half of that is added above the
+    water.
     """
     total, count = float(variances.sum()), len(variances)
     if not total > 0:
@@ -154,10 +152,7 @@ def gaussian_floor(
 
 
 def held_out_energies(fitted: np.ndarray, later: np.ndarray) -> np.ndarray:
-    """Mean squares (K,) of later rows (m, K) along the principal axes of the second moments of fitted rows (n, K).
-
-    Their sum is the later rows' energy, whatever the axes: axes that do not fit the later rows raise the floor.
-    """
+    """Compute mean squares (K,) of later rows (m, K) along the principal axes of fitted rows' (n, K) second moments."""
     _, axes = np.linalg.eigh(fitted.T @ fitted / max(1, len(fitted)))
     return np.asarray(np.square(later @ axes).mean(0))
 
@@ -171,14 +166,7 @@ def measure_limits(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Limits:
-    """Measure floors and codecs by layer; layers that are never finite are left out.
-
-    candidates: None for `limit_candidates`; layers: names, None for all of two or more dimensions and 256 values, or as
-    many of them as `extent` says. workers: processes, or a cluster, that share the layers out.
-
-    Raises:
-        GradlabError: for an unknown layer, none to measure, or fewer than 4 iterations.
-    """
+    """Measure floors and codecs by layer, in bits per value; layers that are never finite are left out."""
     if len(trace.steps) < 4:
         raise GradlabError(f"{trace.path}: {len(trace.steps)} iterations, expected at least 4 to hold half of them out")
     named = [trace.layer(name) for name in layers] if layers is not None else list(trace.layers)
@@ -230,10 +218,7 @@ def floor_at(row: LayerLimits, relative_error: float) -> float:
 
 
 def floor_slice_size(layer: Layer, rows: int) -> int:
-    """K of the slices whose axes are fitted: the codec's default, halved until there are 4 slices per axis.
-
-    rows: number of gradients.
-    """
+    """Return K of the slices whose axes are fitted: the codec's default, halved until there are 4 slices per axis."""
     size = min(default_slice_size(slice_view(layer)), _LARGEST_SLICE, layer.numel)
     while size > 1 and rows * min(_SLICES_PER_ROW, layer.numel // size) < _ROWS_PER_AXIS * size:
         size //= 2
@@ -272,10 +257,8 @@ def _some_slices(row: np.ndarray, layer: Layer, size: int) -> np.ndarray:
 
 
 def place_plans(limits: Limits, replays: Mapping[str, Replay], plans: Mapping[str, Plan]) -> tuple[PlanPoint, ...]:
-    """Bits per value and relative squared error of replayed plans, by layer.
-
-    Under error feedback the compressor input holds the residual, which the floor of the gradient does not know of.
-    Groups of several layers are left out, because the bits of shared messages belong to no single layer.
+    """Return bits per value and relative squared error of replayed plans, by layer; groups of several layers are left
+    out.
     """
     rows = {row.name: row for row in limits.layers}
     points = []

@@ -34,15 +34,8 @@ _UNRESOLVED = 0.05  # share of neighbourhoods that are the same samples in x and
 
 
 def neighbor_terms(x: Variable, y: Variable, neighbors: int) -> tuple[np.ndarray, float]:
-    """Compute the terms whose mean is I(x; y).
-
-    Args:
-        x, y: n samples each.
-        neighbors: k, 1 to n - 1.
-
-    Returns:
-        The terms, (n,), in bits, and the share of neighbourhoods that hold the same samples in x and in y. There, any
-        larger value of I would give the same term.
+    """Compute the terms (n,) whose mean is I(x; y), in bits, and the share of neighbourhoods with the same samples in x
+    and y.
     """
     count = len(x)
     if x.constant or y.constant:
@@ -58,10 +51,8 @@ def neighbor_terms(x: Variable, y: Variable, neighbors: int) -> tuple[np.ndarray
 
 
 def neighbor_interval(x: Variable, y: Variable, neighbors: int, half: float) -> tuple[float, float]:
-    """Compute the ends of an interval, in bits: `half` for how estimates vary, and what more neighbours change.
-
-    Neighbourhoods reach across edges of the density, where they take it for less. What is lost so grows as far as they
-    reach, in the plane as the root of the number of neighbours.
+    """Compute the ends of an interval, in bits: `half` for the spread, and what more neighbours change.
+    The bias at the density's edges grows as neighbourhoods do: in the plane, as the root of the number of neighbours.
     """
     terms, alike = neighbor_terms(x, y, neighbors)
     bits, lost = float(terms.mean()), []

@@ -113,12 +113,7 @@ class TraceNoise(Jsonable):
 
 def noise_scale(inner: np.ndarray, *, level: float = 0.95) -> NoiseScale:
     """Estimate tr(Sigma) / ||G||^2 from inner products (T, N, N), as a ratio of sums over iterations.
-
-    With N ranks the mean of <g_i, g_j> over pairs estimates ||G||^2 without bias (appendix A.1, for N in place of two
-    batch sizes). The interval is that of `mean_interval` for the share of signal.
-
-    Raises:
-        GradlabError: for one rank, or fewer than 4 iterations.
+    The mean of <g_i, g_j> over pairs estimates ||G||^2 without bias (appendix A.1, with N ranks for two batch sizes).
     """
     count, ranks = inner.shape[:2]
     if ranks < 2 or count < 4:
@@ -132,9 +127,8 @@ def noise_scale(inner: np.ndarray, *, level: float = 0.95) -> NoiseScale:
 
 
 def _share_of_signal(inner: np.ndarray, level: float) -> SeriesMean:
-    """Mean and interval of signal / (signal + noise), a ratio of means, by its linear expansion in both (delta method).
-
-    Cochran, "Sampling techniques", 3rd ed. 1977, section 2.11.
+    """Estimate signal / (signal + noise), a ratio of means, by the delta method (Cochran, "Sampling techniques", 1977,
+    2.11).
     """
     signal, noise = signal_and_noise(inner).T
     energy = signal + noise
@@ -157,13 +151,7 @@ def _batches(share: float) -> float:
 
 
 def group_cosine(inner: np.ndarray, size: int) -> float:
-    """Cosine between the mean gradients of disjoint groups of `size` ranks, from inner products (T, N, N).
-
-    The mean of m ranks is the gradient of a rank with m times the batch: measured, not extrapolated.
-
-    Raises:
-        GradlabError: if there are no two such groups.
-    """
+    """Compute the cosine between mean gradients of disjoint groups of `size` ranks, from inner products (T, N, N)."""
     ranks = inner.shape[1]
     if not 1 <= size <= ranks // 2:
         raise GradlabError(f"groups of {size} of {ranks} ranks: expected two disjoint ones")
@@ -185,10 +173,8 @@ def expected_cosine(batches: float, scale: float) -> float:
 
 
 def redundancy(cosine: float, ranks: int) -> float:
-    """Bits per value and rank that N ranks' gradients share, if they are Gaussian and equally correlated.
-
-    (sum of entropies - joint entropy) / N = -log2 det R / (2 N), det R = (1 - rho)^(N - 1) (1 + (N - 1) rho): what
-    coding them together could save against coding each by itself, at rates that resolve the noise too.
+    """Compute bits per value and rank that N equally correlated Gaussian gradients share: -log2 det R / (2 N),
+    det R = (1 - rho)^(N - 1) (1 + (N - 1) rho).
     """
     rho = float(np.clip(cosine, 0.0, 1 - 1e-12))
     determinant = (ranks - 1) * np.log2(1 - rho) + np.log2(1 + (ranks - 1) * rho)

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 
 def distortion_at(variances: np.ndarray, bits: float) -> float:
-    """Least expected squared error of a vector coded in `bits` bits, summed over components. variances: (n,).
-
-    Raises:
-        GradlabError: for a negative or non-finite variance, or fewer than 0 bits.
+    """Compute the least expected squared error of a vector coded in `bits` bits, summed over components; variances:
+    (n,).
     """
     positive = _positive(variances)
     if not bits >= 0:
@@ -44,11 +42,7 @@ def distortion_at(variances: np.ndarray, bits: float) -> float:
 
 
 def rate_at(variances: np.ndarray, distortion: float) -> float:
-    """Least bits for a vector at an expected squared error of `distortion`, summed over components.
-
-    Raises:
-        GradlabError: for a negative or non-finite variance, or no positive distortion.
-    """
+    """Compute the least bits for a vector at an expected squared error of `distortion`, summed over components."""
     positive = _positive(variances)
     if not distortion > 0:
         raise GradlabError(f"rate-distortion: distortion {distortion}, expected above 0")
@@ -63,24 +57,12 @@ def rate_at(variances: np.ndarray, distortion: float) -> float:
 
 
 def rate_of_mean(relative_error: float, correlation: float, ranks: int) -> float:
-    """Bits per value and rank that suffice for the mean over ranks, for Gaussian values that ranks code for it alone.
+    """Compute bits per value and rank that suffice for the mean over N ranks at relative squared error D, in (0, 1].
 
-    Berger and Tung's scheme (Wagner, Tavildar & Viswanath, IEEE Trans. Inf. Theory 54, 2008, section II): every rank
-    adds noise of variance q to its values of variance v, and sends what the others' codes do not tell. The mean has the
-    eigenvalue a = 1 + (N - 1) rho of the ranks' correlation, and its relative error is D = q / (a v + q); together they
-    take log2(1 + a v / q) / 2 + (N - 1) log2(1 + (1 - rho) v / q) / 2 bits. Without correlation this is the
-    rate-distortion function of one rank, log2(1 / D) / 2: independent gradients have nothing to learn from each other.
-
-    Args:
-        relative_error: D, squared error of the mean over the energy of the mean, above 0 and at most 1.
-        correlation: rho of two ranks' values, from 0 to 1.
-        ranks: N.
-
-    Returns:
-        Bits per value and rank.
-
-    Raises:
-        GradlabError: for an argument out of range.
+    Berger and Tung's scheme (Wagner, Tavildar & Viswanath, IEEE Trans. Inf. Theory 54, 2008, section II): each rank
+    adds noise of variance q to values of variance v. With a = 1 + (N - 1) rho, D = q / (a v + q), and the ranks
+    together take log2(1 + a v / q) / 2 + (N - 1) log2(1 + (1 - rho) v / q) / 2 bits. Without correlation that is log2(1
+    / D) / 2 each.
     """
     if not (0 < relative_error <= 1 and 0 <= correlation <= 1 and ranks >= 1):
         raise GradlabError(
@@ -101,10 +83,7 @@ def _positive(variances: np.ndarray) -> np.ndarray:
 
 
 def mean_squares(trace: Trace, layer: str, start: int = 0) -> np.ndarray:
-    """Mean square of each of a layer's coordinates over all ranks and the steps that are finite, (numel,).
-
-    start: position of the first step.
-    """
+    """Compute the mean square of each coordinate over all ranks and finite steps from position `start`, (numel,)."""
     total, count = np.zeros(next(x.numel for x in trace.layers if x.name == layer)), 0
     for step in trace.iterate(start, len(trace.steps), [layer]):
         for rank in step_gradients(step):

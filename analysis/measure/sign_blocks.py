@@ -33,9 +33,8 @@ _SMALLEST_BLOCK = 16  # elements: below it the scale weighs two bits per value a
 
 
 def variation(block: np.ndarray) -> float:
-    """Coefficient of variation of |v|, its standard deviation over its mean (Fig. 1a); NaN for zeros and no elements.
-
-    sqrt(pi / 2 - 1) = 0.76 for Gaussian values; delta of the block is 1 / (1 + variation^2).
+    """Compute the coefficient of variation of |v| (Fig. 1a); NaN for zeros and no elements.
+    It is sqrt(pi / 2 - 1) = 0.76 for Gaussian values; delta of the block is 1 / (1 + variation^2).
     """
     magnitudes = np.abs(block, dtype=np.float64)
     mean = magnitudes.mean() if block.size else 0.0
@@ -86,9 +85,8 @@ def bits_per_iteration(parameters: int, blocks: int, workers: int) -> dict[str, 
 
 
 def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
-    """Table 1 counted: bits of the codecs' payloads for one gradient, push and pull, of all workers.
-
-    tensors: (numel,) each. A group's last byte of signs is counted whole.
+    """Count Table 1: bits of the codecs' payloads for one gradient, push and pull, of all workers; tensors: (numel,)
+    each.
     """
     vectors = [torch.from_numpy(np.ascontiguousarray(tensor)) for tensor in tensors]
     whole, numels = torch.cat(vectors), [vector.numel() for vector in vectors]
@@ -99,22 +97,16 @@ def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
 
 
 def candidate_sizes(numel: int) -> list[int]:
-    """Block sizes to choose from for a tensor: its size, then the powers of two below it down to 16 elements.
-
-    Powers of two, so that tensors of different sizes can share a group.
+    """List block sizes for a tensor: its size, then powers of two below it down to 16, so that tensors can share a
+    group.
     """
     below = (1 << bit for bit in reversed(range(max(1, numel - 1).bit_length())))
     return [max(1, numel), *(size for size in below if _SMALLEST_BLOCK <= size < numel)]
 
 
 def share_out_blocks(numels: Sequence[int], kept: Sequence[Sequence[float] | np.ndarray], scales: int) -> list[int]:
-    """Choose a candidate for each tensor, so that at most `scales` blocks in all keep much energy. Greedy.
-
-    kept: by tensor, energy by candidate (`candidate_sizes`). Each step goes where it keeps most energy per added scale;
-    a step may halve blocks several times. A step that no longer fits is passed over.
-
-    Raises:
-        GradlabError: for fewer scales than tensors.
+    """Choose a candidate for each tensor, so that at most `scales` blocks keep much energy: greedy, by energy per added
+    scale.
     """
     counts = [[-(-numel // size) for size in candidate_sizes(numel)] for numel in numels]
     least = sum(count[0] for count in counts)  # one each; a tensor without elements has none
@@ -211,16 +203,9 @@ def measure_sign_blocks(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> SignBlocks:
-    """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer.
-
-    Every tensor of every rank's gradient is a block. The paper compresses gradients with residuals, which a trace does
-    not hold. Gradients that are zero or not finite are left out.
-
-    window: recorded iterations behind a point of Fig. 1 (the paper's epoch), None for 20 points. most_steps: most
-    iterations read, spread evenly. workers: processes, or a cluster, that share the layers out.
-
-    Raises:
-        GradlabError: if there is none that is finite and not zero.
+    """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer. Every tensor of a rank's gradient is a
+    block.
+    The paper compresses gradients with residuals, which a trace does not hold.
     """
     window = window or -(-len(trace.steps) // 20)
     positions = spread(len(trace.steps), most_steps)
@@ -244,11 +229,7 @@ def gather_statistics(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> BlockStatistics:
-    """Sum up the energy that signs would keep of all ranks' gradients at these positions of a trace, rising.
-
-    Raises:
-        GradlabError: if there is none that is finite and not zero.
-    """
+    """Sum the energy that signs would keep of all ranks' gradients at rising positions of a trace."""
     wanted = np.asarray(positions, np.int64)
     calls = [(trace.source, layer, wanted) for layer in trace.layers]
     sizes = [layer.numel for layer in trace.layers]
@@ -309,10 +290,9 @@ class BlockStatistics:
 
     numels: of the tensors; count: of gradients; kept: by tensor, energy by candidate.
 
-    Args:
-        numels: of the tensors.
-        tensors: sums by tensor.
-        windows: (G,), the number of the window that each gradient belongs to.
+    numels: of the tensors.
+    tensors: sums by tensor.
+    windows: (G,), the number of the window that each gradient belongs to.
     """
 
     def __init__(self, numels: Sequence[int], tensors: Sequence[_TensorSums], windows: np.ndarray) -> None:

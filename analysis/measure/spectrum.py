@@ -35,8 +35,7 @@ _BLOCK_VALUES = 2**23
 
 
 def centred_eigenvalues(gram: np.ndarray) -> np.ndarray:
-    """Eigenvalues (T,), largest first, of the covariance of T samples, from their Gram matrix (T, T) of inner products.
-
+    """Compute eigenvalues (T,), largest first, of the covariance of T samples, from their Gram matrix (T, T).
     Centring the samples is centring rows and columns of the Gram matrix; the covariance divides by T.
     """
     count = len(gram)
@@ -151,14 +150,7 @@ def measure_spectrum(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
-    """Measure spectra, norms and agreement between ranks for layers of a trace.
-
-    layers: names, None for all of two or more dimensions. workers: processes, or a cluster, that share
-    the layers out.
-
-    Raises:
-        GradlabError: for fewer than two usable steps, or no layer to measure.
-    """
+    """Measure spectra, norms and agreement between ranks; layers None: all of two or more dimensions."""
     options = options or SpectrumOptions()
     positions = _positions(trace, options)
     chosen = [trace.layer(name) for name in layers] if layers is not None else _matrices(trace.layers)

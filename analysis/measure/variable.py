@@ -45,11 +45,7 @@ class Variable:
 
     @classmethod
     def of(cls, values: np.ndarray | Variable) -> Variable:
-        """Sort values (n,); a variable is returned as it is.
-
-        Raises:
-            GradlabError: for values that are not finite.
-        """
+        """Sort values (n,); a variable is returned as it is."""
         if isinstance(values, Variable):
             return values
         values = np.asarray(values, np.float64).ravel()
@@ -91,14 +87,8 @@ class Variable:
         return (grid[self.ends - self.counts] + grid[self.ends - 1]) / 2
 
     def scores(self, place: int) -> np.ndarray:
-        """Normal scores (n,): normal quantiles of ranks, tied samples in random order, the same in every call.
-
-        The order within ties is independent of everything else, and the scores tell the value. They hold the same
-        information on any variable as the values do (the distributional transform: Rueschendorf, Journal of
-        Statistical Planning and Inference 139, 2009), and are normal whatever the values are.
-
-        Args:
-            place: 0 or 1, in the pair. Two variables of a pair need different orders within ties.
+        """Compute normal scores (n,), with ties in a random order fixed by `place`, the variable's place in the pair.
+        The scores hold the same information as the values (distributional transform: Rueschendorf, JSPI 139, 2009).
         """
         place = 0 if self.distinct else place
         if place not in self._scores:

@@ -33,11 +33,10 @@ DENSE, SAMPLED, COMPRESSED = PHASES = ("dense", "sampled", "compressed")
 class LayerCycle(Jsonable):
     """The iterations of one layer.
 
-    Args:
-        phases: per iteration: "dense", "sampled" (uncompressed or as QSGD, to fit on) or "compressed".
-        fitted_after: iterations whose sample was the last before bases were fitted.
-        slices: of the layer; 1 where it is not cut into slices.
-        fitted_slices: for each basis, the slices that it is fitted on.
+    phases: per iteration: "dense", "sampled" (uncompressed or as QSGD, to fit on) or "compressed".
+    fitted_after: iterations whose sample was the last before bases were fitted.
+    slices: of the layer; 1 where it is not cut into slices.
+    fitted_slices: for each basis, the slices that it is fitted on.
     """
 
     phases: tuple[str, ...]
@@ -50,9 +49,8 @@ class LayerCycle(Jsonable):
 class TrainingCycle(Jsonable):
     """The iterations of all layers that a plan compresses: Fig. 6.
 
-    Args:
-        iterations: replayed.
-        layers: by name.
+    iterations: replayed.
+    layers: by name.
     """
 
     iterations: tuple[int, ...]
@@ -68,9 +66,8 @@ class TrainingCycle(Jsonable):
 class LossOverTime(Jsonable):
     """A curve of Fig. 7a.
 
-    Args:
-        seconds: since training began, at the end of each iteration.
-        loss: mean over ranks.
+    seconds: since training began, at the end of each iteration.
+    loss: mean over ranks.
     """
 
     seconds: tuple[float, ...]
@@ -80,19 +77,8 @@ class LossOverTime(Jsonable):
 def training_cycle(
     trace: Trace, plan: Plan, *, start: int = 0, stop: int | None = None, progress: Progress | None = None
 ) -> TrainingCycle:
-    """Find out what each iteration of a recording is under a plan, by the code that trains.
-
-    Votes of GradiVeQ's monitor and a d that is stable early depend on the gradients, so these are replayed.
-
-    Args:
-        trace: the recording.
-        plan: any plan; layers of codecs without phases are compressed from the end of the warm-up on.
-        start: position of the first iteration.
-        stop: position after the last one; None: to the end.
-        progress: called after each iteration.
-
-    Raises:
-        GradlabError: as `gradlab.analysis.replay.replay`.
+    """Find out what each iteration of a recording is under a plan, by the code that trains: votes and d depend on
+    gradients.
     """
     stop = len(trace.steps) if stop is None else stop
     check_replay(trace, plan, start, stop)
@@ -144,11 +130,7 @@ def _fits(phases: Sequence[str], iterations: Sequence[int]) -> tuple[int, ...]:
 
 
 def recorded_losses(trace: Trace) -> np.ndarray:
-    """Mean over ranks of each recorded iteration's loss, (T,).
-
-    Raises:
-        GradlabError: for a recording without losses.
-    """
+    """Mean over ranks of each recorded iteration's loss, (T,)."""
     losses = np.mean([trace.scalars(rank)["loss"] for rank in range(trace.world_size)], axis=0)
     if not np.isfinite(losses).any():
         raise GradlabError(f"{trace.path}: no losses are recorded; annotate steps with them (TraceRecorder.annotate)")
@@ -156,16 +138,9 @@ def recorded_losses(trace: Trace) -> np.ndarray:
 
 
 def loss_over_time(losses: np.ndarray, compressed: np.ndarray, dense_seconds: float, seconds: float) -> LossOverTime:
-    """Lay recorded losses over time: Fig. 7a.
-
-    The loss at an iteration is the recorded run's, as the paper found that its three systems take the same iterations.
-    What a lossy plan adds to the loss is not in it.
-
-    Args:
-        losses: (T,), of consecutive iterations.
-        compressed: bool (T,), iterations that take the plan's step time; others take that of dense ones.
-        dense_seconds: of a dense step.
-        seconds: of a compressed step.
+    """Lay recorded losses (T,) over seconds: Fig. 7a. `compressed` (T,) marks the iterations that take the plan's step
+    time.
+    The recorded run's losses stand for the plan's, as the paper's three systems take the same iterations.
     """
     steps = np.where(compressed, seconds, dense_seconds)
     return LossOverTime(tuple(np.cumsum(steps).tolist()), tuple(losses.tolist()))

@@ -34,11 +34,10 @@ _BLOCK_VALUES = 2**25
 
 @dataclass(frozen=True)
 class LayerTable:
-    """One layer's errors; x is the mean of a rank's gradients over a window.
+    """One layer's errors; x is the mean of a rank's gradients over a window. Errors and norms of samples are scaled up.
 
-    squared_l2: (windows, candidates), means over ranks of ||C(x) - x||^2; l2: the same of the norm ||C(x) - x||.
-    squared_norm, norm: (windows,), means over ranks of ||x||^2 and of ||x||. Of a layer that the trace holds a sample
-    of, errors and norms are those of the sample, scaled to the layer's number of elements.
+    squared_l2, l2: (windows, candidates), means over ranks of ||C(x) - x||^2 and ||C(x) - x||.
+    squared_norm, norm: (windows,), means over ranks of ||x||^2 and ||x||.
     """
 
     layer: Layer
@@ -49,19 +48,11 @@ class LayerTable:
     norm: np.ndarray
 
     def errors(self, metric: str) -> np.ndarray:
-        """Errors (windows, candidates) by a metric: `l2`, the paper's, or `squared-l2`.
-
-        Raises:
-            GradlabError: for an unknown metric.
-        """
+        """Select the errors (windows, candidates) by a metric: `l2`, the paper's, or `squared-l2`."""
         return self.l2 if require_metric(metric) == "l2" else self.squared_l2
 
     def norms(self, metric: str) -> np.ndarray:
-        """Errors (windows,) by a metric of sending zeros.
-
-        Raises:
-            GradlabError: for an unknown metric.
-        """
+        """Select the errors of sending zeros, (windows,), by a metric."""
         return self.norm if require_metric(metric) == "l2" else self.squared_norm
 
 
@@ -78,12 +69,8 @@ class ErrorTable:
     trace_digest: str
 
     def errors(self, metric: str, windows: slice | None = None, units: np.ndarray | None = None) -> list[np.ndarray]:
-        """Mean errors over windows, (candidates,) by layer; infinity where one is not finite.
-
-        units: (windows,), an error's unit in each window of the table; None: that of the gradients.
-
-        Raises:
-            GradlabError: for an unknown metric.
+        """Compute mean errors over windows, (candidates,) by layer; infinity if one is not finite. units: (windows,),
+        or None for 1.
         """
         chosen = windows or slice(None)
         ones = np.ones(len(self.windows)) if units is None else units
@@ -91,24 +78,14 @@ class ErrorTable:
         return [np.where(np.isfinite(row), row, np.inf) for row in rows]
 
     def by_window(self, choice: Sequence[int] | np.ndarray, metric: str) -> np.ndarray:
-        """A plan's error in each window, summed over layers, (windows,).
-
-        choice: (layers,), the index of the plan's candidate.
-
-        Raises:
-            GradlabError: for an unknown metric.
+        """Compute a plan's error in each window, summed over layers, (windows,); choice: (layers,), indices of
+        candidates.
         """
         return np.sum([t.errors(metric)[:, c] for t, c in zip(self.layers, choice, strict=True)], axis=0)
 
     def relative_error(self, choice: Sequence[int] | np.ndarray, metric: str, windows: slice | None = None) -> float:
-        """A plan's error over layers and windows, as a share of sending zeros: 0 is exact, 1 sends nothing.
-
-        By `l2`, sum of ||C(x) - x|| / sum of ||x||; by `squared-l2`, the root of the same of squares.
-
-        choice: (layers,), the index of the plan's candidate.
-
-        Raises:
-            GradlabError: for an unknown metric.
+        """Compute a plan's error as a share of sending zeros: by `l2`, sum of ||C(x) - x|| / sum of ||x||; by
+        `squared-l2`, the root of the same of squares. choice: (layers,), indices of candidates.
         """
         chosen = slice(None) if windows is None else windows
         error = float(self.by_window(choice, metric)[chosen].sum())
@@ -117,11 +94,7 @@ class ErrorTable:
 
 
 def windows_of(first: int, stop: int, length: int) -> list[tuple[int, int]]:
-    """Whole windows [start, stop) of `length` positions, one after another; the last ends at `stop`.
-
-    Raises:
-        GradlabError: for a length below 1, or more than there are.
-    """
+    """List whole windows [start, stop) of `length` positions, one after another; the last ends at `stop`."""
     if length < 1 or length > stop - first:
         raise GradlabError(f"window = {length}, expected 1 to {stop - first} recorded steps")
     count = (stop - first) // length
@@ -137,14 +110,7 @@ def measure_errors(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> ErrorTable:
-    """Measure the errors of candidates by layer name, over windows [start, stop) of positions of a trace.
-
-    seed: of the codecs' draws. workers: processes, or a cluster, that share the layers out.
-
-    Raises:
-        GradlabError: for a layer that the trace lacks, gradients that are not finite in a window, no window, or a
-            missing extra.
-    """
+    """Measure the errors of candidates by layer name, over windows [start, stop) of positions of a trace."""
     if not windows:
         raise GradlabError("error tables: no window to measure on")
     for name, tried in candidates.items():
@@ -200,13 +166,8 @@ def _measure_layer(
 
 
 def accumulated(trace: Trace, layer: Layer, rank: int, start: int, stop: int) -> torch.Tensor:
-    """The mean over positions [start, stop) of one rank's gradients of a layer, in the layer's shape, float32.
-
-    It is the paper's sum over a window divided by its length, so that windows of different lengths compare. Steps whose
-    gradients were not finite on some rank are left out, as a loss scaler skips them.
-
-    Raises:
-        GradlabError: if no step is left.
+    """Average positions [start, stop) of one rank's layer, float32: the paper's sum over a window divided by its
+    length. Steps that are not finite on some rank are left out, as a loss scaler skips them.
     """
     finite = np.isin(np.arange(start, stop), finite_positions(trace))
     if not finite.any():

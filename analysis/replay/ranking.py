@@ -35,18 +35,7 @@ class Ranking(Jsonable):
 
 
 def ranking_stability(replays: Mapping[str, Replay], measure: str = "cosine") -> Ranking | None:
-    """Rank plans that were replayed side by side, in windows of the run.
-
-    Only iterations that all plans have, later than any that a plan was fitted on, count.
-
-    Args:
-        replays: by the plans' names, judged by `Replay.held_out`.
-        measure: "cosine" of the update with the true mean (larger is better), or "contribution_error" or
-            "aggregate_error" (smaller is better).
-
-    Returns:
-        The ranking; None for fewer than 2 plans or windows.
-    """
+    """Rank plans by windows of the run, on iterations later than any fit; None for fewer than 2 plans or windows."""
     series = {name: _series(replay, measure) for name, replay in replays.items()}
     common = sorted(set.intersection(*(set(values) for values in series.values()))) if series else []
     count = min(_MOST_WINDOWS, len(common) // _FEWEST_STEPS)

@@ -470,11 +470,8 @@ def _with_settings(name: str, texts: Sequence[str]) -> str:
 
 
 def _shown(chosen: Any, main: int | None = None) -> list[_Shown]:
-    """The settings that are shown, in the order of the fields.
-
-    Args:
-        chosen: an instance of a settings class.
-        main: number of leading settings that are shown even if they are defaults; None: all of at most `_FEW_SETTINGS`.
+    """List the settings that are shown, in the order of the fields: `main` leading ones, and those that are not
+    defaults.
     """
     rows = [(_Shown(field.name, getattr(chosen, field.name)), field.default) for field in fields(chosen)]
     main = (len(rows) if len(rows) <= _FEW_SETTINGS else 0) if main is None else main

@@ -29,31 +29,14 @@ REMEDY = (
 
 
 def require_whole(trace: Trace, names: Iterable[str], what: str) -> None:
-    """Refuse a trace that holds samples of layers which are needed whole.
-
-    Args:
-        trace: the recording.
-        names: of the layers.
-        what: needs them, and why.
-
-    Raises:
-        GradlabError: naming the first of them, and what to do.
-    """
+    """Refuse a trace that holds samples of layers which are needed whole."""
     if sampled := [name for name in names if name in trace.samples]:
         more = f" and {len(sampled) - 1} more" if len(sampled) > 1 else ""
         raise GradlabError(f"{trace.path}: holds a sample of {sampled[0]}{more}; {what}; {REMEDY}")
 
 
 def plan_on_samples(trace: Trace, plan: Plan) -> Plan:
-    """Return the plan with every sampled layer in the shape that the trace holds; without samples the plan itself.
-
-    Args:
-        trace: the recording.
-        plan: of the whole model.
-
-    Raises:
-        GradlabError: for a group whose method needs its layers whole, naming it; for a sample of another shape's layer.
-    """
+    """Return the plan with every sampled layer in the shape that the trace holds; without samples the plan itself."""
     held = {name: sample for name, sample in trace.samples.items() if name in {layer.name for layer in plan.layers}}
     if not held:
         return plan
@@ -79,17 +62,7 @@ def layer_weights(trace: Trace) -> Mapping[str, float]:
 
 
 def for_whole_layers(step: ReplayStep, whole: Plan, held: Plan, world_size: int) -> ReplayStep:
-    """Multiply a step's bytes and seconds to those of whole layers.
-
-    Args:
-        step: of a replay of `held`.
-        whole: the model's plan.
-        held: the same plan on the samples.
-        world_size: ranks of the replay.
-
-    Returns:
-        The step with estimates.
-    """
+    """Multiply a step's bytes and seconds to those of whole layers."""
     scale = _ratio(*(plan.payload_bytes(world_size, step.compressing) for plan in (whole, held)))
     costs = {}
     for name, cost in step.costs.items():

@@ -43,14 +43,8 @@ class Trend(Jsonable):
 
 
 def trend(iterations: Sequence[int], values: Sequence[float]) -> Trend | None:
-    """Fit a line.
-
-    Args:
-        iterations: (n,), rising.
-        values: (n,), finite.
-
-    Returns:
-        The slope with its interval; None for fewer than 12 values.
+    """Fit a line to finite values (n,) over rising iterations (n,): its slope with an interval; None for fewer than 12
+    values.
     """
     count = len(values)
     if count < FEWEST:

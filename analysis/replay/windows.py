@@ -51,16 +51,7 @@ def added(overlaps: Sequence[Overlap]) -> Overlap:
 
 
 def overlap(applied: Tensors, true: Tensors, weights: Mapping[str, float]) -> Overlap:
-    """Compare two vectors that are held layer by layer.
-
-    Args:
-        applied: A by layer name.
-        true: G, with the same names and shapes.
-        weights: factors on a layer's squares, 1 where there is none.
-
-    Returns:
-        Their overlap over all layers.
-    """
+    """Compute the overlap of applied A and true G by layer name; weights: factors on a layer's squares, default 1."""
     parts = []
     for name, mean in applied.items():
         other, weight = true[name], weights.get(name, 1.0)
@@ -82,16 +73,8 @@ class WindowSums:
 
 
 class RunningSums:
-    """Sums of applied and of true means over windows that follow one another, for several lengths at once.
-
+    """Sums of applied and true means over consecutive windows, for several lengths at once.
     A window counts compressed steps, finite or not, so that windows of all parts of a plan are the same.
-
-    Attributes:
-        windows: those that are complete, in the order in which they ended.
-
-    Args:
-        weights: factors on a layer's squares, see `overlap`.
-        lengths: numbers of steps.
     """
 
     def __init__(self, weights: Mapping[str, float], lengths: Sequence[int] = LENGTHS) -> None:
@@ -100,13 +83,7 @@ class RunningSums:
         self._open = {length: _Open() for length in lengths}
 
     def add(self, iteration: int, applied: Tensors | None, true: Tensors | None) -> None:
-        """Add a compressed step.
-
-        Args:
-            iteration: its number.
-            applied: the mean that every rank applies, by layer name. None: the step was not finite.
-            true: the mean of the ranks' gradients, with the same names. None with `applied`.
-        """
+        """Add a compressed step: applied and true means by layer name; None and None if the step was not finite."""
         for length, window in self._open.items():
             window.first = iteration if window.steps == 0 else window.first
             window.steps += 1
@@ -157,14 +134,7 @@ class Window(Jsonable):
 
 
 def joined(parts: Sequence[Sequence[WindowSums]]) -> tuple[Window, ...]:
-    """Join the windows of a plan's parts.
-
-    Args:
-        parts: the complete windows of each part, the same windows in each.
-
-    Returns:
-        The plan's windows, the shortest first.
-    """
+    """Join the windows of a plan's parts, the shortest first."""
     windows = []
     for same in zip(*parts, strict=True):
         first, total = same[0], added([part.overlap for part in same])

@@ -76,18 +76,7 @@ class Measure:
 
 
 def read_report(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a report of a recording.
-
-    Args:
-        folder: the report's.
-
-    Returns:
-        What its report.json holds.
-
-    Raises:
-        GradlabError: if there is none, or it is no report of a recording.
-        OSError: if it cannot be read.
-    """
+    """Read a report of a recording."""
     path = Path(folder) / "report.json"
     if not path.exists():
         raise GradlabError(f"{folder}: no report.json there, expected a folder that `gradlab analyze` wrote")
@@ -106,22 +95,7 @@ def write_beside(
     overwrite: bool = False,
     repeat: str = "",
 ) -> Path:
-    """Write a report that sets two reports side by side.
-
-    Args:
-        first, second: the folders of two reports of recordings.
-        out: the folder to write, made if it is missing.
-        overwrite: whether to replace a report that is there.
-        repeat: the command that writes it, for the page's end.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        GradlabError: for a folder without a report of a recording, or with a damaged one; for a report that is there
-            already (unless overwrite).
-        OSError: if a file cannot be read.
-    """
+    """Write a report that sets two reports side by side."""
     folder = require_free(out, overwrite, contents=REPORT_FILES)
     paths = (Path(first), Path(second))
     names = _short_names(paths)

@@ -22,14 +22,7 @@ Json = Mapping[str, Any]
 
 
 def spectrum_drawings(spectrum: Json) -> list[Drawing]:
-    """List the figures of a trace's spectrum.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-
-    Returns:
-        The figures, in the order of the page.
-    """
+    """List the figures of a trace's spectrum."""
     count = len(spectrum["steps"])
     drawings = [
         Drawing(
@@ -66,15 +59,7 @@ def spectrum_drawings(spectrum: Json) -> list[Drawing]:
 
 
 def fit_drawings(measured: GradiveqMeasurement, name: str = "") -> list[Drawing]:
-    """List the held-out curve of a GradiVeQ fit.
-
-    Args:
-        provenance: the fit's.
-        name: the fit's, for the names of files and the title; empty where there is one fit alone.
-
-    Returns:
-        One figure.
-    """
+    """List the held-out curve of a GradiVeQ fit."""
     promised = measured.promised_loss
     rule = "" if promised is None else f" (d by eq. (6), threshold {format_percent(promised)})"
     caption = (
@@ -86,14 +71,7 @@ def fit_drawings(measured: GradiveqMeasurement, name: str = "") -> list[Drawing]
 
 
 def slice_structure_drawings(structure: Json) -> list[Drawing]:
-    """List the figures of slice structure, without those that no layer has data for.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        The figures, in the order of the page.
-    """
+    """List the figures of slice structure, without those that no layer has data for."""
     windows = structure.get("windows") or [[0, 0]]
     held = "Later iterations: not fitted on, spread over the rest of the trace."
     captions = {
@@ -147,14 +125,7 @@ def _length(window: Sequence[int]) -> int:
 
 
 def sign_drawings(blocks: Json) -> list[Drawing]:
-    """List the figures of signs with one scale per block.
-
-    Args:
-        blocks: the JSON of `measure_sign_blocks`'s result.
-
-    Returns:
-        The figures, in the order of the page.
-    """
+    """List the figures of signs with one scale per block."""
     window = blocks["window"]
     return [
         Drawing(
@@ -176,14 +147,7 @@ def sign_drawings(blocks: Json) -> list[Drawing]:
 
 
 def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
-    """List the figures of replays alone.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-
-    Returns:
-        The figures; none for no replays.
-    """
+    """List the figures of replays alone."""
     # No error is finite where every iteration holds what is not.
     lossy = {name: one for name, one in _lossy(replays).items() if method_plots.has_errors(name, replays, {})}
     if not lossy:
@@ -201,15 +165,7 @@ def replay_drawings(replays: Mapping[str, Json]) -> list[Drawing]:
 
 
 def run_drawings(runs: Mapping[str, Json], replays: Mapping[str, Json]) -> list[Drawing]:
-    """List the figures of training runs, with what replays predicted of them.
-
-    Args:
-        runs: the trainer's reports by name.
-        replays: `Replay.to_json()` by the runs' names.
-
-    Returns:
-        The figures, in the order of the page.
-    """
+    """List the figures of training runs, with what replays predicted of them."""
     lossy = _lossy(replays)
     caption = "All runs start from the same parameters and see the same data in the same order."
     draw = partial(method_plots.plot_training, runs)

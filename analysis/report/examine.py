@@ -159,14 +159,7 @@ def _attempt(examination: Examination, what: str, measure: Callable[[], Result])
 def remarks_on(
     trace: Trace, look: Look, parts: Collection[str] = ("payoff",), spectrum: TraceSpectrum | None = None
 ) -> list[str]:
-    """Say what limits any measurement of a recording.
-
-    Args:
-        trace: the recording.
-        look: how much is measured.
-        parts: names out of `PARTS`.
-        spectrum: that was measured. None: it was not.
-    """
+    """Say what limits any measurement of a recording. spectrum: that was measured. None: it was not."""
     remarks = [_what_is_quick(trace, spectrum, look, parts)] if look.quick else []
     if trace.local_steps:
         remarks.append(f"Not gradients of single steps, but {trace.local_steps}.")
@@ -227,25 +220,12 @@ def _noise_scale(spectrum: TraceSpectrum, trace: Trace) -> TraceNoise:
 
 
 def families_of(trace: Trace, look: Look = THOROUGH) -> dict[str, Family]:
-    """List the families of plans that are searched for a report: a quick look takes every second setting.
-
-    Args:
-        trace: the recording.
-        look: how much is measured.
-
-    Returns:
-        Families by name. Plans begin to compress where they are judged, see `beginning`.
-    """
+    """List the families of plans that are searched for a report: a quick look takes every second setting."""
     return candidates(trace.model_layers, coarse=look.quick, warmup_steps=beginning(trace, look))
 
 
 def beginning(trace: Trace, look: Look = THOROUGH) -> int:
-    """Return the iteration from which plans are judged, and compress: 0 in a recording of a run long under way.
-
-    Args:
-        trace: the recording.
-        look: how much is measured.
-    """
+    """Return the iteration from which plans are judged, and compress: 0 in a recording of a run long under way."""
     first = int(trace.steps[replay_start(trace, look)])
     return first if first <= _LONGEST_BEGINNING else 0
 
@@ -262,17 +242,7 @@ def try_recorded(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Tried:
-    """Try plans as `examine` does for "payoff", and nothing else: what a recommendation needs.
-
-    Args:
-        trace: the recording.
-        families: whose settings are searched.
-        plans: further plans, by name.
-        provenances, network, max_loss, look, workers, progress: as `examine` takes them.
-
-    Raises:
-        GradlabError: for a plan of another model.
-    """
+    """Try plans as `examine` does for "payoff", and nothing else: what a recommendation needs."""
     _check_plans(trace, plans, look)
     return try_plans(
         trace,
@@ -311,13 +281,6 @@ def replay_start(trace: Trace, look: Look = THOROUGH) -> int:
     """Find the position from which plans are replayed for a report.
 
     The last steps are replayed, as many as take little time.
-
-    Args:
-        trace: the recording.
-        look: how much is measured.
-
-    Returns:
-        A position among the trace's common steps.
     """
     return max(0, len(trace.steps) - look.replays.iterations(_values_per_step(trace)))
 

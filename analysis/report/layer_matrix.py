@@ -16,15 +16,7 @@ _MOST_LAYERS = 400
 
 
 def layer_matrix_section(data: Json, anchors: Mapping[str, str]) -> Section | None:
-    """Make the page: error, bytes and codec time of every plan on every layer.
-
-    Args:
-        data: a trace report's.
-        anchors: of the layers' own pages, by the layers' names.
-
-    Returns:
-        The section. None: nothing was replayed.
-    """
+    """Make the page: error, bytes and codec time of every plan on every layer. None: nothing was replayed."""
     replays: Mapping[str, Json] = data["replays"]
     if not replays:
         return None
@@ -38,15 +30,7 @@ def layer_matrix_section(data: Json, anchors: Mapping[str, str]) -> Section | No
 
 
 def plans_on_layer(replays: Mapping[str, Json], name: str) -> list[Table]:
-    """Compare the plans on one layer.
-
-    Args:
-        replays: `Replay.to_json()` by the plans' names.
-        name: the layer's.
-
-    Returns:
-        One table; none where no plan was replayed on the layer.
-    """
+    """Compare the plans on one layer."""
     rows = [
         [plan, *(text(of(replay, name)) for _, of, text, _ in _MEASURES)]
         for plan, replay in replays.items()

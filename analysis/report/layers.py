@@ -21,15 +21,7 @@ _MOST_COMPARED = 100  # layers, the largest, on whose pages plans are compared
 
 
 def layers_section(data: Json, figures: int) -> Section:
-    """Make the page of all layers.
-
-    Args:
-        data: a trace report's.
-        figures: number of layers, the largest, that have a figure of their own.
-
-    Returns:
-        The section; its parts are the layers.
-    """
+    """Make the page of all layers."""
     table, anchors = layer_table(data["spectrum"]), layer_anchors(data)
     parts = [_layer(data, layer, figures) for layer in data["spectrum"]["layers"]]
     return Section("layers", "All layers", "", [table.linked(anchors)], parts=parts)

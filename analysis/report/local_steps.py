@@ -15,11 +15,7 @@ from gradlab.formatting import format_count, format_percent, format_ratio
 def local_steps_section(data: Mapping[str, Any]) -> Section | None:
     """Make the page, with a row per number of nodes, link and plan.
 
-    Args:
-        data: a trace report's, "local_steps" as a `LocalSpeed`, or None.
-
-    Returns:
-        The section. None: nothing is forecast, or no pseudo-gradients were recorded.
+    None: nothing is forecast, or no pseudo-gradients were recorded.
     """
     local: LocalSpeed | None = data.get("local_steps")
     if local is None or local.recorded is None:

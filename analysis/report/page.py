@@ -153,22 +153,7 @@ class Page:
 def write_page(
     page: Page, out: Path, *, overwrite: bool = False, workers: Workers = 1, progress: Progress | None = None
 ) -> Path:
-    """Write report.html, report.json and figures/ into a folder.
-
-    Args:
-        page: what to write.
-        out: the folder, made if it is missing.
-        overwrite: whether to replace a report that is there.
-        workers: processes that draw. A cluster does not: this machine's processes draw what its workers measured.
-        progress: called after each figure.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        GradlabError: if there is a report already and overwrite is false, or the folder cannot be written, as on a full
-            disk. A report that was there is then still there.
-    """
+    """Write report.html, report.json and figures/ into a folder."""
     require_free(out, overwrite, contents=REPORT_FILES)
     calls = [(item, page.formats) for item in page.drawings]
     here = default_workers() if isinstance(workers, Cluster) else workers
@@ -223,18 +208,7 @@ def render_html(
     report_id: str,
     computed_with: Mapping[str, str],
 ) -> str:
-    """Render the page as one HTML document, with its figures inside.
-
-    Args:
-        page: what to render.
-        svgs: SVG files by the drawing's name.
-        pointing: by the drawing's name, see `gradlab.analysis.figures.pointing`.
-        report_id: for its end, see `identified`.
-        computed_with: for its end, see `versions`.
-
-    Returns:
-        The document.
-    """
+    """Render the page as one HTML document, with its figures inside."""
     here = resources.files("gradlab.analysis.report")
     source = here.joinpath("report.html.jinja").read_text(encoding="utf-8")
     names = ("tables", "folds", "figures", *(("forecast", "playable") if page.play is not None else ()))
@@ -268,14 +242,6 @@ def inline_svg(svg: bytes, name: str, title: str) -> str:
     """Turn an SVG file into an element for HTML, with ids that no other figure has.
 
     Prolog, metadata, style and namespaces are left out.
-
-    Args:
-        svg: the file's contents.
-        name: the figure's, which goes before its ids.
-        title: the figure's, read aloud in its place.
-
-    Returns:
-        The <svg> element.
     """
     text = svg.decode()
     text = text[text.index("<svg") :]

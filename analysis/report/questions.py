@@ -39,16 +39,7 @@ PAY = "pay"
 
 
 def trace_sections(data: Json, look: Look = THOROUGH) -> list[Section]:
-    """Make the pages of a recording, one per question.
-
-    Args:
-        data: what report.json holds, "fit" as a `GradiveqMeasurement`, "payoff" as a `SpeedForecast`, "local_steps" as
-            a `LocalSpeed`.
-        look: how many figures there are.
-
-    Returns:
-        The questions that something was measured for, in order.
-    """
+    """Make the pages of a recording, one per question."""
     made = (_pays(data), _which_plan(data), _accuracy(data), _gradients(data, look))
     return [_with_figures(section, look.figures) for section in made if section is not None]
 

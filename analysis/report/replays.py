@@ -27,14 +27,7 @@ _GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows
 
 
 def replays_section(data: Json) -> Section | None:
-    """Make the page of what plans do to the recorded gradients.
-
-    Args:
-        data: a trace report's.
-
-    Returns:
-        The section. None: nothing was replayed.
-    """
+    """Make the page of what plans do to the recorded gradients. None: nothing was replayed."""
     replays = data["replays"]
     if not replays:
         return None

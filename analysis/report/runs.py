@@ -30,17 +30,7 @@ Json = Mapping[str, Any]
 def comparison_sections(
     runs: Json, replays: Json, fits: Mapping[str, GradiveqMeasurement], spectrum: Json | None
 ) -> list[Section]:
-    """Make the pages of training runs, with what was predicted of them.
-
-    Args:
-        runs: the trainer's reports by name.
-        replays: `Replay.to_json()` by the runs' names.
-        fits: provenances of GradiVeQ fits by the runs' names.
-        spectrum: `TraceSpectrum.to_json()` of the replayed trace, or None.
-
-    Returns:
-        The sections, in order.
-    """
+    """Make the pages of training runs, with what was predicted of them."""
     sections = [
         Section(
             "runs",

@@ -24,11 +24,7 @@ Json = Mapping[str, Any]
 def step_times_section(data: Json) -> Section | None:
     """Make the page: every plan on every number of nodes and link, and the links below which it pays.
 
-    Args:
-        data: a trace report's, "payoff" as a `SpeedForecast`, or None.
-
-    Returns:
-        The section. None: nothing is forecast.
+    None: nothing is forecast.
     """
     speed: SpeedForecast | None = data.get("payoff")
     if speed is None:

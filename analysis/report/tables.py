@@ -92,14 +92,7 @@ _LAYER_COLUMNS = (
 
 
 def layer_plan_table(provenance: LgrecoProvenance) -> Table:
-    """List every layer's setting, with its cost and error beside the uniform plan's.
-
-    Args:
-        provenance: of an L-GreCo fit.
-
-    Returns:
-        A row per layer.
-    """
+    """List every layer's setting, with its cost and error beside the uniform plan's."""
     cost = provenance.layer_cost
     text = format_seconds if cost == "seconds" else format_bytes
     rows = [
@@ -119,14 +112,7 @@ def layer_plan_table(provenance: LgrecoProvenance) -> Table:
 
 
 def selection_table(measured: LgcMeasurement) -> Table:
-    """Compare ways to send the same selected values by their bytes and their error on held-out iterations.
-
-    Args:
-        provenance: of an LGC fit.
-
-    Returns:
-        A row per way to send them.
-    """
+    """Compare ways to send the same selected values by their bytes and their error on held-out iterations."""
     rows = [
         [code.name, format_percent(code.error), format_bytes(code.payload_bytes), format_bytes(code.wire_bytes)]
         for code in measured.codes
@@ -136,15 +122,7 @@ def selection_table(measured: LgcMeasurement) -> Table:
 
 
 def comparison_table(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> Table:
-    """Put runs side by side, with predicted errors where there is a replay.
-
-    Args:
-        runs: the trainer's reports by name.
-        replays: `Replay.to_json()` by the runs' names.
-
-    Returns:
-        A row per run.
-    """
+    """Put runs side by side, with predicted errors where there is a replay."""
     note = (
         "Bytes per compressed step and rank: payload is what a rank contributes, wire what its network interface "
         "sends. Errors: median of ‖input - decoded‖ / ‖input‖ of the compressor over the iterations that replay and "
@@ -177,14 +155,8 @@ def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> lis
 
 
 def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Compute the median contribution error, predicted and observed, over the iterations that both have.
-
-    Args:
-        replay: `Replay.to_json()`, or None.
-        run: the trainer's report.
-
-    Returns:
-        The predicted and the observed error, as shares of the compressor input's norm. None: not known.
+    """Compute the median contribution error, predicted and observed, as shares of the compressor input's norm, or
+    None.
     """
     observed = observed_series(run)
     if replay is None:
@@ -197,14 +169,7 @@ def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> t
 
 
 def replay_table(replays: Mapping[str, Any]) -> Table:
-    """Put replays side by side. A last column holds errors on the iterations that a plan was fitted on.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-
-    Returns:
-        A row per plan.
-    """
+    """Put replays side by side. A last column holds errors on the iterations that a plan was fitted on."""
     note = (
         "Medians over the compressed iterations; of a plan fitted on this trace, over those after its fit. Error of a "
         "rank: ‖input - decoded‖ / ‖input‖ of its compressor; the input includes the residual of error feedback. Error "
@@ -254,14 +219,7 @@ def _window_lengths(replays: Mapping[str, Any]) -> str:
 
 
 def trend_text(found: Mapping[str, Any] | None) -> str:
-    """Write a trend of a relative error in points per 100 iterations, with its interval: "+3.1 (+1.2 to +5.0)".
-
-    Args:
-        found: `Trend.to_json()`, or None.
-
-    Returns:
-        A cell of a table.
-    """
+    """Write a trend of a relative error in points per 100 iterations, with its interval: "+3.1 (+1.2 to +5.0)"."""
     if found is None:
         return "-"
     slope, low, high = (1e4 * found[key] for key in ("slope", "low", "high"))
@@ -280,14 +238,7 @@ def _codec_time(summary: Mapping[str, Any]) -> str:
 
 
 def codec_time_note(replays: Mapping[str, Any]) -> str:
-    """Say where a report's codec times come from, and whether the machine was busy when they were taken.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-
-    Returns:
-        Sentences.
-    """
+    """Say where a report's codec times come from, and whether the machine was busy when they were taken."""
     note = (
         "Codec time: processor time in the codecs' code per step and rank, in lockstep; the median over the compressed "
         "steps, and the least and the most of one. Forecasts in this report start from the same medians."
@@ -310,14 +261,7 @@ def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def fit_table(measured: GradiveqMeasurement) -> Table:
-    """List a GradiVeQ fit's sizes and losses.
-
-    Args:
-        measured: the fit's measurement.
-
-    Returns:
-        A row per layer.
-    """
+    """List a GradiVeQ fit's sizes and losses."""
     rows = []
     for name, layer in measured.layers.items():
         later, control = (curve.groups[name].loss for curve in (measured.holdout, measured.random_basis))
@@ -332,14 +276,7 @@ def fit_table(measured: GradiveqMeasurement) -> Table:
 
 
 def slice_structure_table(structure: Mapping[str, Any]) -> Table:
-    """List the slice structure of each layer.
-
-    Args:
-        structure: the JSON of `measure_slice_structure`'s result.
-
-    Returns:
-        A row per layer. The measurement's remarks are in the table's note.
-    """
+    """List the slice structure of each layer."""
     threshold = next((layer["samples"]["thresholds"][0] for layer in structure["layers"] if layer["samples"]), None)
     remarks = [
         *structure["remarks"],
@@ -357,14 +294,7 @@ def slice_structure_table(structure: Mapping[str, Any]) -> Table:
 
 
 def sign_table(blocks: Mapping[str, Any]) -> Table:
-    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks.
-
-    Args:
-        blocks: the JSON of `measure_sign_blocks`'s result.
-
-    Returns:
-        A row per method, with bits per iteration.
-    """
+    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks. A row per method, with bits per iteration."""
     bits = blocks["bits_per_iteration"]
     dense = bits["full-precision SGD"]
     counted = blocks["counted_bits_per_iteration"]
@@ -416,14 +346,7 @@ def _at_and_beside(slice_sizes: Mapping[str, Any] | None) -> tuple[float | None,
 
 
 def layer_table(spectrum: Mapping[str, Any]) -> Table:
-    """List the spectrum's results.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-
-    Returns:
-        A row per layer.
-    """
+    """List the spectrum's results."""
     rows = []
     for layer in spectrum["layers"]:
         axes = layer["layer_dimensions"]

@@ -39,14 +39,7 @@ Out = str | os.PathLike[str]
 
 
 def summarize_trace(trace: Trace) -> dict[str, Any]:
-    """Describe what was recorded.
-
-    Args:
-        trace: the recording.
-
-    Returns:
-        Plain JSON.
-    """
+    """Describe what was recorded."""
     return {
         "path": str(trace.path),
         "digest": trace.digest,
@@ -223,16 +216,7 @@ def write_comparison(
 
 
 def playable_data(examination: Examination, trace: Path) -> dict[str, Any] | None:
-    """Collect what the page's script computes steps from.
-
-    Args:
-        examination: what was measured.
-        trace: the recording's path, for the command that the page writes.
-
-    Returns:
-        Plain JSON: the network that was asked for, and by plan its tapes and what replays say of it. None: without
-        tapes there is nothing to compute.
-    """
+    """Collect what the page's script computes steps from. None: without tapes there is nothing to compute."""
     speed, tapes = examination.speed, examination.tapes
     if speed is None or tapes is None:
         return None

@@ -34,11 +34,7 @@ _COLLAPSED = 0.05  # spread of codes over their size
 def step_seconds(run: Mapping[str, Any]) -> float | None:
     """Return a run's seconds per step: as reported, else computing plus waiting for the exchange.
 
-    Args:
-        run: the trainer's report.
-
-    Returns:
-        Seconds. None: the report holds no times.
+    None: the report holds no times.
     """
     if run.get("step_seconds"):
         return float(run["step_seconds"])
@@ -47,14 +43,7 @@ def step_seconds(run: Mapping[str, Any]) -> float | None:
 
 
 def comparison_verdict(runs: Mapping[str, Any]) -> str:
-    """Say whether compression paid, by the runs' times and final metric.
-
-    Args:
-        runs: the trainer's reports by name. The run named "dense" is the reference.
-
-    Returns:
-        A sentence or two.
-    """
+    """Say whether compression paid, by the runs' times and final metric."""
     dense = runs.get("dense")
     timed = {name: seconds for name, run in runs.items() if name != "dense" and (seconds := step_seconds(run))}
     reference = step_seconds(dense) if dense else None
@@ -109,14 +98,7 @@ def _reached(text: str, value: float | None) -> str:
 
 
 def trace_verdict(data: Mapping[str, Any]) -> str:
-    """Say what a recording tells about compressing this training. Where compression pays comes first.
-
-    Args:
-        data: a trace report's.
-
-    Returns:
-        Sentences, in one line.
-    """
+    """Say what a recording tells about compressing this training. Where compression pays comes first."""
     fit, replays, speed = data["fit"], data["replays"], data.get("payoff")
     lines = []
     if speed is not None:
@@ -133,14 +115,7 @@ def trace_verdict(data: Mapping[str, Any]) -> str:
 
 
 def trace_brief(data: Mapping[str, Any]) -> str:
-    """Say the same in short, for the page, where each question has its own answer.
-
-    Args:
-        data: a trace report's.
-
-    Returns:
-        Sentences, in one line; empty where the verdict is short already.
-    """
+    """Say the same in short, for the page, where each question has its own answer."""
     speed, local = data.get("payoff"), data.get("local_steps")
     if speed is None or (local is not None and local.recorded is not None):
         return ""
@@ -148,14 +123,7 @@ def trace_brief(data: Mapping[str, Any]) -> str:
 
 
 def speed_verdict(data: Mapping[str, Any]) -> str:
-    """Say which plan is fastest where, and where local steps are the next thing to try.
-
-    Args:
-        data: a trace report's, "payoff" as a `SpeedForecast`, "local_steps" as a `LocalSpeed`, or None.
-
-    Returns:
-        Sentences. Of recorded pseudo-gradients they say that an exchange in every step is meant.
-    """
+    """Say which plan is fastest where, and where local steps are the next thing to try."""
     text, local = data["payoff"].verdict, data.get("local_steps")
     if local is None:
         return str(text)
@@ -165,14 +133,7 @@ def speed_verdict(data: Mapping[str, Any]) -> str:
 
 
 def fit_verdict(measured: GradiveqMeasurement) -> str:
-    """Say whether a GradiVeQ fit holds on later iterations.
-
-    Args:
-        provenance: the fit's.
-
-    Returns:
-        One sentence.
-    """
+    """Say whether a GradiVeQ fit holds on later iterations."""
     later, control = measured.holdout.loss, measured.random_basis.loss
     if later is None:
         return "The GradiVeQ fit could not be tried on any later iteration."
@@ -190,14 +151,7 @@ def fit_verdict(measured: GradiveqMeasurement) -> str:
 
 
 def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
-    """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations.
-
-    Args:
-        provenance: of an L-GreCo fit.
-
-    Returns:
-        Sentences, in one line.
-    """
+    """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations."""
     gain = provenance.gain
     if provenance.step is not None:
         step = _step_line(provenance, provenance.step)
@@ -274,14 +228,7 @@ def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
 
 
 def lgc_verdict(measured: LgcMeasurement) -> str:
-    """Say whether the autoencoder beats codes of the same bytes that need no learning.
-
-    Args:
-        provenance: of an LGC fit.
-
-    Returns:
-        One or two sentences.
-    """
+    """Say whether the autoencoder beats codes of the same bytes that need no learning."""
     own, rival = measured.autoencoder.error, measured.better
     error = f"{format_percent(own)} of the averaged selected values is lost on later iterations"
     instead = ""
@@ -300,14 +247,7 @@ def lgc_verdict(measured: LgcMeasurement) -> str:
 
 
 def lgc_warnings(measured: LgcMeasurement) -> list[str]:
-    """List what a user must know before training with the autoencoder.
-
-    Args:
-        provenance: of an LGC fit.
-
-    Returns:
-        Warnings, one line each.
-    """
+    """List what a user must know before training with the autoencoder."""
     warnings = []
     if measured.selected < _SHORT:
         warnings.append(
@@ -333,12 +273,6 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
 
     Plans that apply gradients of earlier steps and plans that do not are judged by different cosines
     (`Replay.judgement`), so what trainings with similar cosines ended at decides, and the cosine between equals.
-
-    Args:
-        replays: `Replay.to_json()` by name.
-
-    Returns:
-        Sentences, in one line.
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]
@@ -380,14 +314,7 @@ def _cautions(summaries: Mapping[str, Any]) -> list[str]:
 
 
 def ranking_line(ranking: Mapping[str, Any]) -> str:
-    """Say whether plans keep their order over the run.
-
-    Args:
-        ranking: from `gradlab.analysis.replay.ranking.ranking_stability`.
-
-    Returns:
-        One sentence.
-    """
+    """Say whether plans keep their order over the run."""
     windows = zip(ranking["agreement"], ranking["agreement_intervals"], strict=True)
     least, interval = min(windows, key=lambda window: window[0])
     order = "the same" if least > _SAME_ORDER else "not the same"
@@ -401,14 +328,7 @@ def ranking_line(ranking: Mapping[str, Any]) -> str:
 
 
 def agreement_line(spectrum: Mapping[str, Any]) -> str:
-    """Say how far two ranks' gradients agree.
-
-    Args:
-        spectrum: `TraceSpectrum.to_json()`.
-
-    Returns:
-        One sentence; empty for one rank.
-    """
+    """Say how far two ranks' gradients agree."""
     cosines = [layer["mean_cosine"] for layer in spectrum["layers"] if layer["mean_cosine"] is not None]
     if not cosines:
         return ""

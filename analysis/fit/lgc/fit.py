@@ -49,11 +49,10 @@ _EQUAL = 1.05  # times as many bytes are still called as many
 class Fitting:
     """How an autoencoder is learned.
 
-    Args:
-        epochs: the most passes over the iterations learned from.
-        patience: epochs without a smaller error on the iterations that say when to stop.
-        learning_rate: of Adam.
-        batch: iterations per step of Adam.
+    epochs: the most passes over the iterations learned from.
+    patience: epochs without a smaller error on the iterations that say when to stop.
+    learning_rate: of Adam.
+    batch: iterations per step of Adam.
     """
 
     epochs: int = 100
@@ -90,9 +89,8 @@ class LgcOptions(LgcRecipe):
 class EpochErrors(Jsonable):
     """Squared errors after an epoch, as shares of the error of sending zeros, on two parts of the trace.
 
-    Args:
-        learned: on the iterations learned from.
-        stop: on those that say when to stop.
+    learned: on the iterations learned from.
+    stop: on those that say when to stop.
     """
 
     learned: float
@@ -103,11 +101,10 @@ class EpochErrors(Jsonable):
 class CodeScore(Jsonable):
     """A way to send the selected values, tried on the iterations held out.
 
-    Args:
-        name: of the code.
-        error: squared error, as a share of the error of sending zeros.
-        payload_bytes: of an iteration, mean over ranks.
-        wire_bytes: of an iteration, that rank 0 sends.
+    name: of the code.
+    error: squared error, as a share of the error of sending zeros.
+    payload_bytes: of an iteration, mean over ranks.
+    wire_bytes: of an iteration, that rank 0 sends.
     """
 
     name: str
@@ -135,9 +132,8 @@ class Parts(Jsonable):
 class AgeErrors(Jsonable):
     """The autoencoder's squared error on later iterations by age, as a share of the error of sending zeros.
 
-    Args:
-        ages: iterations since the last one learned from: first and last age of each bin, (b,).
-        error_by_age: (b,).
+    ages: iterations since the last one learned from: first and last age of each bin, (b,).
+    error_by_age: (b,).
     """
 
     ages: list[tuple[int, int]]
@@ -148,21 +144,20 @@ class AgeErrors(Jsonable):
 class LgcMeasurement(Jsonable):
     """How an autoencoder was learned, and its error on later iterations beside that of codes without learning.
 
-    Args:
-        pattern: "ring" or "server".
-        trace: digest of the recording.
-        world_size: ranks recorded.
-        selected: values that a rank selects in an iteration.
-        settings: of the codec, those that were given.
-        most_error: the codec's; with a larger error training does without the autoencoder. It is not written.
-        fitting: how the autoencoder was learned.
-        iterations: in each part of the trace.
-        curve: errors of each epoch.
-        code_spread: how much codes of consecutive iterations differ, relative to their norm.
-        codes: the autoencoder, then those without learning.
-        holdout: the autoencoder's error by age.
-        payload_bytes: of a compressed iteration and rank.
-        dense_payload_bytes: of a dense iteration and rank.
+    pattern: "ring" or "server".
+    trace: digest of the recording.
+    world_size: ranks recorded.
+    selected: values that a rank selects in an iteration.
+    settings: of the codec, those that were given.
+    most_error: the codec's; with a larger error training does without the autoencoder. It is not written.
+    fitting: how the autoencoder was learned.
+    iterations: in each part of the trace.
+    curve: errors of each epoch.
+    code_spread: how much codes of consecutive iterations differ, relative to their norm.
+    codes: the autoencoder, then those without learning.
+    holdout: the autoencoder's error by age.
+    payload_bytes: of a compressed iteration and rank.
+    dense_payload_bytes: of a dense iteration and rank.
     """
 
     pattern: str
@@ -187,9 +182,8 @@ class LgcMeasurement(Jsonable):
 
     @property
     def better(self) -> CodeScore | None:
-        """The best code with no more bytes than the autoencoder's, on the wire too; None if the autoencoder is better.
-
-        Up to 5 % more bytes are called no more.
+        """Return the best code with at most 5 % more bytes than the autoencoder's, on the wire too; None if that is
+        better.
         """
         payload, wire = _EQUAL * self.autoencoder.payload_bytes, _EQUAL * self.autoencoder.wire_bytes
         rivals = [code for code in self.codes[1:] if code.payload_bytes <= payload and code.wire_bytes <= wire]
@@ -316,23 +310,8 @@ def learn(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[torch.Tensor, list[EpochErrors]]:
-    """Learn weights, and keep those with the smallest error on the iterations that say when to stop.
-
-    Values are divided by one root mean square of all, so that a learning rate suits any gradients. The weights are
-    then rescaled to the gradients' own units. Learning ends at the first error that is not finite.
-
-    Args:
-        learner: the autoencoder with its loss.
-        selections: iterations to learn from.
-        stopper: iterations that say when to stop.
-        fitting: how to learn.
-        seed: of the initial weights and the order of iterations.
-
-    Returns:
-        The weights, and the errors of each epoch.
-
-    Raises:
-        GradlabError: if the first epoch's error is not finite, or all values are zero.
+    """Learn weights, and keep those with the smallest error on `stopper`; return them with the errors of each epoch.
+    Values are divided by one root mean square of all, so that a learning rate suits any gradients.
     """
     architecture, generator = learner.architecture, seeded_generator("lgc", seed)
     inputs, judge = learner.inputs(selections), learner.inputs(stopper)

@@ -26,10 +26,9 @@ _MEAN = Loss("mean")
 class Inputs:
     """What an autoencoder takes in T iterations from K ranks.
 
-    Args:
-        vectors: (T, K, padded), values to code.
-        innovations: (T, K, padded), values that a rank sends besides; None in a ring.
-        senders: (T,), ranks that send the common code.
+    vectors: (T, K, padded), values to code.
+    innovations: (T, K, padded), values that a rank sends besides; None in a ring.
+    senders: (T,), ranks that send the common code.
     """
 
     vectors: torch.Tensor
@@ -53,8 +52,7 @@ class Inputs:
 class Learner(ABC):
     """An autoencoder with its loss, error and bytes; weights are passed in.
 
-    Attributes:
-        architecture: of the autoencoder.
+    architecture: of the autoencoder.
     """
 
     architecture: Architecture
@@ -81,11 +79,7 @@ class Learner(ABC):
 
     @abstractmethod
     def sizes(self, selections: Selections) -> tuple[float, float]:
-        """Count bytes of an iteration, with those of an order and of scales, without those of the positions.
-
-        Returns:
-            Payload, mean over ranks; and the bytes that rank 0 sends.
-        """
+        """Count bytes of an iteration without positions: payload, mean over ranks; and the bytes that rank 0 sends."""
 
     def averages(self, weights: torch.Tensor, selections: Selections) -> torch.Tensor:
         """Encode and decode each rank's values, (T, K, n), in the units they were selected in."""
@@ -172,17 +166,8 @@ def _scale_bytes(settings: LearnedSettings, numels: Sequence[int]) -> int:
 def reconstruction_errors(
     learner: Learner, selections: Selections, *, optimizer: str = "adam", learning_rate: float = 1e-3, seed: int = 0
 ) -> list[float]:
-    """Learn online as LGC does (Fig. 14), one optimizer step per iteration.
-
-    Args:
-        learner: the autoencoder with its loss.
-        selections: iterations, in order.
-        optimizer: "sgd", the paper's, or "adam".
-        learning_rate: of the optimizer.
-        seed: of the initial weights.
-
-    Returns:
-        The error of every iteration before it is learned from, as a share of the error of sending zeros.
+    """Learn online as LGC does (Fig. 14); return each iteration's error before it is learned from, as a share of
+    zeros'.
     """
     generator, errors, state = seeded_generator("lgc", seed), [], Tensors()
     inputs, weights = learner.inputs(selections), learner.architecture.initial(generator)
@@ -195,14 +180,7 @@ def reconstruction_errors(
 
 
 def learner_of(pattern: str, settings: dict[str, object], numels: Sequence[int], world_size: int) -> Learner:
-    """Build the learner of a pattern.
-
-    Args:
-        pattern: "ring" or "server".
-        settings: of codec `lgc_ring` or `lgc_server`.
-        numels: elements of the layers that the autoencoder is for.
-        world_size: ranks, each with a decoder in the pattern "server".
-    """
+    """Build the learner of a pattern."""
     if pattern == "ring":
         return RingLearner(LgcRing(build_settings(LgcRing, settings)), numels)
     return ServerLearner(LgcServer(build_settings(LgcServer, settings)), numels, world_size)

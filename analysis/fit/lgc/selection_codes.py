@@ -26,11 +26,10 @@ _BLOCK = 4  # values per float of a code that has a quarter of the floats
 class Code:
     """A way to send selected values.
 
-    Args:
-        name: what a table calls it.
-        decoded: gives the values (T, K, n) after decoding.
-        payload_bytes: per rank, mean over ranks, without the positions.
-        wire_bytes: the part that rank 0 sends.
+    name: what a table calls it.
+    decoded: gives the values (T, K, n) after decoding.
+    payload_bytes: per rank, mean over ranks, without the positions.
+    wire_bytes: the part that rank 0 sends.
     """
 
     name: str
@@ -47,13 +46,6 @@ def codes_without_learning(
     They are zeros; the largest quarter; block means of 4, in order and sorted; PCA; int8 and int4, rank by rank. At
     shared positions the leader's values decide which are largest and how values are sorted, the leader sends that order
     once, and values are reduced. At positions of its own each rank does so for itself, and values are gathered.
-
-    Args:
-        learned: iterations that PCA is fitted on.
-        selections: gives the number of values and whether positions are shared.
-        world_size: ranks that bytes are for.
-        code_numel: floats of the autoencoder's code, and axes of PCA.
-        in_order: values are sorted by the leader's values already.
     """
     count, shared = selections.count, selections.shared
     quarter = -(-count // _BLOCK)

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
 class Selections:
     """What K ranks select in T iterations, n values each, in the order in which values are coded.
 
-    Args:
-        iterations: (T,).
-        positions: (T, K, n), in the group.
-        layers: (T, K, n), index of the layer that a position is in.
-        values: (T, K, n), float32.
-        scales: (T, K, n), divisors of values before coding.
-        leaders: (T,), the ranks whose positions all ranks take, if shared; else the senders of the common code.
-        shared: all ranks take the leader's positions.
+    iterations: (T,).
+    positions: (T, K, n), in the group.
+    layers: (T, K, n), index of the layer that a position is in.
+    values: (T, K, n), float32.
+    scales: (T, K, n), divisors of values before coding.
+    leaders: (T,), the ranks whose positions all ranks take, if shared; else the senders of the common code.
+    shared: all ranks take the leader's positions.
     """
 
     iterations: list[int]
@@ -73,15 +72,8 @@ class Selections:
         )
 
     def errors(self, decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compare the average over ranks of decoded values with the true average.
-
-        Where positions are a rank's own, values at the same position are added up.
-
-        Args:
-            decoded: (T, K, n), in place of `values`.
-
-        Returns:
-            Squared error and squared norm of the true average, (T,) each.
+        """Compute squared error and squared norm of the true average, (T,) each, for decoded (T, K, n).
+        Values of several ranks at one position are added.
         """
         missed, true = (decoded - self.values).double(), self.values.double()
         if self.shared:
@@ -96,16 +88,7 @@ class Selections:
 
 
 def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = None) -> Selections:
-    """Run the plan's autoencoder group over the whole trace, and collect what it selects. Values are sent as they are.
-
-    Args:
-        trace: gradients of each rank.
-        plan: with `lgc_ring` or `lgc_server` in group "autoencoder". Its dense phase is left out: accumulation begins
-            with the trace.
-
-    Raises:
-        GradlabError: for a trace of averaged gradients, another plan, or a trace without one finite iteration.
-    """
+    """Run the plan's autoencoder group over the whole trace, and collect what it selects. Values are sent as they are."""
     if trace.world_size < 2:
         raise GradlabError(
             f"{trace.path}: holds one rank's gradients, or averages alone; an autoencoder learns from each rank's own"

@@ -162,16 +162,7 @@ def measure_slice_structure(
     progress: Progress | None = None,
 ) -> SliceStructure:
     """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace.
-
-    layer_names: None for at most 4 convolutions, the largest, the first, the last and one between (of other matrices if
-    there are none). samples: L_t, at most half of the trace. start: position of the first sample. rule: None for
-    eq. (6) with lambda = 0.01. tolerance: see `staleness`. workers: processes, or a cluster, that share the layers out.
-
-    At most 5 L_t + 72 averaged gradients of a layer are read, of which 2 L_t are compared. At most 65 536 values, K up
-    to 4096, and 16 slices against 16 are looked at: some 10^10 operations at L_t = 100, besides reading.
-
-    Raises:
-        GradlabError: for fewer than two samples, a start out of range, or an unknown layer.
+    At most 5 L_t + 72 averaged gradients of a layer, 65 536 values, K of 4096, and 16 slices against 16 are compared.
     """
     recorded = len(trace.steps)
     if samples < 2 or not 0 <= start < recorded:

@@ -38,11 +38,7 @@ Windows = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class DimensionRule:
-    """The number of axes d that a basis keeps: by eq. (6) for lambda, or K / ratio if a ratio is given.
-
-    Raises:
-        GradlabError: for a lambda outside [0, 1), or a ratio below 1.
-    """
+    """The number of axes d that a basis keeps: by eq. (6) for lambda, or K / ratio if a ratio is given."""
 
     loss_threshold: float = 0.01
     ratio: float | None = None
@@ -75,11 +71,7 @@ class Basis:
 
 
 def fit_basis(samples: np.ndarray) -> Basis:
-    """PCA of one slice's averaged gradients (T, K) (section 2 of the paper), in float64.
-
-    Raises:
-        GradlabError: for fewer than two samples, or values that are not finite.
-    """
+    """Fit PCA to one slice's averaged gradients (T, K) (section 2 of the paper), in float64."""
     samples = _checked(samples, 2)
     values, axes = principal_axes(torch.from_numpy(samples - samples.mean(0)))
     return Basis(samples.mean(0), values.numpy(), axes.numpy())
@@ -124,14 +116,7 @@ def _random_loss(energies: np.ndarray, kept: int, size: int) -> float:
 
 
 def whole_slices(columns: np.ndarray, slice_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The slices of K that a selection of a layer's values holds whole.
-
-    columns: places of the values in the layer, in GradiVeQ's order, rising.
-
-    Returns:
-        The slices' numbers (m,), and the columns that make up each (m, K). A slice of which a value is missing is left
-        out.
-    """
+    """Find the slices of K that rising columns hold whole: their numbers (m,), and the columns of each (m, K)."""
     numbers, begins, counts = np.unique(columns // slice_size, return_index=True, return_counts=True)
     full = counts == slice_size
     return numbers[full], begins[full, None] + np.arange(slice_size)
@@ -161,11 +146,7 @@ class Correlation(Jsonable):
 
 
 def adjacent_correlation(values: np.ndarray) -> Correlation:
-    """Correlation over iterations of adjacent values (T, n) of a gradient in GradiVeQ's order (section 1, point 1).
-
-    Raises:
-        GradlabError: for fewer than two samples, or values that are not finite.
-    """
+    """Correlate adjacent values (T, n) in GradiVeQ's order over iterations (section 1, point 1)."""
     values = _checked(values, 2)
     centred = values - values.mean(0)
     scale = np.sqrt(np.square(centred).sum(0))
@@ -194,12 +175,8 @@ class Scatter(Jsonable):
 
 
 def rotated_scatter(values: np.ndarray, later: np.ndarray) -> Scatter:
-    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4; later: (T', n).
-
-    Shares are 0 where nothing varies.
-
-    Raises:
-        GradlabError: for fewer than two values or samples, none later, or values that are not finite.
+    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4; later: (T', n). Shares are 0 without
+    variance.
     """
     if values.ndim != 2 or values.shape[1] < 2:
         raise GradlabError(f"values of shape {list(values.shape)}: expected at least two adjacent ones to rotate")
@@ -248,14 +225,8 @@ def loss_by_slice_size(
     columns: np.ndarray | None = None,
 ) -> SliceSizeCurve:
     """Measure Fig. 5: the loss of the first slice's compressor on the remaining slices, for each K.
-
-    fit, later: averaged gradients (T, n) and (T', n) in GradiVeQ's order. columns: places (n,) of these values in the
-    layer, rising and with the first slice; None if they are the whole layer. Costs O((T + T') n d) for each K, for n of
-    at most 32 768 or 16 K; slices beyond that are sampled, evenly spread.
-
-    Raises:
-        GradlabError: for a K that leaves no slice beside the first, fewer than two samples, none later, or values that
-            are not finite.
+    fit, later: averaged gradients (T, n) and (T', n). Costs O((T + T') n d) for each K; slices beyond 32 768 values are
+    sampled.
     """
     rule, columns = rule or DimensionRule(), _places(fit, later, columns)
     rows = [_one_size(fit, later, size, rule, columns) for size in sizes]
@@ -323,13 +294,8 @@ class SpatialConsistency(Jsonable):
 def spatial_consistency(
     fit: np.ndarray, later: np.ndarray, rule: DimensionRule | None = None, most: int = MOST_SLICES
 ) -> SpatialConsistency:
-    """Measure the loss of each slice under each other slice's basis (section 1, point 2).
-
-    fit, later: slices (T, M, K) and (T', M, K). most: slices compared, evenly spread. Costs O((T + T') M^2 K d).
-    `others` and `random` are NaN for one slice.
-
-    Raises:
-        GradlabError: for fewer than two samples, none later, or values that are not finite.
+    """Measure the loss of each slice under each other slice's basis (section 1, point 2); fit, later: (T, M, K), (T',
+    M, K). Costs O((T + T') M^2 K d). `others` and `random` are NaN for one slice.
     """
     chosen, rule = spread(fit.shape[1], most), rule or DimensionRule()
     fit, later = _checked(fit[:, chosen], 2), _checked(later[:, chosen], 1)
@@ -375,11 +341,7 @@ class ThresholdCurve(Jsonable):
 
 
 def dimension_by_threshold(fit: np.ndarray, later: np.ndarray, thresholds: Sequence[float]) -> ThresholdCurve:
-    """Measure d against lambda for one slice (T, K); later: (T', K).
-
-    Raises:
-        GradlabError: for fewer than two samples, none later, a lambda outside [0, 1), or values that are not finite.
-    """
+    """Measure d against lambda for one slice (T, K); later: (T', K)."""
     basis, fit, later = fit_basis(fit), _checked(fit, 2), _checked(later, 1)
     kept = np.array([DimensionRule(threshold).dimension(basis) for threshold in thresholds], dtype=np.int64)
     unseen = _losses_by_axes(later, basis)
@@ -422,13 +384,7 @@ def dimension_by_samples(
     thresholds: Sequence[float] = LOSS_THRESHOLDS,
     tolerance: float = 0.1,
 ) -> SampleCurve:
-    """Measure d of one slice (T, K), fitted on its first L_t samples, against L_t.
-
-    later: (T', K). counts: L_t. tolerance: see `stable_from`.
-
-    Raises:
-        GradlabError: for a count outside 2..T, and as `dimension_by_threshold`.
-    """
+    """Measure d of one slice (T, K), fitted on its first L_t samples, against L_t; later: (T', K)."""
     fit = _checked(fit, 2)
     if not counts or not 2 <= min(counts) <= max(counts) <= len(fit):
         raise GradlabError(f"sample counts {list(counts)}: expected some in 2..{len(fit)}")
@@ -442,10 +398,8 @@ def dimension_by_samples(
 def stable_from(
     counts: Sequence[int], dimensions: Sequence[int] | np.ndarray, tolerance: float, span: float = 1.5
 ) -> int | None:
-    """The fewest samples after which d stays within a share `tolerance` of its value there; None if it never does.
-
-    A count is accepted only if the counts go on to at least `span` times as many: the last count of a series is
-    followed by no change, whatever the series.
+    """Return the fewest samples after which d stays within a share `tolerance`, or None.
+    The counts must go on to at least `span` times as many, as no change follows the last count of any series.
     """
     kept = np.asarray(dimensions, dtype=np.float64)
     for place, count in enumerate(counts):
@@ -496,12 +450,7 @@ def cost_by_slice_size(
     most: int = MOST_SLICES,
 ) -> CostCurve:
     """Measure loss and bytes per exchange of a layer of `numel` elements for each K, as of codec `gradiveq`.
-
-    Other arguments: as of `loss_by_slice_size`. most: slices of each size compared, evenly spread. As in the codec, all
-    bases keep the largest d that the rule gives for any of them.
-
-    Raises:
-        GradlabError: for a K larger than the layer, fewer than two samples, none later, or values that are not finite.
+    As in the codec, all bases keep the largest d that the rule gives for any of them.
     """
     rule, columns = rule or DimensionRule(), _places(fit, later, columns)
     if not sizes:
@@ -570,14 +519,8 @@ def staleness(
     bins: int = 12,
 ) -> Staleness:
     """Measure how the loss of one slice's bases grows with age (section 1, point 3), and suggest their lifetime L_c.
-
-    samples: (T, K). steps: (T,), their iterations, rising. windows: ranges [first, stop) of rows to fit on, L_t each;
-    every later row is held out. L_c is the oldest age before a bin's loss is above 1 + tolerance times that of the
-    youngest bin. Only early windows reach old bins, so each bin is compared with the youngest bin of the same windows.
-
-    Raises:
-        GradlabError: for no window that has later samples, windows of fewer than two samples, a negative tolerance, or
-            values that are not finite.
+    samples: (T, K); steps: (T,), rising; windows: ranges of rows to fit on. L_c is the oldest age before a bin's loss
+    exceeds 1 + tolerance times that of the youngest bin of the same windows.
     """
     samples, steps, rule = _checked(samples, 1), np.asarray(steps), rule or DimensionRule()
     if not tolerance >= 0:
@@ -642,13 +585,8 @@ class SubspaceAngles(Jsonable):
 
 
 def principal_angles(bases: Sequence[np.ndarray], dimensions: int | None = None) -> SubspaceAngles:
-    """Measure angles between successive bases (K, R).
-
-    dimensions: leading axes d of each basis compared; None: as many as the smallest has. Bases without an axis have no
-    angle: degrees are then (w - 1, 0), and largest and mean are NaN.
-
-    Raises:
-        GradlabError: for fewer than two bases, or bases of different K.
+    """Measure angles in degrees between successive bases (K, R); dimensions None: as many axes as the smallest basis
+    has.
     """
     from scipy.linalg import subspace_angles
 
