@@ -34,9 +34,7 @@ def read_unscaled(
 def read_positions(
     trace: Trace, layer: str, rank: int, positions: np.ndarray, columns: slice | None = None
 ) -> np.ndarray:
-    """Read one rank's gradients of a layer at rising positions (n,), divided by the loss scale, float32 (n,
-    columns).
-    """
+    """Read one rank's gradients of a layer at rising positions (n,), unscaled, float32 (n, columns)."""
     cuts = np.flatnonzero(np.diff(positions) > _GAP) + 1
     parts = []
     for run in np.split(positions, cuts):

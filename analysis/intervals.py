@@ -65,9 +65,7 @@ class SeriesMean(Jsonable):
 
 
 def mean_interval(series: np.ndarray, level: float = 0.95) -> SeriesMean:
-    """Estimate the mean of a series (T,), by equal-weighted cosines, with an interval or the reason why there is
-    none.
-    """
+    """Estimate the mean of a series (T,) by equal-weighted cosines, with an interval or the reason for none."""
     if not 0 < level < 1:
         raise GradlabError(f"level = {level:g}, expected between 0 and 1")
     values = np.asarray(series, np.float64).ravel()
@@ -105,10 +103,9 @@ def autocorrelation(values: np.ndarray) -> float:
 
 
 def largest_autocorrelation(rho: float, count: int) -> float:
-    """Return the largest autocorrelation of neighbours that a measured one allows, at 97.7 % confidence.
-
-    It varies by (1 - rho^2) / T (Bartlett 1946). A negative one counts as none, which makes the interval too wide and
-    never too narrow.
+    """Return the largest autocorrelation that a measured one allows at 97.7 %; it varies by (1 - rho^2) / T (Bartlett
+    1946).
+    A negative one counts as none, which makes the interval too wide and never too narrow.
     """
     rho = max(rho, 0.0)
     return min(1.0, rho + _DEVIATIONS * math.sqrt(max(0.0, 1 - rho * rho) / count))

@@ -15,10 +15,7 @@ REPORT_FILES = ("report.html", "report.json", "figures")
 def require_free(
     target: str | os.PathLike[str], overwrite: bool = False, *, contents: Sequence[str] | None = None
 ) -> Path:
-    """Check that a result can be written before the work begins.
-
-    contents: names of the files that the folder is to hold. None: the target is a file.
-    """
+    """Check that a target, a file or a folder to hold `contents`, can be written before the work begins."""
     path = Path(target)
     if contents is not None and path.exists() and not path.is_dir():
         raise GradlabError(f"{path} is a file; a report is a folder: choose another name")

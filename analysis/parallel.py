@@ -31,10 +31,7 @@ _MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
 
 @dataclass(frozen=True)
 class Cluster:
-    """The workers of a dask.distributed scheduler, which see files under the same paths.
-
-    address: of the scheduler, such as tcp://10.0.0.1:8786.
-    """
+    """The workers of a dask.distributed scheduler, which see files under the same paths; address: tcp://host:port."""
 
     address: str
 
@@ -110,11 +107,7 @@ def _in_processes(numbered: Sequence[tuple[Any, ...]], workers: int) -> Iterator
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread and in the processes that it starts, for good in these.
-
-    A terminal interrupts all processes of a command. A worker would tell of it in its own words, in the middle of an
-    import; it is ended by the process that has started it.
-    """
+    """Hold Ctrl-C back in this thread and its processes: the process that started a worker ends it."""
     # Both are started before: each lets interrupts through again when it starts its process.
     from joblib.externals.loky.backend import resource_tracker as loky_tracker
 
@@ -166,10 +159,7 @@ def _compute(number: int, function: Callable[..., Result], *call: Any) -> tuple[
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, this process computes with one thread: PyTorch's sums and BLAS's products depend on their number.
-
-    The engine's worker has one thread too, where every rank has one core for its codecs.
-    """
+    """Compute with one thread within: sums depend on their number, and a rank's codecs have one core."""
     from threadpoolctl import threadpool_limits
 
     threads = torch.get_num_threads()

@@ -33,7 +33,6 @@ class Judgement(Jsonable):
     by_cosine: its place among the corpus's methods of its own kind, and itself, by the cosine; None: not known. The
         kinds are plans that apply gradients of earlier steps and plans that do not.
     by_bytes: its place among all methods, and itself, by the payload.
-    warnings: what limits the replay, one line each.
     """
 
     payload_bytes: float

@@ -39,12 +39,7 @@ _FILE = re.compile(rf"README\.md|rows\.jsonl|{_NAME.pattern}/(manifest\.json|ran
 
 @dataclass(frozen=True)
 class Source(Jsonable):
-    """The data that a recording's run was trained on.
-
-    name: of the data set.
-    licence: of the data.
-    origin: who made it, or where it is published.
-    """
+    """The data set that a recording's run was trained on; origin: who made it, or where it is published."""
 
     name: str
     licence: str
@@ -55,14 +50,10 @@ class Source(Jsonable):
 class Recording(Jsonable):
     """One recording of a corpus.
 
-    name: of its folder.
     title: what was trained, in a few words.
-    source: the data.
-    parameters: of the model.
     world_size: ranks.
     iterations: first and last recorded iteration.
     recorded_steps: number of recorded iterations.
-    dtype: stored type.
     steps, batch_size: of the training: iterations, and samples per rank and iteration.
     seeds: of the recorded run, and of the runs that methods were trained in.
     digest: of the trace, as `Trace.digest` has it.
@@ -105,8 +96,6 @@ class Recording(Jsonable):
 class Corpus:
     """A corpus whose files are those that its manifest lists.
 
-    folder: where it is.
-    recordings: in the manifest's order.
     outcomes: what became of methods, of all recordings.
     manifest: all of corpus.json but its sha256.
     """

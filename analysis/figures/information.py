@@ -92,10 +92,8 @@ def _marked(layer: Json) -> str:
 
 
 def plot_information_over_iterations(between: Json) -> Figure:
-    """Draw LGC's Figs. 3 and 12.
-
-    (a) Entropy (dotted) and information (solid) by the paper's histogram. (b) The copula's information of a pair
-    (solid) and of the shifted pair (dotted).
+    """Draw LGC's Figs. 3 and 12: (a) entropy (dotted), information (solid); (b) copula of a pair, of the shifted
+    pair.
     """
     layers = spread_layers(between["layers"])
     figure, (left, right) = panels(2, 2, height=2.7)

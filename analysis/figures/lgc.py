@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 
 def plot_fit(measured: LgcMeasurement) -> Figure:
-    """Draw an autoencoder's error over epochs, and on held-out iterations over age.
-
-    One curve is of the iterations learned from, one of those that decide when to stop.
-    """
+    """Draw an autoencoder's error over epochs, learned from and stopped by, and on held-out iterations over age."""
     figure, (left, right) = panels(2, 2, height=2.4)
     epochs = range(1, len(measured.curve) + 1)
     left.plot(epochs, [errors.learned for errors in measured.curve], color=BLUE, label="learned from")

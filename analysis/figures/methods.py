@@ -151,7 +151,7 @@ def _bytes_ticks(axes: Axes) -> None:
 
 
 def plot_times(runs: Runs) -> Figure:
-    """Draw two bars per method, in seconds: a step (compute, then wait), and the exchange that runs beside computing."""
+    """Draw two bars per method, in seconds: a step (compute, then wait), and the exchange beside computing."""
     figure, (axes,) = panels(1, 1, height=0.5 * len(runs) + 0.9)
     names, longest = list(runs), 0.0
     for offset, parts in ((-0.2, ("compute", "wait")), (0.2, ("compress", "communicate"))):

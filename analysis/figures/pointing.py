@@ -27,9 +27,7 @@ def mark_series(figure: Figure) -> None:
 
 
 def panels_of(figure: Figure) -> list[dict[str, Any]]:
-    """Describe a rendered figure's panels: "box" in the SVG's units, "x" and "y" with scale and ends, "series" by
-    id.
-    """
+    """Describe a rendered figure's panels: "box" in the SVG's units, "x" and "y" with scale, "series" by id."""
     width, height = (_POINTS_PER_INCH * float(inches) for inches in figure.get_size_inches())
     described = []
     labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in _panels(figure)]

@@ -108,10 +108,7 @@ def layer_colors(count: int) -> list[Any]:
 
 
 def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
-    """Name the layers that a figure's lines belong to.
-
-    Few layers get a legend below the axes. Many get a colour bar from the first to the last.
-    """
+    """Name the layers of a figure's lines: few in a legend, many by a colour bar from the first to the last."""
     if len(names) <= _MOST_NAMED_LAYERS:
         handles, _ = axes[0].get_legend_handles_labels()
         columns = 3 if max(map(len, names), default=0) < 24 else 2
@@ -147,10 +144,7 @@ def _wrapped(name: str) -> str:
 
 
 def running_mean(values: Any, window: int) -> np.ndarray:
-    """Average each value with its neighbours, centred, without NaN. The ends average fewer values.
-
-    values: (samples,). float64 (samples,), NaN where the window holds no value.
-    """
+    """Average each value (samples,) with its neighbours, centred, without NaN; NaN if the window holds no value."""
     series = np.array([np.nan if v is None else v for v in values], dtype=float)
     finite = np.isfinite(series)
     kernel = np.ones(min(window, len(series)))

@@ -42,11 +42,7 @@ _LEFT_OUT = ("ecsq", "gradiveq", "identity", "lgc_ring", "lgc_server")
 
 @dataclass(frozen=True)
 class Alone(Jsonable):
-    """A codec without feedback.
-
-    bits: counted, per value that the plan compresses, mean over iterations.
-    error: ||C(x) - x|| / ||x|| of one rank, mean over iterations and ranks.
-    """
+    """A codec without feedback: bits per compressed value; error: ||C(x) - x|| / ||x|| of one rank; means."""
 
     codec: str
     settings: Mapping[str, Any]
@@ -58,7 +54,6 @@ class Alone(Jsonable):
 class AtEqualBytes(Jsonable):
     """What codecs miss of a rank's gradient in as many bits as `ecsq` takes.
 
-    ecsq: the plan's own.
     others: each other codec at the setting that takes the most bits but no more than that, by error.
     floor: the rate-distortion function at the bits of ecsq, of independent Gaussian values with each value's own mean
         square over these iterations and all ranks, known to both sides.
@@ -72,9 +67,7 @@ class AtEqualBytes(Jsonable):
 
 
 def with_fitted_tables(trace: Trace, plan: Plan) -> Plan:
-    """Fit the tables of a plan's groups of ecsq on the earlier half of a trace, on one rank's contribution per
-    iteration.
-    """
+    """Fit the tables of a plan's groups of ecsq on the earlier half of a trace, one rank's contribution at a time."""
     groups, learned = list(plan.groups), dict(plan.learned)
     for at, group in enumerate(plan.groups):
         if group.codec != "ecsq":
@@ -129,9 +122,8 @@ def _sound(replayed: Replay | GradlabError) -> Replay:
 
 
 def _rivals(layers: Sequence[Layer], names: Sequence[str], bits: float, world_size: int) -> Iterator[Plan]:
-    """Yield each other codec with its setting of the most bits that are no more than `bits` per compressed value.
-
-    What selects values selects them from all layers together, as ecsq does.
+    """Yield each codec's setting of the most bits, at most `bits` per value; selections are across layers, as in
+    ecsq.
     """
     compressed = [layer for layer in layers if layer.name in set(names)]
     for name in codecs.names():

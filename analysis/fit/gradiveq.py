@@ -95,7 +95,6 @@ class FittedLayer(Jsonable):
     slice_size: elements of a slice (K).
     dimension: codes per slice (d), of fitted axes and random coordinates.
     fitted_axes: those of them that were fitted.
-    slices: of the layer (M).
     samples: iterations with finite gradients among those fitted on.
     fitted_slices_energy: squared error and squared norm, summed over the iterations and the fitted slices.
     fitted_slices_loss: the error over the norm there.
@@ -119,7 +118,6 @@ class FittedLayer(Jsonable):
 class GradiveqMeasurement(Jsonable):
     """How bases were fitted, and what they lose where they were fitted and on later iterations.
 
-    trace: digest of the recording.
     world_size: ranks recorded.
     settings: of every group, but for `GradiveqOptions.layer_settings`.
     total_ratio: as asked for; None where each layer's d comes from its settings.
@@ -450,10 +448,8 @@ def _layer_energies(source: TraceSource, window: range, layer: Layer, settings: 
 
 
 def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
-    """Energy that each further axis holds of the `judges` latest of the samples (T, r, K).
-
-    The axes are fitted on the other samples. With a complement there are K codes, and a random coordinate holds its
-    share of the energy that the fitted axes leave.
+    """Compute the energy that each further axis holds of the `judges` latest samples (T, r, K), fitted on the others.
+    With a complement there are K codes, and a random coordinate holds its share of the energy that the axes leave.
     """
     size = slices.shape[2]
     earlier = slices[: max(2, len(slices) - judges)].flatten(0, 1)

@@ -52,8 +52,6 @@ class Observation:
 
     nodes: number of ranks, at least 2.
     nbytes: bytes on each rank; of an all-gather, those that it sends.
-    bits_per_second: the link's speed.
-    seconds: time of the collective.
     collective: one of `COLLECTIVES`.
     """
 
@@ -87,10 +85,7 @@ class Observation:
         return all_reduce(self.nbytes, self.nodes)
 
     def relative_error(self, link: Link) -> float:
-        """Compute the relative error of the time that a link's costs predict.
-
-        Predicted seconds over the measured ones, less 1.
-        """
+        """Compute predicted seconds over the measured ones, less 1."""
         tried, transfer = self.on(link), self.transfer
         return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
 
@@ -122,10 +117,7 @@ class Calibration:
     gather_factor: float = 1.0
 
     def applied(self, link: Link) -> Link:
-        """Return a copy of a link with the fitted costs.
-
-        The link with this calibration's `host_seconds_per_byte`, `collective_seconds` and `gather_factor`.
-        """
+        """Return a copy of a link with the fitted costs."""
         return replace(
             link,
             host_seconds_per_byte=self.host_seconds_per_byte,
@@ -182,8 +174,7 @@ class Calibration:
 
 def calibrate_link(link: Link, observations: Sequence[Observation]) -> Calibration:
     """Fit `host_seconds_per_byte` and `collective_seconds` to all-reduces, then `gather_factor` to all-gathers.
-    Squares of relative errors are minimised, as times span orders of magnitude. Observations of equal bytes per rank
-    leave `collective_seconds` as it is.
+    Squares of relative errors are minimised, as times span orders of magnitude.
     """
     every, observations = observations, [seen for seen in observations if seen.collective == ALL_REDUCE]
     if not observations:
@@ -252,9 +243,7 @@ def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], 
 
 
 def read_observations(path: str | os.PathLike[str]) -> list[Observation]:
-    """Read measured collectives from JSON: a list of objects with nodes, bytes, bandwidth and seconds, perhaps
-    "collective".
-    """
+    """Read measured collectives from a JSON list of objects with nodes, bytes, bandwidth and seconds."""
     entries = read_json(path, _FORM)
     if not isinstance(entries, list) or not entries:
         raise GradlabError(f"{path}: expected {_FORM}")

@@ -36,11 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Family:
-    """A method's settings on a model.
-
-    candidates: the one that sends most bytes first.
-    start: position of the usual setting, at which a search begins.
-    """
+    """A method's settings on a model, the most bytes first; start: position of the usual one."""
 
     candidates: tuple[Candidate, ...]
     start: int = 0

@@ -34,9 +34,7 @@ _COPIED_BYTES = 2**28
 
 
 def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:
-    """Make an answer to a request, as if all ranks had sent the same, and return it with the seconds of the engine's
-    copies.
-    """
+    """Make an answer to a request, as if all ranks had sent the same; return it and the engine's copy seconds."""
     began = time.thread_time()
     if isinstance(request, AllToAll):
         _pack(request.tensors)
@@ -73,10 +71,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.Tensor], float]:
-    """Make `count` copies, untimed, as they stand for the network's work.
-
-    Beyond a limit of memory copies are used again.
-    """
+    """Make `count` copies, untimed, for the network's work; beyond a limit of memory they are used again."""
     spent = time.thread_time() - began
     made = max(1, min(count, _COPIED_BYTES // max(1, tensor.nbytes)))
     copies = [tensor.clone() for _ in range(made)]
@@ -84,10 +79,8 @@ def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.
 
 
 def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = REPEATS) -> Exchange:
-    """Run an exchange on random gradients, and take each turn's median processor time, in seconds. Call it in
-    `one_thread`.
-    If messages vary in size, every run starts from fresh states, as residuals of one repeated gradient grow without
-    end.
+    """Run an exchange on random gradients, and take each turn's median processor time, in seconds.
+    If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     """
     inner = innermost(codec)
     if isinstance(inner, Compressor) and inner.spreads:
@@ -153,7 +146,6 @@ class DryRuns:
     Groups that differ in their layers' names alone are of one kind. The iteration is late enough that every warm-up is
     over. Where leaders rotate, rank 0 leads in it.
 
-    plan: whose groups are run.
     world_size: number of ranks N.
     rank: the rank whose requests are collected.
     repeats: timed runs per kind, see `dry_run`.
@@ -184,9 +176,7 @@ class DryRuns:
         return replace(self._exchanges[key], name=name)
 
     def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
-        """Return the exchange of dense layers that travel together: the sum of one exchange per layer, each run
-        once.
-        """
+        """Return the exchange of dense layers that travel together, the sum of one exchange per layer."""
         every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
         turns = [
             Turn(

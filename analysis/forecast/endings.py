@@ -61,7 +61,6 @@ class EndingRange(Jsonable):
 
     low, middle, high: nine tenths of them are from low to high; infinite: they diverged.
     least_cosine, most_cosine: of these trainings.
-    methods: their number.
     """
 
     low: float
@@ -179,9 +178,7 @@ def judged_by(summary: Mapping[str, Any]) -> tuple[float | None, int | None, boo
 
 
 def standing(cosine: float | None, length: int | None, memory: bool) -> tuple[float, float]:
-    """Return the sort key of plans, the nearest to dense first: the middle of similar trainings' losses, and minus the
-    cosine.
-    """
+    """Return the sort key of plans, nearest to dense first: similar trainings' middle loss, minus the cosine."""
     if cosine is None or length is None:
         return math.inf, math.inf
     ended = ended_at(cosine, length, memory)

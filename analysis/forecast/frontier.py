@@ -64,7 +64,6 @@ class Tried:
     plans, replays: over the longer replay, by name.
     speed: forecasts of those plans. None: nothing could be forecast.
     frontier: every replayed setting and given plan, by family in the order of the bytes that they send.
-    remarks: warnings, one line each.
     """
 
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -87,7 +86,7 @@ def try_plans(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Tried:
-    """Search the families, replay and forecast what matters of them and the given plans, and place all on a frontier."""
+    """Search the families, replay and forecast what matters of them and of given plans, and place all on a frontier."""
     replays_from = partial(replay_plans, trace, start=start, workers=workers, progress=progress)
     steps = min(SEARCH_STEPS, len(trace.steps))
     longer = len(trace.steps) - start > steps

@@ -76,9 +76,7 @@ class Link:
         return self.collective_seconds + factor * transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
-        """Compute the seconds that a collective takes beyond `busy_seconds`, because its messages wait for one
-        another.
-        """
+        """Compute the seconds that a collective takes beyond `busy_seconds`, as messages wait for each other."""
         return transfer.rounds * self.latency_seconds
 
 
@@ -121,11 +119,7 @@ def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
 
 
 def all_to_all(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
-    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j, all messages at once.
-
-    A large part slows its receiver's link.
-    What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
-    """
+    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j. If ranks share a link, its bytes count."""
     parts = _by_link(sizes, ranks_per_link)
     received = max(parts) * (len(sizes) - ranks_per_link)
     sent, most_sent = (ranks_per_link * (sum(sizes) - own) for own in (parts[rank // ranks_per_link], min(parts)))
@@ -133,11 +127,7 @@ def all_to_all(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Tran
 
 
 def gather_of_lengths(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
-    """Describe a gather in which every rank sends its sizes[rank] bytes to all others at once.
-
-    The largest part slows its sender's link.
-    What the link carries. Where ranks share it, the wire bytes are the link's, those that it sends.
-    """
+    """Describe a gather: every rank sends sizes[rank] bytes to all. The largest part slows its sender's link."""
     parts = _by_link(sizes, ranks_per_link)
     others = len(sizes) - ranks_per_link
     path = max(others * max(parts), ranks_per_link * (sum(sizes) - min(parts)))

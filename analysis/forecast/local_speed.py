@@ -32,9 +32,7 @@ class LocalConfiguration:
     """All plans at one number of nodes on one link.
 
     nodes: number of nodes.
-    bits_per_second: the link's speed.
     plans: times by the plan's name, those of `UNCOMPRESSED` first.
-    plan: the name of the plan to take.
     local_steps: how many to take between two exchanges, H; 0: none, as synchronous training waits little.
     judged: what a replay says of the plan; None of `UNCOMPRESSED`.
     """
@@ -140,12 +138,7 @@ class LocalSpeed:
 def forecast_local_speed(
     plans: Mapping[str, Plan], speed: SpeedForecast, recorded: int | None, *, progress: Progress | None = None
 ) -> LocalSpeed | None:
-    """Forecast local steps where they are worth a word.
-
-    recorded: local steps that a recorded pseudo-gradient adds up, H: all plans are forecast on all links. None:
-    gradients were recorded. The plans to choose from are forecast where no plan waits little. None: computing time is
-    not known, or of gradients, some plan waits little on every link.
-    """
+    """Forecast local steps, for recorded gradients only if plans wait; None: no computing time, or no need."""
     shown = [item for item in speed.configurations if recorded is not None or _all_wait(item, speed.compute_seconds)]
     if speed.compute_seconds is None or not shown:
         return None

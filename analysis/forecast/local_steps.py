@@ -23,8 +23,6 @@ CLOSE = 1.05  # of computing alone: what "next to computing alone" means
 class LocalSteps:
     """Times of one number of nodes on one link, in seconds.
 
-    nodes: that exchange.
-    bits_per_second: of the link.
     compute: of a step without any exchange.
     dense, compressed: of a step that exchanges its gradients, as plain DDP and through the plan.
     exchange: of one outer step, which exchanges the whole model through the plan while nothing is computed.
@@ -73,9 +71,7 @@ class LocalSteps:
         return self._least(self.compute / (1 - waiting))
 
     def waits(self, every: int) -> float:
-        """Compute the share of a step in which a worker waits, 0 to 1, codec time included; every 0: an exchange in
-        every step.
-        """
+        """Compute the share of a step in which a worker waits, 0 to 1, codec time included; every 0: no local steps."""
         return 1 - self.compute / (self.seconds(every) if every else self.compressed)
 
     @property

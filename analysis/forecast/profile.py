@@ -59,9 +59,7 @@ NOT_MEASURED = Profile(1e-9, "not known")
 def profile_of(
     artifact: Artifact, run: str | os.PathLike[str] | None = None, compute_seconds: float | None = None
 ) -> Profile:
-    """Collect the times that are known of an artifact's plan: from a run, from `compute_seconds`, and from its
-    replay.
-    """
+    """Collect the times that are known of an artifact's plan: from a run, `compute_seconds`, and its replay."""
     report = _read(Path(run)) if run is not None else None
     codec = _codec_of_replay(artifact.provenance)
     if report is not None and report.get("plan") == artifact.plan.digest:

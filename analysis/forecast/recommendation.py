@@ -26,7 +26,6 @@ LIKELY, BOLD = "likely", "bold"
 class Proposal(Jsonable):
     """A plan for a pilot, faster than what is recommended without one.
 
-    plan: its name.
     risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: few did, or
         there are too few to tell.
     seconds: of a step.
@@ -48,7 +47,6 @@ class Recommendation(Jsonable):
     seconds: of a step as recommended.
     dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
     max_loss: that was allowed: the final loss over dense training's, minus 1.
-    text: all of it in prose.
     proposals: faster plans than what is recommended, for a pilot: the one of less risk first.
     """
 

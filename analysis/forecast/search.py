@@ -41,9 +41,7 @@ class Measured:
 
 
 def bracket(known: Mapping[int, Measured], count: int) -> tuple[int, int]:
-    """Return the last position within the limit before the first outside (-1: none), and that first one (`count`:
-    none).
-    """
+    """Return the last position within the limit before the first outside (or -1), and that first one (or `count`)."""
     outside = min((place for place, one in known.items() if not one.within), default=count)
     return max((place for place in known if place < outside), default=-1), outside
 
@@ -74,12 +72,7 @@ def _rises(known: Mapping[int, Measured]) -> bool:
 
 @dataclass
 class Searched:
-    """What a search measured.
-
-    families: that were searched, by name.
-    replays: by family and position.
-    remarks: warnings, one line each.
-    """
+    """The replays of a search, by family and position, and its warnings."""
 
     families: Mapping[str, Family]
     max_loss: float

@@ -32,7 +32,6 @@ PLANS = BETWEEN, SHARDS, EVERY_RANK = "between nodes", "shards", "every rank"
 class Turn:
     """A stretch of a codec's code.
 
-    seconds: its time.
     requests: what it ends with. The last turn of an exchange has none.
     copy_seconds: the engine's time to pack the requests before it and to unpack their answers.
     """
@@ -153,9 +152,7 @@ class Node:
 class Clock:
     """The worker's time, and how far computing is; all in seconds.
 
-    compute: of the step, alone.
     speed: of computing and of codecs while both run: 1 with a core for each, 0.5 where they share one.
-    now: the worker's time.
     computed: how much of `compute` is done.
     waited: time of waiting for the network after computing was over.
     """
@@ -282,7 +279,7 @@ class Arriving:
     clock: Clock
 
     def answers(self) -> list[None]:
-        """Wait for all of them. None for each request."""
+        """Wait for all requests, and return None for each."""
         self.clock.wait_for_network(self.arrives)
         return [None] * self.count
 
@@ -299,10 +296,7 @@ def simulate(
     within: Within | None = None,
     ranks_per_link: int = 1,
 ) -> Step:
-    """Simulate one step. Buckets without any exchange are plain DDP.
-
-    within: what happens inside a node of several ranks; None: ranks are not taken together.
-    """
+    """Simulate one step. Buckets without any exchange are plain DDP."""
     _check(compute_seconds, world_size, speed)
     clock = Clock(compute_seconds, speed)
     wire = Wire(link, clock)

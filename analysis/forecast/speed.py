@@ -36,7 +36,6 @@ class Configuration(Jsonable):
     """All plans at one number of nodes on one link.
 
     nodes: number of nodes.
-    bits_per_second: the link's speed.
     dense_seconds: the fastest dense step.
     dense_way: its name; plain DDP's with one rank per node.
     half_seconds: the fastest one with gradients reduced in 16 bits.
@@ -155,9 +154,7 @@ def caution_lines(judged: Iterable[Judged]) -> list[str]:
 class SpeedForecast:
     """Forecasts of several plans on one network.
 
-    network: what the forecasts are made for.
     judged: what the replays say of the plans, by name.
-    forecasts: by the plan's name.
     configurations: every number of nodes with every link, the links of the first number of nodes first.
     max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
     """
@@ -239,9 +236,7 @@ class SpeedForecast:
         return " ".join(part for part in parts if part)
 
     def break_even_text(self, item: Configuration) -> str:
-        """Write a sentence on the link speeds at which the plan to take pays; empty if no plan is allowed or
-        forecast.
-        """
+        """Write a sentence on the link speeds at which the plan to take pays; empty if there is none."""
         half = item.taken is None and item.half_saves > SPEED_NOISE
         at = {
             name: node.half_break_even if half else node.break_even

@@ -144,10 +144,7 @@ def make_job(
     bucket_cap_mb: float | None = None,
     assigned: Sequence[Sequence[Layer]] | None = None,
 ) -> Job:
-    """Make DDP's buckets, with the exchanges that each starts.
-
-    assigned: the plan's layers by bucket; None: as `assign_buckets` has it.
-    """
+    """Make DDP's buckets, with the exchanges that each starts."""
     assigned = assign_buckets(plan.layers, bucket_cap_mb) if assigned is None else assigned
     ready = ready_seconds(assigned, compute_seconds)
     plain = tuple(Bucket(moment, _nbytes(bucket)) for moment, bucket in zip(ready, assigned, strict=True))
@@ -243,11 +240,8 @@ class Comparison:
 
 def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = None) -> Comparison:
     """Simulate a plan's step on one link, and the fastest one without compression, in 32 and in 16 bits.
-
-    With several ranks per node the plan runs as `Node.plans` says. Between nodes codecs' work is shared out among a
-    node's ranks, and its link carries what all of them send. Plain DDP's ring passes every node's link once each way.
-    Hierarchical averaging and native HSDP send what one rank per node would.
-    node: several ranks to a node; None: one.
+    Codecs' work is shared out among a node's ranks. Plain DDP's ring passes every node's link once each way;
+    hierarchical averaging and native HSDP send what one rank per node would.
     """
 
     dense, half, in_32_bits = _uncompressed(replace(job, buckets=(), rank_buckets=None), link, speed, node)
@@ -302,10 +296,7 @@ def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tupl
 
 def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> Step:
     """Simulate a step under FSDP2 in which backward stands still while a unit's shards are exchanged.
-
-    Computing waits for the unit's reduce-scatter inside the node and for its exchange between nodes, in which all ranks
-    of a node share its link. Only gathers of parameters, one before forward and one before backward, travel beside
-    computing.
+    Only gathers of parameters, one before forward and one before backward, travel beside computing.
     """
     mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
     halves = [node.half(bucket.nbytes) for bucket in job.dense_buckets]
@@ -325,9 +316,7 @@ def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:
 
 
 def break_even(saves: Callable[[float], float]) -> float | None:
-    """Find the highest link speed, in bits per second, up to which compression saves time; None: none; infinity:
-    any.
-    """
+    """Find the highest link speed, in bits per second, at which compression saves time; None: none; infinity: all."""
     slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
     grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]
     paying = [position for position, speed in enumerate(grid) if saves(speed) > _NOTHING]

@@ -87,10 +87,8 @@ def job_tape(job: Job) -> dict[str, Any]:
 def forecast_tapes(
     plans: Mapping[str, Plan], forecasts: Mapping[str, Forecast], progress: Progress | None = None
 ) -> dict[str, Any] | None:
-    """Write down the steps of several plans, at the forecasts' numbers of nodes and at others of `NODES`.
-
-    Other numbers are run dry once, and end where that takes long.
-    None: plans do not run between nodes.
+    """Write down the steps of plans at the forecasts' numbers of nodes and `NODES`; None if no plan runs between
+    nodes.
     """
     network = next(iter(forecasts.values())).network
     if network.node is not None and network.node.plans != BETWEEN:

@@ -34,9 +34,7 @@ class BucketTimes:
 
 
 def fit_bucket_times(sizes: np.ndarray, seconds: np.ndarray, *, positive: bool = True) -> BucketTimes:
-    """Fit T(b) by least squares to sizes (samples, buckets) in bytes and seconds (samples,). positive=False: the
-    paper's.
-    """
+    """Fit T(b) by least squares to sizes (samples, buckets) in bytes and seconds (samples,)."""
     from sklearn.linear_model import LinearRegression
 
     sizes, seconds = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)

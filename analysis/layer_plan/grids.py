@@ -87,9 +87,7 @@ def candidates_of_grid(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> tuple[dict[str, list[Candidate]] | None, int]:
-    """List what `fit_lgreco` chooses from, by layer name (None: the paper's grid), and the first position to measure
-    errors on.
-    """
+    """List candidates by layer name (None: the paper's grid), and the first position to measure errors on."""
     build_settings(codecs.get(codec), reference)
     if grid not in ("paper", "own"):
         raise GradlabError(f"grid {grid!r}, expected 'paper' or 'own'")

@@ -377,10 +377,7 @@ def _indices(problem: Problem, varied: str, value: float) -> dict[str, int]:
 
 
 def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
-    """Give the table's layers of a base plan their chosen candidates; its other layers stay as they are.
-
-    choice: (layers of the table,), an index of the candidates each.
-    """
+    """Give the table's layers of a base plan their chosen candidates, indices (layers of the table,)."""
     chosen = {t.layer.name: t.candidates[index] for t, index in zip(table.layers, choice, strict=True)}
     others = tuple(group for group in base.groups if not set(group.layers) & set(chosen))
     compressed = [(name, candidate) for name, candidate in chosen.items() if candidate.codec != "identity"]

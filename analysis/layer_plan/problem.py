@@ -17,7 +17,6 @@ from gradlab.knapsack import allocate
 class Problem:
     """What a plan by layer is chosen from.
 
-    table: errors.
     costs: per layer (candidates,).
     reference: (layers,), index of the uniform plan's candidate.
     weights: (layers,), factors of the costs when a plan is chosen; None for 1.
@@ -42,10 +41,7 @@ class Problem:
         return self.table.errors(metric, windows, np.where(units > 0, units, 1.0))
 
     def alone(self, errors: Rows, budget: float) -> dict[str, float]:
-        """Cost of the best plan within the budget of one codec and dense layers, by codec.
-
-        A codec that cannot keep the budget is left out. Where there is but one codec, nothing is returned.
-        """
+        """Compute the cost of the best plan of one codec and dense layers, by codec; empty for one codec."""
         kinds = [np.array([candidate.codec for candidate in t.candidates]) for t in self.table.layers]
         names = sorted({str(name) for row in kinds for name in row} - {"identity"})
         best: dict[str, float] = {}

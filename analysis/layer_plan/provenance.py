@@ -38,11 +38,7 @@ class PlanErrors(Jsonable):
 class LayerSetting(Jsonable):
     """What one layer got, beside the uniform plan's setting.
 
-    name: of the layer.
-    numel: the layer's elements.
     chosen: codec and settings, as a text.
-    codec: the codec's id.
-    settings: of the codec.
     cost, uniform_cost: in the unit of the fit's cost.
     relative_error, uniform_relative_error: on the windows chosen on, shares of the gradient's l2 norm.
     """
@@ -62,8 +58,6 @@ class LayerSetting(Jsonable):
 class LgrecoProvenance(Jsonable):
     """How a plan by layer was made; its JSON is the artifact's metadata.
 
-    method: "lgreco".
-    trace: digest of the trace.
     size, uniform_size: cost of the plan and of the uniform plan; with a step, predicted seconds.
     gap: share of its size that the plan may be too large by; 0: no plan is smaller.
     gain: uniform_size / size.
@@ -72,7 +66,6 @@ class LgrecoProvenance(Jsonable):
     relative_error: of both plans.
     windows: first and last iteration of each window.
     windows_chosen_on: how many of them, from the first, the plan was chosen on.
-    layers: what every layer got.
     codec, reference: the uniform plan's codec and settings.
     alpha: the error allowed, in the uniform plan's; None: a budget was given.
     budget: the error allowed, summed over layers.

@@ -43,9 +43,7 @@ def loss_sensitivity(
     *,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """Measure the loss of one short run per layer and candidate, and of one without compression; `run` is
-    deterministic.
-    """
+    """Measure the loss of one short, deterministic run per layer and candidate, and of one without compression."""
     known = {layer.name for layer in layers}
     if strangers := sorted(set(candidates) - known):
         raise GradlabError(f"sensitivity: no layer {strangers[0]!r} in the model")
@@ -72,9 +70,7 @@ def _alone(layers: Sequence[Layer], name: str, candidate: Candidate) -> Plan:
 
 
 def correlations(errors: Sequence[np.ndarray], differences: Sequence[np.ndarray]) -> dict[str, list[Any]]:
-    """Correlate errors and loss differences (candidates,) over layers: Pearson's (Fig. 11a) and Spearman's with
-    intervals.
-    """
+    """Correlate errors and loss differences (candidates,) over layers: Pearson (Fig. 11a), Spearman, intervals."""
     from scipy import stats
 
     lengths = {len(row) for row in (*errors, *differences)}

@@ -114,10 +114,7 @@ class StepTimes:
         self._known: dict[bytes, float] = {}
 
     def job(self, choice: np.ndarray) -> Job:
-        """What a choice's step consists of, before the link is known.
-
-        Where ranks share a core, codecs take longer, as in `gradlab.analysis.forecast.forecast`.
-        """
+        """Prepare a choice's step before the link is known; codecs that share a core take longer."""
         plan, network = self.plan_of(choice), self.network
         job = make_job(
             plan,
@@ -149,11 +146,8 @@ def fastest_plan(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> FastestPlan:
-    """Take the shortest step of the plans that several objectives lead to.
-
-    The objectives are bytes, seconds as if nothing were hidden, the linear priority of appendix A, and regressions of
-    predicted steps on the buckets' seconds.
-    errors: per layer (candidates,).
+    """Take the shortest step of the plans that several objectives lead to: bytes, seconds as if nothing were hidden,
+    the linear priority of appendix A, and regressions of predicted steps on the buckets' seconds.
     """
     table = problem.table.layers
     layers, cap = times.plan_of(problem.reference).layers, times.network.bucket_cap_mb
@@ -260,10 +254,7 @@ def _rest_seconds(problem: Problem, times: StepTimes, numbers: Mapping[str, int]
 
 
 def _floors(problem: Problem, times: StepTimes) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per layer (candidates,): seconds of the bytes that a rank sends alone, and seconds of the codec.
-
-    Where ranks share a core, the codec's are as many times longer.
-    """
+    """Compute seconds of the bytes that a rank sends alone, and of the codec, each per layer (candidates,)."""
     crowding = times.network.crowding
     sent, worked = [], []
     for t in problem.table.layers:

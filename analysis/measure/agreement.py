@@ -9,9 +9,7 @@ import numpy as np
 
 
 def rank_cosine(inner: np.ndarray) -> np.ndarray:
-    """Compute the mean cosine over pairs of ranks, (T,), from inner products (T, N, N); NaN if N = 1 or a gradient is
-    zero.
-    """
+    """Compute the mean cosine over pairs of ranks, (T,), from inner products (T, N, N); NaN for N = 1."""
     norms = np.sqrt(np.einsum("tnn->tn", inner))
     scale = norms[:, :, None] * norms[:, None, :]
     cosines = np.divide(inner, scale, out=np.full_like(inner, np.nan), where=scale > 0)

@@ -133,13 +133,9 @@ class TopOverlap(Jsonable):
 class LayerBetweenRanks(Jsonable):
     """One layer's measurements at T iterations.
 
-    name, role: the layer's.
-    numel: its elements.
     values: number of them that were sampled.
     iterations: (T,).
     pairs: of ranks.
-    histograms: by number of bins.
-    estimators: by method.
     lags: copula information over the distance in recorded iterations.
     top_indices: overlap of the ranks' largest values.
     cosine: mean over pairs, (T,).
@@ -166,10 +162,7 @@ class LayerBetweenRanks(Jsonable):
 
 @dataclass(frozen=True)
 class TraceBetweenRanks(Jsonable):
-    """Measurements of several layers; information in bits per parameter.
-
-    shift, shift_iterations: of the shifted null, in positions of the trace and in iterations (median).
-    """
+    """Measurements of layers, in bits per parameter; shift, shift_iterations: of the shifted null."""
 
     settings: BetweenRanks = field(metadata={"json": False})
     world_size: int
@@ -194,9 +187,7 @@ def measure_between_ranks(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceBetweenRanks:
-    """Measure what ranks share of each layer's gradient, in bits per parameter; layers None: two or more dimensions and
-    256 values.
-    """
+    """Measure what ranks share of each layer's gradient, in bits per parameter."""
     chosen = settings or BetweenRanks()
     shift = _require(trace, chosen)
     named = [trace.layer(name) for name in layers] if layers is not None else list(trace.layers)
@@ -245,8 +236,7 @@ def rank_pairs(world_size: int, most: int, generator: np.random.Generator) -> li
 
 
 def sampled_columns(numel: int, values: int) -> list[slice]:
-    """Stretches of equal length, evenly spread over a layer, that hold `values` elements in all; the whole layer if it
-    is no larger."""
+    """Choose stretches of equal length, evenly spread, that hold `values` elements, or the whole layer."""
     if numel <= values:
         return [slice(0, numel)]
     length = values // _STRETCHES

@@ -45,10 +45,7 @@ class AgeCurve(Jsonable):
 
 @dataclass(frozen=True)
 class HoldOut(AgeCurve):
-    """The pooled curve, and those of single groups by name.
-
-    ages: first and last age in iterations of each bin; steps: number of held-out iterations in each.
-    """
+    """The pooled curve, and those of single groups; ages: first and last age of each bin; steps: held out in each."""
 
     ages: list[tuple[int, int]]
     steps: list[int]

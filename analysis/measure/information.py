@@ -102,8 +102,7 @@ def estimate_information(
     blocks: int | None = None,
 ) -> InformationEstimate:
     """Estimate `mutual_information` with an interval, from how it differs between blocks of successive samples.
-    The variance falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019). For "copula" the interval is Fisher's z of
-    rho.
+    The variance falls as 1 / n (Holmes & Nemenman, PRE 100, 022404, 2019). "copula" takes Fisher's z of rho.
     """
     first, second = _pair(x, y)
     if method == "histogram":
@@ -182,9 +181,7 @@ class NeighborEstimate:
 def neighbor_information(
     x: np.ndarray | Variable, y: np.ndarray | Variable, neighbors: int = _NEIGHBORS
 ) -> NeighborEstimate:
-    """Estimate `mutual_information` by "mixed", with the standard error of its terms, which depend little on each
-    other.
-    """
+    """Estimate `mutual_information` by "mixed", with the standard error of its nearly independent terms."""
     first, second = _pair(x, y)
     _estimator("mixed", len(first), None, neighbors)
     terms, _ = neighbor_terms(first, second, neighbors)

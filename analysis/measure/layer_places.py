@@ -15,9 +15,7 @@ FIRST, LAST, AFTER_ADDITION = "first", "last", "after a residual addition"
 
 
 def layer_places(trace: Trace, after_addition: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return marks by layer name. First and last are among layers of two or more dimensions, in the parameters'
-    order.
-    """
+    """Return marks by layer name; first and last are among layers of two or more dimensions."""
     names = [layer.name for layer in trace.layers]
     matrices = [layer.name for layer in trace.layers if len(layer.shape) > 1] or names
     patterns = list(after_addition)

@@ -131,8 +131,7 @@ def gaussian_floor(
     variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS, samples: int | None = None
 ) -> np.ndarray:
     """Compute the least bits per value, (E,), at squared errors relative to the energy, for variances (n,).
-    The log of a mean square of m normal values is (log(m / 2) - psi(m / 2)) too low; half of that is added above the
-    water.
+    The log of a mean square of m normal values is (log(m / 2) - psi(m / 2)) too low; half of it is added.
     """
     total, count = float(variances.sum()), len(variances)
     if not total > 0:
@@ -257,9 +256,7 @@ def _some_slices(row: np.ndarray, layer: Layer, size: int) -> np.ndarray:
 
 
 def place_plans(limits: Limits, replays: Mapping[str, Replay], plans: Mapping[str, Plan]) -> tuple[PlanPoint, ...]:
-    """Return bits per value and relative squared error of replayed plans, by layer; groups of several layers are left
-    out.
-    """
+    """Return bits per value and relative squared error of replayed plans, by layer of groups of one layer."""
     rows = {row.name: row for row in limits.layers}
     points = []
     for name, plan in plans.items():

@@ -34,9 +34,7 @@ _UNRESOLVED = 0.05  # share of neighbourhoods that are the same samples in x and
 
 
 def neighbor_terms(x: Variable, y: Variable, neighbors: int) -> tuple[np.ndarray, float]:
-    """Compute the terms (n,) whose mean is I(x; y), in bits, and the share of neighbourhoods with the same samples in x
-    and y.
-    """
+    """Compute the terms (n,) whose mean is I(x; y), in bits, and the share of neighbourhoods equal in x and y."""
     count = len(x)
     if x.constant or y.constant:
         return np.zeros(count), 0.0

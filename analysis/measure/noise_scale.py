@@ -81,7 +81,6 @@ class ExpectedAgreement(Jsonable):
 class RankCount(Jsonable):
     """What N ranks have in common, each with the recorded batch.
 
-    nodes: N.
     redundancy_bits: bits per value and rank, see `redundancy`.
     signal_share_of_mean: share of the energy of the mean over ranks that is the true gradient's.
     """
@@ -127,9 +126,7 @@ def noise_scale(inner: np.ndarray, *, level: float = 0.95) -> NoiseScale:
 
 
 def _share_of_signal(inner: np.ndarray, level: float) -> SeriesMean:
-    """Estimate signal / (signal + noise), a ratio of means, by the delta method (Cochran, "Sampling techniques", 1977,
-    2.11).
-    """
+    """Estimate signal / (signal + noise) by the delta method (Cochran, "Sampling techniques", 1977, 2.11)."""
     signal, noise = signal_and_noise(inner).T
     energy = signal + noise
     if not energy.mean() > 0:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 def distortion_at(variances: np.ndarray, bits: float) -> float:
-    """Compute the least expected squared error of a vector coded in `bits` bits, summed over components; variances:
-    (n,).
-    """
+    """Compute the least expected squared error of a vector of variances (n,) coded in `bits` bits, summed."""
     positive = _positive(variances)
     if not bits >= 0:
         raise GradlabError(f"rate-distortion: {bits} bits, expected 0 or more")
@@ -60,9 +58,8 @@ def rate_of_mean(relative_error: float, correlation: float, ranks: int) -> float
     """Compute bits per value and rank that suffice for the mean over N ranks at relative squared error D, in (0, 1].
 
     Berger and Tung's scheme (Wagner, Tavildar & Viswanath, IEEE Trans. Inf. Theory 54, 2008, section II): each rank
-    adds noise of variance q to values of variance v. With a = 1 + (N - 1) rho, D = q / (a v + q), and the ranks
-    together take log2(1 + a v / q) / 2 + (N - 1) log2(1 + (1 - rho) v / q) / 2 bits. Without correlation that is log2(1
-    / D) / 2 each.
+    adds noise of variance q to values of variance v. With a = 1 + (N - 1) rho, D = q / (a v + q), and all ranks take
+    log2(1 + a v / q) / 2 + (N - 1) log2(1 + (1 - rho) v / q) / 2 bits, log2(1 / D) / 2 each without correlation.
     """
     if not (0 < relative_error <= 1 and 0 <= correlation <= 1 and ranks >= 1):
         raise GradlabError(

@@ -85,9 +85,7 @@ def bits_per_iteration(parameters: int, blocks: int, workers: int) -> dict[str, 
 
 
 def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
-    """Count Table 1: bits of the codecs' payloads for one gradient, push and pull, of all workers; tensors: (numel,)
-    each.
-    """
+    """Count Table 1: bits of payloads for one gradient, push and pull, of all workers; tensors: (numel,) each."""
     vectors = [torch.from_numpy(np.ascontiguousarray(tensor)) for tensor in tensors]
     whole, numels = torch.cat(vectors), [vector.numel() for vector in vectors]
     bare, blocks = Sign(Sign.Settings(scale="one")), Sign().for_layers([(numel,) for numel in numels])
@@ -97,17 +95,13 @@ def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
 
 
 def candidate_sizes(numel: int) -> list[int]:
-    """List block sizes for a tensor: its size, then powers of two below it down to 16, so that tensors can share a
-    group.
-    """
+    """List block sizes for a tensor: its size, then powers of two below it down to 16, which tensors can share."""
     below = (1 << bit for bit in reversed(range(max(1, numel - 1).bit_length())))
     return [max(1, numel), *(size for size in below if _SMALLEST_BLOCK <= size < numel)]
 
 
 def share_out_blocks(numels: Sequence[int], kept: Sequence[Sequence[float] | np.ndarray], scales: int) -> list[int]:
-    """Choose a candidate for each tensor, so that at most `scales` blocks keep much energy: greedy, by energy per added
-    scale.
-    """
+    """Choose a candidate per tensor, greedily by energy per added scale, for at most `scales` blocks."""
     counts = [[-(-numel // size) for size in candidate_sizes(numel)] for numel in numels]
     least = sum(count[0] for count in counts)  # one each; a tensor without elements has none
     if scales < least:
@@ -203,8 +197,7 @@ def measure_sign_blocks(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> SignBlocks:
-    """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer. Every tensor of a rank's gradient is a
-    block.
+    """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer.
     The paper compresses gradients with residuals, which a trace does not hold.
     """
     window = window or -(-len(trace.steps) // 20)
@@ -286,14 +279,7 @@ def _mean_known(values: np.ndarray) -> np.ndarray:
 
 
 class BlockStatistics:
-    """Sums over the gradients seen.
-
-    numels: of the tensors; count: of gradients; kept: by tensor, energy by candidate.
-
-    numels: of the tensors.
-    tensors: sums by tensor.
-    windows: (G,), the number of the window that each gradient belongs to.
-    """
+    """Sums over `count` gradients; kept: by tensor, energy by candidate; windows: (G,), the window of each gradient."""
 
     def __init__(self, numels: Sequence[int], tensors: Sequence[_TensorSums], windows: np.ndarray) -> None:
         self.numels = list(numels)

@@ -47,11 +47,7 @@ class LayerCycle(Jsonable):
 
 @dataclass(frozen=True)
 class TrainingCycle(Jsonable):
-    """The iterations of all layers that a plan compresses: Fig. 6.
-
-    iterations: replayed.
-    layers: by name.
-    """
+    """The iterations of all layers that a plan compresses, by name: Fig. 6."""
 
     iterations: tuple[int, ...]
     layers: dict[str, LayerCycle]
@@ -64,11 +60,7 @@ class TrainingCycle(Jsonable):
 
 @dataclass(frozen=True)
 class LossOverTime(Jsonable):
-    """A curve of Fig. 7a.
-
-    seconds: since training began, at the end of each iteration.
-    loss: mean over ranks.
-    """
+    """A curve of Fig. 7a: seconds since training began, at the end of each iteration; loss: mean over ranks."""
 
     seconds: tuple[float, ...]
     loss: tuple[float, ...]
@@ -77,9 +69,7 @@ class LossOverTime(Jsonable):
 def training_cycle(
     trace: Trace, plan: Plan, *, start: int = 0, stop: int | None = None, progress: Progress | None = None
 ) -> TrainingCycle:
-    """Find out what each iteration of a recording is under a plan, by the code that trains: votes and d depend on
-    gradients.
-    """
+    """Find out what each iteration of a recording is under a plan, by the code that trains."""
     stop = len(trace.steps) if stop is None else stop
     check_replay(trace, plan, start, stop)
     lockstep = lockstep_of(trace, plan)
@@ -138,9 +128,8 @@ def recorded_losses(trace: Trace) -> np.ndarray:
 
 
 def loss_over_time(losses: np.ndarray, compressed: np.ndarray, dense_seconds: float, seconds: float) -> LossOverTime:
-    """Lay recorded losses (T,) over seconds: Fig. 7a. `compressed` (T,) marks the iterations that take the plan's step
-    time.
-    The recorded run's losses stand for the plan's, as the paper's three systems take the same iterations.
+    """Lay recorded losses (T,) over seconds: Fig. 7a. `compressed` (T,) marks iterations of the plan's step time.
+    The recorded losses stand for the plan's, as the paper's three systems take the same iterations.
     """
     steps = np.where(compressed, seconds, dense_seconds)
     return LossOverTime(tuple(np.cumsum(steps).tolist()), tuple(losses.tolist()))

@@ -69,8 +69,8 @@ class ErrorTable:
     trace_digest: str
 
     def errors(self, metric: str, windows: slice | None = None, units: np.ndarray | None = None) -> list[np.ndarray]:
-        """Compute mean errors over windows, (candidates,) by layer; infinity if one is not finite. units: (windows,),
-        or None for 1.
+        """Compute mean errors over windows, (candidates,) by layer, in `units` (windows,); infinity if one is not
+        finite.
         """
         chosen = windows or slice(None)
         ones = np.ones(len(self.windows)) if units is None else units
@@ -78,9 +78,7 @@ class ErrorTable:
         return [np.where(np.isfinite(row), row, np.inf) for row in rows]
 
     def by_window(self, choice: Sequence[int] | np.ndarray, metric: str) -> np.ndarray:
-        """Compute a plan's error in each window, summed over layers, (windows,); choice: (layers,), indices of
-        candidates.
-        """
+        """Compute a plan's error in each window, (windows,), summed over layers; choice: (layers,) of candidates."""
         return np.sum([t.errors(metric)[:, c] for t, c in zip(self.layers, choice, strict=True)], axis=0)
 
     def relative_error(self, choice: Sequence[int] | np.ndarray, metric: str, windows: slice | None = None) -> float:

@@ -125,11 +125,7 @@ def replay_plans(
 
 @dataclass(frozen=True)
 class _Work:
-    """A plan to replay.
-
-    plan: as it was asked for; held: of the layers as the trace holds them; parts: names of groups that are replayed
-    together, None for the whole plan; sizes: values of each part.
-    """
+    """A plan to replay; held: of the layers as the trace holds them; parts: groups replayed together; sizes: values."""
 
     plan: Plan
     held: Plan
@@ -470,9 +466,7 @@ def _with_settings(name: str, texts: Sequence[str]) -> str:
 
 
 def _shown(chosen: Any, main: int | None = None) -> list[_Shown]:
-    """List the settings that are shown, in the order of the fields: `main` leading ones, and those that are not
-    defaults.
-    """
+    """List the settings that are shown, in the order of the fields: `main` leading ones, and non-defaults."""
     rows = [(_Shown(field.name, getattr(chosen, field.name)), field.default) for field in fields(chosen)]
     main = (len(rows) if len(rows) <= _FEW_SETTINGS else 0) if main is None else main
     return [

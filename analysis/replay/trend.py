@@ -43,9 +43,7 @@ class Trend(Jsonable):
 
 
 def trend(iterations: Sequence[int], values: Sequence[float]) -> Trend | None:
-    """Fit a line to finite values (n,) over rising iterations (n,): its slope with an interval; None for fewer than 12
-    values.
-    """
+    """Fit a line to values (n,) over rising iterations (n,): its slope with an interval; None for fewer than 12."""
     count = len(values)
     if count < FEWEST:
         return None

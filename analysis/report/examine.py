@@ -278,10 +278,7 @@ def _take(examination: Examination, tried: Tried, trace: Trace, for_page: bool, 
 
 
 def replay_start(trace: Trace, look: Look = THOROUGH) -> int:
-    """Find the position from which plans are replayed for a report.
-
-    The last steps are replayed, as many as take little time.
-    """
+    """Find the position from which plans are replayed for a report: the last steps, as many as take little time."""
     return max(0, len(trace.steps) - look.replays.iterations(_values_per_step(trace)))
 
 

@@ -13,10 +13,7 @@ from gradlab.formatting import format_count, format_percent, format_ratio
 
 
 def local_steps_section(data: Mapping[str, Any]) -> Section | None:
-    """Make the page, with a row per number of nodes, link and plan.
-
-    None: nothing is forecast, or no pseudo-gradients were recorded.
-    """
+    """Make the page, a row per number of nodes, link and plan; None without forecasts of pseudo-gradients."""
     local: LocalSpeed | None = data.get("local_steps")
     if local is None or local.recorded is None:
         return None

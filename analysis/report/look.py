@@ -13,10 +13,7 @@ from gradlab.jsonable import Jsonable
 
 @dataclass(frozen=True)
 class Bounded(Jsonable):
-    """A number of iterations that follows from how many values each of them holds.
-
-    fewest, most: iterations; values: over all ranks, at most, where that leaves `fewest` iterations.
-    """
+    """A number of iterations that follows from `values` over all ranks, between `fewest` and `most`."""
 
     fewest: int
     most: int
@@ -41,7 +38,6 @@ class Look(Jsonable):
     figures: of a section, the first ones; None: all.
     layer_figures: layers, the largest, that have figures of their own: drawing one takes about as long as measuring the
         layer.
-    formats: of figures.
     """
 
     quick: bool = False

@@ -41,8 +41,6 @@ from gradlab.version import VERSION
 class Drawing:
     """A figure that is not drawn yet.
 
-    name: the name of its files.
-    title, caption: shown with it.
     draw: makes the figure. It is called inside `gradlab.analysis.figures.style.drawing`.
     """
 
@@ -57,7 +55,6 @@ class Table:
     """A table of text cells. The first column names the row.
 
     title, note: shown above and below it.
-    columns: the heads.
     rows: the cells, one per column.
     text_columns: number of leading columns that hold words instead of numbers.
     links: anchors in the page that a row's name leads to, by the names.
@@ -88,9 +85,6 @@ class Section:
     """One question with its answer, on a page of its own when printed, or one part of what answers it.
 
     name: the name of its anchor in the page.
-    title: the question.
-    answer: a sentence or two.
-    tables, drawings: shown after the answer.
     parts: what folds out beneath, with all that was measured. A section without parts folds its own tables and figures.
     of_layer: whether it shows one layer alone.
     """
@@ -122,9 +116,7 @@ class Page:
     title, verdict: its first two lines.
     brief: what stands in place of the verdict in the page, in short; empty: the verdict.
     data: plain JSON, written to report.json.
-    warnings: one line each.
     facts: names with values, about the recording or the runs.
-    sections: in order.
     formats: of the figures' files, "svg" and perhaps "pdf".
     play: plain JSON from which the page's script computes steps on the reader's own network, see `playable_data`; it
         stands in the first section. None: there is nothing to play with.
@@ -239,10 +231,7 @@ def _in_script(value: Any) -> str:
 
 
 def inline_svg(svg: bytes, name: str, title: str) -> str:
-    """Turn an SVG file into an element for HTML, with ids that no other figure has.
-
-    Prolog, metadata, style and namespaces are left out.
-    """
+    """Turn an SVG file into an element for HTML, without prolog, metadata and style, and with ids of its own."""
     text = svg.decode()
     text = text[text.index("<svg") :]
     # Metadata name vocabularies by address; a figure's style sheet would style the whole page.

@@ -148,10 +148,7 @@ def _plan_table(data: Json) -> Table:
 
 
 def _sent(data: Json, plan: str) -> tuple[str, str, str]:
-    """Bytes that a rank sends, and how many times fewer than plain DDP's in 32 and in 16 bits.
-
-    Between the first number of nodes, where steps are forecast; else between the recorded ranks.
-    """
+    """Return bytes that a rank sends, and how many times fewer than plain DDP's in 32 and in 16 bits."""
     if _asked(data) is None or plan not in data["payoff"].forecasts:
         summary = data["replays"][plan]["summary"]
         return format_bytes(summary["wire_bytes_per_step"]["mean"]), *Saving.read(summary).cells

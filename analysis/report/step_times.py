@@ -22,10 +22,7 @@ Json = Mapping[str, Any]
 
 
 def step_times_section(data: Json) -> Section | None:
-    """Make the page: every plan on every number of nodes and link, and the links below which it pays.
-
-    None: nothing is forecast.
-    """
+    """Make the page of every plan on every number of nodes and link; None if nothing is forecast."""
     speed: SpeedForecast | None = data.get("payoff")
     if speed is None:
         return None

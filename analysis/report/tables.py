@@ -155,9 +155,7 @@ def _comparison_rows(runs: Mapping[str, Any], replays: Mapping[str, Any]) -> lis
 
 
 def median_errors(replay: Mapping[str, Any] | None, run: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Compute the median contribution error, predicted and observed, as shares of the compressor input's norm, or
-    None.
-    """
+    """Compute the median contribution error, predicted and observed, as shares of the input's norm, or None."""
     observed = observed_series(run)
     if replay is None:
         return None, median_or_none(observed[1])
@@ -294,7 +292,7 @@ def slice_structure_table(structure: Mapping[str, Any]) -> Table:
 
 
 def sign_table(blocks: Mapping[str, Any]) -> Table:
-    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks. A row per method, with bits per iteration."""
+    """Compute Table 1 of dist-EF-blockSGD for the recorded model and ranks: bits per iteration, a row per method."""
     bits = blocks["bits_per_iteration"]
     dense = bits["full-precision SGD"]
     counted = blocks["counted_bits_per_iteration"]
@@ -331,10 +329,7 @@ def _structure_row(layer: Mapping[str, Any]) -> list[str]:
 
 
 def _at_and_beside(slice_sizes: Mapping[str, Any] | None) -> tuple[float | None, float | None]:
-    """Compute the median losses of Fig. 5 on later iterations.
-
-    The first is at multiples of the period, the second at the sizes next to each.
-    """
+    """Compute the median later losses of Fig. 5 at multiples of the period, and at the sizes next to each."""
     at, beside = [], []
     multiples, losses = (slice_sizes["multiples"], slice_sizes["later_loss"]) if slice_sizes else ([], [])
     for position, multiple in enumerate(multiples):

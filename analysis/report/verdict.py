@@ -32,10 +32,7 @@ _COLLAPSED = 0.05  # spread of codes over their size
 
 
 def step_seconds(run: Mapping[str, Any]) -> float | None:
-    """Return a run's seconds per step: as reported, else computing plus waiting for the exchange.
-
-    None: the report holds no times.
-    """
+    """Return a run's seconds per step: as reported, else computing plus waiting; None without times."""
     if run.get("step_seconds"):
         return float(run["step_seconds"])
     times = run.get("time") or {}
@@ -270,9 +267,7 @@ def lgc_warnings(measured: LgcMeasurement) -> list[str]:
 
 def replay_verdict(replays: Mapping[str, Any]) -> str:
     """Say which replayed plan's similar methods trained best, judged on iterations after its fit.
-
-    Plans that apply gradients of earlier steps and plans that do not are judged by different cosines
-    (`Replay.judgement`), so what trainings with similar cosines ended at decides, and the cosine between equals.
+    Plans with and without memory have different cosines, so similar trainings' losses decide, then the cosine.
     """
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     unknown = [name for name, summary in summaries.items() if summary["contribution_error"] is None]

@@ -51,7 +51,6 @@ class Fitting:
 
     epochs: the most passes over the iterations learned from.
     patience: epochs without a smaller error on the iterations that say when to stop.
-    learning_rate: of Adam.
     batch: iterations per step of Adam.
     """
 
@@ -87,11 +86,7 @@ class LgcOptions(LgcRecipe):
 
 @dataclass(frozen=True)
 class EpochErrors(Jsonable):
-    """Squared errors after an epoch, as shares of the error of sending zeros, on two parts of the trace.
-
-    learned: on the iterations learned from.
-    stop: on those that say when to stop.
-    """
+    """Squared errors after an epoch, as shares of sending zeros, on iterations learned from and those that stop."""
 
     learned: float
     stop: float
@@ -101,7 +96,6 @@ class EpochErrors(Jsonable):
 class CodeScore(Jsonable):
     """A way to send the selected values, tried on the iterations held out.
 
-    name: of the code.
     error: squared error, as a share of the error of sending zeros.
     payload_bytes: of an iteration, mean over ranks.
     wire_bytes: of an iteration, that rank 0 sends.
@@ -145,14 +139,11 @@ class LgcMeasurement(Jsonable):
     """How an autoencoder was learned, and its error on later iterations beside that of codes without learning.
 
     pattern: "ring" or "server".
-    trace: digest of the recording.
     world_size: ranks recorded.
     selected: values that a rank selects in an iteration.
     settings: of the codec, those that were given.
     most_error: the codec's; with a larger error training does without the autoencoder. It is not written.
-    fitting: how the autoencoder was learned.
     iterations: in each part of the trace.
-    curve: errors of each epoch.
     code_spread: how much codes of consecutive iterations differ, relative to their norm.
     codes: the autoencoder, then those without learning.
     holdout: the autoencoder's error by age.
@@ -182,9 +173,7 @@ class LgcMeasurement(Jsonable):
 
     @property
     def better(self) -> CodeScore | None:
-        """Return the best code with at most 5 % more bytes than the autoencoder's, on the wire too; None if that is
-        better.
-        """
+        """Return the best code with at most 5 % more bytes than the autoencoder's, or None if that is better."""
         payload, wire = _EQUAL * self.autoencoder.payload_bytes, _EQUAL * self.autoencoder.wire_bytes
         rivals = [code for code in self.codes[1:] if code.payload_bytes <= payload and code.wire_bytes <= wire]
         best = min(rivals, key=lambda code: code.error)

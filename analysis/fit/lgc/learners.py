@@ -50,10 +50,7 @@ class Inputs:
 
 
 class Learner(ABC):
-    """An autoencoder with its loss, error and bytes; weights are passed in.
-
-    architecture: of the autoencoder.
-    """
+    """An autoencoder with its loss, error and bytes; weights are passed in."""
 
     architecture: Architecture
 
@@ -166,9 +163,7 @@ def _scale_bytes(settings: LearnedSettings, numels: Sequence[int]) -> int:
 def reconstruction_errors(
     learner: Learner, selections: Selections, *, optimizer: str = "adam", learning_rate: float = 1e-3, seed: int = 0
 ) -> list[float]:
-    """Learn online as LGC does (Fig. 14); return each iteration's error before it is learned from, as a share of
-    zeros'.
-    """
+    """Learn online as LGC does (Fig. 14); return each iteration's error before its step, as a share of zeros'."""
     generator, errors, state = seeded_generator("lgc", seed), [], Tensors()
     inputs, weights = learner.inputs(selections), learner.architecture.initial(generator)
     for index in range(len(inputs)):

@@ -26,7 +26,6 @@ _BLOCK = 4  # values per float of a code that has a quarter of the floats
 class Code:
     """A way to send selected values.
 
-    name: what a table calls it.
     decoded: gives the values (T, K, n) after decoding.
     payload_bytes: per rank, mean over ranks, without the positions.
     wire_bytes: the part that rank 0 sends.
@@ -41,11 +40,8 @@ class Code:
 def codes_without_learning(
     learned: Selections, selections: Selections, world_size: int, code_numel: int, in_order: bool = False
 ) -> list[Code]:
-    """List the codes that an autoencoder is compared with.
-
-    They are zeros; the largest quarter; block means of 4, in order and sorted; PCA; int8 and int4, rank by rank. At
-    shared positions the leader's values decide which are largest and how values are sorted, the leader sends that order
-    once, and values are reduced. At positions of its own each rank does so for itself, and values are gathered.
+    """List the codes that an autoencoder is compared with: zeros, a quarter, block means, PCA, int8 and int4.
+    At shared positions the leader sends the order once, and values are reduced; else each rank sends its own.
     """
     count, shared = selections.count, selections.shared
     quarter = -(-count // _BLOCK)

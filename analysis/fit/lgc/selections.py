@@ -88,7 +88,7 @@ class Selections:
 
 
 def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = None) -> Selections:
-    """Run the plan's autoencoder group over the whole trace, and collect what it selects. Values are sent as they are."""
+    """Run the plan's autoencoder group over the whole trace, and collect what it selects, sent uncoded."""
     if trace.world_size < 2:
         raise GradlabError(
             f"{trace.path}: holds one rank's gradients, or averages alone; an autoencoder learns from each rank's own"

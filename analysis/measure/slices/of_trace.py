@@ -102,10 +102,7 @@ class LayerStructure(Jsonable):
 
 @dataclass(frozen=True)
 class SliceStructure(Jsonable):
-    """The slice structure of several layers of a trace.
-
-    tolerance: see `staleness`; fitted_on, held_out_on: iterations; windows: first and last iteration of each.
-    """
+    """The slice structure of several layers; fitted_on, held_out_on: iterations; windows: first and last of each."""
 
     tolerance: float
     layers: tuple[LayerStructure, ...]
@@ -117,9 +114,8 @@ class SliceStructure(Jsonable):
 
 @dataclass(frozen=True)
 class _Positions:
-    """The positions of a trace that are read.
-
-    fit, windows: ranges [first, stop); later: (n,), held out; read: all of these, (m,).
+    """Positions of a trace that are read: fit, windows: ranges [first, stop); later: (n,), held out; read: all,
+    (m,).
     """
 
     fit: tuple[int, int]

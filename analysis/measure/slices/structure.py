@@ -60,10 +60,7 @@ class DimensionRule:
 
 @dataclass(frozen=True)
 class Basis:
-    """PCA of one slice's samples. mean: (K,); eigenvalues: (R,), largest first; axes: (K, R), orthonormal.
-
-    R is at most T - 1, and 0 for a slice that never changes.
-    """
+    """PCA of one slice's samples. mean: (K,); eigenvalues: (R,), largest first; axes: (K, R), orthonormal; R < T."""
 
     mean: np.ndarray
     eigenvalues: np.ndarray
@@ -175,9 +172,7 @@ class Scatter(Jsonable):
 
 
 def rotated_scatter(values: np.ndarray, later: np.ndarray) -> Scatter:
-    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4; later: (T', n). Shares are 0 without
-    variance.
-    """
+    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4; later: (T', n)."""
     if values.ndim != 2 or values.shape[1] < 2:
         raise GradlabError(f"values of shape {list(values.shape)}: expected at least two adjacent ones to rotate")
     basis, later = fit_basis(values), _checked(later, 1)
@@ -225,8 +220,7 @@ def loss_by_slice_size(
     columns: np.ndarray | None = None,
 ) -> SliceSizeCurve:
     """Measure Fig. 5: the loss of the first slice's compressor on the remaining slices, for each K.
-    fit, later: averaged gradients (T, n) and (T', n). Costs O((T + T') n d) for each K; slices beyond 32 768 values are
-    sampled.
+    fit, later: averaged gradients (T, n) and (T', n). Costs O((T + T') n d) for each K, n of at most 32 768.
     """
     rule, columns = rule or DimensionRule(), _places(fit, later, columns)
     rows = [_one_size(fit, later, size, rule, columns) for size in sizes]
@@ -585,9 +579,7 @@ class SubspaceAngles(Jsonable):
 
 
 def principal_angles(bases: Sequence[np.ndarray], dimensions: int | None = None) -> SubspaceAngles:
-    """Measure angles in degrees between successive bases (K, R); dimensions None: as many axes as the smallest basis
-    has.
-    """
+    """Measure angles in degrees between successive bases (K, R) on `dimensions` axes, or as many as all have."""
     from scipy.linalg import subspace_angles
 
     if len(bases) < 2 or len({len(axes) for axes in bases}) > 1:
