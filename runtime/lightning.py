@@ -21,7 +21,7 @@ from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.frameworks import ddp_of_lightning
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.attach import compress
+from gradlab.runtime.attach import attach
 from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.rank_files import check_policy
 from gradlab.runtime.saved import load_saved
@@ -84,7 +84,7 @@ class CompressionCallback(Callback):
         options = {"optimizer": trainer.optimizers, **self._options}
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             options["scaler"] = scaler
-        self.state = compress(model, self._plan, **options)
+        self.state = attach(model, self._plan, **options)
         if self._restored is not None:
             self._load(self.state, self._restored, trainer)
             self._restored = None

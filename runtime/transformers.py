@@ -20,7 +20,7 @@ from typing import Any
 from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.attach import compress
+from gradlab.runtime.attach import attach
 from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.rank_files import RankFiles, check_policy
 from gradlab.runtime.state import CompressionState
@@ -105,7 +105,7 @@ class CompressionCallback(TrainerCallback):
             "scaler": self._trainer.accelerator.scaler,
             **self._options,
         }
-        self.state = compress(model, self._plan, **options)
+        self.state = attach(model, self._plan, **options)
         self._files = RankFiles(self.state, model, self._residuals)
         if state.global_step > 0:
             self._restore(self._files, args, state)
