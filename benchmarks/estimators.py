@@ -9,8 +9,7 @@ interval is of the information that the correlation of normal scores stands for,
 million pairs. A histogram has no interval. Bias is that of `mutual_information`, which may be below 0. Means over
 iterations: first-order series of known autocorrelation. Rank correlations: bivariate normal items. Series and ranks,
 which take no time, are repeated 2,000 times. One line of JSON per row. What is there is not done again, and of rows
-with more and fewer repetitions the table has the later. `information.py` has the same for normal pairs up to a million
-samples.
+with more and fewer repetitions the table has the later.
 """
 
 from __future__ import annotations
