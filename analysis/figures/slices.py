@@ -7,7 +7,6 @@ loss on later iterations and that of random bases.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gradlab.analysis.figures.spectra import short
-from gradlab.analysis.figures.style import BLACK, BLUE, GREY, VERMILION, layer_colors, name_layers, panels
-from gradlab.formatting import format_bytes, format_percent
+from gradlab.analysis.figures.style import BLACK, BLUE, GREY, VERMILION, panels
+from gradlab.formatting import format_percent
 
 Structure = Mapping[str, Any]
 Layer = Mapping[str, Any]
@@ -28,9 +27,8 @@ _RANDOM: Style = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
 
 
 def measured(structure: Structure, part: str) -> list[Layer]:
-    """Choose the layers that have a part. Of angles a layer needs at least one."""
-    layers = [layer for layer in structure["layers"] if layer[part] is not None]
-    return [layer for layer in layers if layer["angles"]["degrees"][0]] if part == "angles" else layers
+    """Choose the layers that have a part."""
+    return [layer for layer in structure["layers"] if layer[part] is not None]
 
 
 def plot_adjacent(structure: Structure) -> Figure:
@@ -105,53 +103,6 @@ def plot_consistency(structure: Structure) -> Figure:
     return figure
 
 
-def plot_dimension_curves(structure: Structure) -> Figure:
-    """Draw d against lambda, the loss on later iterations against lambda, and d against the number of samples."""
-    layers = measured(structure, "thresholds")
-    figure, (by_threshold, promised, by_samples) = panels(3, 3, height=2.6)
-    for layer, color in zip(layers, layer_colors(len(layers)), strict=True):
-        tried, grown = layer["thresholds"], layer["samples"]
-        by_threshold.plot(tried["thresholds"], tried["dimensions"], color=color, marker=".", label=short(layer["name"]))
-        promised.plot(tried["thresholds"], _numbers(tried["later_loss"]), color=color, marker=".")
-        by_samples.plot(grown["counts"], grown["dimensions"][0], color=color, marker=".")
-        if (stable := grown["stable_at"][0]) is not None:
-            at = grown["counts"].index(stable)
-            by_samples.plot(stable, grown["dimensions"][0][at], "*", color=color, markersize=11)
-    limits = layers[0]["thresholds"]["thresholds"]
-    promised.plot(limits, limits, color=BLACK, linestyle=":", linewidth=1)
-    by_samples.set_xlabel(f"samples L_t (λ = {layers[0]['samples']['thresholds'][0]:g})")
-    by_threshold.set(xscale="log", xlabel="threshold λ", ylabel="dimension d", title="(a) d by eq. (6)")
-    promised.set(xscale="log", xlabel="threshold λ", ylabel=_LOSS, title="(b) on later iterations")
-    by_samples.set(ylabel="dimension d", title="(c) d by samples")
-    for panel in (by_threshold, by_samples, promised):
-        panel.set_ylim(bottom=0)
-    name_layers(figure, [by_threshold, promised, by_samples], [short(layer["name"]) for layer in layers])
-    return figure
-
-
-def plot_cost(structure: Structure) -> Figure:
-    """Draw slice size against later loss and bytes per exchange, with one basis for all slices or one for each."""
-    layers = measured(structure, "cost")
-    figure, axes = panels(2 * len(layers), 2, height=1.9)
-    styles = {"shared": (VERMILION, "o", "one basis (s = ∞)"), "own": (BLUE, "s", "each its own (s = 1)")}
-    for row, layer in enumerate(layers):
-        left, right = axes[2 * row : 2 * row + 2]
-        sizes, dense = layer["cost"]["sizes"], 4 * int(np.prod(layer["shape"]))
-        for way, (color, marker, label) in styles.items():
-            cost = layer["cost"][way]
-            left.plot(sizes, _numbers(cost["later_loss"]), color=color, marker=marker, label=label)
-            right.plot(sizes, 100 * np.array(cost["payload_bytes"]) / dense, color=color, marker=marker)
-        left.plot(sizes, _numbers(layer["cost"]["shared"]["random_loss"]), **_RANDOM, label="random basis, d of s = ∞")
-        left.set(ylabel=_LOSS, title=short(layer["name"]))
-        right.set(ylabel="payload, % of dense", title=f"dense: {format_bytes(dense)}; in 16 bits 50 %")
-        for panel in (left, right):
-            panel.set(xlabel="slice size K, elements", xscale="log")
-            _ticks(panel, sizes)
-            panel.set_ylim(bottom=0)
-    _legend(figure, axes[0])
-    return figure
-
-
 def plot_staleness(structure: Structure) -> Figure:
     """Draw the loss by age of the basis, in iterations, with the suggested L_c."""
     layers, limit = measured(structure, "staleness"), 1 + structure["tolerance"]
@@ -182,29 +133,6 @@ def _through(panel: Axes, ages: np.ndarray, losses: Sequence[float | None], **st
     panel.plot(ages[there], values[there], **style)
 
 
-def plot_angles(structure: Structure) -> Figure:
-    """Draw principal angles, in degrees, between bases fitted on successive windows."""
-    layers = measured(structure, "angles")
-    figure, axes = panels(len(layers), 2, height=2.2, sharey=True)
-    edges = [f"{first}" for first, _ in structure["windows"]]
-    for panel, layer in zip(axes, layers, strict=True):
-        degrees = _numbers(layer["angles"]["degrees"])
-        pairs = np.arange(len(degrees))
-        for label, values, color, marker in (
-            ("largest", degrees[:, -1], VERMILION, "o"),
-            ("mean", degrees.mean(1), BLACK, "s"),
-            ("smallest", degrees[:, 0], BLUE, "^"),
-        ):
-            panel.plot(pairs, values, color=color, marker=marker, label=label)
-        panel.axhline(layer["angles"]["by_chance"], **_RANDOM, label="random subspaces")
-        panel.set(title=f"{short(layer['name'])}, d = {degrees.shape[1]}", ylim=(0, 93), yticks=range(0, 91, 30))
-        whole = len(pairs) + 1 == len(edges)  # else a window had too few finite iterations
-        panel.set_xticks(pairs, [f"{a}, {b}" for a, b in pairwise(edges)] if whole else [str(n + 1) for n in pairs])
-        panel.set(xlabel="first iterations of the two windows", ylabel="angle, degrees")
-    _legend(figure, axes[0])
-    return figure
-
-
 def _three_losses(panel: Axes, sizes: Sequence[int], losses: Layer, later: str, marker: str) -> None:
     panel.plot(sizes, _numbers(losses["random_loss"]), **_RANDOM, label="random basis, same d")
     panel.plot(sizes, _numbers(losses["in_sample_loss"]), **_IN_SAMPLE, label="iterations fitted on")
@@ -233,8 +161,5 @@ PLOTS: dict[str, Callable[[Structure], Figure]] = {
     "scatter": plot_adjacent,
     "slice_sizes": plot_slice_sizes,
     "consistency": plot_consistency,
-    "thresholds": plot_dimension_curves,
-    "cost": plot_cost,
     "staleness": plot_staleness,
-    "angles": plot_angles,
 }

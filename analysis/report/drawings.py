@@ -91,25 +91,10 @@ def slice_structure_drawings(structure: Json) -> list[Drawing]:
             f"Loss of the slice in a column under the basis of the slice in a row. {held} Where slices share their "
             "correlation, the whole square is as dark as its diagonal.",
         ),
-        "thresholds": (
-            "how many axes",
-            "The first slice. (b) Dotted: what the threshold promises. (c) A star: so many samples, after which d "
-            "stays within 10 %; without one, more samples go on finding more axes.",
-        ),
-        "cost": (
-            "slice size, loss and bytes",
-            f"d by eq. (6) on the iterations fitted on. {held} s: slices that share a basis. What fills no slice "
-            "travels dense.",
-        ),
         "staleness": (
             "how fast a basis grows old",
             f"The first slice, bases fitted on windows of {_length(windows[0])} iterations. L_c: the age up to which "
             f"the loss stays within {format_percent(structure['tolerance'], 0)} of the youngest bin's.",
-        ),
-        "angles": (
-            "angles between successive bases",
-            "Principal angles between the leading d axes of bases fitted on successive windows; 0 is the same "
-            "subspace. Axes that hold little more than noise turn by chance alone.",
         ),
     }
     return [

@@ -70,13 +70,10 @@ _STRUCTURE_COLUMNS = (
     "layer",
     "slice K",
     "correlation of neighbours (by chance)",
-    "axes d",
-    "d stable after",
     "loss at multiples of F D / beside them",
     "loss, own basis / other slices'",
     "random",
     "L_c",
-    "mean angle (by chance)",
 )
 _LAYER_COLUMNS = (
     "layer",
@@ -275,15 +272,13 @@ def fit_table(measured: GradiveqMeasurement) -> Table:
 
 def slice_structure_table(structure: Mapping[str, Any]) -> Table:
     """List the slice structure of each layer."""
-    threshold = next((layer["samples"]["thresholds"][0] for layer in structure["layers"] if layer["samples"]), None)
     remarks = [
         *structure["remarks"],
         *(f"{row['name']}: {line}" for row in structure["layers"] for line in row["remarks"]),
     ]
     note = (
-        f"Fitted on {len(structure['fitted_on'])} iterations, losses ‖ĝ - g‖² / ‖g‖² on later ones; d by eq. (6)"
-        + (f", lambda = {threshold:g}. " if threshold is not None else ". ")
-        + "Correlation: mean |r|. At multiples, beside: medians over slice sizes K that are multiples and over "
+        f"Fitted on {len(structure['fitted_on'])} iterations, losses ‖ĝ - g‖² / ‖g‖² on later ones. "
+        "Correlation: mean |r|. At multiples, beside: medians over slice sizes K that are multiples and over "
         "the next ones tried; lower at multiples is the paper's Fig. 5. L_c: the age in iterations up to which a "
         f"basis loses at most {format_percent(structure['tolerance'], 0)} more than when young."
     )
@@ -308,23 +303,17 @@ def sign_table(blocks: Mapping[str, Any]) -> Table:
 
 
 def _structure_row(layer: Mapping[str, Any]) -> list[str]:
-    correlation, grown, alike = (layer[part] or {} for part in ("correlation", "samples", "consistency"))
-    aged, angles, absent = layer["staleness"], layer["angles"], format_number(None)
-    stable = (grown.get("stable_at") or [None])[0]
+    correlation, alike = (layer[part] or {} for part in ("correlation", "consistency"))
+    aged, absent = layer["staleness"], format_number(None)
     lasts = absent if aged is None else aged["suggested"] or f"at least {aged['last_age']}"
-    means = [value for value in (angles or {}).get("mean", []) if value is not None]
-    turned = f"{sum(means) / len(means):.0f}° ({angles['by_chance']:.0f}°)" if means else absent
     return [
         layer["name"],
         format_count(layer["slice_size"]),
         f"{format_number(correlation.get('mean_absolute'), 2)} ({format_number(correlation.get('by_chance'), 2)})",
-        format_count(grown["dimensions"][0][-1]) if grown else absent,
-        absent if not grown else "never" if stable is None else format_count(stable),
         " / ".join(format_percent(loss) for loss in _at_and_beside(layer["slice_sizes"])),
         f"{format_percent(alike.get('own'))} / {format_percent(alike.get('others'))}",
         format_percent(alike.get("random")),
         str(lasts),
-        turned,
     ]
 
 

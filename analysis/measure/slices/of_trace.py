@@ -12,24 +12,14 @@ from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.slices.structure import (
     MOST_SLICES,
     Correlation,
-    CostCurve,
     DimensionRule,
-    SampleCurve,
     Scatter,
     SliceSizeCurve,
     SpatialConsistency,
     Staleness,
-    SubspaceAngles,
-    ThresholdCurve,
-    Windows,
     adjacent_correlation,
-    cost_by_slice_size,
     cut_slices,
-    dimension_by_samples,
-    dimension_by_threshold,
-    fit_basis,
     loss_by_slice_size,
-    principal_angles,
     rotated_scatter,
     spatial_consistency,
     staleness,
@@ -49,7 +39,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-THRESHOLDS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 
 # What bounds the work on one layer: the largest slice, and the most adjacent values correlated.
 _LARGEST_SLICE = 4096
@@ -88,11 +77,7 @@ class LayerStructure(Jsonable):
     scatter: Scatter | None
     slice_sizes: SliceSizeCurve | None
     consistency: ComparedSlices | None
-    thresholds: ThresholdCurve | None
-    samples: SampleCurve | None
-    cost: CostCurve | None
     staleness: Staleness | None
-    angles: SubspaceAngles | None
     remarks: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +137,6 @@ def measure_slice_structure(
     *,
     start: int = 0,
     rule: DimensionRule | None = None,
-    thresholds: Sequence[float] = THRESHOLDS,
     tolerance: float = 0.25,
     workers: Workers = 1,
     progress: Progress | None = None,
@@ -177,7 +161,7 @@ def measure_slice_structure(
             f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
             "as many are held out."
         )
-    calls = [(trace.source, layer, places, rule, tuple(thresholds), tolerance) for layer in layers]
+    calls = [(trace.source, layer, places, rule, tolerance) for layer in layers]
     sizes = [min(layer.numel, _MOST_VALUES) for layer in layers]
     trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
     measured = share_out(
@@ -260,19 +244,17 @@ def _measure_in_worker(
     layer: Layer,
     places: _Positions,
     rule: DimensionRule | None,
-    thresholds: Sequence[float],
     tolerance: float,
 ) -> LayerStructure:
     with source.open([layer.name]) as trace:
         sampled = _sample(trace, layer, places)
-    return _measure_layer(sampled, places, rule, thresholds, tolerance)
+    return _measure_layer(sampled, places, rule, tolerance)
 
 
 def _measure_layer(
     sampled: _Sampled,
     places: _Positions,
     rule: DimensionRule | None,
-    thresholds: Sequence[float],
     tolerance: float,
 ) -> LayerStructure:
     layer, view = sampled.layer, slice_view(sampled.layer)
@@ -282,7 +264,7 @@ def _measure_layer(
     later = sampled.values[np.isin(sampled.positions, places.later)]
     first, columns = sampled.values[:, :size], sampled.columns
     windows = [rows for window in places.windows if np.diff(rows := sampled.rows(*window))[0] >= 2]
-    sizes, offered = _sizes_between(layer, period), _sizes_offered(layer, period, size)
+    sizes = _sizes_between(layer, period)
     parts = _Attempts()
     if sampled.left_out:
         parts.remarks.append(f"{sampled.left_out} iterations with gradients that are not finite are left out")
@@ -304,20 +286,9 @@ def _measure_layer(
             "consistency between slices",
             lambda: _consistency(sampled, fit, later, _consistent_size(layer, period), rule),
         ),
-        thresholds=parts.measure(
-            "d against lambda", lambda: dimension_by_threshold(fit[:, :size], later[:, :size], thresholds)
-        ),
-        samples=parts.measure(
-            "d against L_t", lambda: dimension_by_samples(fit[:, :size], later[:, :size], _sample_counts(len(fit)))
-        ),
-        cost=parts.measure(
-            "loss and bytes by slice size",
-            lambda: cost_by_slice_size(fit, later, offered, numel=layer.numel, rule=rule, columns=columns),
-        ),
         staleness=parts.measure(
             "loss by age", lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance)
         ),
-        angles=parts.measure("principal angles", lambda: _angles(first, windows, rule)),
         remarks=tuple(parts.remarks),  # last: by now every part was tried
     )
 
@@ -348,12 +319,6 @@ def _consistency(
     return ComparedSlices(**vars(losses), slice_size=size, slices=numbers[chosen])
 
 
-def _angles(first: np.ndarray, windows: Windows, rule: DimensionRule | None) -> SubspaceAngles:
-    bases = [fit_basis(first[begin:stop]) for begin, stop in windows]
-    kept = min([(rule or DimensionRule()).dimension(basis) for basis in bases], default=0)
-    return principal_angles([basis.axes for basis in bases], kept)
-
-
 def _period(view: Layer) -> tuple[int, str]:
     """F D, at whose multiples GradiVeQ's slices are alike; F where F D leaves no second slice of at most 4096."""
     filters, depth = filter_axes(view)
@@ -370,17 +335,6 @@ def _sizes_between(layer: Layer, period: int) -> list[int]:
     return sorted(size for size in sizes if 1 <= size <= min(_LARGEST_SLICE, layer.numel // 2)) or [period]
 
 
-def _sizes_offered(layer: Layer, period: int, default: int) -> list[int]:
-    """Slice sizes to choose from: fractions and multiples of the period, and the codec's default; at most 9."""
-    sizes = {default, *(round(period * part) for part in (0.25, 0.5, 1, 2, 3, 4, 8, 16))}
-    return sorted(size for size in sizes if 1 <= size <= min(_LARGEST_SLICE, layer.numel))
-
-
 def _consistent_size(layer: Layer, period: int) -> int:
     """The largest multiple of the period up to 2048 that leaves 16 slices to compare; the period if none does."""
     return period * max(1, min(_LARGEST_SLICE // 2 // period, layer.numel // (period * MOST_SLICES)))
-
-
-def _sample_counts(most: int) -> list[int]:
-    """Up to 12 numbers of samples, from 2 to all."""
-    return sorted({int(count) for count in np.linspace(min(most, max(2, most / 12)), most, 12).round()})

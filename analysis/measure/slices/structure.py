@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from gradlab.analysis.measure.holdout import age_bins
-from gradlab.analysis.measure.spectrum import LOSS_THRESHOLDS, spread
+from gradlab.analysis.measure.spectrum import spread
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.learning.slice_pca import dimension, principal_axes
@@ -317,169 +316,7 @@ def _ratios(energies: np.ndarray) -> np.ndarray:
     return np.divide(error, energy, out=np.zeros_like(error), where=energy > 0)
 
 
-# --- 4: d against lambda and L_t --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ThresholdCurve(Jsonable):
-    """One slice's d by eq. (6) and its losses, over thresholds lambda (n,).
-
-    in_sample_loss: on the iterations fitted on; later_loss: on later ones; random_loss: of a random basis there.
-    """
-
-    thresholds: np.ndarray
-    dimensions: np.ndarray
-    in_sample_loss: np.ndarray
-    later_loss: np.ndarray
-    random_loss: np.ndarray
-
-
-def dimension_by_threshold(fit: np.ndarray, later: np.ndarray, thresholds: Sequence[float]) -> ThresholdCurve:
-    """Measure d against lambda for one slice (T, K); later: (T', K)."""
-    basis, fit, later = fit_basis(fit), _checked(fit, 2), _checked(later, 1)
-    kept = np.array([DimensionRule(threshold).dimension(basis) for threshold in thresholds], dtype=np.int64)
-    unseen = _losses_by_axes(later, basis)
-    control = [_random_loss(_energies(later, basis.mean, basis.axes[:, :0]), d, later.shape[1]) for d in kept]
-    losses = (
-        _losses_by_axes(fit, basis)[kept.clip(max=len(basis.eigenvalues))],
-        unseen[kept.clip(max=len(unseen) - 1)],
-    )
-    return ThresholdCurve(np.array(thresholds, dtype=np.float64), kept, *losses, np.array(control))
-
-
-def _losses_by_axes(samples: np.ndarray, basis: Basis) -> np.ndarray:
-    """Loss of samples (T, K) with the leading 0, 1, ... R axes: (R + 1,)."""
-    centred, energy = samples - basis.mean, np.square(samples).sum()
-    captured = np.concatenate([[0.0], np.square(centred @ basis.axes).sum(0).cumsum()])
-    error = (np.square(centred).sum() - captured).clip(min=0)
-    return error / energy if energy > 0 else np.zeros_like(error)
-
-
-@dataclass(frozen=True)
-class SampleCurve(Jsonable):
-    """One slice's d and loss over numbers of samples L_t.
-
-    counts: (n,), L_t; thresholds: (l,), lambda; dimensions, later_loss: (l, n); stable_at: (l,), the fewest samples
-    after which d stays within `tolerance`, or None.
-    """
-
-    counts: np.ndarray
-    thresholds: np.ndarray
-    dimensions: np.ndarray
-    later_loss: np.ndarray
-    tolerance: float
-    stable_at: tuple[int | None, ...]
-
-
-def dimension_by_samples(
-    fit: np.ndarray,
-    later: np.ndarray,
-    counts: Sequence[int],
-    thresholds: Sequence[float] = LOSS_THRESHOLDS,
-    tolerance: float = 0.1,
-) -> SampleCurve:
-    """Measure d of one slice (T, K), fitted on its first L_t samples, against L_t; later: (T', K)."""
-    fit = _checked(fit, 2)
-    if not counts or not 2 <= min(counts) <= max(counts) <= len(fit):
-        raise GradlabError(f"sample counts {list(counts)}: expected some in 2..{len(fit)}")
-    curves = [dimension_by_threshold(fit[:count], later, thresholds) for count in sorted(counts)]
-    dimensions = np.stack([curve.dimensions for curve in curves], axis=1)
-    losses = np.stack([curve.later_loss for curve in curves], axis=1)
-    stable = tuple(stable_from(sorted(counts), row, tolerance) for row in dimensions)
-    return SampleCurve(np.array(sorted(counts)), np.array(thresholds), dimensions, losses, tolerance, stable)
-
-
-def stable_from(
-    counts: Sequence[int], dimensions: Sequence[int] | np.ndarray, tolerance: float, span: float = 1.5
-) -> int | None:
-    """Return the fewest samples after which d stays within a share `tolerance`, or None.
-    The counts must go on to at least `span` times as many, as no change follows the last count of any series.
-    """
-    kept = np.asarray(dimensions, dtype=np.float64)
-    for place, count in enumerate(counts):
-        settled = (np.abs(kept[place:] - kept[place]) <= tolerance * kept[place]).all()
-        if settled and counts[-1] >= span * count:
-            return int(count)
-    return None
-
-
-# --- 5: slice size against loss and bytes -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sharing(Jsonable):
-    """Loss and bytes of a layer's bases; arrays over slice sizes.
-
-    dimensions: d of all bases; losses: as in `SliceSizeCurve`, of all slices looked at; payload_bytes: float32 codes
-    and the dense tail of the whole layer per exchange.
-    """
-
-    dimensions: np.ndarray
-    in_sample_loss: np.ndarray
-    later_loss: np.ndarray
-    random_loss: np.ndarray
-    payload_bytes: np.ndarray
-
-
-@dataclass(frozen=True)
-class CostCurve(Jsonable):
-    """Loss and bytes over slice sizes K.
-
-    sizes: (n,); shared: the first slice's basis serves all (the paper's s = infinity); own: each slice has a basis.
-    """
-
-    sizes: np.ndarray
-    shared: Sharing
-    own: Sharing
-
-
-def cost_by_slice_size(
-    fit: np.ndarray,
-    later: np.ndarray,
-    sizes: Sequence[int],
-    *,
-    numel: int,
-    rule: DimensionRule | None = None,
-    columns: np.ndarray | None = None,
-    most: int = MOST_SLICES,
-) -> CostCurve:
-    """Measure loss and bytes per exchange of a layer of `numel` elements for each K, as of codec `gradiveq`.
-    As in the codec, all bases keep the largest d that the rule gives for any of them.
-    """
-    rule, columns = rule or DimensionRule(), _places(fit, later, columns)
-    if not sizes:
-        raise GradlabError("no slice size to try")
-    rows = []
-    for size in sizes:
-        places = _held(columns, size, least=1)
-        places = places[spread(len(places), most)]
-        slices, unseen = cut_slices(fit, places, 2), cut_slices(later, places, 1)
-        rows.append([_shared_or_own(slices, unseen, rule, numel, bases) for bases in (1, len(places))])
-    shared, own = (np.array(part, dtype=np.float64).reshape(-1, 5).T for part in zip(*rows, strict=True))
-    return CostCurve(np.array(sizes, dtype=np.int64), _sharing(shared), _sharing(own))
-
-
-def _sharing(columns: np.ndarray) -> Sharing:
-    kept, seen, unseen, control, payload = columns
-    return Sharing(kept.astype(np.int64), seen, unseen, control, payload.astype(np.int64))
-
-
-def _shared_or_own(
-    fit: np.ndarray, later: np.ndarray, rule: DimensionRule, numel: int, bases: int
-) -> tuple[float, ...]:
-    """`Sharing` of slices (T, m, K) under the first's basis (bases = 1) or each its own (bases = m)."""
-    fitted, mean, size = [fit_basis(fit[:, m]) for m in range(bases)], fit.mean(0), fit.shape[2]
-    kept = max(rule.dimension(basis) for basis in fitted)
-    seen, unseen = (
-        np.concatenate([_energies(part[:, m::bases], mean[m::bases], basis.axes[:, :kept]).sum(0)
-                        for m, basis in enumerate(fitted)])
-        for part in (fit, later)
-    )  # fmt: skip
-    payload = 4 * (numel // size * kept + numel % size)
-    return kept, _loss(seen), _loss(unseen), _random_loss(unseen, kept, size), payload
-
-
-# --- 6: staleness -----------------------------------------------------------------------------------------------------
+# --- 4: staleness -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -559,34 +396,3 @@ def _aged(edges: np.ndarray, energies: np.ndarray, counts: np.ndarray, kept: np.
         suggested=int(before[-1, 1]) if before is not None else None,
         last_age=int(edges[occupied][-1, 1]),
     )
-
-
-# --- 7: principal angles ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SubspaceAngles(Jsonable):
-    """Principal angles in degrees between bases fitted on successive windows.
-
-    degrees: (w - 1, d), rising; largest, mean: (w - 1,); by_chance: arccos sqrt(d / K), the angle whose squared cosine
-    random subspaces have on average.
-    """
-
-    degrees: np.ndarray
-    largest: np.ndarray
-    mean: np.ndarray
-    by_chance: float
-
-
-def principal_angles(bases: Sequence[np.ndarray], dimensions: int | None = None) -> SubspaceAngles:
-    """Measure angles in degrees between successive bases (K, R) on `dimensions` axes, or as many as all have."""
-    from scipy.linalg import subspace_angles
-
-    if len(bases) < 2 or len({len(axes) for axes in bases}) > 1:
-        raise GradlabError(f"bases of shapes {[list(axes.shape) for axes in bases]}: expected two or more of one K")
-    kept = min([axes.shape[1] for axes in bases] + ([dimensions] if dimensions is not None else []))
-    angles = [np.sort(subspace_angles(a[:, :kept], b[:, :kept])) for a, b in pairwise(bases)] if kept else []
-    degrees = np.degrees(angles) if kept else np.zeros((len(bases) - 1, 0))
-    nothing = np.full(len(degrees), np.nan)
-    largest, mean = (degrees[:, -1], degrees.mean(1)) if kept else (nothing, nothing)
-    return SubspaceAngles(degrees, largest, mean, math.degrees(math.acos(math.sqrt(kept / len(bases[0])))))

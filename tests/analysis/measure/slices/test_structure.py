@@ -14,34 +14,27 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.figures.slices import PLOTS
 from gradlab.analysis.figures.style import drawing
-from gradlab.analysis.measure.holdout import losses_by_slice
 from gradlab.analysis.measure.slices import of_trace as module
 from gradlab.analysis.measure.slices.of_trace import LayerStructure, looked_at, measure_slice_structure
 from gradlab.analysis.measure.slices.structure import (
     DimensionRule,
     adjacent_correlation,
-    cost_by_slice_size,
-    dimension_by_samples,
-    dimension_by_threshold,
     fit_basis,
     loss_by_slice_size,
-    principal_angles,
     rotated_scatter,
     spatial_consistency,
-    stable_from,
     staleness,
     whole_slices,
 )
 from gradlab.analysis.report.drawings import slice_structure_drawings
 from gradlab.analysis.report.tables import slice_structure_table
 from gradlab.cli.analyze import analyze
-from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer, canonical_json, flatten
 from support.laws import law
 from support.recorded import CONVOLUTION, LINEAR, random_gradients, record, record_layer
-from support.synthetic import GradientModel, draw, expected_spectrum, expected_tail_energy
+from support.synthetic import GradientModel, draw, expected_tail_energy
 
 ALL = DimensionRule(loss_threshold=0.0)  # every axis that holds variance
 CUBE = Layer("conv.weight", (4, 2, 3, 3), "convolution")  # nine slices of F D = 8
@@ -198,90 +191,7 @@ def test_each_entry_is_the_loss_of_that_slice_under_that_basis() -> None:
             assert losses.later[i, j] == pytest.approx(expected)
 
 
-# --- 4: how many axes -------------------------------------------------------------------------------------------------
-
-
-@law(
-    SEEDS,
-    st.lists(st.floats(0.01, 10), min_size=1, max_size=8),
-    st.lists(st.floats(0.001, 0.9), min_size=1, max_size=5),
-    examples=30,
-)
-def test_dimension_and_loss_follow_the_planted_spectrum(
-    seed: int, eigenvalues: list[float], thresholds: list[float]
-) -> None:
-    eigenvalues = sorted(eigenvalues, reverse=True)
-    samples = with_spectrum(np.random.default_rng(seed), 20, 30, eigenvalues)
-    curve = dimension_by_threshold(samples, 2 * samples, thresholds)
-    tails = 1 - np.concatenate([[0], np.cumsum(eigenvalues)]) / sum(eigenvalues)
-    for threshold, d, seen, unseen in zip(
-        thresholds, curve.dimensions, curve.in_sample_loss, curve.later_loss, strict=True
-    ):
-        assert tails[d] < threshold + 1e-9  # eq. (6) holds with d axes, and not with fewer
-        assert tails[d - 1] >= threshold - 1e-9
-        assert seen == pytest.approx(tails[d], abs=1e-9)
-        assert unseen == pytest.approx(tails[d], abs=1e-9)
-    np.testing.assert_allclose(curve.random_loss, 1 - curve.dimensions / 30)
-
-
-def test_later_loss_is_the_planted_tail() -> None:
-    model = GradientModel(40, (8.0, 4.0, 2.0, 1.0), (0.05,))
-    values = draw(model, 3000, np.random.default_rng(7)).values[:, 0]
-    curve = dimension_by_threshold(values[:2000], values[2000:], [0.02])
-    assert curve.dimensions.tolist() == [4]
-    assert curve.later_loss[0] == pytest.approx(expected_tail_energy(model, kept=4), rel=0.1)
-    shares = np.cumsum(expected_spectrum(model)) / expected_spectrum(model).sum()
-    assert shares[2] < 1 - 0.02 < shares[3]
-
-
-@law(SEEDS, st.integers(1, 6), examples=10)
-def test_a_planted_rank_is_stable_once_it_is_seen(seed: int, rank: int) -> None:
-    """t centred samples show t - 1 axes: d is t - 1 until that is the rank."""
-    values = periodic(np.random.default_rng(seed), 50, 1, 20, rank)
-    curve = dimension_by_samples(values[:40], values[40:], list(range(2, 41)), [0.0], tolerance=0.1)
-    np.testing.assert_array_equal(curve.dimensions[0], np.minimum(curve.counts - 1, rank))
-    assert curve.stable_at == (rank + 1,)
-    assert curve.later_loss[0, rank:].max() < 1e-9
-    assert curve.later_loss[0, 0] > 0.01 or rank == 1
-
-
-def test_noise_never_settles() -> None:
-    values = np.random.default_rng(8).standard_normal((80, 300))
-    curve = dimension_by_samples(values[:60], values[60:], [10, 20, 30, 40, 50, 60])
-    assert curve.stable_at == (None, None, None)
-    assert curve.to_json()["stable_at"] == [None] * 3
-
-
-def test_the_end_of_a_series_proves_nothing() -> None:
-    assert stable_from([10, 20, 30], [9, 19, 29], 0.1) is None
-    assert stable_from([10, 20, 30], [9, 19, 20], 0.1) == 20
-    assert stable_from([10, 20, 29], [9, 19, 20], 0.1) is None
-    assert stable_from([10, 20, 30], [5, 5, 5], 0.0) == 10
-    assert stable_from([10, 20, 40], [9, 30, 27], 0.1) == 20
-
-
-# --- 5: slice size, loss and bytes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [8, 20, 72])
-@pytest.mark.parametrize("reuse", [None, 1])
-def test_cost_is_that_of_the_codec(size: int, reuse: int | None) -> None:
-    """The codec's own fit and exchange, in float32, as the oracle; and the bytes it forecasts."""
-    values = np.random.default_rng(size).standard_normal((30, *CUBE.shape)).astype(np.float32) + 0.3
-    stacked = torch.from_numpy(values.astype(np.float32))
-    ordered = np.stack([flatten(sample, "gradiveq").numpy() for sample in stacked])
-    settings = GradiVeQ.Settings(loss_threshold=0.2, slice_size=size, reuse=reuse, compressed_steps=0)
-    codec = GradiVeQ(settings).fit([CUBE], {CUBE.name: stacked[:20]})
-    curve = cost_by_slice_size(ordered[:20], ordered[20:], [size], numel=CUBE.numel, rule=DimensionRule(0.2))
-    cost = curve.shared if reuse is None else curve.own
-    assert cost.dimensions.tolist() == [codec.learned["conv.weight/basis"].shape[2]]
-    assert cost.payload_bytes.tolist() == [codec.payload_bytes([CUBE], 1)]
-    for loss, part in ((cost.in_sample_loss, stacked[:20]), (cost.later_loss, stacked[20:])):
-        error, energy = losses_by_slice(codec, CUBE, part, size).sum(0)
-        assert loss[0] == pytest.approx(error / energy, rel=1e-5)
-
-
-# --- 6: staleness -----------------------------------------------------------------------------------------------------
+# --- 4: staleness -----------------------------------------------------------------------------------------------------
 
 
 def turning(rng: np.random.Generator, before: int, after: int, size: int, rank: int, turn: float) -> np.ndarray:
@@ -351,34 +261,6 @@ def test_old_bins_are_compared_with_the_windows_that_reach_them() -> None:
     assert result.relative[-1] == pytest.approx(result.by_window[0, -1] / result.by_window[0, 0])
 
 
-# --- 7: principal angles ----------------------------------------------------------------------------------------------
-
-
-@law(SEEDS, st.integers(1, 5), st.floats(0.001, 0.3), examples=25)
-def test_angles_between_successive_bases_are_the_planted_turn(seed: int, rank: int, turn: float) -> None:
-    both = directions(np.random.default_rng(seed), 14, 2 * rank)
-    bases = [math.cos(turn * n) * both[:, :rank] + math.sin(turn * n) * both[:, rank:] for n in range(5)]
-    angles = principal_angles(bases)
-    assert angles.degrees.shape == (4, rank)
-    np.testing.assert_allclose(angles.degrees, math.degrees(turn), rtol=1e-6)
-    np.testing.assert_allclose(angles.largest, math.degrees(turn), rtol=1e-6)
-    np.testing.assert_allclose(angles.mean, math.degrees(turn), rtol=1e-6)
-
-
-def test_angles_rise_and_random_subspaces_have_the_angle_of_chance() -> None:
-    rng = np.random.default_rng(12)
-    angles = principal_angles([directions(rng, 200, 40) for _ in range(6)], dimensions=20)
-    assert angles.degrees.shape == (5, 20)
-    assert (np.diff(angles.degrees, axis=1) >= 0).all()
-    assert np.square(np.cos(np.radians(angles.degrees))).mean() == pytest.approx(20 / 200, rel=0.1)
-    assert math.cos(math.radians(angles.by_chance)) ** 2 == pytest.approx(20 / 200)
-
-
-def test_bases_without_axes_have_no_angle() -> None:
-    angles = principal_angles([np.zeros((5, 0)), np.zeros((5, 0))]).to_json()
-    assert (angles["degrees"], angles["largest"], angles["mean"]) == ([[]], [None], [None])
-
-
 # --- what is refused, and what is nothing -----------------------------------------------------------------------------
 
 
@@ -388,9 +270,6 @@ def test_gradients_that_never_change_lose_nothing() -> None:
         fit, later = still[:10], still[10:]
         assert loss_by_slice_size(fit, later, [6, 8], period=6).later_loss.max() < 1e-30
         assert spatial_consistency(fit.reshape(10, 4, 6), later.reshape(10, 4, 6)).later.max() < 1e-30
-        curve = dimension_by_threshold(fit, later, [0.1])
-        assert (curve.dimensions.tolist(), curve.later_loss.max() < 1e-30) == ([1], True)
-        assert cost_by_slice_size(fit, later, [6], numel=24).own.later_loss.max() < 1e-30
         assert staleness(still, np.arange(20), [(0, 10)]).suggested is None
 
 
@@ -413,19 +292,11 @@ def nan_at(*shape: int) -> np.ndarray:
         (lambda: loss_by_slice_size(np.ones((1, 9)), np.ones((2, 9)), [3], period=3), "expected at least 2"),
         (lambda: loss_by_slice_size(np.ones((4, 9)), np.ones((0, 9)), [3], period=3), "no later samples"),
         (lambda: loss_by_slice_size(np.ones((4, 9)), nan_at(2, 9), [2], period=3, columns=np.arange(9) + 1), "first"),
-        (lambda: cost_by_slice_size(np.ones((4, 9)), np.ones((2, 9)), [10], numel=9), "slice size 10: 0 whole slices"),
-        (lambda: cost_by_slice_size(np.ones((4, 9)), np.ones((2, 9)), [], numel=9), "no slice size"),
-        (lambda: cost_by_slice_size(np.ones((4, 9)), np.ones((2, 8)), [3], numel=9), r"\[4, 9\] and \[2, 8\] at \[9\]"),
         (lambda: spatial_consistency(nan_at(4, 3, 5), np.ones((2, 3, 5))), "NaN or infinity"),
-        (lambda: dimension_by_threshold(np.ones((4, 5)), np.ones((2, 5)), [1.0]), "expected lambda in"),
-        (lambda: dimension_by_samples(np.ones((4, 5)), np.ones((2, 5)), [2, 5]), r"expected some in 2\.\.4"),
-        (lambda: dimension_by_samples(np.ones((4, 5)), np.ones((2, 5)), []), r"expected some in 2\.\.4"),
         (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 4)]), "1 windows, none with later samples"),
         (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 1)]), "expected at least 2"),
         (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 2)], tolerance=-0.1), "tolerance -0.1"),
         (lambda: staleness(nan_at(4, 5), np.arange(4), [(0, 2)]), "NaN or infinity"),
-        (lambda: principal_angles([np.ones((4, 2))]), "expected two or more"),
-        (lambda: principal_angles([np.ones((4, 2)), np.ones((5, 2))]), "of one K"),
         (lambda: DimensionRule(ratio=0.5), "a ratio of at least 1"),
     ],
 )
@@ -467,7 +338,7 @@ def test_a_trace_is_read_in_gradiveqs_order(tmp_path) -> None:
 
 
 def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
-    """Every block of F D = 8 in the same two dimensions: dips, a dark square, a d that settles, bases that last."""
+    """Every block of F D = 8 in the same two dimensions: dips, a dark square, bases that last."""
     rng = np.random.default_rng(14)
     ordered = periodic(rng, 120, 9, 8, 2).astype(np.float32)
     native = np.empty_like(ordered)
@@ -478,9 +349,7 @@ def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
     losses = layer.slice_sizes.later_loss
     assert losses[dips].max() < 1e-6 < 0.01 < losses[~dips & (layer.slice_sizes.sizes > 8)].min()
     assert layer.consistency.others < 1e-6 < 0.5 < layer.consistency.random
-    assert layer.samples.stable_at[0] is not None
     assert layer.staleness.suggested is None
-    assert max(layer.angles.largest) < 0.1
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 7, 8, 9, 30])
@@ -495,7 +364,7 @@ def test_short_traces_say_what_they_cannot_show(tmp_path, steps: int) -> None:
     (layer,) = structure.layers
     missing = [part for part in PARTS if getattr(layer, part) is None]
     assert len(layer.remarks) == len(missing)
-    assert missing == (["staleness", "angles"] if steps < 8 else [])
+    assert missing == (["staleness"] if steps < 8 else [])
 
 
 def test_steps_that_are_not_finite_are_left_out_and_counted(tmp_path) -> None:
@@ -567,7 +436,6 @@ def test_of_large_layers_stretches_with_whole_slices_are_read(tmp_path, monkeypa
         (layer,) = measure_slice_structure(trace, samples=8).layers
     assert max(layer.slice_sizes.sizes) <= 64
     assert layer.consistency.slices.tolist() != list(range(9))
-    assert layer.cost.shared.payload_bytes[0] > 4 * 256 / 8  # of the whole layer
 
 
 # --- in the report ----------------------------------------------------------------------------------------------------
@@ -612,14 +480,19 @@ def test_the_table_says_what_was_found_and_what_could_not_be(reported) -> None:
         "slice_sizes": {"sizes": [6, 8, 9], "multiples": [False, True, False], "later_loss": [0.4, 0.1, 0.6]},
         "staleness": {"suggested": 37, "last_age": 90},
     }
-    bare = {**structure["layers"][0], "name": WIDE.name, **dict.fromkeys(PARTS), "remarks": ["no angles: too short"]}
+    bare = {
+        **structure["layers"][0],
+        "name": WIDE.name,
+        **dict.fromkeys(PARTS),
+        "remarks": ["no loss: too short"],
+    }
     table = slice_structure_table({**structure, "layers": [layer, bare], "remarks": ["40 iterations."]})
     cells = dict(zip(table.columns, table.rows[0], strict=True))
     assert cells["loss at multiples of F D / beside them"] == "10.0 % / 50.0 %"
     assert cells["L_c"] == "37"
     assert table.rows[1][0] == WIDE.name
     assert set("".join(table.rows[1][2:])) <= set("-/ ()")
-    assert "wide.weight: no angles: too short." in table.note
+    assert "wide.weight: no loss: too short." in table.note
 
 
 def test_what_cannot_be_measured_has_no_figure_and_nothing_else_fails(tmp_path) -> None:
@@ -628,7 +501,6 @@ def test_what_cannot_be_measured_has_no_figure_and_nothing_else_fails(tmp_path) 
         with record(tmp_path / name, gradients, [CUBE]) as trace:
             items = slice_structure_drawings(plain(measure_slice_structure(trace)))
         assert ("gradiveq_staleness" in [item.name for item in items]) == (name == "zero")
-        assert "gradiveq_angles" not in [item.name for item in items]  # no window, or no axis
         for item in items:
             with drawing():
                 item.draw().draw_without_rendering()
