@@ -10,11 +10,10 @@ independent values as B blocks, but are wrong by (B / T)^2 where blocks are by B
 B follows from the autocorrelation of neighbours: from the largest rho that the measured one, less its bias, allows at
 97.7 % confidence, because a short series often looks less alike than it is. With kappa = 2 rho / (1 - rho)^2, B cosines
 find the variance too small by a share of about pi^2 kappa B^2 / (6 T^2). B is the largest for which that is at most
-5 %, but no more than 0.4 T^(2/3) (their recommendation), and 4 at least. What B cosines then find of the long-run
-variance of a first-order series with that rho is known from its spectral density, and the variance is divided by it.
-Where they find less than a fifth, the series is too short for how alike its neighbours may be, and no interval is
-given. A slow part below noise without memory leaves rho small: that interval is too narrow. `benchmarks/estimators.py`
-shows how often intervals hold.
+5 %, but no more than 0.4 T^(2/3) (their recommendation), and 4 at least. The share of the long-run variance
+that B cosines recover from a first-order series with that rho follows from its spectral density. The estimate is
+divided by this share. Below a fifth the series is too short, and no interval is given. A slow part below noise without
+memory leaves rho small: that interval is too narrow. `benchmarks/papers/estimators.py` shows how often intervals hold.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Find every figure of the docs' measured tables in the rows of benchmarks/results.
 
-    python benchmarks/figures_check.py [PAGE.md ...]        (make figures-check)
+    python benchmarks/figures_check.py [PAGE.md ...]
 
 A table of measured figures, or a block of them, stands below a comment that names what prints it from kept rows:
 
-    <!-- printed by: benchmarks/accuracy.py --out benchmarks/results/accuracy-16.jsonl --table -->
+    <!-- printed by: benchmarks/papers/accuracy.py --out benchmarks/results/accuracy-16.jsonl --table -->
 
 Several commands are parted by semicolons. Each is run in a fork of this process, which imports for all. A
 block has to consist of lines that they print. Of a table every number outside its header and first column has to be
@@ -113,7 +113,7 @@ class Printed:
         self._known: dict[str, str] = {}
 
     def by(self, command: str) -> str:
-        """Run a script of this repository, such as "benchmarks/accuracy.py --table", and return what it prints."""
+        """Run a script, such as "benchmarks/papers/accuracy.py --table", and return what it prints."""
         if command not in self._known:
             here, there = FORK.Pipe(duplex=False)
             child = FORK.Process(target=_run, args=(command, there))
@@ -132,7 +132,8 @@ def _run(command: str, there: Connection) -> None:
     """Run a script in this process, and send what it prints."""
     script, *arguments = shlex.split(command)
     sys.argv = [script, *(str(ROOT / word) if word.startswith("benchmarks/") else word for word in arguments)]
-    sys.path.insert(0, str((ROOT / script).parent))
+    folders = [path for path in (ROOT / "benchmarks").iterdir() if path.is_dir()]
+    sys.path[:0] = map(str, [(ROOT / script).parent, *folders])
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         try:

@@ -1,6 +1,6 @@
 """Record the SHA-256 of every file that pip would install here for constraints.txt, for `make` to check.
 
-    make hashes
+    python hashes/record.py
 
 writes hashes/<tag>.txt, such as cp311-linux-x86_64.txt: a requirements file for pip's hash-checking mode. torch is left
 out, as one version has other files on every index: CPU builds, and builds for a version of CUDA. It also writes
@@ -40,7 +40,7 @@ def write(path: Path, source: Path, rows: list[tuple[str, str, str]]) -> None:
     """Write the hashes of what a file of versions names."""
     lines = [f"{name}=={version} --hash=sha256:{digest}" for name, version, digest in rows]
     path.write_text(
-        f"# Written by `make hashes`. Of {source.name}, for pip's hash-checking mode.\n" + "\n".join(lines) + "\n",
+        f"# Written by hashes/record.py. Of {source.name}, for pip's hash-checking mode.\n" + "\n".join(lines) + "\n",
         encoding="utf-8",
     )
     print(f"{path.relative_to(ROOT)}: {len(lines)} files")

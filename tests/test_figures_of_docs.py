@@ -24,7 +24,8 @@ def check(*pages: Path) -> tuple[int, list[str]]:
 def test_every_figure_of_the_docs_is_in_the_rows_and_one_that_is_not_is_told(tmp_path: Path) -> None:
     """In one run, as most of its time goes into imports."""
     page = tmp_path / "page.md"
-    command = "<!-- printed by: benchmarks/lockstep_ranks.py --rows benchmarks/results/lockstep-ranks.jsonl --table -->"
+    rows = "benchmarks/results/lockstep-ranks.jsonl"
+    command = f"<!-- printed by: benchmarks/speed/lockstep_ranks.py --rows {rows} --table -->"
     page.write_text(
         f"{command}\n\n| codec | ms |\n|---|---|\n| topk | 9.1, 9.0 |\n| clt_k | 4.4, -3.5 |\n\n"
         f"{command}\n\n```\n{'1.5 ' * 12}\n```\n\n"

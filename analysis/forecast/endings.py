@@ -2,8 +2,8 @@
 
 `endings.json` has a row for each plan that was replayed on a recording and then trained with: the cosines of its
 replay, by length of the window, and how far above dense its loss ended, beyond what 16 bits differ from dense by.
-`benchmarks/judgements.py --write` makes it of the rows in benchmarks/results. A plan is compared with trainings of its
-own kind. The kinds are plans that apply gradients of earlier steps and plans that do not: a sum of the first kind's
+`python benchmarks judgements --write` makes it of the rows in benchmarks/results. A plan is compared with trainings of
+its own kind. The kinds are plans that apply gradients of earlier steps and plans that do not: a sum of the first kind's
 updates comes right with time, in a sum of the second kind's all that is missing stays missing, so that one cosine means
 different things.
 

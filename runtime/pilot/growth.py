@@ -1,7 +1,7 @@
 """From a pilot to the end of training: by what factor an excess of loss grows or shrinks.
 
 The excess of a plan's loss over dense's at the end is taken for g times that of its pilot, with g between two factors
-that held nine of ten ends of tasks that the factors did not see. `benchmarks/pilot_law.py` fits them on whole
+that held nine of ten ends of tasks that the factors did not see. `benchmarks/training/pilot_law.py` fits them on whole
 trainings of small tasks, and prints on which. A test compares.
 """
 
@@ -49,7 +49,7 @@ class Growth:
         return End(least, min(max(self.middle * excess, least), most), most)
 
 
-#: Of all tasks, as `benchmarks/pilot_law.py` prints it.
+#: Of all tasks, as `benchmarks/training/pilot_law.py` prints it.
 GROWTH = Growth(0.302, 1.085, 3.6, 4.11)
 
 

@@ -175,7 +175,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.thorough  # as is `make interrupts`
+@pytest.mark.thorough  # as is the campaign `interrupts`
 def test_workers_take_no_interrupt_from_their_start_on(tmp_path: Path) -> None:
     """In a new process, whose first workers come with the trackers that let interrupts through."""
     script = tmp_path / "masks.py"

@@ -2,7 +2,7 @@
 
 Every slider, sorting, filtering, folding out, layers, values under the pointer, and two reports side by side.
 
-    make played [ARGS="--browser /usr/bin/chromium --keep FOLDER"]
+    make campaign NAME=played [ARGS="--browser /usr/bin/chromium --keep FOLDER"]
 
 needs Chromium and the package playwright (`pip install playwright`); CI has neither. The numbers that the page shows
 after a slider has moved are compared with what `gradlab predict` computes for the same network. Exit codes: 0 all

@@ -134,7 +134,7 @@ def test_a_corpus_says_what_the_page_says_is_to_be_minded(campaign: ModuleType, 
     (folder := tmp_path / "corpus" / "nanogpt").parent.mkdir()
     record(folder, random_gradients(0, 3, 2)).close()
     one = campaign.Campaign(tmp_path, tmp_path, {"nanogpt": campaign.baselines()["nanogpt"]}, {})
-    one.assemble([], "python benchmarks/corpus.py")
+    one.assemble([], "python benchmarks corpus")
     found = read_corpus(tmp_path / "corpus").manifest["caveats"]
     assert found == [item for item in items if not item.startswith(("**cifar-resnet**", "**bert**"))]
     assert len(found) == len(items) - 2

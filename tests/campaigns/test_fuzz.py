@@ -1,4 +1,4 @@
-"""Files under attack: some cases of each format; `make fuzz` runs more of them."""
+"""Files under attack: some cases of each format; the campaign runs more of them."""
 
 from __future__ import annotations
 

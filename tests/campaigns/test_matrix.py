@@ -32,7 +32,7 @@ def test_two_models_in_one_process(pool: ProcessPool) -> None:
         assert verdict == "passed"
 
 
-@pytest.mark.thorough  # as is `make matrix`
+@pytest.mark.thorough  # as is the campaign itself
 def test_compiled(pool: ProcessPool) -> None:
     for verdict in pool.run("jobs.matrix_cells:run_cell", 2, row="topk + feedback", option="compiled inside"):
         assert verdict == "passed"

@@ -1,17 +1,14 @@
-"""The glossary has an entry for every column of a table that the code prints, and for the words that codecs share."""
+"""The glossary has an entry for every column of a table that the code prints."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from gradlab import codecs, wrappers
-from gradlab.codec.settings import fields_of
 from gradlab.runtime.engine.statistics import StepRecord
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
@@ -27,7 +24,7 @@ PLAIN = {
 
 
 def rows() -> list[list[str]]:
-    """Cells of the glossary's table: term, meaning, unit, where it appears."""
+    """Cells of the glossary's table: term, meaning, where it appears."""
     lines = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
@@ -35,7 +32,7 @@ def rows() -> list[list[str]]:
 def explained() -> set[str]:
     """Everything that has an entry: terms, and the column heads and keys that show them."""
     names = set()
-    for term, _, _, where in rows():
+    for term, _, where in rows():
         names |= {term, re.sub(r" \(.*\)", "", term)}
         names |= {*re.findall(r'"([^"]+)"', where), *re.findall("`([^`]+)`", where)}
     return names
@@ -79,7 +76,7 @@ def test_every_column_of_a_table_has_an_entry_and_no_other() -> None:
     assert {"error of the mean", "payload/step", "delta", "loss, random basis", "held out", "meaning"} <= set(seen)
     missing = {head: module for head, module in seen.items() if head not in explained() | PLAIN}
     assert not missing, f"{GLOSSARY.name}: explain them, or say that they are plain words"
-    quoted = {head for row in rows() for head in re.findall(r'"([^"]+)"', re.sub("`[^`]+`", "", row[3]))}
+    quoted = {head for row in rows() for head in re.findall(r'"([^"]+)"', re.sub("`[^`]+`", "", row[2]))}
     assert quoted | PLAIN <= set(seen), "no table has these columns now"
 
 
@@ -87,19 +84,11 @@ def test_what_the_runtime_measures_of_a_step_has_an_entry() -> None:
     assert not {field.name for field in fields(StepRecord)} - explained()
 
 
-def test_settings_that_several_methods_share_have_an_entry() -> None:
-    methods = [*map(codecs.get, codecs.names()), *map(wrappers.get, wrappers.names())]
-    uses = Counter(field.name for method in methods for field in fields_of(method.Settings))
-    shared = {name for name, count in uses.items() if count > 1}
-    assert "density" in shared
-    assert not shared - explained()
-
-
-def test_entries_are_in_order_each_one_sentence_with_a_unit_and_a_place() -> None:
+def test_entries_are_in_order_each_one_sentence_with_a_place() -> None:
     terms = [row[0] for row in rows()]
     assert terms == sorted(set(terms), key=str.casefold)
     for row in rows():
-        assert len(row) == 4, row
+        assert len(row) == 3, row
         assert all(row), row
         assert row[1].endswith("."), row
         assert ". " not in row[1], row

@@ -1,7 +1,7 @@
 """Codecs on tensors of a device that is not the CPU: the same step, with no more waits for the device than they say.
 
-The device is `benchmarks/device_calls.py`'s, which computes on the CPU, so that the way that codecs take on a GPU runs
-where there is none.
+The device is that of `benchmarks/speed/device_calls.py`. It computes on the CPU, so that the way that codecs take on
+a GPU runs without one.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "gpu" / "site"
-# What the checks share with the suite and with `make speed`.
-BESIDE = (Path(__file__).parent, ROOT / "tests", ROOT / "benchmarks")
+# What the checks share with the suite and with the benchmark `codec_speed`.
+BESIDE = (Path(__file__).parent, ROOT / "tests", ROOT / "benchmarks", ROOT / "benchmarks" / "speed")
 
 
 def package_folders(text: str) -> dict[str, str]:

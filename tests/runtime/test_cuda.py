@@ -87,7 +87,8 @@ def test_no_time_is_reported_by_name() -> None:
 def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The runner's module `launch`, whose processes find the checks above."""
     (tmp_path / "checks_of_a_test.py").write_text(CHECKS)
-    folders = [str(tmp_path), str(RUNNER), str(RUNNER.parent), str(RUNNER.parents[1] / "benchmarks")]
+    benchmarks = RUNNER.parents[1] / "benchmarks"
+    folders = [*map(str, (tmp_path, RUNNER, RUNNER.parent, benchmarks, benchmarks / "speed"))]
     for place in reversed(folders):
         monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")]))

@@ -48,7 +48,7 @@ def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool, codec: str, se
         assert result["refused"] == "this Exchange is closed; make a new one"
 
 
-# `make nodes` holds FSDP's options, too.
+# The campaign `nodes` holds FSDP's options, too.
 COMMON = ("default", "16 bits, reduced in 32", "accumulation", "frozen on the way", "overflow")
 
 

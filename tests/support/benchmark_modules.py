@@ -14,6 +14,7 @@ import pytest
 from gradlab.codec.registry import CODECS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOLDERS = (BENCHMARKS, *(path for path in BENCHMARKS.iterdir() if path.is_dir()))
 
 
 @contextmanager
@@ -22,8 +23,9 @@ def benchmark_modules(*names: str) -> Iterator[Mapping[str, ModuleType]]:
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CODECS, "registered", dict(CODECS.registered))
-        patch.syspath_prepend(BENCHMARKS)
+        for folder in FOLDERS:
+            patch.syspath_prepend(folder)
         yield {name: importlib.import_module(name) for name in names}
     for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == BENCHMARKS:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in FOLDERS:
             del sys.modules[name]

@@ -1,7 +1,7 @@
 """`law`: hypothesis' `given` without a deadline, because timing never decides a test.
 
 The suite draws the same examples every time, so that it fails where something was changed, and a third of those that
-are named. Others, and all of them, are `make explore`'s.
+are named. Others, and all of them, need the hypothesis profile `explore`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 
 
 def draws_all() -> bool:
-    """Whether everything is drawn, as `make explore` does, or a part."""
+    """Whether everything is drawn, as under the profile `explore`, or a part."""
     return settings.default is None or not settings.default.derandomize
 
 

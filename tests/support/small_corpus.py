@@ -29,6 +29,6 @@ def make_corpus(work: Path) -> Path:
         campaign = corpus.Campaign(work, Path(), {NAME: baseline}, METHODS, budget="4MB", warmup=4, recorded=8)
         campaign.folder.mkdir(parents=True)
         campaign.train()
-        campaign.assemble(campaign.outcomes(), "python benchmarks/corpus.py")
+        campaign.assemble(campaign.outcomes(), "python benchmarks corpus")
         folder: Path = campaign.folder
     return folder

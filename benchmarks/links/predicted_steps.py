@@ -1,0 +1,125 @@
+"""Predicted step times beside measured ones, from the lines of a measurement over a rate-limited network.
+
+Input: JSON lines. A measured step: {"ranks", "rate", "hook", "step_s", "compute_s"}; hook: "none" for plain DDP, else
+MODULE:NAME, where NAME says which plan of `PLANS` it was. An all-reduce measured on such a link, for calibration:
+{"raw_mb", "ranks", "rate", "all_reduce_s"}. What the engine measured of a codec in a step, as a run's report
+has it: {"compress", "ranks", "hook"}; without it codecs are timed here. The model is a residual network for CIFAR.
+
+    python benchmarks predicted_steps benchmarks/results/predicted-steps.jsonl --cores 2
+    python benchmarks predicted_steps benchmarks/results/predicted-steps.jsonl --table
+
+The first adds to every step's row the forecast of its median, and the second prints what is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rows import Row, read
+
+from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.calibration import Observation, calibrate_link
+from gradlab.analysis.forecast.link import Link, parse_bandwidth
+from gradlab.analysis.forecast.profile import CodecTime, Profile
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+
+PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "cast16": ("cast", {"dtype": "float16"}),
+    "int8": ("block_scaled", {"dtype": "int8"}),
+    "powersgd4": ("powersgd", {"rank": 4}),
+    "topk1": ("topk", {"density": 0.01}),
+}
+
+
+def residual_layers(widths: tuple[int, ...], blocks: int, classes: int = 10) -> tuple[Layer, ...]:
+    """Parameters of a CIFAR-style residual network, in its order."""
+    layers = [Layer("0.weight", (widths[0], 3, 3, 3), "convolution"), *_norm("1", widths[0])]
+    channels = widths[0]
+    for stage, width in enumerate(widths):
+        for block in range(blocks):
+            name = f"{stage}.{block}"
+            layers.append(Layer(f"{name}.conv1.weight", (width, channels, 3, 3), "convolution"))
+            layers += _norm(f"{name}.bn1", width)
+            layers.append(Layer(f"{name}.conv2.weight", (width, width, 3, 3), "convolution"))
+            layers += _norm(f"{name}.bn2", width)
+            if channels != width:
+                layers.append(Layer(f"{name}.skip.0.weight", (width, channels, 1, 1), "convolution"))
+                layers += _norm(f"{name}.skip.1", width)
+            channels = width
+    return (*layers, Layer("fc.weight", (classes, channels), "linear"), Layer("fc.bias", (classes,), "bias"))
+
+
+def _norm(name: str, width: int) -> list[Layer]:
+    return [Layer(f"{name}.weight", (width,), "normalization"), Layer(f"{name}.bias", (width,), "bias")]
+
+
+def add_predictions(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Forecast every measured step, and put its seconds into its row."""
+    widths = tuple(int(width) for width in options.widths.split(","))
+    layers = residual_layers(widths, options.blocks)
+    plans = {name: Plan.uniform(layers, codec, warmup_steps=0, **s) for name, (codec, s) in PLANS.items()}
+    for row in rows:
+        if "step_s" not in row:
+            continue
+        ranks, name = row["ranks"], row["hook"].split(":")[-1]
+        timed = [r["compress"] for r in rows if "compress" in r and (r["ranks"], r["hook"]) == (ranks, name)]
+        codec = CodecTime(median(timed), ranks, True, "the measured steps") if timed else None
+        profile = Profile(row["compute_s"], "measured", codec)
+        link = replace(_link(rows, ranks, options.latency), bits_per_second=parse_bandwidth(row["rate"]))
+        network = Network([link], [ranks], profile, options.cores / ranks, options.bucket_cap_mb)
+        pair = forecast(plans.get(name) or next(iter(plans.values())), network).nodes[0].links[0]
+        row["predicted"] = round((pair.dense if name == "none" else pair.compressed).seconds, 4)
+
+
+def _link(rows: Sequence[Row], ranks: int, latency: float) -> Link:
+    """A link whose costs are fitted to the all-reduces that were timed at as many ranks, if any were."""
+    seen = [
+        Observation(ranks, int(1e6 * row["raw_mb"]), parse_bandwidth(row["rate"]), row["all_reduce_s"])
+        for row in rows
+        if "raw_mb" in row and row["ranks"] == ranks
+    ]
+    link = Link(1e9, latency)
+    return calibrate_link(link, seen).applied(link) if seen else link
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per measured step with a forecast, and how many are within 15 %."""
+    lines, errors = [f"{'ranks':>5} {'rate':>9} {'plan':>10} {'measured':>9} {'predicted':>9} {'off':>7}"], []
+    for row in sorted((row for row in rows if "predicted" in row), key=lambda row: row["ranks"]):
+        errors.append(row["predicted"] / row["step_s"] - 1)
+        lines.append(
+            f"{row['ranks']:>5} {row['rate']:>9} {row['hook'].split(':')[-1]:>10} {row['step_s']:8.3f}s "
+            f"{row['predicted']:8.3f}s {100 * errors[-1]:+6.1f} %"
+        )
+    within = sum(abs(error) <= 0.15 for error in errors)
+    mean = 100 * sum(map(abs, errors)) / max(1, len(errors))
+    return "\n".join([*lines, f"{within} of {len(errors)} within 15 %; mean {mean:.1f} %"])
+
+
+def main() -> None:
+    """The forecasts, or their table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--cores", type=float, default=2.0, help="of the machine, shared by all ranks")
+    parser.add_argument("--latency", type=float, default=2e-4)
+    parser.add_argument("--bucket-cap-mb", type=float)
+    parser.add_argument("--widths", default="64,128,256,512")
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--table", action="store_true", help="print what is kept, without a new forecast")
+    options = parser.parse_args()
+    rows = read(options.rows)
+    if not options.table:
+        add_predictions(rows, options)
+        options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Operations that a step of every codec gives to a device, and how often it waits for the device's answer.
+
+    python benchmarks device_calls [--layers "ResNet-18" "GPT-2 small"] [--ranks 4] [--codecs sign topk]
+        [--rows ROWS.jsonl]             keeps what is counted
+    python benchmarks device_calls --rows ROWS.jsonl --table
+
+A GPU works behind its host: what is asked of it queues up, and the host runs ahead, until it needs a value to go on (a
+number, a length that depends on data, a copy). Each such wait stops the training's own kernels from being queued too.
+
+This counts both without a GPU. Tensors say that they are on a device which is not the CPU, so that codecs take the way
+that they take on any device; what is asked of them is counted and computed on the CPU. An operation that PyTorch itself
+makes of several kernels counts once. What is counted is rank 0 of N ranks' work on one step, with the plan's
+wrappers, after the first iterations; collectives are not counted. Two waits are every step's: whether the
+gradients of all ranks were finite, and whether the means are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from codec_speed import BEFORE, CASES, ITERATIONS_BEFORE
+from layer_lists import LISTS
+from rows import Row, keep, read
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from gradlab.codec import Tensors
+from gradlab.collectives import Coroutine, run_lockstep
+from gradlab.executor import PlanRun, RunSettings
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+
+GROUP_BYTES = 25 * 2**20
+CPU, FAR = torch.device("cpu"), torch.device("meta")
+# Operations whose result's value or size the host needs before it goes on.
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount", "is_nonzero")
+# No work on the device: views, and memory.
+FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_reshape_alias", "set_")
+
+
+class FarTensor(torch.Tensor):
+    """A tensor on a device that is not the CPU, as far as its user can tell.
+
+    near: holds its values.
+    """
+
+    near: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, near: torch.Tensor) -> FarTensor:
+        far = torch.Tensor._make_wrapper_subclass(
+            cls, near.shape, near.stride(), near.storage_offset(), dtype=near.dtype, device=FAR
+        )
+        far.near = near
+        return far
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Device.current.run(operation, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        Device.current.waited("tolist")
+        return self.near.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        Device.current.waited("numpy")
+        return self.near.numpy()
+
+    def data_ptr(self) -> int:
+        return self.near.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.near.untyped_storage()
+
+
+def near(tensor: torch.Tensor) -> torch.Tensor:
+    """Bring a tensor to the CPU, if it is not there."""
+    return tensor.near if isinstance(tensor, FarTensor) else tensor
+
+
+class Device(TorchDispatchMode):
+    """Counts what a far device is asked for.
+
+    Attributes:
+        work: operations, by name.
+        waits: those of them that the host waits for, and copies to it, by name.
+        counting: whether it counts.
+        current: the one in use.
+    """
+
+    current: Device
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.counting = False
+
+    def __enter__(self) -> Device:
+        Device.current = self
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(operation, args, kwargs or {})
+
+    @contextmanager
+    def counts(self, counting: bool) -> Iterator[None]:
+        """Count, or not, while the context lasts."""
+        self.counting = counting
+        yield
+        self.counting = False
+
+    def waited(self, name: str) -> None:
+        """Note that the host waits."""
+        self.waits[name] += self.counting
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Compute on the CPU, and count if a far tensor takes part."""
+        seen: list[FarTensor] = []
+        asked_far = any(isinstance(value, torch.device) and value.type == FAR.type for value in kwargs.values())
+
+        def brought(value: Any) -> Any:
+            if isinstance(value, FarTensor):
+                seen.append(value)
+                return value.near
+            return CPU if isinstance(value, torch.device) else value
+
+        name = operation.overloadpacket.__name__
+        asked_near = name == "_to_copy" and kwargs.get("device") is not None and not asked_far
+        near_args, near_kwargs = tree_map(brought, (args, kwargs))
+        result = operation(*near_args, **near_kwargs)
+        if not seen and not asked_far:
+            return result
+        if self.counting and not operation.is_view and name not in FREE:
+            self.work[name] += 1
+        by_mask = name.startswith("index") and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in _indices(near_args)
+        )
+        to_host = name == "copy_" and not isinstance(args[0], FarTensor)
+        from_host = name == "copy_" and isinstance(args[0], FarTensor) and not isinstance(args[1], FarTensor)
+        unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in WAITS or by_mask or unsized or to_host or from_host or asked_near:
+            copied = "copy from the host" if from_host else "copy to the host"
+            self.waited(copied if to_host or from_host or asked_near else name)
+        if to_host or asked_near:
+            return result
+        held = {id(one.near): one for one in seen}
+        return tree_map(lambda one: held.get(id(one), FarTensor(one)) if isinstance(one, torch.Tensor) else one, result)
+
+
+def _indices(args: Sequence[Any]) -> Iterator[Any]:
+    for value in args[1:2]:
+        yield from value if isinstance(value, list | tuple) else ()
+
+
+class _Made(TorchFunctionMode):
+    """Brings values of the host to the far device, where PyTorch would not ask it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.as_tensor and isinstance(args[0], FarTensor):
+            return args[0]
+        far = function in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or CPU) == FAR
+        if far or (function is torch.Tensor.new_tensor and isinstance(args[0], FarTensor)):
+            kwargs["device"] = CPU
+            kwargs.setdefault("dtype", None if far else args[0].dtype)
+            return FarTensor(torch.tensor(*args[0 if far else 1 :], **kwargs))
+        if function is torch.Tensor.__getitem__ and isinstance(args[0], FarTensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(FarTensor(torch.tensor(i)) if isinstance(i, list) else i for i in index))
+        return function(*args, **kwargs)
+
+
+class _NearGenerator(torch.Generator):
+    """A generator of the far device: the CPU's."""
+
+    def __new__(cls, device: Any = CPU) -> _NearGenerator:
+        return super().__new__(cls, CPU)
+
+
+@contextmanager
+def far_generators() -> Iterator[None]:
+    """Let generators be made for the far device."""
+    real = torch.Generator
+    torch.Generator = _NearGenerator  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.Generator = real  # type: ignore[misc]
+
+
+def _counted(coroutine: Coroutine[Any], device: Device, counting: bool) -> Coroutine[Any]:
+    """Run a coroutine, and count while its code runs."""
+    answer: Any = None
+    while True:
+        with device.counts(counting):
+            try:
+                asked = coroutine.send(answer)
+            except StopIteration as stop:
+                return stop.value
+        answer = yield asked
+
+
+def step(runs: Sequence[PlanRun], gradients: Sequence[dict[str, torch.Tensor]], device: Device) -> list[Tensors]:
+    """Take a step of all ranks as the engine does, and count what rank 0 asks of its device, but for the collectives.
+
+    Returns:
+        Each rank's means, by layer name.
+    """
+    steps = []
+    for rank, (run, mine) in enumerate(zip(runs, gradients, strict=True)):
+        with device.counts(rank == 0):
+            steps.append(run.begin())
+            steps[rank].add(mine)
+    means: list[Tensors] = [{} for _ in runs]
+    for group in runs[0].groups:
+        exchanges = [_counted(one.exchange(group), device, rank == 0) for rank, one in enumerate(steps)]
+        for mean, done in zip(means, run_lockstep(exchanges), strict=True):
+            mean |= done.value.mean
+    run_lockstep([_counted(one.agree(FAR), device, rank == 0) for rank, one in enumerate(steps)])
+    for rank, (run, one) in enumerate(zip(runs, steps, strict=True)):
+        with device.counts(rank == 0):
+            run.end(one, means[rank].values())
+    return means
+
+
+@contextmanager
+def far_device() -> Iterator[Device]:
+    """Provide the far device while the context lasts."""
+    with far_generators(), torch.no_grad(), Device() as device, _Made():
+        yield device
+
+
+def count(
+    codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], ranks: int, group_bytes: int | None = None
+) -> Row:
+    """Count what one step gives to the device. group_bytes: of the plan's groups; None: as they are by default."""
+    grouping = {} if group_bytes is None else {"group_bytes": group_bytes}
+    plan = Plan.uniform(layers, codec, **{**BEFORE.get(codec, {}), **settings, **grouping})
+    generator = torch.Generator().manual_seed(0)
+    values = [{layer.name: torch.randn(layer.shape, generator=generator) for layer in layers} for _ in range(ranks)]
+    with far_device() as device:
+        far = [{name: FarTensor(value) for name, value in mine.items()} for mine in values]
+        runs = [PlanRun(plan, rank, ranks, RunSettings(device=FAR)) for rank in range(ranks)]
+        for _ in range(1 + ITERATIONS_BEFORE.get(codec, 1)):
+            step(runs, far, device)
+        device.work.clear()
+        device.waits.clear()
+        step(runs, far, device)
+    groups = len(plan.compressed_groups)
+    return {"ranks": ranks, "groups": groups, "operations": sum(device.work.values()), "waits": dict(device.waits)}
+
+
+def measured(options: argparse.Namespace) -> Iterator[Row]:
+    """Count the codecs that were asked for, one after another."""
+    for codec in options.codecs:
+        for settings in CASES[codec]:
+            case = codec + "".join(f", {key} {value}" for key, value in settings.items())
+            for title in options.layers:
+                row = {"case": case, "layers": title}
+                row |= count(codec, settings, LISTS[title](), options.ranks)
+                grouped = count(codec, settings, LISTS[title](), options.ranks, GROUP_BYTES)
+                row |= {f"{key} grouped": grouped[key] for key in ("groups", "operations")}
+                yield keep(options.rows, row)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", choices=list(LISTS), default=["ResNet-18"])
+    parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    print("| case | layers | groups | operations | in groups of 25 MiB | operations | waits for the device |")
+    print("|---" * 7 + "|")
+    for row in read(options.rows) if options.table else measured(options):
+        waits = ", ".join(f"{n} {name}" for name, n in row["waits"].items() if n)
+        counts = [row["groups"], row["operations"], row["groups grouped"], row["operations grouped"]]
+        print(f"| {row['case']} | {row['layers']} | " + " | ".join(map(str, counts)) + f" | {waits} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""A step of GPT-2 small on a GPU under every codec: time, kernels, waits of the host and memory, beside plain DDP's.
+
+    python benchmarks device_step [--ways plain topk] [--steps 15] [--rows ROWS.jsonl]      keeps what is measured
+    python benchmarks device_step --rows ROWS.jsonl --table
+
+One rank under NCCL, so that nothing travels: what is measured is what compression adds to a step on the device. A rank
+of N decodes N messages where messages are gathered, and one here. Plans are `Plan.uniform`'s for a model on a GPU, and
+no step is measured by the engine unless a way says so. 124 million parameters of random weights (transformers; no
+download), random tokens, bfloat16 autocast, AdamW. Each way has a model of its own, and plain DDP is measured first and
+last. Medians; kernels and waits (of the host for the device, as the driver counts them) are those of one more step
+under PyTorch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rows import Row, keep, read
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from gradlab.plan import Plan
+from gradlab.runtime import CompressionState, compression_hook
+
+Attach = Callable[[DistributedDataParallel], Any]
+GROUPED = {"group_bytes": 25 * 2**20}
+WARMUP = 8
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+
+
+def ours(codec: str, measure_every: int = 0, cuda_graphs: bool = False, **settings: Any) -> Attach:
+    """Attach a codec's uniform plan. measure_every: steps from one that is measured; 0: none is."""
+
+    def attach(model: DistributedDataParallel) -> CompressionState:
+        plan = Plan.uniform(model, codec, **settings)
+        state = CompressionState(plan, model, measure_every=measure_every, cuda_graphs=cuda_graphs)
+        model.register_comm_hook(state, compression_hook)
+        return state
+
+    return attach
+
+
+def torch_powersgd(model: DistributedDataParallel) -> None:
+    """Attach PyTorch's own hook, of rank 4, without dense iterations."""
+    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+
+
+WAYS: dict[str, Attach] = {
+    "plain": lambda model: None,
+    "PyTorch bf16 hook": lambda model: model.register_comm_hook(None, bf16_compress_hook),
+    "PyTorch PowerSGD 4": torch_powersgd,
+    "identity": ours("identity"),
+    "cast bfloat16": ours("cast", dtype="bfloat16"),
+    "cast bfloat16, graphs": ours("cast", cuda_graphs=True, dtype="bfloat16"),
+    "powersgd 4, graphs": ours("powersgd", cuda_graphs=True, rank=4),
+    "topk 1 %, graphs": ours("topk", cuda_graphs=True, density=0.01),
+    "topk 1 %, across layers, graphs": ours("topk", cuda_graphs=True, density=0.01, **GROUPED),
+    "sign, graphs": ours("sign", cuda_graphs=True),
+    "one_bit, graphs": ours("one_bit", cuda_graphs=True),
+    "block_scaled int8, graphs": ours("block_scaled", cuda_graphs=True, dtype="int8"),
+    "block_scaled int4, graphs": ours("block_scaled", cuda_graphs=True, dtype="int4"),
+    "dct_topk 64:32, graphs": ours("dct_topk", cuda_graphs=True, chunk=64, count=32),
+    "qsgd 4 bits, graphs": ours("qsgd", cuda_graphs=True, bits=4),
+    "natural, graphs": ours("natural", cuda_graphs=True),
+    "terngrad, graphs": ours("terngrad", cuda_graphs=True),
+    "chunk_topk, graphs": ours("chunk_topk", cuda_graphs=True),
+    "chunk_topk": ours("chunk_topk"),
+    "powersgd 4": ours("powersgd", rank=4),
+    "powersgd 4, layer by layer": ours("powersgd", rank=4, group_bytes=0),
+    "topk 1 %": ours("topk", density=0.01),
+    "topk 1 %, layer by layer": ours("topk", density=0.01, group_bytes=0),
+    "topk 1 %, across layers": ours("topk", density=0.01, **GROUPED),
+    "topk 1 %, measured at every step": ours("topk", 1, density=0.01),
+    "threshold 1 %": ours("threshold", density=0.01),
+    "sampled_threshold 1 %": ours("sampled_threshold", density=0.01),
+    "random_k 1 %": ours("random_k", density=0.01),
+    "clt_k 1 %, chunks": ours("clt_k", density=0.01, selection="chunks"),
+    "sign": ours("sign"),
+    "one_bit": ours("one_bit"),
+    "block_scaled int8": ours("block_scaled", dtype="int8"),
+    "block_scaled int4": ours("block_scaled", dtype="int4"),
+    "qsgd 4 bits": ours("qsgd", bits=4),
+    "natural": ours("natural"),
+    "terngrad": ours("terngrad"),
+    "dct_topk 64:32": ours("dct_topk", chunk=64, count=32),
+    "gradiveq 1/16, coordinates": ours("gradiveq", ratio=16.0, complement=1.0, compressed_steps=0, warmup_steps=0),
+    "ecsq 0.25 bits": ours("ecsq", bits=0.25),
+    "ecsq 0.25 bits, groups": ours("ecsq", bits=0.25, **GROUPED),
+}
+
+
+class Training:
+    """A model under one way, and its steps.
+
+    Args:
+        attach: puts the way's hook on the model.
+        device: of the model.
+        options: the model's size and the batch's.
+    """
+
+    def __init__(self, attach: Attach, device: torch.device, options: argparse.Namespace) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(n_layer=options.layers, n_embd=options.width, n_positions=options.context)
+        ids = [device] if device.type == "cuda" else None
+        self._device, self._size = device, (options.batch, options.context)
+        self._model = DistributedDataParallel(GPT2LMHeadModel(config).to(device), device_ids=ids)
+        self._state = attach(self._model)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._vocabulary = config.vocab_size
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def step(self) -> None:
+        """Take a step, and wait for it."""
+        tokens = torch.randint(self._vocabulary, self._size, device=self._device, generator=self._generator)
+        self._optimizer.zero_grad()
+        with torch.autocast(self._device.type, torch.bfloat16):
+            loss = self._model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self._optimizer.step()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def graphs(self) -> Row:
+        """Count the groups whose exchanges are recorded as graphs, and say why others are not."""
+        made = self._state.run.graphs.values() if isinstance(self._state, CompressionState) else ()
+        whys = sorted({one.why for one in made if one.why})
+        return {"recorded": sum(one.recorded for one in made), "not recorded": whys} if made else {}
+
+    def close(self) -> None:
+        """End the way's threads."""
+        if isinstance(self._state, CompressionState):
+            self._state.close()
+
+
+def measured(way: str, device: torch.device, options: argparse.Namespace) -> Row:
+    """Time a way's steps, and look at one of them. memory: bytes at most, without what was there before."""
+    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    training = Training(WAYS[way], device, options)
+    for _ in range(WARMUP):
+        training.step()
+    seconds = []
+    for _ in range(options.steps):
+        began = time.perf_counter()
+        training.step()
+        seconds.append(time.perf_counter() - began)
+    row: Row = {"way": way, "seconds": statistics.median(seconds), "quartiles": statistics.quantiles(seconds, n=4)[::2]}
+    if device.type == "cuda":
+        row |= {
+            "memory": torch.cuda.max_memory_allocated() - held,
+            "device": torch.cuda.get_device_name(),
+            **looked_at(training),
+        }
+    row |= training.graphs()
+    training.close()
+    return row
+
+
+def looked_at(training: Training) -> Row:
+    """What one step asks of the device: kernels and their seconds, and the host's waits by name."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        training.step()
+    on_device = [
+        one
+        for one in seen.events()
+        if one.device_type == torch.autograd.DeviceType.CUDA and not getattr(one, "is_user_annotation", False)
+    ]
+    took: Counter[str] = Counter()
+    for one in on_device:
+        took[one.name] += one.time_range.elapsed_us()
+    counts = Counter(one.name for one in on_device)
+    return {
+        "kernels": len(on_device),
+        "busy": sum(took.values()) / 1e6,
+        "waits": dict(Counter(one.name for one in seen.events() if one.name in WAITS)),
+        "longest": [[name[:120], counts[name], round(time)] for name, time in took.most_common(8)],
+        "most": [[name[:120], count, round(took[name])] for name, count in counts.most_common(8)],
+    }
+
+
+def table(rows: list[Row]) -> None:
+    """Print the table: ratios to the mean of plain DDP's medians, and differences to its first row."""
+    plain = [row for row in rows if row["way"] == "plain"]
+    base = statistics.fmean(row["seconds"] for row in plain)
+    titles = ("way", "step, ms", "over plain", "kernels more", "device busy, ms more", "waits more", "GB more")
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
+    for row in rows:
+        cells = [f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / base:.2f}"]
+        if "kernels" in row:
+            waits = sum(row["waits"].values()) - sum(plain[0]["waits"].values())
+            busy = 1e3 * (row["busy"] - plain[0]["busy"])
+            cells += [f"{row['kernels'] - plain[0]['kernels']}", f"{busy:.1f}", f"{waits}"]
+        if "memory" in row:
+            cells.append(f"{(row['memory'] - plain[0]['memory']) / 1e9:.2f}")
+        print(f"| {row['way']} | " + " | ".join([*cells, *[""] * (len(titles) - 1 - len(cells))]) + " |", flush=True)
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """Measure the ways that were asked for, in this process, as the one rank."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    warnings.filterwarnings("ignore", message="gradlab: world size 1")
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        named: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group("nccl" if named else "gloo", store=store, rank=0, world_size=1, **named)
+        rows = []
+        for way in [*options.ways, *(["plain"] if len(options.ways) > 1 else [])]:
+            try:
+                rows.append(keep(options.rows, measured(way, device, options)))
+            except Exception as error:  # the others are measured all the same
+                print(f"{way}: {type(error).__name__}: {error}", flush=True)
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+        dist.destroy_process_group()
+    return rows
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    table(read(options.rows) if options.table else run(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Training with local steps, dense and compressed, beside synchronous training: losses, bytes, and predicted times.
+
+    python benchmarks local_steps_trained --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
+        [--ways sync int4 "streaming int4"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
+    python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars] [--figure losses.svg]
+
+text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is its
+images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. They are
+emulated in one process by the code of `gradlab train --emulate 4 -s local_steps=H`; "streaming" is
+`gradlab.runtime.OuterStep` in 4 processes, with 3 fragments that are applied 5 local steps late, half and half. "sync"
+averages gradients in every step, through the named codec or uncompressed. The others take H local steps and DiLoCo's
+outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer optimizer is SGD of
+rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a local step, with its
+share of the exchange, from `forecast_local_steps` for machines on which computing takes so many seconds a step. A row
+keeps the training loss, too: "losses" are means over twentieths of the run. The figure has those of seed 0 over local
+steps, over what a worker has sent, and over predicted time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rows import Row, add, has, read
+from torch import nn
+
+from gradlab import datasets
+from gradlab.analysis.figures.style import drawing, method_colors, method_markers, panels, render
+from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.link import Link, parse_bandwidth, spell_rate
+from gradlab.analysis.forecast.local_steps import forecast_local_steps
+from gradlab.analysis.forecast.profile import Profile
+from gradlab.artifact import Artifact
+from gradlab.cli.train.emulate import emulate
+from gradlab.cli.train.local_steps import Worker, emulate_local_steps, make_worker
+from gradlab.cli.train.settings import TrainSettings
+from gradlab.datasets import Cifar10, get
+from gradlab.datasets.resnet import initialized
+from gradlab.layout import layers_of, named_layers
+from gradlab.plan import Plan, method_plan
+from gradlab.runtime import Exchange, OuterStep
+
+WORKERS, BATCH = 4, {"text_chars": 3, "cifar10": 16}
+FRAGMENTS, DELAY = 3, 5  # of streaming
+RATES = ("50mbit", "1gbit", "25gbit")
+WAYS: dict[str, Any] = {
+    "DiLoCo": None,
+    "int8": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int8"),
+    "int4": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int4"),
+    "ecsq 0.5 bits": lambda layers: Plan.uniform(layers, "ecsq", bits=0.5),
+    "top-k 3 %": lambda layers: Plan.uniform(layers, "topk", density=0.03),
+    "QSGD 4 bits": lambda layers: method_plan(layers, "QSGD, max norm", bits=4),
+    "16-bit floats": lambda layers: Plan.uniform(layers, "cast", dtype="float16"),
+    "signs": lambda layers: Plan.uniform(layers, "sign"),
+    "PowerSGD 2": lambda layers: Plan.uniform(layers, "powersgd", rank=2),
+    "SparseLoCo": lambda layers: method_plan(layers, "SparseLoCo"),
+}
+PLAIN_OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
+KEPT = 20  # means of losses in a row
+
+
+class SmallCifar10(Cifar10):  # type: ignore[misc]
+    """Images halved to 16 x 16, and one block a stage, so that seeds by the dozen fit on a CPU."""
+
+    def model(self, seed: int) -> nn.Module:
+        return nn.Sequential(nn.AvgPool2d(2), initialized(3, (16, 32, 64), (1, 1, 1), 10, seed))
+
+
+datasets._WORKLOADS["cifar10"] = SmallCifar10()  # in the processes of `streaming` too
+
+
+def plan_of(way: str, task: str) -> Plan:
+    """What is exchanged goes through it."""
+    codec = way
+    for form in ("sync, ", "streaming ", "averaging, "):
+        codec = codec.removeprefix(form)
+    return WAYS[codec](layers_of(get(task).model(0)))
+
+
+def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
+    """Train one cell."""
+    task = options.task
+    settings = TrainSettings(
+        task, str(options.data), WORKERS, options.steps, BATCH[task], seed=seed, emulate=True, local_steps=every
+    )
+    times = predicted(way, every, options)
+    if way.startswith(("streaming", "sync, ")):
+        return in_processes(way, settings) | {"times": times}
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "sync":  # recorded once, as emulated nodes are there to be recorded
+            report = emulate(replace(settings, capture=f"{folder}/trace", every=10**6))
+        else:
+            outer: dict[str, Any] = PLAIN_OUTER if way.startswith(("SparseLoCo", "averaging")) else {}
+            if way not in ("DiLoCo", "averaging"):
+                Artifact(plan_of(way, task)).save(f"{folder}/plan.safetensors")
+                outer = outer | {"artifact": f"{folder}/plan.safetensors"}
+            report = emulate_local_steps(replace(settings, **outer))
+    done = report.measured.compression
+    payload = report.header.dense_payload_bytes if done is None else done.payload_bytes_per_step.mean
+    score, loss = report.measured.final_score, report.measured.final_loss
+    losses = twentieths(report.measured.losses)
+    return {"score": score, "loss": loss, "losses": losses, "payload": payload, "times": times}
+
+
+def twentieths(losses: Sequence[float]) -> list[float]:
+    """Average the losses of each twentieth of a run."""
+    edges = [len(losses) * part // KEPT for part in range(KEPT + 1)]
+    return [round(statistics.fmean(losses[a:b]), 4) for a, b in pairwise(edges)]
+
+
+def in_processes(way: str, settings: TrainSettings) -> Row:
+    """Train in a process per worker, with `OuterStep`, or with gradients through a plan: score, losses, payload."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_worker, (way, settings, folder), nprocs=WORKERS)
+        done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
+    return done
+
+
+def _worker(rank: int, way: str, settings: TrainSettings, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
+    workload = get(settings.workload)
+    recipe, data = settings.applied_to(workload.recipe), workload.load(settings.data)
+    torch.manual_seed(settings.seed)
+    worker = make_worker(settings, workload, recipe, data, rank)
+    kind = way.rpartition(" ")[2]
+    plan = Plan(layers_of(worker.model)) if kind == "streaming" else plan_of(way, settings.workload)
+    if way.startswith("sync, "):
+        payload = _gradients_exchanged(worker, plan, workload, recipe, data)
+    else:
+        outer = OuterStep(plan, worker.model, every=settings.local_steps, fragments=FRAGMENTS, delay=DELAY)
+        for step in range(recipe.steps // settings.local_steps * settings.local_steps):
+            worker.train(workload, recipe, data, range(step, step + 1))
+            outer.step()
+        dense = 4 * sum(parameter.numel() for parameter in worker.model.parameters())
+        exchanges = [one.exchange for one in outer.fragments if one.exchange is not None]
+        sent = sum(one.statistics.steps[-1].payload_bytes for one in exchanges)
+        payload = sent if kind != "streaming" else dense
+        common = {name: one for part in outer.fragments for name, one in part.parameters.items()}
+        outer.wait()
+        worker.begin(common)
+        outer.close()
+    losses = torch.tensor(worker.outcome.losses)
+    dist.all_reduce(losses)
+    if rank == 0:
+        score = workload.score(worker.model, data.test_x, data.test_y)
+        row = {"score": score, "losses": twentieths((losses / WORKERS).tolist()), "payload": payload}
+        Path(folder, "0.json").write_text(json.dumps(row), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _gradients_exchanged(worker: Worker, plan: Plan, workload: Any, recipe: Any, data: Any) -> float:
+    """Train with gradients through a plan in every step; the bytes of a step."""
+    parameters = {layer.name: parameter for layer, parameter in named_layers(worker.model)}
+    exchange = Exchange(plan, parameters.items(), optimizer=worker.optimizer)
+
+    def all_ranks() -> None:
+        exchange.step({name: one.grad for name, one in parameters.items() if one.grad is not None})
+
+    worker.train(workload, recipe, data, range(recipe.steps), all_ranks)
+    payload = exchange.statistics.steps[-1].payload_bytes
+    exchange.close()
+    return payload
+
+
+def table(rows: list[Row], score: str) -> None:
+    """Print scores by way and H, bytes, and times. score: what it is."""
+    print(f"| way | H | {score} | bytes per step | {' | '.join(f'{rate}, ms a step' for rate in RATES)} |")
+    print("|---" * (4 + len(RATES)) + "|")
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    keys = sorted({(row["way"], row["every"]) for row in rows}, key=lambda key: (ways.index(key[0]), key[1]))
+    for way, every in keys:
+        here = sorted((row for row in rows if (row["way"], row["every"]) == (way, every)), key=lambda row: row["seed"])
+        losses = ", ".join(f"{row['score']:.3f}" for row in here)
+        payload = statistics.fmean(row["payload"] for row in here) / every
+        times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in here[0]["times"])
+        print(f"| {way} | {every} | {losses} | {payload:,.0f} | {times} |")
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """Training loss over local steps, over bytes that a worker has sent, and over predicted time on each link."""
+    shown = [row for row in rows if row["seed"] == 0 and "losses" in row and row["every"] in (1, 30)]
+    names = [row["way"] if row["every"] == 1 else f"{row['way']}, H = {row['every']}" for row in shown]
+    colors, markers = method_colors(names), method_markers(names)
+    drawn, places = panels(2 + len(RATES), 2, height=2.3, sharey=True)
+    for name, row in zip(names, shown, strict=True):
+        steps = [row["steps"] * (part + 0.5) / KEPT for part in range(KEPT)]
+        per_step = [1.0, row["payload"] / row["every"] / 1e6, *row["times"]]
+        for panel, scale in zip(places, per_step, strict=True):
+            line = {"color": colors[name], "marker": markers[name], "markersize": 3, "linewidth": 1}
+            panel.plot([scale * step for step in steps], row["losses"], label=name, **line)
+    labels = ["local steps", "MB sent by a worker", *(f"seconds at {spell_rate(parse_bandwidth(r))}" for r in RATES)]
+    for panel, label in zip(places, labels, strict=True):
+        panel.set_xlabel(label)
+        panel.set_xscale("linear" if label == "local steps" else "log")
+        panel.set_ylabel("training loss")
+    drawn.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return drawn
+
+
+def predicted(way: str, every: int, options: argparse.Namespace) -> list[float]:
+    """A step's forecast seconds on every link."""
+    links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
+    network = Network(links, (WORKERS,), Profile(options.step_seconds, "given"))
+    dense = way in ("sync", "DiLoCo", "averaging", "streaming")
+    plan = plan_of("int8" if dense else way, options.task)  # whose uncompressed exchange is asked for
+    synchronous = forecast(plan, network)
+    if way.startswith("sync"):
+        return [(pair.dense if dense else pair.compressed).seconds for _, pair in synchronous.comparisons]
+    if way.startswith("streaming"):  # what is exchanged hides behind computing, where it takes no longer
+        found = forecast_local_steps(plan, network, synchronous)
+        return [max(options.step_seconds, one.seconds(every, dense=dense) - options.step_seconds) for one in found]
+    return [one.seconds(every, dense=dense) for one in forecast_local_steps(plan, network, synchronous)]
+
+
+def main() -> None:
+    """Train what is not kept yet, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--task", default="text_chars", choices=list(BATCH))
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=["sync", *WAYS],
+        help='also "averaging", "averaging, WAY", "sync, WAY", "streaming" and "streaming WAY"',
+    )
+    parser.add_argument("--local-steps", nargs="+", type=int, default=[8, 30, 100])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--step-seconds", type=float, default=0.02)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", type=Path, help="beside the table")
+    options = parser.parse_args()
+    if not options.table:
+        for seed in options.seeds:
+            for way in options.ways:
+                for every in [1] if way.startswith("sync") else options.local_steps:
+                    key: Row = {"way": way, "every": every, "seed": seed, "steps": options.steps}
+                    key |= {} if options.task == "text_chars" else {"task": options.task}
+                    if not has(read(options.rows), key):
+                        add(options.rows, key | trained(way, every, seed, options))
+    rows = [row for row in read(options.rows) if row.get("task", "text_chars") == options.task]
+    if options.figure:
+        with drawing():
+            options.figure.write_bytes(render(figure(rows), "losses", ("svg",))["svg"])
+    table(rows, "validation loss" if options.task == "text_chars" else "accuracy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""All compressors beside each other: replayed on one recording, then trained; does the replay tell who trains best?
+
+    python benchmarks methods --data cifar10.npz --record trace                  # a dense run, 4 nodes
+    python benchmarks methods --trace trace --replay replay.jsonl                # every method and every setting
+    python benchmarks methods --data cifar10.npz --trace trace --train training.jsonl [--methods top-k] [--seeds 0 1]
+    python benchmarks methods --replay replay.jsonl --train training.jsonl --table [--figure errors.svg]
+    --task fashion_mnist with any of these
+
+Two tasks, of 4 ranks with 16 images each, SGD with momentum 0.9: "cifar10", images of 16 x 16 and ResNet-8 (75,290
+parameters), the training of accuracy.py; and "fashion_mnist", the workload's own network (1,663,370 parameters, 97 %
+of them in one matrix). Methods compress all matrices, at about 1.25 bits per value where they can, else at the fewest
+they have; vectors are dense, unless a title says "every tensor". All start after 50 dense iterations and train at one
+learning rate, but those whose updates are signs, which get a hundredth of it. "frozen" applies no gradient to what the
+others compress: what dense vectors alone achieve. One line of JSON per replay and per run; what is there is not done
+again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import emulated
+import numpy as np
+import torch
+from accuracy import WORKLOAD, resnet8
+from compared import Compared, published
+from matplotlib.figure import Figure
+from rows import Row, add, has, read
+
+from gradlab import codecs, datasets
+from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.intervals import rank_correlation
+from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
+from gradlab.analysis.replay import replay
+from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
+from gradlab.collectives import Coroutine
+from gradlab.layout import Layer, layers_of
+from gradlab.plan import FEEDBACK, Wrap
+from gradlab.roles import ROLES
+from gradlab.trace import Trace
+
+WARMUP, BATCH, RANKS, STEPS = 50, 16, 4, 600
+KEPT = ("loss", "ratio", "payload", "wire", "seconds")  # of a training's row
+# Learning rates of dense training.
+RATES = {"cifar10": 0.1, "fashion_mnist": 0.02}
+FIRST, RECORDED = 100, 100  # iterations of the recording
+FITTED = 50  # iterations that GradiVeQ samples before it compresses
+
+
+@codecs.register
+class Frozen(Codec):
+    """No gradient at all: the control."""
+
+    name = "frozen"
+    about = About("control", "0")
+    defaults = PlanDefaults(error_feedback=False)
+
+    @dataclass(frozen=True)
+    class Settings:
+        """There is nothing to set."""
+
+    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        yield ()
+        nothing = {name: torch.zeros_like(grad) for name, grad in grads.items()}
+        return Exchanged(nothing, Deferred(grads, lambda: nothing))
+
+    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+        return 0
+
+
+# All methods compress matrices alone, layer by layer unless one group of all layers is what they are.
+SCOPE: dict[str, Any] = {
+    "minimum_dimensions": 2,
+    "minimum_numel": 256,
+    "roles": ("convolution", "linear"),
+    "group_bytes": 0,
+}
+EVERY_TENSOR = {"minimum_dimensions": 0, "minimum_numel": 1, "roles": list(ROLES), "group_bytes": 2**62}
+BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
+PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": FITTED}
+RAMP = {"sparsity_warmup": {"steps": 100}}
+METHODS: dict[str, Compared] = {
+    "dense": Compared("identity"),
+    "frozen": Compared("frozen"),
+    "float16": Compared("cast"),
+    "natural": Compared("natural"),
+    "int8": Compared("block_scaled"),
+    "fp8": Compared("block_scaled", {"dtype": "float8_e4m3fn"}),
+    "LoCo, no resets": published("LoCo", wrapper_settings={"error_feedback": {"reset_steps": 0}}),
+    "QSGD 4 bits, max norm": published("QSGD, max norm", bits=4),
+    "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
+    "TernGrad": published("TernGrad"),
+    "sign, both ways": Compared("sign", {}, BOTH_WAYS),
+    "signSGD": published("signSGD", rate=0.01),
+    "1-bit SGD": published("1-bit SGD"),
+    "top-k": Compared("topk", {"density": 0.026}),
+    "top-k, no feedback": Compared("topk", {"density": 0.026}, ()),
+    "global top-k 2.6 %": published("global top-k", density=0.026),
+    "Rethink-GS 2.6 %": published("Rethink-GS", density=0.026),
+    "sampled threshold": Compared("sampled_threshold", {"density": 0.026}),
+    "DGC 2.6 %, 100 steps of ramp": published("DGC", momentum=False, wrapper_settings=RAMP, density=0.026),
+    "random-k": Compared("random_k", {"density": 0.039}),
+    "random-k, unbiased": Compared("random_k", {"density": 0.039, "unbiased": True}, ()),
+    "CLT-k": Compared("clt_k", {"density": 0.035}),
+    "CLT-k int8": Compared("clt_k", {"density": 0.1, "values": "int8"}),
+    "ScaleCom 3.5 %": published("ScaleCom", density=0.035),
+    "DCT top-k": Compared("dct_topk", {"chunk": 8, "count": 2}),
+    "DeMo, 2 of 8": published("DeMo", momentum=False, rate=0.01, chunk=8, count=2),
+    "PowerSGD rank 2": published("PowerSGD", rank=2),
+    "PowerSGD rank 4, alternating": published("PowerSGD", rank=4, alternating=True),
+    **{
+        f"ecsq {bits:g} bits": Compared("ecsq", {"bits": bits, "group_bytes": 2**62})
+        for bits in (1.25, 0.5, 0.32, 0.16)
+    },
+    **{
+        f"ecsq {bits:g} bits, both ways": Compared("ecsq", {"bits": bits, "group_bytes": 2**62}, BOTH_WAYS)
+        for bits in (0.5, 0.25)
+    },
+    **{
+        f"ecsq {bits:g} bits, every tensor": Compared("ecsq", {"bits": bits, **EVERY_TENSOR})
+        for bits in (0.5, 0.32, 0.16)
+    },
+    "L-GreCo, top-k 2.6 %": Compared("topk", {"density": 0.026}, by_layer=True),
+    "L-GreCo, PowerSGD rank 2": Compared("powersgd", {"rank": 2}, by_layer=True),
+    "GradiVeQ, half PCA": Compared("gradiveq", {**PCA, "complement": 0.5, "compressed_steps": 0}, FEEDBACK),
+}
+
+
+def task_of(name: str, method: Compared, steps: int, images: int = BATCH, rate: float | None = None) -> emulated.Task:
+    """Make a task with a method's share of the learning rate, steps, images per rank, and a cosine schedule."""
+    workload = datasets.get(name)
+    recipe = replace(
+        workload.recipe,
+        learning_rate=(rate or RATES[name]) * method.rate,
+        batch_size=images,
+        steps=steps,
+        warmup_steps=0,
+        schedule="cosine",
+        momentum=0.9 if method.momentum else 0.0,
+    )
+    return resnet8(recipe, RANKS) if workload is WORKLOAD else emulated.Task(workload, recipe, RANKS)
+
+
+def record(task: str, data: Any, folder: str, seed: int = 0) -> None:
+    """A dense run of the same training, some iterations of all nodes' gradients."""
+    dense = task_of(task, METHODS["dense"], STEPS)
+    emulated.record(dense, data, folder, seed, start=FIRST, every=1, count=RECORDED)
+
+
+def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
+    """What a replay says. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
+    chosen = method if feedback else replace(method, wrappers=())
+    plan = chosen.fitted(trace, 0, trace.layers, **SCOPE, **settings)
+    replayed = replay(trace, plan)
+    steps = replayed.compressed[-40:]  # what is fitted or fed back has settled
+    compressed = {name for group in plan.compressed_groups for name in group.layers} or {x.name for x in trace.layers}
+    numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
+    rest = 4 * sum(layer.numel for layer in trace.layers) - 4 * numel
+    payload = statistics.fmean(step.payload_bytes_mean for step in steps)
+    return {
+        "method": name,
+        "codec": next(group.codec for group in plan.groups),
+        "settings": {**method.codec_settings, **settings},
+        "feedback": feedback,
+        "bits": 8 * (payload - rest) / numel,
+        "payload": payload,
+        "wire": statistics.fmean(step.wire_bytes_mean for step in steps),
+        "contribution_error": statistics.median(step.contribution_error or 0.0 for step in steps),
+        "aggregate_error": statistics.median(step.aggregate_error or 0.0 for step in steps),
+        "cosine": statistics.median(step.cosine or 0.0 for step in steps),
+        "codec_seconds": statistics.fmean(step.codec_seconds for step in steps),
+        "memory": replayed.memory,
+        "windows": [one.to_json() for one in replayed.window_errors],
+    }
+
+
+def replay_all(trace: Trace, out: Path) -> None:
+    """Every method with its wrappers, and every codec without feedback over its candidates."""
+    rows = read(out)
+    wanted = [(name, method, {}, True) for name, method in METHODS.items()]
+    for name in (name for name in codecs.names() if name not in ("identity", "frozen", "gradiveq")):
+        for settings in codecs.get(name).candidates:
+            wanted.append((f"{name} alone", Compared(name, required_settings(name)), dict(settings), False))
+    for name, method, settings, feedback in wanted:
+        key = {"method": name, "settings": {**method.codec_settings, **settings}, "feedback": feedback}
+        if not has(rows, key):
+            add(out, replay_row(trace, name, method, settings, feedback))
+
+
+def required_settings(name: str) -> dict[str, Any]:
+    """Settings without which a codec alone is not what it is for."""
+    return {"dct_topk": {"chunk": 8}, "ecsq": {"group_bytes": 2**62}}.get(name, {})
+
+
+def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
+    """Relative error of the Gaussian rate-distortion function at so many bits per value, of one rank's gradient alone:
+    coordinates of all matrices taken as independent, each with its mean square over the recording and the ranks."""
+    plan = METHODS["top-k"].plan(trace.layers, WARMUP, **SCOPE)
+    names = [name for group in plan.compressed_groups for name in group.layers]
+    variances = np.concatenate([mean_squares(trace, name) for name in names])
+    return [math.sqrt(distortion_at(variances, rate * len(variances)) / variances.sum()) for rate in bits]
+
+
+def train_all(options: argparse.Namespace, data: Any, trace: Trace | None) -> None:
+    """Train every method with every seed that the file has no row of yet, and append its row there.
+
+    trace: of the same training, for plans by layer.
+    """
+    rows = read(options.train)
+    for seed in options.seeds:
+        for name in options.methods:
+            key = {"method": name, "seed": seed, "steps": options.steps}
+            if options.images != BATCH or options.rate is not None:
+                key |= {"images": options.images, "rate": options.rate or RATES[options.task]}
+            if has(rows, key):
+                continue
+            method = METHODS[name]
+            task = task_of(options.task, method, options.steps, options.images, options.rate)
+            plan = method.fitted(trace, WARMUP, layers_of(task.model(seed)), **SCOPE)
+            trained = emulated.train(task, plan, data, seed)
+            row = key | {"accuracy": trained["score"]} | {kept: trained[kept] for kept in KEPT}
+            row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
+            add(options.train, row)
+
+
+def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[Row, list[Row]]]:
+    """By method: its replay with wrappers, and its runs."""
+    pairs = {}
+    for row in replayed:
+        if row["feedback"] and (runs := [run for run in trained if run["method"] == row["method"]]):
+            pairs[row["method"]] = (row, runs)
+    return pairs
+
+
+def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
+    """Lay out replayed and trained rows side by side, a line per method; wire bytes per rank and step, in kB."""
+    lines = [
+        "method                        bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"
+    ]
+    pairs = joined(replayed, trained)
+    for name, (row, runs) in sorted(pairs.items(), key=lambda item: mean_loss(item[1][1])):
+        losses = ", ".join("-" if run["loss"] is None else f"{run['loss']:.3f}" for run in runs)
+        accuracy = statistics.fmean(100 * run["accuracy"] for run in runs)
+        lines.append(
+            f"{name:30s} {row['bits']:9.2f}  {row['wire'] / 1e3:7.1f}  {row['contribution_error']:10.3f}  "
+            f"{row['aggregate_error']:10.3f}  {row['cosine']:6.3f}   {losses:13s}  {accuracy:6.2f} %"
+        )
+    for key in ("contribution_error", "aggregate_error", "cosine"):
+        for what, names in (
+            ("all", list(pairs)),
+            ("at 1 to 2 bits", [n for n, (r, _) in pairs.items() if r["bits"] < 2]),
+        ):
+            names = [name for name in names if name not in ("dense", "frozen")]
+            if len(names) < 3:
+                continue
+            sign = -1 if key == "cosine" else 1
+            rho = rank_correlation([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
+            lines.append(f"Spearman of {key} with final loss, {what} ({len(names)}): {rho}")
+    return "\n".join(lines)
+
+
+def mean_loss(runs: Sequence[Row]) -> float:
+    return statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
+
+
+MARKERS = "os^DvPX*<>"
+
+
+def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
+    """Error of one rank's contribution against bits per value, without feedback; a line per codec."""
+    alone = [row for row in replayed if not row["feedback"] and row["bits"] > 0]
+    names = sorted({row["codec"] for row in alone})
+    drawn, (panel,) = panels(1, 1, height=4.2)
+    colors = method_colors(names)
+    for place, name in enumerate(names):
+        replays = sorted((row for row in alone if row["codec"] == name), key=lambda row: row["bits"])
+        bits, errors = ([row[key] for row in replays] for key in ("bits", "contribution_error"))
+        line = "" if name in ("block_scaled", "cast") else "-"  # their settings are formats, not a scale
+        marker = MARKERS[place % len(MARKERS)]
+        panel.plot(bits, errors, marker + line, label=name, color=colors[name], markersize=4)
+    if trace is not None:
+        bits = np.geomspace(0.02, 20, 60)
+        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances, one rank alone")
+    panel.set_xscale("log")
+    panel.set_xlim(0.03, 20)
+    panel.set_ylim(0, 1.45)
+    panel.set_xlabel("payload (bits per value)")
+    panel.set_ylabel("||own - gradient|| / ||gradient||")
+    panel.legend(loc="upper left", ncols=3, fontsize="small")
+    return drawn
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default=WORKLOAD.name, choices=list(RATES))
+    parser.add_argument("--data")
+    parser.add_argument("--record")
+    for name in ("--trace", "--replay", "--train", "--figure"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--images", type=int, default=BATCH, help="per rank and step")
+    parser.add_argument("--rate", type=float, help="learning rate of dense training")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    trace = Trace(options.trace) if options.trace else None
+    if options.table:
+        print(table(read(options.replay), read(options.train)))
+    if options.figure:
+        with drawing():
+            options.figure.write_bytes(render(figure(read(options.replay), trace), "methods")["svg"])
+    if options.table or options.figure:
+        return
+    data = datasets.get(options.task).load(options.data) if options.data else None
+    if options.record:
+        record(options.task, data, options.record)
+    if options.replay and trace is not None:
+        replay_all(trace, options.replay)
+    if options.train:
+        train_all(options, data, trace)
+
+
+if __name__ == "__main__":
+    main()
