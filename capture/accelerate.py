@@ -36,7 +36,7 @@ def record(
 
     Args:
         accelerator: the one that prepared the model.
-        model: as `accelerator.prepare` returned it, compiled or not.
+        model: result of `accelerator.prepare`, compiled or not.
         path: folder of the trace, new or empty.
         optimizer: one or several, as `accelerator.prepare` returned them.
         options: those of TraceRecorder. The loss scaler is the accelerator's.

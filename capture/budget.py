@@ -31,12 +31,12 @@ _RANK, _MANIFEST, _MANIFEST_LAYER, _MANIFEST_BLOCK = 1024, 4096, 384, 96
 
 @dataclass(frozen=True)
 class Recording:
-    """What will be recorded, decided before the first step.
+    """Decide before the first step what will be recorded.
 
-    settings: with `every` and `max_steps` as the budget leaves them.
-    samples: of layers that are not held whole.
+    settings: recording settings, `every` and `max_steps` as the budget leaves them.
+    samples: blocks of the layers that are not held whole, by name.
     steps: at most; None: as many as the run has.
-    nbytes: of all files at most; None: as many as the run has steps for.
+    nbytes: most bytes of all files; None: as many as the run has steps for.
     """
 
     settings: StepSettings

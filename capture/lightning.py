@@ -50,7 +50,7 @@ class RecordingCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep this rank's loss with the step. Of accumulated batches it is the last one's."""
+        """Keep this rank's loss with the step. With gradient accumulation it is the loss of the last micro-batch."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.recorder is not None and isinstance(loss, torch.Tensor):
             self.recorder.annotate(loss=loss)

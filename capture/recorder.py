@@ -66,7 +66,7 @@ class TraceRecorder(Uncopied):
 
     Training is bit-identical to plain DDP, with one exception, which no hook can see: where gradient_as_bucket_view
     is True, gradients are zeroed and not dropped (zero_grad(set_to_none=False)), and the number of ranks is not a
-    power of two, averages differ in their last bits. What is recorded are the local gradients then as well.
+    power of two, averages differ in their last bits. The recording holds the local gradients then as well.
 
     A step is one synchronised backward pass, with what `no_sync` accumulated. Gradients are recorded as the hook
     sees them: with the loss scale, and infinite or NaN where they are. Memory on the host: at most (queue_steps + 2)
@@ -74,8 +74,8 @@ class TraceRecorder(Uncopied):
     elements x 4 bytes, half of it in 16 bits. Failing to write never stops training. After `close` the model goes on
     averaging as plain DDP does: DDP cannot give a hook back.
 
-    Of nodes with several ranks, what travels between nodes can be recorded: the mean of each node, whose first rank
-    writes it, so that ranks of the trace are nodes. Under DDP that is `within`. Under FSDP2, where no rank sees a whole
+    With several ranks per node the mean of each node can be recorded. Its first rank writes it, so that ranks of
+    the trace are nodes. Under DDP that is `within`. Under FSDP2, where no rank sees a whole
     gradient, it is `between`, on a model that is sharded along the other dimension of the mesh (see `compress_fsdp`):
 
         with TraceRecorder(fsdp_model, "trace", between=mesh["replicate"]) as recorder: ...
@@ -96,13 +96,13 @@ class TraceRecorder(Uncopied):
         model: a DistributedDataParallel model without a communication hook, or one that `fully_shard` was called on.
             torch.compile may have wrapped it.
         path: folder of the trace, new or empty.
-        within: of a model in DDP: a mesh's dimension or the process group of a node's ranks, or "node" for those that
+        within: a mesh's dimension or the process group of a node's DDP ranks, or "node" for those that
             torchrun started on one machine. None: every rank's own gradients are recorded.
-        between: of a model under FSDP2: the mesh's dimension along which ranks hold the same shards, or that group.
+        between: under FSDP2 the mesh's dimension along which ranks hold the same shards, or that group.
         optimizer: one or several (a list), all that train the model. Each step's learning rate is that of the first
             recorded layer. Classes, settings and which of several trains which layers go into the manifest: a fit makes
             plans that train under them.
-        scaler: where each step's GradScaler scale is read.
+        scaler: GradScaler whose scale is read in each step.
         layers: None for all, names or fnmatch patterns, or a function of a Layer.
         wrap: (state, hook): let this communication hook do the averaging.
         metadata: a JSON object to keep in the trace's manifest.
@@ -110,14 +110,14 @@ class TraceRecorder(Uncopied):
         every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them. All by default.
         dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
         queue_steps: steps that may wait for the disk. 8 by default.
-        on_full: what to do with the next one then: "wait" (the default), or "drop" it.
+        on_full: action for the next one then: "wait" (the default), or "drop" it.
         flush_seconds: longest time until a step is safe from a kill. 5 by default.
         segment_bytes: size of a file of the trace. 1 GiB by default.
         budget: bytes of the whole trace at most, all ranks, as "20GB": fewer steps are recorded, and of large layers
             the same sampled blocks in each of them (see `gradlab.capture.budget`). None: no limit.
         expected_steps: iterations that the run will have, so that a budget's steps are spread over all of it. Without
             it, and without max_steps, they are the run's first ones (every n-th, if `every` is given).
-        sample_seed: of the sampled blocks.
+        sample_seed: seed of the sampled blocks.
     Raises:
         GradlabError: the same line on all ranks, before anything is written: a model in neither, a hook attached
             already, folder not empty, no such layer, settings out of range or different between ranks, nodes of
@@ -203,7 +203,7 @@ class TraceRecorder(Uncopied):
         """Add values to the step whose backward pass came last. They are dropped if that step is not recorded.
 
         Args:
-            loss: of this rank, a number or a tensor of one element.
+            loss: loss of this rank, a number or a tensor of one element.
             learning_rate: instead of the optimizer's.
         """
         pending = self._writer.pending
@@ -363,7 +363,7 @@ class TraceRecorder(Uncopied):
 
 
 def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:
-    """Where the gradients come from, by what the model is in."""
+    """The source of the gradients, by the model's wrapper."""
     inner = without_compile(model)
     if not isinstance(inner, DistributedDataParallel) and is_sharded(inner):
         assert isinstance(inner, torch.nn.Module)

@@ -5,7 +5,7 @@ Abrahamyan, Chen, Bekoulis and Deligiannis, "Learned Gradient Compression for Di
 
 Autograd keeps an operation's operands as edges. The edge of an operand that needs no gradient (an input, a mask) is
 None. The graph is read from the parameters to the output, every node once. A value computed from parameters alone
-(transposed, scaled, multiplied) is a weight. A value computed from weights and data is an activation. Where two
+(transposed, scaled, multiplied) is a weight. A value computed from weights and data is an activation. If two
 activations are added, the layers that read the sum are named.
 """
 

@@ -1,4 +1,4 @@
-"""What is recorded and how: plain settings with their own checks, and what a trace says of its run."""
+"""Settings of a recording with their own checks, and a trace's account of its run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEGMENT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Which iterations are recorded, and how they are stored."""
+    """Iterations that are recorded, and how they are stored."""
 
     every: int = 1  # iterations from one recorded one to the next
     start: int = 0  # first recorded iteration

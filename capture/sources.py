@@ -1,4 +1,4 @@
-"""Where a recorder's gradients come from: DDP's buckets, or shards under FSDP2; of every rank, or the means of nodes.
+"""Sources of a recorder's gradients: DDP's buckets, or shards under FSDP2; of every rank, or the means of nodes.
 
 Means of nodes are what travels between nodes in hierarchical training. The ranks of a node send theirs to the node's
 first rank, which writes them: ranks of the trace are nodes then.
@@ -99,7 +99,7 @@ class BucketSource:
         return average_as_ddp(self.ranks.group, bucket, self._divisor)
 
     def metadata(self) -> dict[str, Any]:
-        """What a manifest says of the way of training."""
+        """The manifest's entries on the way of training."""
         options = {name: getattr(self.model, name) for name in ("find_unused_parameters", "static_graph")}
         return {**options, **_nodes(self.topology)}
 
@@ -159,7 +159,7 @@ class ShardSource:
             raise GradlabError(f"TraceRecorder: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
 
     def metadata(self) -> dict[str, Any]:
-        """What a manifest says of the way of training."""
+        """The manifest's entries on the way of training."""
         return {"fully_shard": True, **_nodes(self.topology)}
 
     def require_averaged(self, chosen: Sequence[tuple[Layer, nn.Parameter]]) -> None:

@@ -112,7 +112,7 @@ def _check_wrap(wrap: Any) -> None:
 
 
 def _metadata(source: Source, settings: RecorderSettings, wrap: Any) -> dict[str, Any]:
-    """What the manifest says of the run, unless the user says it."""
+    """The manifest's account of the run, unless the user gives one."""
     return {
         "gradlab": VERSION,
         **run_metadata(model_of(source), settings),

@@ -1,4 +1,4 @@
-"""What recording lines do in a run that `gradlab pilot` has started: train on the trial's plan, and record nothing."""
+"""Recording lines in a run that `gradlab pilot` has started: train on the trial's plan, and record nothing."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (AISTATS 2017), section 3:
 two 5x5 convolutions of 32 and 64 channels, each with 2x2 max pooling, a hidden layer of 512 units, 1,663,370
-parameters. Of these 97 % are in one matrix, so that this matrix decides what a compressor achieves.
+parameters. One matrix has 97 % of them, and decides what a compressor achieves.
 Initialisation: He et al., "Delving Deep into Rectifiers" (ICCV 2015), eq. 10 (fan in).
 """
 

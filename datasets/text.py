@@ -99,7 +99,7 @@ class TextChars(_Text):
 
     context: tokens in a row, and positions of the model.
     vocabulary: tokens of the model; a text may use fewer.
-    width, layers, heads: of the model, as `TransformerSize` has them.
+    width, layers, heads: sizes of the model, as in `TransformerSize`.
     """
 
     name = "text_chars"

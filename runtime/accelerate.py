@@ -52,10 +52,10 @@ def compress(
 
     Args:
         accelerator: the one that prepared the model.
-        model: as `accelerator.prepare` returned it, compiled or not.
-        plan: for the model's trainable parameters, or the path of an artifact.
+        model: result of `accelerator.prepare`, compiled or not.
+        plan: plan of the model's trainable parameters, or the path of an artifact.
         optimizer: one or several, as `accelerator.prepare` returned them.
-        residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
+        residuals: use of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
             `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses such a
             checkpoint.
         options: those of CompressionState. The loss scaler is the accelerator's.

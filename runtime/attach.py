@@ -51,7 +51,7 @@ def compress(
 
     Args:
         ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
-        plan: for the model's trainable parameters, or the path of an artifact.
+        plan: plan of the model's trainable parameters, or the path of an artifact.
         optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the torch.amp.GradScaler, if one is in use.
         options: the others of `CompressionState`; with `between`, for a model under FSDP2, those of `compress_fsdp`.

@@ -240,7 +240,7 @@ def agree_on_mesh(
 def _attempted(
     attempt: Callable[[], object], settings: Callable[[], dict[str, Any]]
 ) -> tuple[str | None, dict[str, Any]]:
-    """What went wrong, if anything did; and what all ranks must have in common."""
+    """Compare what all ranks must have in common, and name what went wrong."""
     try:
         attempt()
         return None, settings()

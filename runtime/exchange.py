@@ -62,7 +62,7 @@ class Exchange(Uncopied):
     (21, 2048)
 
     Attributes:
-        plan: as it was given.
+        plan: plan as it was given.
         run: the rank's run of it (`gradlab.executor.PlanRun`): codecs, states, and the plan as it is now.
         statistics: the last steps.
 
@@ -88,9 +88,9 @@ class Exchange(Uncopied):
         check_requests: compare all ranks' requests before each collective (debugging).
         history: steps kept in `statistics`.
         hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
-        rules: what the rules of `gradlab.executor.rules` do that watch the run, by name: "warn" (each once, on rank 0),
+        rules: action of each rule of `gradlab.executor.rules`, by name: "warn" (each once, on rank 0),
             "error" (raised on all ranks) or "ignore"; one of these words for all rules.
-        cuda_graphs: on a GPU, record the kernels of each group's exchange and launch them together, where the codec
+        cuda_graphs: record the kernels of each group's exchange on a GPU and launch them together, if the codec
             never waits for the device and draws no random numbers on the host. The results are the same, bit for bit;
             each group's graphs keep memory of their own. `graphs` says what became of it. Without effect on a CPU.
 
@@ -156,7 +156,7 @@ class Exchange(Uncopied):
         """Exchange the gradients of one step, in place.
 
         Args:
-            gradients: by layer name, all layers of the plan. None counts as zeros.
+            gradients: gradients of all layers of the plan, by name. None counts as zeros.
 
         Returns:
             Bytes and times of the step.
@@ -185,7 +185,7 @@ class Exchange(Uncopied):
         the last of them. Gradients of any rank may not be finite: `finish` decides whether the results count.
 
         Args:
-            gradients: by layer name. None counts as zeros.
+            gradients: gradients by layer name. None counts as zeros.
         """
 
         def exchange() -> None:
@@ -275,7 +275,7 @@ class Exchange(Uncopied):
         """Continue from a `state_dict` of the same plan, rank and world size. Every rank loads its own.
 
         Args:
-            state: what `state_dict` gave.
+            state: result of `state_dict`.
 
         Raises:
             GradlabError: naming what differs, or if a step is in progress. If ranks continue from different
@@ -288,9 +288,9 @@ class Exchange(Uncopied):
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of N ranks on this run's M. Every rank loads the `state_dict` of all N, in rank order.
 
-        What all ranks share (warm starts, momentum after the average) is taken over. The residual of a sharded server
-        is cut anew. `residuals` decides what becomes of the residuals and velocities e_i, of which each rank has its
-        own:
+        State that all ranks share (warm starts, momentum after the average) is taken over. The residual of a sharded
+        server is cut anew. `residuals` decides the use of the residuals and velocities e_i, of which each rank has
+        its own:
 
         "split": every new rank gets their mean.
         "sum": new rank j gets the sum of e_i over the old ranks i with i mod M == j, times M / N. A rank that gets
@@ -320,7 +320,7 @@ class Exchange(Uncopied):
         """Say whether a `state_dict` is of as many ranks as this run's, and as many to a node, so that it can be taken.
 
         Args:
-            state: of any rank.
+            state: state of any rank.
 
         Returns:
             False where `load_state_dicts` is needed.
@@ -358,7 +358,7 @@ class Exchange(Uncopied):
         )
 
     def _place(self) -> reporting.Place:
-        """Which rank this is, and what it carries."""
+        """This rank's place, and the bytes that it carries."""
         everyone, topology = self._driver.everyone, self._topology
         if topology is None:
             dense, half = self._uncompressed(lambda name: self._parameters[name].numel())

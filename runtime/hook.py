@@ -12,7 +12,7 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     """Average a bucket by a plan: the hook for `DistributedDataParallel.register_comm_hook`.
 
     Args:
-        state: what the hook was registered with.
+        state: state that the hook was registered with.
         bucket: DDP's.
 
     Returns:

@@ -50,9 +50,9 @@ class CompressionCallback(Callback):
     them (of a run without the callback, or saved while an exception was on its way) starts them anew, with a warning.
 
     Args:
-        plan: for the LightningModule's trainable parameters, or the path of an artifact.
+        plan: plan of the LightningModule's trainable parameters, or the path of an artifact.
         log: send `state.scalars()` to the trainer's loggers every `log_every_n_steps` steps.
-        residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
+        residuals: use of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
             `CompressionState.load_state_dicts`. None refuses such a checkpoint.
         options: those of CompressionState. Optimizer and loss scaler are the trainer's.
 
@@ -156,12 +156,12 @@ class LocalStepsCallback(Callback):
     steps beside rank 0's own, and `trainer.fit(ckpt_path=...)` continues with them, on as many ranks.
 
     Args:
-        plan: for the LightningModule's trainable parameters, or the path of an artifact.
-        within: what tells the ranks of one worker: "node" for the machine, a process group, or None, each rank.
+        plan: plan of the LightningModule's trainable parameters, or the path of an artifact.
+        within: ranks of one worker: "node" for the machine, a process group, or None, each rank.
         options: those of `OuterStep`: outer_optimizer, every, fragments, delay, mixing and others.
 
     Attributes:
-        steps: of the current or the last fit; None before the first.
+        steps: steps of the current or the last fit; None before the first.
 
     Raises:
         GradlabError: when fit starts, as CompressionCallback does. See also OuterStep.

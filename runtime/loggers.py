@@ -31,8 +31,8 @@ def log_scalars(logger: Any, state: Exchange | None, step: int, **values: float)
         logger: TensorBoard's `SummaryWriter`; a run of W&B (what `wandb.init` returned) or of Trackio (`trackio.init`);
             anything else with `add_scalar(name, value, step)`, or with `log(numbers, step=step)`. None: this rank has
             none.
-        state: what `compress` returned, or any other `Exchange`; None: there are no numbers but those given.
-        step: of the training, from 0 or 1, ascending.
+        state: result of `compress`, or any other `Exchange`; None: there are no numbers but those given.
+        step: training step, from 0 or 1, ascending.
         values: more numbers, by name. Tensors must be read before.
 
     Raises:

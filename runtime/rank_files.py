@@ -35,7 +35,7 @@ def check_policy(residuals: object) -> None:
 class RankFiles:
     """The files `<stem>_rank_<rank>.pt` of a state. Every method is a collective of the model's ranks.
 
-    residuals: what becomes of the residuals in files of another world size, see `CompressionState.load_state_dicts`.
+    residuals: use of the residuals in files of another world size, see `CompressionState.load_state_dicts`.
         Every rank then reads the files of all. None refuses them.
     """
 

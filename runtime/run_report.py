@@ -23,13 +23,13 @@ from gradlab.saving import Saving
 
 @dataclass(frozen=True)
 class GroupMeans(Jsonable):
-    """What was measured of one group. Bytes and seconds are means per measured step on this rank.
+    """Means of one group. Bytes and seconds are means per measured step on this rank.
 
     encode_seconds: up to the group's first request.
     decode_seconds: after answers came.
     relative_error: sqrt(sum ||x - c||^2 / sum ||x||^2) over the group's layers; None if it was not measured.
     residual_norm: L2 norm of the residuals of all the group's layers; None if no group keeps a residual.
-    residual_growth: of that norm, see `residual_growth`.
+    residual_growth: growth of that norm, see `residual_growth`.
     """
 
     payload_bytes_per_step: float
@@ -68,11 +68,11 @@ class CodecRow(Jsonable):
 
 @dataclass(frozen=True)
 class RefreshReport(Jsonable):
-    """What a plan's refresh chose last.
+    """The last choice of a plan's refresh.
 
     choice: a setting's index by group; None: none was chosen yet.
-    failure: on rank 0, why the choice after that failed.
-    critical: on rank 0, groups that Accordion saw in a critical regime in the last window; None: no window has ended,
+    failure: reason why the choice after that failed, on rank 0.
+    critical: groups in a critical regime in the last window, on rank 0; None: no window has ended,
         or the refresh does not follow Accordion.
     """
 
@@ -93,11 +93,11 @@ class NodePlace(Jsonable):
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this is, and what it carries: all of the model, or between nodes the part that it owns.
+    """A rank's place and its bytes: all of the model's, or between nodes those of the part that it owns.
 
-    dense_payload_bytes: of the gradients that it carries, uncompressed.
-    half_payload_bytes: of them in plain 16-bit reduction.
-    forecast_payload_bytes: of them per compressed step, by the plan.
+    dense_payload_bytes: bytes of its gradients, uncompressed.
+    half_payload_bytes: bytes of them in plain 16-bit reduction.
+    forecast_payload_bytes: bytes of them per compressed step, by the plan.
     nodes: None where every rank stands for itself.
     """
 
@@ -116,13 +116,13 @@ class Place:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What was measured of a run on one rank.
+    """Measurements of a run on one rank.
 
-    iteration: of the next step, from 0.
-    residuals: what holds for the residuals under the optimizer; None if the plan keeps none.
+    iteration: number of the next step, from 0.
+    residuals: rule for the residuals under the optimizer; None if the plan keeps none.
     refresh: the plan's; None if it has none.
     groups: one row per compressed group that this rank carries.
-    rules: what was found by the rules of `gradlab.executor.rules`.
+    rules: findings of the rules of `gradlab.executor.rules`.
     codecs: their sums by codec.
     """
 
@@ -270,7 +270,7 @@ def residual_statement(plan: Plan, optimizer: object) -> str | None:
 
 
 def _remedy_of_kept(plain: bool, held: HeldLayers) -> str:
-    """What to do about residuals that do not follow the learning rate; for most optimizers nothing."""
+    """Advice on residuals that do not follow the learning rate; for most optimizers none."""
     if not held.optimizers:
         return ": right as long as the learning rate stays the same; pass optimizer=, so that they follow SGD's rate"
     if plain:

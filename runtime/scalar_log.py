@@ -41,7 +41,7 @@ class ScalarLog:
     [2.3, None]
 
     Args:
-        path: of a new file, or of one that a run which is resumed goes on with.
+        path: path of a new file, or of the file of the run that is resumed.
         every: steps from one line to the next.
 
     Raises:
@@ -64,7 +64,7 @@ class ScalarLog:
         """Add a step.
 
         Args:
-            state: what `compress` returned, or any other `Exchange`; None: there are no numbers but those given.
+            state: result of `compress`, or any other `Exchange`; None: there are no numbers but those given.
             values: more of them, such as the loss. Numbers of this process: tensors must be read before.
         """
         self._steps += 1
@@ -77,7 +77,7 @@ class ScalarLog:
         self._write({**line, **values})
 
     def _rules(self, state: Exchange) -> dict[str, list[str]]:
-        """What rules found since the last line, a sentence each."""
+        """Findings of the rules since the last line, a sentence each."""
         found = state.findings
         new, self._told = found[self._told :], len(found)
         return {"rules": sentences(new, state.run.world_size)} if new else {}

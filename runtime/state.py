@@ -55,10 +55,10 @@ class CompressionState(Exchange):
     Args:
         plan: made for this model's trainable parameters.
         ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
-        process_group: of the DDP group's ranks, for the codecs' collectives alone: DDP's own must not mix with them in
+        process_group: group of the DDP ranks for the codecs' collectives alone: DDP's own must not mix with them in
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
             number of groups a process has made; where ranks have made different numbers, pass one instead.
-        timeout: of the collectives of groups made here. None takes that of the model's group.
+        timeout: timeout of the collectives of groups made here. None: that of the model's group.
         within: the ranks of this rank's node, which are averaged before the plan compresses between nodes: one
             dimension of a DeviceMesh (`mesh["local"]`), a process group, or "node" for the machine that torchrun tells
             by LOCAL_RANK and LOCAL_WORLD_SIZE. "node" takes ranks together only where several machines have as many
@@ -132,7 +132,7 @@ class CompressionState(Exchange):
         Args:
             path: the artifact.
             ddp_model: the DistributedDataParallel model.
-            options: as for the constructor.
+            options: those of the constructor.
 
         Returns:
             The state, to register with the model.
@@ -152,7 +152,7 @@ class CompressionState(Exchange):
             plan: either.
             ddp_model: the DistributedDataParallel model.
             caller: named at the front of errors.
-            options: as for the constructor.
+            options: those of the constructor.
 
         Returns:
             The state, to register with the model.

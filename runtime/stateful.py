@@ -19,7 +19,7 @@ from gradlab.runtime.saved import load_saved
 
 
 class Saves(Protocol):
-    """What has a state per rank: an `Exchange`."""
+    """An object with a state per rank: an `Exchange`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Collect the rank's state."""

@@ -57,10 +57,10 @@ class CompressionCallback(TrainerCallback):
     those of a hyperparameter search, and what is pushed to the Hub while saving is without them.)
 
     Args:
-        plan: for the model's trainable parameters, or the path of an artifact.
+        plan: plan of the model's trainable parameters, or the path of an artifact.
         trainer: the Trainer that the callback is added to.
         log: send `state.scalars()` to the Trainer's log whenever it logs the loss.
-        residuals: what becomes of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
+        residuals: use of the residuals in a checkpoint of another world size: "split", "sum" or "drop", see
             `CompressionState.load_state_dicts`. Every rank then reads the files of all. None refuses such a
             checkpoint.
         resume_from_checkpoint: the folder that `trainer.train` is given, if it is not in the Trainer's `output_dir`
@@ -171,16 +171,16 @@ class LocalStepsCallback(TrainerCallback):
 
     DDP then no longer averages gradients between workers. Each checkpoint-N holds a file per rank with its model, its
     optimizer and its outer steps, and `trainer.train(resume_from_checkpoint=...)` continues with them, on as many
-    ranks. What the Trainer saves itself is rank 0's.
+    ranks. The Trainer's own files are rank 0's.
 
     Args:
-        plan: for the model's trainable parameters, or the path of an artifact.
+        plan: plan of the model's trainable parameters, or the path of an artifact.
         trainer: the Trainer that the callback is added to.
-        within: what tells the ranks of one worker: "node" for the machine, a process group, or None, each rank.
+        within: ranks of one worker: "node" for the machine, a process group, or None, each rank.
         options: those of `OuterStep`: outer_optimizer, every, fragments, delay, mixing and others.
 
     Attributes:
-        steps: of the current or the last training; None before the first.
+        steps: steps of the current or the last training; None before the first.
 
     Raises:
         GradlabError: when training begins, as CompressionCallback does. See also OuterStep.

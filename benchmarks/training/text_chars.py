@@ -1,8 +1,7 @@
 """nanoGPT's Shakespeare by characters under every codec and published method: replayed beforehand, then trained.
 
     python benchmarks text_chars --data tinyshakespeare.txt --work DIR [--rows ROWS.jsonl] [--modes shared own]
-                                    [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000] [--until 09:20]
-                                    [--recommend | --replays]
+                                    [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000] [--replays]
     python benchmarks text_chars --table [--rows ROWS.jsonl]
 
 The workload `text_chars`: 804,096 parameters, 2,000 iterations of AdamW, published validation loss 1.88 (nats per
@@ -27,7 +26,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +35,12 @@ from compared import Compared, published
 from rows import Row, add, has, read
 
 from gradlab import __version__
-from gradlab.analysis.forecast import Network
-from gradlab.analysis.forecast.candidates import usual_plans
-from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.speed import Configuration, forecast_speed
 from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_seconds
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Plan, Wrap
 from gradlab.trace import Trace
@@ -58,11 +50,6 @@ ROWS = Path(__file__).parents[1] / "results" / "text-chars.jsonl"
 RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
 MODES = {"shared": 3, "own": 12}  # rows per node and step
 FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
-LINKS = (Link(1e8, 1e-4), Link(1e9, 1e-4))  # that the report is asked about
-# Methods by the names of reports, where these differ.
-AS_REPORTED = {"16-bit floats": "float16", "1-bit SGD, matrices alone": "1-bit SGD"}
-
-
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
 GRADIVEQ_HALF = {
     "roles": ("linear",),
@@ -153,12 +140,6 @@ class Campaign:
         if name != "dense" and not any("windows" in row or "refused" in row for row in known):
             self._add(key | self._timed(lambda: self._replay(mode, name)))
 
-    def recommend(self, mode: str) -> None:
-        """Keep what `gradlab analyze` recommends of its usual plans on this mode's recording."""
-        key = {"kind": "report", "mode": mode}
-        if not self._has(key):
-            self._add(key | self._timed(lambda: self._recommend(mode)))
-
     def _train(self, mode: str, name: str, seed: int) -> Row:
         method = METHODS[name]
         plan = self._plan(mode, name, WARMUP)
@@ -195,30 +176,6 @@ class Campaign:
             "wire": summary.wire_bytes_per_step.mean,
             "predicted_payload": plan.payload_bytes(RANKS),
         }
-
-    def _recommend(self, mode: str) -> Row:
-        plans = usual_plans(self.layers)
-        with Trace(self._recording(mode)) as trace:
-            replays = {name: replay(trace, plan) for name, plan in plans.items()}
-        seconds = self._pass_seconds(mode)
-        profile = Profile(seconds, "a pass over a node's rows on one thread")
-        said = forecast_speed(plans, replays, Network(LINKS, (RANKS,), profile))
-        return {
-            "compute_seconds": seconds,
-            "verdict": said.verdict,
-            "named": {place.where: _named(place) for place in said.configurations},
-            "cosines": {name: finite(one.cosine) for name, one in said.judged.items()},
-        }
-
-    def _pass_seconds(self, mode: str) -> float:
-        """The median time of a node's pass, of ten."""
-        task = task_of(mode, WORKLOAD.recipe.steps, Plan(tuple(self.layers)))
-        model, times = task.model(0), []
-        for micro in islice(task.micro_batches(self.data, 0), 10):
-            began = time.perf_counter()
-            emulated.node_gradients(task, model, micro[:1])
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
 
     def _plan(self, mode: str, name: str, warmup: int) -> Plan:
         method = METHODS[name]
@@ -258,11 +215,6 @@ class Campaign:
 
     def _add(self, row: Row) -> None:
         add(self.file, row, unshown=("losses", "residuals"))
-
-
-def _named(place: Configuration) -> list[str]:
-    """The plans that the first line of a report names for a link: the fastest, and the fastest that is near dense."""
-    return [name for name in dict.fromkeys((place.fastest, place.closest)) if name is not None]
 
 
 def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
@@ -308,8 +260,7 @@ def table(rows: Sequence[Row], steps: int) -> str:
         replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and row["mode"] == mode}
         if trained:
             lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed)]
-            reports = [row for row in rows if row["kind"] == "report" and row["mode"] == mode and "named" in row]
-            lines += [*(line for row in reports[-1:] for line in _recommended(row, trained)), ""]
+            lines.append("")
     return "\n".join(lines[:-1])
 
 
@@ -384,24 +335,6 @@ def _predictions(by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, 
     return lines
 
 
-def _recommended(report: Row, trained: Sequence[Row]) -> list[str]:
-    """What the report on this mode's recording recommends, and what turned out."""
-    ended = {
-        name: [run for run in trained if run["method"] == AS_REPORTED.get(name, name)] for name in report["cosines"]
-    }
-    dense = outcome([run for run in trained if run["method"] == "dense"])
-    lines = [f"the report beforehand, at {format_seconds(report['compute_seconds'])} of computing per step:"]
-    for where, names in report["named"].items():
-        ends = [f"{outcome(ended[name]) - dense:+.3f}" if ended[name] else "not trained yet" for name in names]
-        named = [f"{name} (loss to dense {end})" for name, end in zip(names, ends, strict=True)]
-        lines.append(f"  {where}: {', or '.join(named) or 'do not compress'}")
-    known = [name for name, runs in ended.items() if runs and report["cosines"][name] is not None]
-    if len(known) > 3:
-        rho = rank_correlation([-report["cosines"][name] for name in known], [outcome(ended[name]) for name in known])
-        lines.append(f"  Spearman of its order of {len(known)} plans with the validation loss: {rho}")
-    return lines
-
-
 def main() -> None:
     """Do the runs that are missing, one after another; or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -412,8 +345,6 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--steps", type=int, default=WORKLOAD.recipe.steps)
-    parser.add_argument("--until", help="begin no run after this time of the day, HH:MM in UTC")
-    parser.add_argument("--recommend", action="store_true", help="train nothing: replay what a report recommends from")
     parser.add_argument(
         "--replays", action="store_true", help="train nothing: replay methods without sums over windows"
     )
@@ -427,13 +358,8 @@ def main() -> None:
     torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
     campaign = Campaign(options.rows, options.work, options.data, options.steps)
-    names = [] if options.recommend else options.methods
-    for mode, name, seed in runs_in_order(options.modes, names, options.seeds):
-        if options.until and datetime.now(timezone.utc).strftime("%H:%M") >= options.until:
-            return
+    for mode, name, seed in runs_in_order(options.modes, options.methods, options.seeds):
         (campaign.replay(mode, name) if options.replays else campaign.run(mode, name, seed))
-    for mode in [] if options.replays else options.modes:
-        campaign.recommend(mode)
 
 
 if __name__ == "__main__":

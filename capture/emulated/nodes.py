@@ -1,8 +1,7 @@
 """Record the gradients of N ranks from one process, to study their redundancy before owning N machines.
 
-A node is an emulated rank. What DDP keeps equal on all ranks exists once: parameters, and an optimizer that steps with
-the mean gradient. What differs between ranks is set for each node in turn: micro-batch, gradients, buffers and random
-draws.
+A node is an emulated rank. Parameters, and an optimizer that steps with the mean gradient, exist once. Micro-batch,
+gradients, buffers and random draws are set for each node in turn.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class EmulatedNodes:
         overwrite: replace a gradlab trace that is in `path`; never anything else.
         every, start, max_steps: record iterations start, start + every, ..., at most max_steps of them; by default all.
         dtype: stored type: float32 (the default), bfloat16, or float16 (in which small gradients vanish).
-        budget, expected_steps, sample_seed: as in `TraceRecorder`.
+        budget, expected_steps, sample_seed: those of `TraceRecorder`.
         segment_bytes: bytes after which a new file of the trace begins; 1 GiB by default.
     Raises:
         GradlabError: for a model in DDP, a folder that is not empty, no such layer, settings out of range, or more
@@ -206,7 +205,7 @@ class EmulatedNodes:
         """Record values with the current node.
 
         Args:
-            loss: of this node, a number or a tensor of one element.
+            loss: loss of this node, a number or a tensor of one element.
             learning_rate: instead of the optimizer's.
         Raises:
             GradlabError: outside of a node.

@@ -31,7 +31,7 @@ def _close_running() -> None:
 
 @dataclass(frozen=True)
 class RecorderReport:
-    """What a recorder did on its rank: steps committed and lost, bytes of gradients committed, reason of a failure."""
+    """A recorder's account of its rank: steps committed and lost, bytes of gradients committed, reason of a failure."""
 
     path: str
     steps_written: int

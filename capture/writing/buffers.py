@@ -22,7 +22,7 @@ _TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 class Block:
     """Memory for some steps in a row, of layers as the trace holds them; pinned for copies from a GPU.
 
-    chunks: of each layer, as stored: (chunks, rows, columns). Columns beyond the layer's elements are zeros.
+    chunks: chunks of each layer, as stored: (chunks, rows, columns). Columns beyond the layer's elements are zeros.
     records: `STEP_DTYPE` (rows,), the values stored beside the gradients.
     unused: bool (rows, layers).
     """
@@ -75,7 +75,7 @@ class StepBuffer:
     record: one element of `STEP_DTYPE`, (1,).
     unused: bool (layers,).
     seen: bool (layers,): the hook has met the layer in this iteration.
-    copies: from a GPU; each event is reached when a copy is done.
+    copies: events of copies from a GPU, each reached when a copy is done.
     """
 
     def __init__(self, block: Block, row: int) -> None:

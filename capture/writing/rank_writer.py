@@ -28,7 +28,7 @@ class RankWriter:
     it. A full disk raises OSError in `append`, `flush` or `close`.
 
     segment_bytes: after which a new segment begins (always whole blocks).
-    rows: of the blocks that its steps have to come in, at most 16 (see `block_steps`).
+    rows: rows of the blocks that its steps have to come in, at most 16 (see `block_steps`).
     steps_committed: number of steps that a kill of this process can no longer lose.
     """
 
@@ -126,7 +126,7 @@ def segment_steps(rows: int, row_bytes: int, segment_bytes: int) -> int:
 def require_space(folder: Path, block_bytes: int) -> None:
     """Raise ENOSPC before the disk is full: HDF5 may crash the process when it cannot write what it holds.
 
-    block_bytes: that all ranks may write at once; twice as many and `SPACE_RESERVE` must be free.
+    block_bytes: bytes that all ranks may write at once; twice as many and `SPACE_RESERVE` must be free.
     """
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < 2 * block_bytes + SPACE_RESERVE:

@@ -152,8 +152,8 @@ class SegmentWriter:
     def _pass_to_disk(self) -> None:
         """Let the kernel begin to write what is new, and forget what it has written long ago.
 
-        The disk works while a segment grows then, and not when it is closed. What lies before the end of the first
-        commit, such as the headers of data sets, is written again and again and never forgotten.
+        The disk works while a segment grows then, and not when it is closed. Bytes before the end of the
+        first commit, such as the headers of data sets, are written again and again and never forgotten.
         """
         descriptor = self._file.id.get_vfd_handle()
         self._ends.append(os.fstat(descriptor).st_size)

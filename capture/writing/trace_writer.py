@@ -42,8 +42,8 @@ class TraceWriter:
         layers: the layers that every step holds, in order.
         world_size: number of ranks.
         dtype: stored type: float32, float16 or bfloat16.
-        metadata, overwrite, segment_bytes: as in `TraceRecorder`.
-        samples: of which layers the trace will hold blocks only; `layers` then has their `stored` form.
+        metadata, overwrite, segment_bytes: those of `TraceRecorder`.
+        samples: blocks of the layers that are not held whole; `layers` then has their `stored` form.
         most_steps: steps that will be written at most, so that memory and files fit them; None: not known.
     Raises:
         GradlabError: if the folder is not free, or an argument is out of range.
@@ -106,7 +106,7 @@ class TraceWriter:
             rank: the rank, from 0.
             index: iteration, ascending per rank.
             gradients: layer name -> values of the layer's shape.
-            loss, learning_rate, loss_scale, accumulation, optimizer_step: of this step, see `STEP_DTYPE`.
+            loss, learning_rate, loss_scale, accumulation, optimizer_step: this step's, see `STEP_DTYPE`.
             unused: names of layers without a gradient.
         Raises:
             GradlabError: if a layer is missing or of another shape, or a rank or an iteration is out of range.

@@ -1,4 +1,4 @@
-"""What the writer finds out about values before they go to the disk: checksums, and elements that are not finite."""
+"""Checksums of values before they go to the disk, and elements that are not finite."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ residual bounded; - where none is guaranteed. *bits/value*: what a rank contribu
 a convolution, while it samples). *sent*: what its network interface sends for that, counted in lockstep; uncompressed
 that is 32, 56 and 62 bits. A codec of your own: [add-a-codec.md](add-a-codec.md).
 """
-LEFT_OUT = """- *Memory savers* (GaLore and the like) keep smaller optimizer states. What ranks exchange stays DDP's.
+LEFT_OUT = """- *Memory savers* (GaLore and the like) keep smaller optimizer states. The exchange stays DDP's.
 - *Transport* (OptiReduce, sums in the network): which packets carry a request is the process group's.
 - *Gossip* (D-PSGD, AD-PSGD) leaves ranks with different parameters, and what is promised here is of one mean for all.
 - *Asynchronous SGD*: what a rank applies depends on timing, and no replay can say what training will do.

@@ -31,7 +31,7 @@ class ChunkTopK(Compressor):
     gathered. With `bits` a value becomes its sign and one of 2^(bits - 1) magnitudes, which travel with the message:
     the means of the magnitudes in bins of equal width, from the least to the largest that is sent.
 
-    Of what is sent v a bin keeps (sum |v|)^2 / n_b >= ||v||^2 / n_b, so that ||C(x) - x||^2 <= (1 - delta) ||x||^2 with
+    A bin of sent values v keeps (sum |v|)^2 / n_b >= ||v||^2 / n_b, so that ||C(x) - x||^2 <= (1 - delta) ||x||^2 with
     delta = count / chunk without `bits`, and a k-th of that with, k the values sent.
 
     >>> done = codecs.make("chunk_topk", chunk=4, count=1).apply(torch.tensor([0.0, 3, 1, 0, 2, 0, -8, 0]))

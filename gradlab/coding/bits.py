@@ -74,7 +74,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
     Args:
         codes: (numel,), below 2^bits, uint8, or int64 for more than 8 bits.
-        bits: of each code.
+        bits: width of each code.
 
     Returns:
         (ceil(numel / 8) * bits,), uint8.
@@ -95,7 +95,7 @@ def unpack(packed: torch.Tensor, bits: int, start: int = 0, stop: int | None = N
 
     Args:
         packed: the bytes.
-        bits: of each code.
+        bits: width of each code.
         start: the first code wanted, a multiple of 8.
         stop: the end of the codes wanted; None: all that there are.
 

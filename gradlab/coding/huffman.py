@@ -1,7 +1,7 @@
 """Huffman codes of bytes by frequencies that both sides know, in DEFLATE's form (RFC 1951).
 
-A DEFLATE block begins with its table. Where both sides can make the table, this beginning need not travel: whoever
-decodes puts it in front again, and any inflater does the rest at its own speed.
+A DEFLATE block begins with its table. If both sides can make the table, this beginning does not travel: the
+decoder puts it in front again, and any inflater does the rest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KNOWN = b"\2"  # what codes under a known table begin with; `deflated` begins w
 class _Table:
     """A code for every byte, and for the end.
 
-    widths: of the codes, in bits, (257,), int64.
+    widths: widths of the codes in bits, (257,), int64.
     codes: their bits, the first one lowest, (257,), uint64.
     head: the whole bytes that a DEFLATE block with this table begins with.
     rest, rest_width: the bits of that beginning that are left, and how many.

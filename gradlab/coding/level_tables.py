@@ -22,7 +22,7 @@ _SHARES = 256  # of level 1 among all levels, that centroids are tabulated for
 class LevelTables:
     """Frequencies and centroids of L layers.
 
-    frequencies: of codes, by layer, each (3, 256), whole numbers from 0.
+    frequencies: counts of codes by layer, each (3, 256), whole numbers from 0.
     centroids: how far values of level 1, 2 and of all higher ones lie from as many steps, in `UNIT`, (L, 3), int64.
     """
 
@@ -62,7 +62,7 @@ def _expected(ones: int, levels: int, dead_zone: float) -> int:
 def _tabulated(dead_zone: float) -> list[int]:
     """Compute how far values lie from their level on average, by the share of level 1 in 256ths, in `UNIT`.
 
-    Where magnitudes have the density exp(-s x), level 1 has the share 1 - exp(-s), and values of level k lie dead_zone
+    If magnitudes have the density exp(-s x), level 1 has the share 1 - exp(-s), and values of level k lie dead_zone
     - 1 + 1 / s - 1 / (exp(s) - 1) from k steps.
     """
     found = []

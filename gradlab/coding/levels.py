@@ -1,15 +1,15 @@
 """Encode whole numbers that are mostly zero as bytes, near their entropy.
 
 A layer in which at most two fifths of the numbers are other than zero is sent as gaps: how many zeros stand before each
-of these. The class of a gap's high part and the class of a magnitude are a byte that gets a Huffman code. Where they
-lie in their classes, a gap's low bits, and signs are next to uniform and are sent as they are. How many bits are low
-follows from the layer's share of zeros, so that gaps of layers whose shares differ share one table. A denser layer is
-sent number by number: a byte of one number or two gets a Huffman code. What is too large for that takes four bytes.
+of these. The class of a gap's high part and the class of a magnitude are a byte that gets a Huffman code. Places
+within classes, low bits of gaps, and signs are nearly uniform and are sent as they are. The number of low bits follows
+from the layer's share of zeros, so that gaps of layers whose shares differ share one table. A denser layer is
+sent number by number: a byte of one number or two gets a Huffman code. Larger numbers are escaped and take four bytes.
 
 Large layers are cut into parts, and parts and layers in a row make blocks that fit the cache and decode by themselves.
 Tables come with the bytes, as DEFLATE writes them anew for every 32 thousand codes or so. Nothing has to be known but
-the layers' sizes. Where both sides know how often bytes occurred in each layer before, tables follow from that, and
-what they do not fit is sent with its own (`gradlab.coding.huffman`).
+the layers' sizes. If both sides know how often bytes occurred in each layer before, tables follow from that. A layer
+that its table does not fit is sent with its own (`gradlab.coding.huffman`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other th
 class _Layers:
     """How the numbers of a block's layers, or parts of layers, are sent.
 
-    edges: where layers begin in the block, and its end: (L + 1,).
+    edges: beginnings of layers in the block, and its end: (L + 1,).
     counts: numbers other than zero of each layer, (L,).
     dense: whether a layer is sent number by number, (L,).
-    low_bits: of the gaps of each layer, (L,).
+    low_bits: low bits of the gaps of each layer, (L,).
     """
 
     edges: np.ndarray
@@ -161,8 +161,8 @@ def decode_levels(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Decode the bytes of `encode_levels` to ascending positions (count,), int64, and levels (count,), int32.
 
-    known: as the encoder had it.
-    seen: by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
+    known: tables as the encoder had them.
+    seen: counts by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
     """
     edges, owners = _edges(sizes)
 

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 class LockstepResult(Generic[Result]):
     """One rank's result.
 
-    value: what its coroutine returned.
+    value: result of its coroutine.
     payload_bytes: bytes that it contributed.
     wire_bytes: bytes that its network interface sends for that.
     """
@@ -48,15 +48,15 @@ class LockstepResult(Generic[Result]):
 
 
 class Received(Sequence[torch.Tensor]):
-    """What all ranks sent to one of them in an all-to-all of `Parts`, where all ranks are in this process.
+    """Messages of all ranks to one of them in an all-to-all of `Parts`, all ranks in this process.
 
     Attributes:
         whole: the vectors that the ranks cut, in rank order.
 
     Args:
         sent: every rank's parts.
-        rank: whose answer this is.
-        results: of `once`, one dict for all ranks.
+        rank: rank that gets the answer.
+        results: results of `once`, one dict for all ranks.
     """
 
     def __init__(self, sent: Sequence[Parts], rank: int, results: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def mean_of_node(tensors: Sequence[torch.Tensor], out: torch.Tensor | None = Non
 
     Args:
         tensors: one per local rank.
-        out: of their shape and dtype, where the mean goes; None: new memory.
+        out: memory for the mean, of their shape and dtype; None: new memory.
 
     Returns:
         The mean, in the tensors' shape and dtype.
@@ -242,7 +242,7 @@ def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Res
     [Mean(tensor=tensor([1., 1.]))]
 
     Args:
-        coroutine: to run.
+        coroutine: coroutine to run.
         seen: the list that its requests are appended to.
 
     Returns:
@@ -281,7 +281,7 @@ def together(coroutines: Sequence[Coroutine[Result]]) -> Coroutine[list[Result]]
     [{'a': tensor([1., 1.])}, {'b': tensor([0.])}]
 
     Args:
-        coroutines: of one rank.
+        coroutines: coroutines of one rank.
 
     Returns:
         What they returned, in their order.

@@ -64,7 +64,7 @@ class Gather:
 
     tensor: this rank's.
     varying: whether the tensors are vectors whose lengths differ between ranks; lengths then travel too.
-    lengths: of all ranks' vectors, where every rank knows them already, so that nothing is sent or padded for them.
+    lengths: lengths of all ranks' vectors, if every rank knows them already. Nothing is sent or padded for them.
     most: bytes of a vector of varying length at most. A longer one is refused before memory is taken for it.
 
     >>> from gradlab.collectives import Gather, run_lockstep
@@ -98,8 +98,8 @@ class Broadcast:
 class Parts(Sequence[torch.Tensor]):
     """A vector's parts for all ranks, which are cut off when one of them is read.
 
-    N ranks of one process would cut N^2 parts. Of these requests only the lengths are compared, and read are the whole
-    vectors, see `Received`.
+    N ranks of one process would cut N^2 parts. These requests are compared by lengths alone,
+    and the whole vectors are read, see `Received`.
 
     >>> from gradlab.collectives import Parts
     >>> parts = Parts(torch.tensor([1.0, 2.0, 3.0]), (2, 1))
@@ -194,7 +194,7 @@ def as_requests(step: Step) -> tuple[Request, ...]:
     (1, 2)
 
     Args:
-        step: what a coroutine yielded.
+        step: requests that a coroutine yielded.
 
     Returns:
         One request or several.
@@ -217,7 +217,7 @@ def answer_for(step: Step, answers: Sequence[Any]) -> Any:
     ('one', ('one',))
 
     Args:
-        step: what the coroutine yielded.
+        step: requests that the coroutine yielded.
         answers: one per request.
 
     Returns:
@@ -241,7 +241,7 @@ def resumed(coroutine: Coroutine[Any], step: Step, answers: Sequence[Any]) -> St
 
     Args:
         coroutine: a codec's.
-        step: what it yielded last.
+        step: requests that it yielded last.
         answers: one per request.
 
     Returns:
@@ -312,7 +312,7 @@ def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
     [[0, 2], [1]]
 
     Args:
-        requests: of one step.
+        requests: requests of one step.
 
     Returns:
         Positions of the requests, collective by collective.
@@ -335,7 +335,7 @@ def payload_bytes(request: Request, rank: int) -> int:
 
     Args:
         request: the rank's.
-        rank: from 0.
+        rank: number of the rank, from 0.
 
     Returns:
         Bytes.
@@ -408,7 +408,7 @@ def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> 
 
     Args:
         nbytes: bytes of the tensor.
-        rank: whose bytes are counted.
+        rank: rank whose bytes are counted.
         root: the rank that the tensor comes from.
         world_size: number of ranks N.
 
@@ -429,7 +429,7 @@ def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
 
     Args:
         sizes: bytes for each rank.
-        rank: whose bytes are counted.
+        rank: rank whose bytes are counted.
 
     Returns:
         Bytes.
@@ -447,9 +447,9 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
 
     Args:
         request: the rank's.
-        rank: from 0.
+        rank: number of the rank, from 0.
         world_size: number of ranks N.
-        longest: of a varying gather, the largest rank's size in bytes, to which all are padded. None: this rank's size.
+        longest: largest rank's size in bytes in a varying gather, to which all are padded. None: this rank's size.
             Each size that varies travels too, in 8 bytes.
 
     Returns:
@@ -511,7 +511,7 @@ def check_length(request: Gather | AllToAll, nbytes: int, rank: int) -> BadMessa
 
     Args:
         request: this rank's own.
-        nbytes: that the rank announces.
+        nbytes: bytes that the rank announces.
         rank: who does.
 
     Returns:

@@ -44,7 +44,7 @@ class RingCode(ABC):
 class SummedRing(RingCode):
     """Parts that are summed as they are: gradients, or the codes of a compressor that commutes with the sum, eq. (1).
 
-    bounds: of the segments.
+    bounds: bounds of the segments.
     encode: gives this rank's codes between two bounds; `decode` gives the vector from the mean of such codes.
     width: codes per unit of the bounds.
     """

@@ -2,7 +2,7 @@
 
 DDP lays a gradient out by the strides that its parameter had when the buckets were made: with the model, and once more
 after the first backward pass, unless unused parameters are looked for. It shows every gradient as if it were
-contiguous, and reads the average by the strides of today. Where `Module.to(memory_format=...)` came between, plain DDP
+contiguous, and reads the average by the strides of today. After `Module.to(memory_format=...)` plain DDP
 therefore permutes gradients. So a gradient in a bucket is compared with the one that autograd has just left in
 `parameter.grad`, in the first backward passes and whenever strides have changed.
 """

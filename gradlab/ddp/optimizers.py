@@ -25,7 +25,7 @@ _NO_SETTINGS = {"params", "param_names", "lr", "initial_lr", "foreach", "fused",
 class OptimizerSettings(Jsonable):
     """An optimizer without its parameters, as a recording has it.
 
-    name: of its class, such as "AdamW".
+    name: name of its class, such as "AdamW".
     groups: settings of the parameter groups as plain JSON. Groups with the same settings are one.
     layers: names of those that it trains, as far as these are told apart; else empty.
     parts: several optimizers or settings, each with its layers. Then `name` and `groups` join theirs.
@@ -172,7 +172,7 @@ def _weight_decay(groups: Iterable[Mapping[str, Any]]) -> str | None:
 class HeldLayers:
     """The layers of a model, by the optimizers that train them. Without names all groups count.
 
-    optimizers: of the run, each once.
+    optimizers: optimizers of the run, each once.
     missing: the layers that none of them holds, in the model's order.
     """
 

@@ -30,11 +30,11 @@ HOW_TO = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]); compress_fsdp(model
 class Shard:
     """One rank's part of a parameter.
 
-    layer: of the whole parameter.
+    layer: layer of the whole parameter.
     parameter: the DTensor that the module has.
-    shape: of the part, which may be empty.
-    padded_shape: of its place in the flat gradient, the largest part of any rank.
-    dtype: of the gradient that travels.
+    shape: shape of the part, which may be empty.
+    padded_shape: shape of its place in the flat gradient, the largest part of any rank.
+    dtype: type of the gradient that travels.
     """
 
     layer: Layer
@@ -78,7 +78,7 @@ class Unit:
     """A module that `fully_shard` was called on, with parameters of its own.
 
     name: the module's, empty for the model itself.
-    shards: of the parameters that travel together, in the order of the flat gradient.
+    shards: shards of the parameters that travel together, in the order of the flat gradient.
     """
 
     name: str

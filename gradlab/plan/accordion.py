@@ -45,8 +45,8 @@ class Accordion:
     """Two settings for each group that a plan is chosen anew for, one for critical regimes (Alimohammadi et al.,
     "L-GreCo", MLSys 2024, section 5.3: Accordion's choice is the default whose error is the budget of the search).
 
-    least: by group name, the index of the least compressed setting, for critical regimes.
-    most: by group name, the index of the most compressed one, for all others.
+    least: index of the least compressed setting by group name, for critical regimes.
+    most: index of the most compressed setting by group name, for all others.
     eta: the least relative change of a norm in a critical regime.
     least_decay: the share that a learning rate has to fall by for one.
     """

@@ -52,13 +52,13 @@ class LgcRecipe:
             order of the model's graph (of recorded layers: in the order of registration).
         momentum: m of momentum correction, as in the paper's text. The optimizer's own must be 0. None: accumulation
             without momentum, as in the printed algorithms.
-        vectors: where biases, normalization vectors and layers below 256 elements go: "dense"; "autoencoder", into its
+        vectors: place of biases, normalization vectors and layers below 256 elements: "dense"; "autoencoder", into its
             group, at least one value of each; "sparse", as the last layer, in one group of their own. The paper's
             Table VI counts no bytes for dense vectors.
-        keep: what a residual is, see `error_feedback`: "unselected", the paper's, or "difference", the compression
+        keep: kind of residual, see `error_feedback`: "unselected", the paper's, or "difference", the compression
             error.
         warmup_steps: dense iterations before the first compressed one.
-        seed: of the random streams that ranks share.
+        seed: seed of the random streams that ranks share.
     """
 
     first: str | None = None
@@ -99,9 +99,9 @@ def lgc_plan(
         pattern: "ring" or "server".
         recipe: None for `LgcRecipe()`.
         autoencoder: weights that were learned before, one vector (weights,).
-        error: of these weights on gradients that they were not learned from, relative to sending zeros. Above the
+        error: error of these weights on gradients that they were not learned from, relative to zeros. Above the
             codec's `most_error` the weights are not used.
-        settings: of the codec, by name. A name that is a field of `LgcRecipe` (first, last, vectors,
+        settings: settings of the codec, by name. A name that is a field of `LgcRecipe` (first, last, vectors,
             momentum, keep, warmup_steps, seed) replaces that field of `recipe`.
 
     Raises:

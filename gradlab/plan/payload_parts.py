@@ -17,7 +17,7 @@ class PayloadParts:
     """Bytes that a rank contributes in a compressed step, mean over ranks, for float32 gradients.
 
     code: an autoencoder's codes.
-    positions: what names the elements whose values are sent.
+    positions: bytes that name the elements whose values are sent.
     values: all else that codecs send, such as selected values, innovations and scales.
     dense: uncompressed layers, and the flag that says whether all gradients are finite.
     """

@@ -72,7 +72,7 @@ class Group:
     name: unique in the plan.
     layers: names, in order.
     codec: the codec's id.
-    settings: of the codec, plain JSON values.
+    settings: settings of the codec, plain JSON values.
     wrappers: around the codec, outermost first.
 
     >>> from gradlab.plan import Group
@@ -168,10 +168,10 @@ class Plan:
     """Groups over the layers of one model, a schedule, a seed for shared random streams, and learned tensors.
 
     layers: all layers of the model, in order. Those of no group are sent dense.
-    groups: what is compressed; no layer is in two groups.
+    groups: groups of compressed layers; no layer is in two.
     schedule: the iteration in which compression begins.
-    seed: of the random streams that ranks share, 64 bits.
-    learned: by group name, tensors that the group's codec learned from data.
+    seed: seed of the random streams that ranks share, 64 bits.
+    learned: tensors that a group's codec learned from data, by group name.
     refresh: when settings are chosen anew while training, and from which. None: never.
 
     >>> plan = Plan.uniform(torch.nn.Linear(64, 32), "topk", density=0.01)
@@ -213,7 +213,7 @@ class Plan:
             self.refresh.check(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone. What is derived from them is computed again where a copy needs it."""
+        """Return the fields alone. A copy computes what follows from them again."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @classmethod
@@ -240,8 +240,8 @@ class Plan:
         own scales, thresholds and selections. Each other layer has a group of its own. Signs take every layer, in
         groups of 4 MiB; GradiVeQ takes weight matrices, after 2500 iterations; ecsq has one group of all layers.
 
-        Of a model that is not on the CPU all layers that follow one another share groups, of at most 25 MiB, in the
-        same way: a GPU takes a group's kernels as fast as one layer's, and the time goes into launching them.
+        On another device than the CPU all consecutive layers share groups of at most 25 MiB in the same way: a GPU
+        takes a group's kernels as fast as one layer's, and the time goes into launching them.
 
         >>> plan = Plan.uniform(torch.nn.Linear(64, 32), "powersgd", rank=4, warmup_steps=100)
         >>> plan.groups[0].settings, plan.schedule, plan.groups[0].wrappers
@@ -251,7 +251,7 @@ class Plan:
             model: the model, or its layers, of which nobody knows where they are.
             codec: the codec's id, such as "topk".
             error_feedback: whether error feedback is put around the codec; not together with `wrappers`.
-            wrappers: around the codec, outermost first, in place of the default ones. Where one of them applies
+            wrappers: around the codec, outermost first, in place of the default ones. If one of them applies
                 momentum or weight decay, dense layers get the same.
             warmup_steps: dense iterations before the first compressed one.
             minimum_dimensions: dimensions that a layer needs to be compressed.
@@ -261,8 +261,8 @@ class Plan:
             group_bytes: bytes of gradients up to which consecutive layers share a group, small or not. 0: one group
                 per layer, math.inf: one group of all layers. Such groups are one to a codec that selects, unless it is
                 given across_layers = False.
-            seed: of the random streams that ranks share.
-            settings: of the codec, by name.
+            seed: seed of the random streams that ranks share.
+            settings: settings of the codec, by name.
 
         Raises:
             GradlabError: for an unknown codec or role, a setting out of range, `wrappers` with `error_feedback`, or
@@ -305,7 +305,7 @@ class Plan:
         """Return the layers of a group.
 
         Args:
-            group: of the plan.
+            group: group of the plan.
 
         Returns:
             The layers, in the group's order.
@@ -330,7 +330,7 @@ class Plan:
         """Build a new codec for a group, inside the group's wrappers.
 
         Args:
-            group: of the plan. Its layers are checked against the codec.
+            group: group of the plan. Its layers are checked against the codec.
 
         Returns:
             The codec, on the CPU.
@@ -406,7 +406,7 @@ class Plan:
         Args:
             world_size: number of ranks.
             compressing: whether the schedule compresses in the step.
-            states: by group name, the states that the step starts from. None: the mean over a run.
+            states: states that the step starts from, by group name. None: the mean over a run.
 
         Returns:
             Bytes.
@@ -423,9 +423,9 @@ class Plan:
         """Forecast the bytes that a rank contributes for one group in a compressed step, mean over ranks.
 
         Args:
-            group: of the plan.
+            group: group of the plan.
             world_size: number of ranks.
-            state: that the step starts from. None: the mean over a run.
+            state: state that the step starts from. None: the mean over a run.
 
         Returns:
             Bytes.
@@ -439,7 +439,7 @@ class Plan:
         """Forecast the bytes that a rank sends for one group in a compressed step, see `Codec.sent_bytes`.
 
         Args:
-            group: of the plan.
+            group: group of the plan.
             world_size: number of ranks.
 
         Returns:

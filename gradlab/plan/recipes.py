@@ -138,24 +138,23 @@ def method_plan(
 
     Args:
         model: the model, or its layers.
-        name: of the method. See `METHODS`.
+        name: name of the method. See `METHODS`.
         momentum: mu, of methods that have momentum (names that end in M, signum, DGC).
         weight_decay: lambda. 0 leaves weight decay to the optimizer, as the published code of signSGD and signum does.
         weight_decay_form: "gradient": lambda times the parameters is added to each rank's gradient, before momentum
             and compression, as torch.optim.SGD does. "apart": it has a momentum of its own, of the method's mu and
             form, which is added to the mean, uncompressed, as the published code of DGC and dist-EF-blockSGDM does.
-        server: of two-way methods: "sharded" over the ranks, or "rank", all on rank 0, as in the papers. On the CPU
-            both give the same numbers, but for the coins that end a vote's ties.
+        server: server of two-way methods: "sharded" over the ranks, or "rank", all on rank 0, as in the papers. On the
+            CPU both give the same numbers, but for the coins that end a vote's ties.
         warmup_steps: dense iterations before the first compressed one.
-        group_bytes: as for `Plan.uniform`, of methods that do not put all layers in one block.
-        step_size_ratio: of methods whose residuals follow the learning rate (dist-EF and MEM-SGD, by their papers, for
-            SGD). None: they do so only under SGD without momentum, and are kept as they are under any other optimizer.
-        minimum_dimensions, minimum_numel, roles: of the layers that are compressed, as for `Plan.uniform`. None: those
-            that the method compresses.
-        wrapper_settings: by the name of one of the method's wrappers, settings beside or in place of the method's own,
+        group_bytes: setting of `Plan.uniform`, for methods that do not put all layers in one block.
+        step_size_ratio: whether residuals follow the learning rate (dist-EF and MEM-SGD, by their papers, for SGD).
+            None: only under SGD without momentum, and are kept as they are under any other optimizer.
+        minimum_dimensions, minimum_numel, roles: those of `Plan.uniform`. None: the method's own.
+        wrapper_settings: settings beside or in place of the method's own, by the name of one of its wrappers,
             such as {"sparsity_warmup": {"steps": 100}}.
-        seed: of the random streams that ranks share.
-        settings: of the codec, such as block_size, beside or in place of the method's own.
+        seed: seed of the random streams that ranks share.
+        settings: settings of the codec, such as block_size, beside or in place of the method's own.
 
     Raises:
         GradlabError: for an unknown name (close ones are named), a setting out of range, or settings of a wrapper that
@@ -193,9 +192,9 @@ def named_plan(model: nn.Module | Sequence[Layer], name: str, *, warmup_steps: i
 
     Args:
         model: the model, or its layers.
-        name: of `METHODS`, such as "QSGD", or a codec's id, such as "qsgd".
+        name: name in `METHODS`, such as "QSGD", or a codec's id, such as "qsgd".
         warmup_steps: dense iterations before the first compressed one.
-        settings: as for `method_plan`, or for `Plan.uniform`.
+        settings: those of `method_plan`, or of `Plan.uniform`.
 
     Raises:
         GradlabError: for an unknown name, or a setting out of range.

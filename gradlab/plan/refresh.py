@@ -19,12 +19,12 @@ class Refresh:
     """When a plan is chosen anew while training, and from which settings.
 
     every: iterations from one choice to the next; the first window begins with the schedule's first compressed one.
-    settings: by name of a group of one layer, the settings that its codec may get.
-    reference: by group name, the index of the setting whose error goes into the budget.
+    settings: settings that a group's codec may get, by the name of a group of one layer.
+    reference: index of the setting whose error goes into the budget, by group name.
     delay: further iterations until a choice is adopted, in which a thread makes the tables.
     alpha: factor on the budget.
-    metric: what is summed over layers: "l2", norms of errors as in the paper, or "squared-l2", their squares.
-    accordion: which setting's error goes into the budget, anew for every choice; None: the reference's does.
+    metric: sum over layers: "l2", norms of errors as in the paper, or "squared-l2", their squares.
+    accordion: choice of the setting whose error goes into the budget; None: the reference's does.
     """
 
     every: int

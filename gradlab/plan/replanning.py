@@ -3,7 +3,7 @@
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 4 and Fig. 2: one rank accumulates its gradients, measures what each
 setting would lose of them, finds the smallest plan with no more error than the reference's, and broadcasts its choice.
 Here the exact search chooses, a thread beside training makes the tables, and the codecs' states - residuals, warm
-starts - are carried over to the new settings. Where the plan's refresh follows Accordion (section 5.3), the reference
+starts - are carried over to the new settings. If the plan's refresh follows Accordion (section 5.3), the reference
 is the setting that Accordion takes for each layer: the less compressed one in a critical regime.
 """
 
@@ -97,8 +97,8 @@ def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
 class Regimes:
     """The groups in a critical regime, window by window, by Accordion's rule.
 
-    norms: by group name, L2 norms of the mean gradients of the last window.
-    rates: by group name, learning rates at its end.
+    norms: L2 norms of the mean gradients of the last window, by group name.
+    rates: learning rates at its end, by group name.
     critical: groups in a critical regime since then; None before the first window ends.
     """
 
@@ -153,10 +153,10 @@ class Regimes:
 class Replanner:
     """Chooses a plan's settings anew while training, by its `refresh`. The root accumulates and measures.
 
-    choice: in use, see `choose`. None before the first one.
-    failure: on the root, why the last choice could not be made. The plan then stays as it is.
-    sums, counts: on the root, by layer name, gradients since the last choice, float32, and their number.
-    regimes: of a refresh that follows Accordion, else None. The root alone sees windows.
+    choice: choice in use, see `choose`. None before the first one.
+    failure: reason why the last choice could not be made, on the root. The plan then stays as it is.
+    sums, counts: gradients since the last choice, float32, and their number, by layer name, on the root.
+    regimes: regimes of a refresh that follows Accordion, else None. The root alone sees windows.
     """
 
     def __init__(self, plan: Plan, rank: int, world_size: int, *, beside: bool) -> None:

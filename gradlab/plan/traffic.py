@@ -70,7 +70,7 @@ def most_ranks(plan: Plan, bits: int = 16) -> int | None:
 
     Args:
         plan: any plan.
-        bits: of a value in that all-reduce, 16 or 32.
+        bits: bits of a value in that all-reduce, 16 or 32.
 
     Returns:
         The number of ranks, 1 if it sends more between any two; None: more than `MOST_RANKS`.

@@ -40,7 +40,7 @@ class RankCheck:
 
 @dataclass(frozen=True)
 class TraceCheck:
-    """What `check` saw in a trace."""
+    """Findings of `check` saw in a trace."""
 
     path: Path
     ranks: tuple[RankCheck, ...]

@@ -39,12 +39,12 @@ class RankProgress(Jsonable):
     """How far one rank is.
 
     Attributes:
-        rank: from 0.
+        rank: number of the rank, from 0.
         steps: committed; a kill of the recorder loses none of them.
         last_iteration: the last committed one; None: there is none yet.
         steps_lost: iterations up to the last one that another rank recorded and this one did not; for a closed rank,
             the number in its index.
-        nbytes: of its files.
+        nbytes: bytes of its files.
         closed: whether its recording is complete.
     """
 
@@ -64,12 +64,12 @@ class TraceProgress:
         manifest: the trace's.
         ranks: those that have a folder, in order.
         common_steps: iterations that are committed on every rank.
-        iterations: of any rank, int64 (T,), ascending.
+        iterations: iterations of any rank, int64 (T,), ascending.
         losses: the mean over those ranks that committed the iteration and annotated it, float64 (T,); NaN: none did.
         non_finite: elements that are infinite or NaN in all, int64.
-        nbytes: of all files.
+        nbytes: bytes of all files.
         written: when a file was last written, seconds since 1970.
-        problems: of all ranks, one line each.
+        problems: problems of all ranks, one line each.
     """
 
     manifest: Manifest

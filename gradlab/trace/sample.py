@@ -34,7 +34,7 @@ class LayerSample:
     """The part of a layer that a trace holds.
 
     layer: the whole layer, as the model has it.
-    axis: that is sampled.
+    axis: axis that is sampled.
     blocks: [start, stop) along that axis, ascending, apart.
     """
 

@@ -118,7 +118,7 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
 
     records: `STEP_DTYPE` (steps,), whose own checksums are left out.
     unused: packed bits, uint8 (steps, ceil(layers / 8)).
-    checksums: of each layer's row, uint32 (steps, layers).
+    checksums: checksum of each layer's row, uint32 (steps, layers).
     """
     sums = np.empty(len(records), dtype=np.uint32)
     for row, (record, bits, layer_sums) in enumerate(zip(records, unused, checksums, strict=True)):
@@ -131,10 +131,10 @@ def record_checksums(records: np.ndarray, unused: np.ndarray, checksums: np.ndar
 class Manifest:
     """Describes a trace.
 
-    layers: as the trace holds them.
+    layers: layers as the trace holds them.
     metadata: a JSON object from the recorder.
     run: unique to one recording.
-    samples: by name, the layers that the trace holds in blocks only.
+    samples: layers that the trace holds in blocks only, by name.
     """
 
     world_size: int

@@ -53,7 +53,7 @@ class TraceStep:
 
 @dataclass(frozen=True)
 class TraceSource:
-    """What another process needs to open a trace just so.
+    """Arguments by which another process opens the same trace.
 
     path: the trace's folder.
     average_ranks: see `Trace`.
@@ -89,9 +89,9 @@ class Trace:
             L, and so on, as if these were its ranks. 1: each recorded rank by itself.
     Attributes:
         world_size: number of ranks N; with `average_ranks`, of nodes.
-        layers: the layers as the trace holds them, in order. Of a layer in `samples` that is a part.
+        layers: the layers as the trace holds them, in order. A layer in `samples` has a part of its elements.
         model_layers: the layers as the model has them, in the same order.
-        samples: by name, the layers of which the trace holds blocks only. Empty: it holds all values.
+        samples: layers of which the trace holds blocks only, by name. Empty: it holds all values.
         metadata: the JSON object that the recorder was given.
         steps: iterations that every rank committed, int64 (T,), ascending.
         rank_steps: committed steps of each recorded rank.
@@ -239,7 +239,7 @@ class Trace:
 
         Args:
             layer: name of the layer.
-            rank: from 0.
+            rank: number of the rank, from 0.
             start, stop: positions in `steps`.
             columns: elements of the row-major flattening, contiguous; None reads and verifies whole rows.
         Returns:

@@ -1,4 +1,4 @@
-"""Where a model's gradients live, and what the worker thread has to do to compute on them there."""
+"""The device of a model's gradients, and the worker thread's work on it."""
 
 from __future__ import annotations
 

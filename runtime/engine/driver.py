@@ -55,7 +55,7 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
 
     Args:
         coroutine: a codec's.
-        communicator: of the group.
+        communicator: communicator of the group.
 
     Returns:
         What the coroutine returns.
@@ -75,10 +75,10 @@ def drive(coroutine: Coroutine[Result], communicator: Communicator) -> Result:
 class Part:
     """Gradients that arrive together, and in whose memory the results are written.
 
-    index: from 0 within the step.
+    index: number within the step, from 0.
     buffer: the flat memory that holds all of them and nothing else; None if there is none.
     arrived: when they came, by time.perf_counter.
-    started: what `StepDriver.start` returned, if the first collective is on its way already.
+    started: result of `StepDriver.start`, if the first collective is on its way already.
     """
 
     index: int
@@ -143,7 +143,7 @@ class Running:
 class Iteration:
     """The data of the step in progress, which are dropped after it.
 
-    measured_groups: what the rules ask, by group name; empty in a step that is not measured.
+    measured_groups: groups' sums for the rules, by name; empty in a step that is not measured.
     dense: means of whole buffers that travel, by number of the part.
     """
 

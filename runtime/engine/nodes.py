@@ -41,10 +41,10 @@ LAG = 2  # parts that come in before a complete one has to be spread: codecs of 
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """Where a rank stands in its node, in which `ownership` is of the plan's parts.
+    """A rank's place in its node, in which `ownership` is that of the plan's parts.
 
-    averaging: of the node's ranks, for the averages; `inside` itself, if all their collectives have to keep one order.
-    everyone: of the ranks of all nodes.
+    averaging: communicator for the node's averages; `inside` itself, if all collectives have to keep one order.
+    everyone: communicator of the ranks of all nodes.
     """
 
     ownership: Ownership
@@ -65,7 +65,7 @@ class NodeNetwork:
 
 @dataclass(frozen=True)
 class Addends:
-    """What a local rank is to sum, on its way.
+    """A local rank's part of a sum, on its way.
 
     sizes: elements that each local rank carries.
     received: the addends of all local ranks, one after another, once `work` has ended.
@@ -81,10 +81,10 @@ class Addends:
 class _Spread:
     """The way of one part.
 
-    memory: what this local rank carries of it, flat: addends' mean, then results.
+    memory: this local rank's part of it, flat: addends' mean, then results.
     sizes: elements that each local rank carries.
     complete: whether all groups with a layer in it, of any owner, have begun; then with which part the last did.
-    gathered: what each local rank carries, once the collectives in `works` have ended.
+    gathered: each local rank's part, once the collectives in `works` have ended.
     """
 
     part: Part
@@ -197,7 +197,7 @@ class NodeDriver(StepDriver):
         return _Spread(part, mean_of_node(list(rows), own), addends.sizes)
 
     def _own_gradients(self, spread: _Spread) -> Tensors:
-        """What this local rank carries of a part: whole layers in their shape, pieces of others flat."""
+        """This local rank's share of a part: whole layers in their shape, pieces of others flat."""
         own, ownership, local_rank = {}, self._nodes.ownership, self._nodes.local_rank
         names = [
             name

@@ -1,11 +1,11 @@
 """Follow a run's optimizers, so that an iteration is an optimizer step and not a backward pass.
 
 Several synchronised backward passes may come between two optimizer steps: somebody wrote `no_sync` around the backward
-pass alone, another network's loss passed through this model, or a bad batch was left out. Where gradients are still
-there when the next pass adds to them, residuals are right as they are. Where they were dropped, what was exchanged is
-never applied, and the states become those of the last optimizer step again.
+pass alone, another network's loss passed through this model, or a bad batch was left out. If gradients are still there
+when the next pass adds to them, residuals are right as they are. If they were dropped, the exchange is never applied,
+and the states become those of the last optimizer step again.
 
-Which of the two it was shows in the gradients just before the pass adds to them. A step that follows its exchange, as
+The gradients just before the pass adds to them show which of the two it was. A step that follows its exchange, as
 most do, costs a look at a counter.
 """
 
@@ -29,9 +29,9 @@ _WITHOUT_A_STEP = 8  # exchanges after which an optimizer that never stepped is 
 
 
 class OptimizerSteps:
-    """What one rank knows of its optimizers' steps. Without optimizers each exchange is a step.
+    """One rank's record of its optimizers' steps. Without optimizers each exchange is a step.
 
-    model: in DDP, whose hook sees gradients that a pass has been added to; None: of gradients without it.
+    model: DDP model, whose hook sees gradients that a pass has been added to; None without DDP.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is read anew in each iteration.
+    """Values that are read anew in each iteration.
 
     held: the layers by the optimizers that train them, with their learning rates.
     loss_scale: gives the loss scaler's factor, 1 without one.

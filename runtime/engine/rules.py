@@ -1,7 +1,7 @@
 """Watch a run by the rules of `gradlab.executor.rules`: each is told once, on rank 0, or ends the run on all ranks.
 
-A rank looks at its own measured steps. What it finds waits for the next step, whose agreement on finite gradients also
-carries whether any rank found something, in the same four bytes. If one did, the ranks gather what they found, between
+A rank looks at its own measured steps. Its findings wait for the next step, whose agreement on finite gradients also
+carries in the same four bytes whether any rank found something. If one did, the ranks gather their findings between
 the steps. So a run without findings sends nothing more, N ranks give one warning, and an error is raised by all of them
 after the same step.
 """
@@ -30,10 +30,10 @@ from gradlab.runtime.network.communicator import Communicator
 
 
 class RuleWatch:
-    """What one rank watches of its run.
+    """Rules that watch one rank's run.
 
-    told: what was found on any rank and told.
-    pending: what this rank found and has not told the others.
+    told: findings of any rank that all ranks have.
+    pending: findings of this rank that the others do not have yet.
     """
 
     def __init__(self, run: PlanRun, options: RunOptions, everyone: Communicator) -> None:
@@ -132,7 +132,7 @@ class RuleWatch:
         self.tell(found)
 
     def _confirmed(self, one: Finding, means: Sequence[Mapping[str, Any]]) -> Finding | None:
-        """What all ranks say of a rank's finding. Of the error of the mean each knows a part (`error_over_ranks`).
+        """Decide from all ranks' answers on a rank's finding; each knows a part (`error_over_ranks`).
 
         A suspicion that they do not share may come again after twice as many steps.
         """
@@ -147,7 +147,7 @@ class RuleWatch:
         return replace(joint, ranks=tuple(known))
 
     def _non_finite(self, record: StepRecord, in_a_row: int) -> Finding | None:
-        """What this rank says of a step that was not finite. All ranks say it in the same step."""
+        """This rank's finding on a step that was not finite. All ranks say it in the same step."""
         one = rules.non_finite(record.step, in_a_row, self._scaled, record.non_finite_layers)
         return None if one is None or self._level(one) == "ignore" or one.key in self._known else one
 
@@ -174,7 +174,7 @@ class RuleWatch:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What was told, and what this rank found since, but for what the other ranks have yet to confirm."""
+        """Confirmed findings of all ranks, and this rank's findings since the last report."""
         return (*self.told, *(one for one in self.pending if one.rule != "mean_error"))
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a run: bytes, times and errors per step, and their summary."""
+"""Bytes, times and errors of a run per step, and their summary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepMeans(Jsonable):
-    """What was measured of several steps. Bytes and seconds are means per step on this rank; see `StepRecord`."""
+    """Means over several steps. Bytes and seconds are means per step on this rank; see `StepRecord`."""
 
     compressing: bool  # whether these are compressed steps
     payload_bytes_per_step: float

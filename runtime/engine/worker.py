@@ -1,9 +1,9 @@
 """DDP's buckets through a plan's steps: one ordered worker thread that overlaps with backward.
 
 DDP hands over buckets in one order on every rank. The worker drives the step with each as a part (`StepDriver`), so
-that the order of collectives follows from buckets and phases alone, never from timing. What needs no codec the hook
-starts itself, so that it need not wait for the worker: in an iteration without codecs a bucket's all-reduce, and
-between nodes its average inside the node.
+that the order of collectives follows from buckets and phases alone, never from timing. The hook itself starts
+collectives that need no codec, so that they do not wait for the worker: a bucket's all-reduce in an iteration without
+codecs, and between nodes its average inside the node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bucket(Part):
     """One bucket as DDP handed it over.
 
     future: DDP waits for it. It resolves to the buffer.
-    ready: what a device's worker has to wait for before it reads the gradients.
+    ready: event that a device's worker has to wait for before it reads the gradients.
     failure: why the hook could not issue the first collective.
     """
 

@@ -17,7 +17,7 @@ from gradlab.runtime.engine.options import RunOptions
 
 @dataclass(frozen=True)
 class Levels:
-    """What is run between nodes and inside them.
+    """Runs between nodes and inside them.
 
     whole: the plan between nodes as it was given, of whole layers.
     shards: the same of this rank's shards.
@@ -32,7 +32,7 @@ class Levels:
 
     @property
     def digests(self) -> dict[str, str]:
-        """What all ranks have to have in common."""
+        """Values that all ranks have to have in common."""
         between = {"the plan (sha256)": self.whole.digest}
         return between if self.inside is None else {**between, "the plan inside nodes (sha256)": self.inside.digest}
 

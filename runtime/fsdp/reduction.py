@@ -32,7 +32,7 @@ class ReductionRecord:
 
 
 class Resumption(NamedTuple):
-    """Where the run of one shard goes on: states by group, the next step's number, and learning rates by layer."""
+    """State of one shard's run to go on from: states by group, the next step's number, and learning rates by layer."""
 
     states: dict[str, Tensors]
     iteration: int
@@ -42,8 +42,8 @@ class Resumption(NamedTuple):
 class ShardReduction:
     """The reduce-scatters of one model's units.
 
-    plan: of the padded shards, which are of one shape on all ranks of the node; `whole` is of whole layers.
-    runs: of the plan, one for each of the node's shards; their states are this rank's residuals of them.
+    plan: plan of the padded shards, of one shape on all ranks of the node; `whole` is that of whole layers.
+    runs: runs of the plan, one per shard of the node; their states are this rank's residuals of the shards.
     last: bytes of the last step.
     measure_every: steps between those in which the rules look at residuals; 0: none.
     """
@@ -141,7 +141,7 @@ class ShardReduction:
         return self.runs[self.mine].iteration - self.plan.schedule.warmup_steps
 
     def findings(self) -> list[Finding]:
-        """What the rules find on this rank in the step in progress, all of whose gradients were finite."""
+        """Findings of the rules on this rank in the step in progress, all of whose gradients were finite."""
         own = self._steps[self.mine]
         found = self._watch.see(
             own.context.iteration, self._compressed_steps + 1, self._measured, own.context.learning_rate
@@ -164,7 +164,7 @@ class ShardReduction:
     def resumptions(self, saved: Sequence[Any], place: tuple[int, int, str] | None = None) -> list[Resumption]:
         """Check what `state_dict` gave, and work out how this rank goes on from it. Nothing is changed yet.
 
-        saved: of this rank; or, with `place`, of the same shards' rank on every old node, in their order.
+        saved: states of this rank; or, with `place`, of the same shards' rank on every old node, in their order.
         place: this rank's node, the number of nodes, and the policy for residuals.
         """
         for one in saved:

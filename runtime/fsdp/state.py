@@ -68,7 +68,7 @@ class FSDPCompression(Exchange):
     nodes would drift apart.
 
     Attributes:
-        plan: as it was given, of whole layers. `run.plan` is that of the shards.
+        plan: plan of whole layers, as it was given. `run.plan` is that of the shards.
     """
 
     def __init__(
@@ -344,8 +344,8 @@ def compress_fsdp(
     All ranks call it together, after the model is materialized, sharded and has its optimizer.
 
     Args:
-        model: that `fully_shard` was called on, itself and its blocks.
-        plan: for the model's whole layers, such as one fitted on a DDP recording; or the path of an artifact. A codec
+        model: model on which `fully_shard` was called, itself and its blocks.
+        plan: plan of the model's whole layers, such as one fitted on a DDP recording, or an artifact's path. A codec
             sees the rows of each layer that the rank holds.
         between: the mesh's dimension along which ranks hold the same shards, or that process group. None: nothing is
             compressed between nodes.

@@ -1,6 +1,6 @@
 """Serve codecs' requests on a process group: requests that stand at the same step become one collective per kind.
 
-Which collectives are issued, and in which order, follows from the requests' kinds and shapes alone.
+The order of collectives follows from the requests' kinds and shapes alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Transfer:
     """A message on its way to the next rank of the ring, and one from the rank before.
 
-    incoming: where the backend can send from: on a GPU, for Gloo, in the host's memory.
+    incoming: memory from which the backend can send: on a GPU, for Gloo, the host's.
     """
 
     incoming: torch.Tensor
@@ -72,9 +72,9 @@ class Communicator:
             collective.
         owned: whether `close` destroys the group.
         averages: whether a buffer's mean in place is the backend's own average, as in FSDP, instead of plain DDP's.
-        timeline: where spans of time are noted. None: nowhere.
-        workspace: where messages take their memory from. None: new memory each time.
-        device: where messages of its own have to be. None: the CPU.
+        timeline: record of spans of time. None: no record.
+        workspace: memory of messages. None: new memory each time.
+        device: device of messages of its own. None: the CPU.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ class _FusedBroadcast(Fused):
 class _FusedAllToAll(Fused):
     """Several AllToAlls, and Gathers of lengths that all ranks know, as one all-to-all of bytes.
 
-    Destination j's parts of all requests lie together. What is gathered goes to all destinations.
+    Destination j's parts of all requests lie together. A gathered message goes to all destinations.
     """
 
     def __init__(self, communicator: Communicator, requests: Sequence[AllToAll | Gather]) -> None:
@@ -251,7 +251,7 @@ def _largest(request: AllToAll | Gather) -> int:
 
 
 def _part_for(request: AllToAll | Gather, destination: int) -> torch.Tensor:
-    """What a rank is sent of a request."""
+    """The tensor of a request that a rank is sent."""
     return request.tensors[destination] if isinstance(request, AllToAll) else request.tensor
 
 

@@ -18,7 +18,7 @@ class Messages:
     """Messages of this rank to others and of others to this one, on their way. Like `dist.Work`, for all of them.
 
     Gloo sends what the receiver has told that it waits for, and tells so on the one connection of the two ranks, behind
-    whatever is being sent there. So all receives begin first. Where sends do, as in Gloo's own all-to-all, the two
+    whatever is being sent there. So all receives begin first. If sends did, as in Gloo's own all-to-all, the two
     directions of a connection take turns, and large messages use 0.6 of a link.
     """
 

@@ -63,8 +63,8 @@ class Fragment:
     """Layers that take their outer steps together.
 
     parameters: the common ones, by layer name.
-    exchange: with other workers; None where another rank of this worker does that.
-    flight: what is on its way, or has arrived and is not yet applied; None between.
+    exchange: exchange with other workers; None if another rank of this worker does that.
+    flight: exchange on its way, or arrived and not yet applied; None between.
     lands: the local step after which it is applied.
     """
 
@@ -109,7 +109,7 @@ class OuterStep(Uncopied):
     (4, True)
 
     Attributes:
-        plan: as it was given.
+        plan: plan as it was given.
         every: local steps between two outer steps of a fragment, H.
         delay: local steps between sending and applying, tau.
         local_steps: taken so far.
@@ -117,21 +117,21 @@ class OuterStep(Uncopied):
         workers: the ranks.
 
     Args:
-        plan: for the model's layers, or the path of an artifact. Its schedule counts outer steps.
+        plan: plan of the model's layers, or the path of an artifact. Its schedule counts outer steps.
         model: plain, in DDP, or sharded by FSDP2.
         outer_optimizer: makes the outer optimizer of some parameters, or a list of several.
             None: SGD(lr=0.7, momentum=0.9, nesterov=True),
             DiLoCo's. `functools.partial(torch.optim.SGD, lr=1.0)` averages parameters.
         every: H, at least the number of fragments.
-        fragments: that the model is cut into. They take their outer steps in turn, H / fragments local steps apart.
+        fragments: number of parts of the model. They take their outer steps in turn, H / fragments local steps apart.
         delay: tau, below H. 0: a worker waits for the others in its outer step. Else a thread exchanges while
             training goes on.
         mixing: alpha, the share of its own parameters that a worker keeps when it applies what it sent `delay` steps
             before. Without effect without delay.
-        group: of all ranks; None: the default one. Groups of gradlab's own are made from it.
-        within: what tells the ranks of one worker: a process group, one dimension of a DeviceMesh, "node" for the
+        group: group of all ranks; None: the default one. Groups of gradlab's own are made from it.
+        within: ranks of one worker: a process group, one dimension of a DeviceMesh, "node" for the
             machine as torchrun tells it, or None. "model": DDP's own group, if that has fewer ranks than `group`.
-        timeout: of the exchange; None: that of `group`.
+        timeout: timeout of the exchange; None: that of `group`.
         options: those of `Exchange` except optimizer, scaler and hold_unused.
 
     Raises:
@@ -349,9 +349,9 @@ class OuterStep(Uncopied):
         Common parameters, outer optimizers and what is on its way stay. Residuals begin at zero.
 
         Args:
-            plan: for the model's layers, none of whose groups has layers of several fragments.
-            group: of the same ranks as `workers.between`; None: that one.
-            options: of `Exchange`.
+            plan: plan of the model's layers, none of whose groups has layers of several fragments.
+            group: group of the same ranks as `workers.between`; None: that one.
+            options: options of `Exchange`.
 
         Raises:
             GradlabError: for a plan that does not fit.
@@ -445,7 +445,7 @@ class OuterStep(Uncopied):
         """Continue from a `state_dict` of the same plan, rank and world size. Every rank loads its own.
 
         Args:
-            state: what `state_dict` gave. The model's own parameters are the caller's to load.
+            state: result of `state_dict`. The model's own parameters are the caller's to load.
 
         Raises:
             GradlabError: naming what differs.
@@ -465,7 +465,7 @@ class OuterStep(Uncopied):
 
         Args:
             states: the N ranks' state dicts, in rank order. They have the common parameters in common.
-            residuals: what becomes of residuals, see `Exchange.load_state_dicts`.
+            residuals: use of residuals, see `Exchange.load_state_dicts`.
 
         Raises:
             GradlabError: for another plan, workers of several ranks, or checkpoints that are not those of one run.

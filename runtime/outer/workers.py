@@ -43,7 +43,7 @@ class Held:
 
 
 class HeldLayers:
-    """What this rank holds of a model's trainable layers, in registration order. It does not keep the model alive.
+    """This rank's parts of a model's trainable layers, in registration order. It does not keep the model alive.
 
     A model is plain, in DDP, or sharded by FSDP2 along one dimension of a mesh.
     """
@@ -95,7 +95,7 @@ _FIRST = f"change the model first, then make a new {CALLER}"
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, as one that shares its memory and takes no gradient."""
+    """This rank's part of a tensor, as one that shares its memory and takes no gradient."""
     whole = tensor.detach()
     return whole.to_local() if isinstance(whole, DTensor) else whole
 
@@ -113,7 +113,7 @@ def _held(layer: Layer, parameter: nn.Parameter) -> Held:
 
 
 def _change(held: Held, now: torch.Tensor | None) -> str:
-    """What became of a layer whose parameter is `now` another one; "" if nothing did.
+    """Say what became of a layer whose parameter is `now` another one; "" if nothing did.
 
     FSDP2 shows a gathered parameter in place of its shards where a module stays gathered.
     """

@@ -38,10 +38,10 @@ CALLER = "Pilot"  # named at the front of errors
 class DDPGradients:
     """DDP's average, by the switch in its hook.
 
-    layers: that it averages.
+    layers: layers that it averages.
     count: ranks, or nodes, that a plan runs between; known from `begin` on.
     alone: whether a rank has to compute its messages alone.
-    group_bytes: that groups of the control have at most; None: as usual.
+    group_bytes: most bytes of a group of the control; None: as usual.
     """
 
     alone = False

@@ -63,7 +63,7 @@ class KeptBatches:
 def copied(batch: Any, seen: dict[int, Any] | None = None) -> Any:
     """Copy a batch: tensors with as much memory as they show, anything else by `copy.deepcopy`.
 
-    A tensor that stands in several places does so in the copy. What cannot be copied is returned, with a warning.
+    A tensor that stands twice does so in the copy. A value that cannot be copied is returned, with a warning.
     """
     seen = {} if seen is None else seen
     if id(batch) not in seen:

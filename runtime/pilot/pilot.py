@@ -74,13 +74,13 @@ class Pilot:
     Args:
         model: the DistributedDataParallel model, without a communication hook; or what `fully_shard` was called on.
         optimizer: one or several, all that train the model.
-        plans: by a name of your choice.
+        plans: plans by names of your choice.
         steps: batches that each plan trains on unless it is clearly too much before, 8 or more.
         longer: batches that the plans train on which may hold until then. None: twice `steps`. `steps`: no longer ones.
         keep: plans that are to hold to the end before the others are left out.
-        scheduler: of learning rates, stepped in the loop.
+        scheduler: learning rate scheduler, stepped in the loop.
         scaler: the torch.amp.GradScaler, if one is in use.
-        extra: what else a step changes, with `state_dict` and `load_state_dict`: an averaged model, a metric.
+        extra: objects that a step changes too, with `state_dict` and `load_state_dict`: an averaged model, a metric.
         outer: the OuterStep whose `step` the loop calls; the plans are then tried on what it exchanges.
         max_loss: share by which a plan's loss may be above the dense one.
         evaluate: gives a validation loss, without a change of the model; called once for dense and for each plan that
@@ -130,7 +130,7 @@ class Pilot:
 
     @property
     def result(self) -> PilotResult:
-        """What came, once the loop over `over` has ended.
+        """The result, once the loop over `over` has ended.
 
         Raises:
             GradlabError: before.
@@ -168,7 +168,7 @@ class Pilot:
         """Give out batches to train on: the same ones without compression, for 16 bits and for each plan.
 
         Args:
-            batches: of this rank. Fewer than are wanted make a shorter pilot.
+            batches: batches of this rank. Fewer than are wanted make a shorter pilot.
 
         Yields:
             Batches, which training may change.

@@ -1,4 +1,4 @@
-"""Which plans of a pilot go on, and when it is decided: pure functions of what came.
+"""Decide which plans of a pilot go on, and when: pure functions of the losses.
 
 Successive halving (K. Jamieson and A. Talwalkar, arXiv:1502.07943) trains all candidates a little, and the better half
 longer. Here the candidates have an order, the bytes that they send, and the wanted one is the first that holds. So

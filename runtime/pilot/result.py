@@ -1,4 +1,4 @@
-"""What a pilot found: how much worse each plan trained than plain DDP, on the same batches."""
+"""The result of a pilot: how much worse each plan trained than plain DDP, on the same batches."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Outcome:
         low, high: 95 % interval of `excess`, from paired differences of consecutive steps in blocks.
         growth: excess in the last quarter of the steps less that in the one before.
         saving: bytes that a rank sends, against 32 and 16 bits.
-        steps: that it was tried.
+        steps: number of steps under the plan.
         validation: excess of its validation loss; None: not measured.
-        delay_steps: that it lies behind dense. Infinite: further than half of the steps. None: the dense loss did not
-            fall by more than chance.
+        delay_steps: steps that it lies behind dense. Infinite: more than half of the steps. None: the dense loss did
+            not fall by more than chance.
         chance: the largest excess that the interval of 16 bits reaches in the same pilot.
     """
 
@@ -92,9 +92,9 @@ class PilotResult:
         max_loss: excess up to which a plan holds.
         not_tried: plans that came after the budget.
         not_needed: plans that were not tried as enough of those that send less hold.
-        seconds: that the pilot took.
-        snapshot_bytes: of memory on this rank for the snapshot: parameters, gradients, buffers and optimizer state.
-        batch_bytes: of memory on this rank for the kept batches.
+        seconds: duration of the pilot.
+        snapshot_bytes: memory on this rank for the snapshot: parameters, gradients, buffers and optimizer state.
+        batch_bytes: memory on this rank for the kept batches.
         unlike: largest relative difference of a round's first loss from dense's. Nothing is exchanged before it, so
             that it is 0 unless something else than a plan changes the loss.
     """

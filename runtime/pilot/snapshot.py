@@ -15,7 +15,7 @@ from gradlab.errors import GradlabError
 
 
 class Stateful(Protocol):
-    """What a snapshot keeps beside models and optimizers: schedulers, loss scalers, and the like."""
+    """A snapshot's other objects: schedulers, loss scalers, and the like."""
 
     def state_dict(self) -> Any:
         """Give the state."""
@@ -83,7 +83,7 @@ class _OptimizerState:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept of the state."""
+        """The part of the state that is kept."""
         kept = [value for held in self._state.values() for _, value in held.values()]
         return [value for value in kept if torch.is_tensor(value)]
 

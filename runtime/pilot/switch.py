@@ -14,7 +14,7 @@ from gradlab.runtime.state import CompressionState
 
 
 class Switch:
-    """What a model's hook does: a state's plan, or without one plain averages, as DDP makes them."""
+    """A model's hook: a state's plan, or without one plain averages, as DDP makes them."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.state: CompressionState | None = None

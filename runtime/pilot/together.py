@@ -1,4 +1,4 @@
-"""What the ranks of a pilot have in common: problems, and the time that it has taken."""
+"""Share problems and the time taken among the ranks of a pilot."""
 
 from __future__ import annotations
 

@@ -53,12 +53,3 @@ def test_forecasts_of_trained_plans_are_near_what_was_counted(bytes_of_lgc: Modu
             far.append((row["task"], row["method"]))
     assert len(rows) == 21
     assert far == [("camvid", f"LGC {pattern}, as written (text)") for pattern in ("ring", "server")]
-
-
-def test_a_table_shows_ranks_that_differ_apart(bytes_of_lgc: ModuleType) -> None:
-    parts = {"code": 1000.0, "positions": 10.0, "values": 1000.0, "dense": 500.0}
-    row = {"table": "trained", "task": "t", "method": "m", "gradient": 20_000, "counted": 2500.0}
-    shown = bytes_of_lgc.table([row | {"ranks": [parts, parts | {"code": 0.0}]}]).splitlines()[-1]
-    assert (
-        shown == "| t: m | 1.00 / 0.00 | 0.01 | 1.00 | 0.50 | 2.51 / 1.51 | 8 / 13 | 2.00 / 1.00 | 10 / 20 | 2.50 | 8 |"
-    )

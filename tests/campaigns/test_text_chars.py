@@ -59,29 +59,6 @@ def test_methods_that_diverged_or_were_refused_stand_last(campaign: ModuleType) 
     assert not campaign.table(rows, 10)
 
 
-def test_what_the_report_recommended_stands_beside_what_turned_out(campaign: ModuleType) -> None:
-    losses = {"dense": 2.0, "float16": 2.0, "int8": 2.01, "QSGD 4 bits, max norm": 2.02, "top-k 1 %": 2.5}
-    cosines = {"16-bit floats": 1.0, "int8": 0.99, "QSGD 4 bits, max norm": 0.9, "top-k 1 %": 0.3, "1-bit SGD": 0.2}
-    report = {
-        "kind": "report",
-        "mode": "shared",
-        "compute_seconds": 0.02,
-        "named": {
-            "at 100 Mbit/s between 4 nodes": ["top-k 1 %", "QSGD 4 bits, max norm"],
-            "at 1 Gbit/s between 4 nodes": [],
-            "at 10 Gbit/s between 4 nodes": ["1-bit SGD"],
-        },
-        "cosines": cosines,
-    }
-    lines = campaign.table([*(_row(*item) for item in losses.items()), report], 9).splitlines()
-    assert "the report beforehand, at 20.0 ms of computing per step:" in lines
-    both = "top-k 1 % (loss to dense +0.500), or QSGD 4 bits, max norm (loss to dense +0.020)"
-    assert f"  at 100 Mbit/s between 4 nodes: {both}" in lines
-    assert "  at 10 Gbit/s between 4 nodes: 1-bit SGD (loss to dense not trained yet)" in lines
-    assert "  at 1 Gbit/s between 4 nodes: do not compress" in lines
-    assert "of its order of 4 plans with the validation loss: +1.00 (no interval: 4 items" in lines[-1]
-
-
 def test_every_compressing_method_is_compared_by_default_settings_it_has(campaign: ModuleType) -> None:
     """Every plan can be made, but those by layer, which need a recording."""
     layers = campaign.layers_of(campaign.WORKLOAD.model(0))

@@ -24,6 +24,9 @@ from gradlab.cli.main import app
 from gradlab.codec.settings import fields_of
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests"))
+from support import prose  # noqa: E402
+
 BUDGET = ROOT / "tests" / "budget.toml"
 SOURCES = ("gradlab", "capture", "analysis", "runtime", "datasets")
 CLASSES = {
@@ -52,6 +55,8 @@ def counted() -> Figures:
             counts["code", room] += code_lines(text, docstrings | import_lines(nodes))
             counts["docstrings", room] += len(docstrings)
             counts["files", room] += 1
+            counts["arguments", room] += sum(1 for _ in prose.arguments(nodes[0]))
+            counts["inversions", room] += sum(1 for _ in prose.inversions(nodes[0]))
             for function in (node for node in nodes if folder in SOURCES and isinstance(node, FUNCTIONS)):
                 counts["functions", "of_more_than_60_lines"] += len(lines_of(function)) > MOST_LINES
                 counts["functions", "of_10_arguments_outside_cli"] += (

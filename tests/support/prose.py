@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -10,8 +11,11 @@ MOST_WORDS = 45  # of a sentence
 FILLERS = ("simply", "just", "obviously", "clearly", "of course", "basically", "easily", "please note", "note that")
 # What this project called things once, where the field has a word: a default, a residual norm, a compression error.
 FORMER_WORDS = ("habit", "habits", "what waits under feedback", "unsent")
-# Sentences that put what they are about behind it: "Of more, those that are not its habit."
-INVERSION = re.compile(r"(?:Of (?:each|all|both|more|those|these|it|them)\b|There it is\b)")
+# Openings of sentences that put what they are about behind it: "Of more, those that are not its habit."
+INVERSION = re.compile(r"(?:Of|What|Where|Which|From which|There it is)\b")
+# First words of an argument's text that is no noun phrase: "of all layers" in place of "number of layers".
+PREPOSITIONS = re.compile(r"(?:of|that|by|as|where|in|with|to|from|for|on|what|which|whose),?", re.IGNORECASE)
+ENTRY = re.compile(r"^ *(?!\w+Error: )\*{0,2}\w+(?:, \*{0,2}\w+)*: (\S+)", re.MULTILINE)
 ABBREVIATIONS = ("e.g", "i.e", "etc", "vs", "eq", "Fig", "Figs", "et al", "al", "cf")
 FENCE = re.compile(r"^ *(```|~~~).*?^ *\1$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -44,7 +48,6 @@ def without_code(text: str) -> str:
 
 
 def without_emphasis(text: str) -> str:
-    """Take the marks of emphasis out of a line."""
     return re.sub(r"[*_]{1,2}(?=\S)|(?<=\S)[*_]{1,2}", "", text)
 
 
@@ -60,21 +63,40 @@ def sentences(paragraph: str) -> list[str]:
 
 
 def faults(page: str) -> Iterator[str]:
-    """Find what a page's prose should not have.
-
-    Args:
-        page: Markdown.
-
-    Returns:
-        One line per fault: what it is, and where.
-    """
+    """Find what a page's prose should not have: one line per fault."""
     for sentence in [one for paragraph in paragraphs(page) for one in sentences(paragraph)]:
         count = len(re.findall(r"\b[A-Za-z]{2}", sentence.replace("CODE", "")))
         if count > MOST_WORDS:
             yield f"{count} words, at most {MOST_WORDS}: {sentence}"
-        if INVERSION.match(sentence):
+        if opens_badly(sentence):
             yield f"the subject comes first: {sentence}"
         spoken = re.sub(r'"[^"]*"', "", sentence)  # a name in quotation marks is shown somewhere by that name
         for word in (*FILLERS, *FORMER_WORDS):
             if re.search(rf"\b{word}\b", spoken, re.IGNORECASE):
                 yield f"{word!r}: {sentence}"
+
+
+def opens_badly(sentence: str) -> bool:
+    return bool(INVERSION.match(sentence)) and not sentence.endswith("?")
+
+
+def inversions(tree: ast.AST) -> Iterator[str]:
+    """Sentences of a module's docstrings that open badly."""
+    for text in docstrings(tree):
+        yield from filter(opens_badly, (one for paragraph in paragraphs(text) for one in sentences(paragraph)))
+
+
+def arguments(tree: ast.AST) -> Iterator[str]:
+    """First words of arguments' texts that are no noun phrases, in a module's docstrings and `help=`."""
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "help"]
+    helps = [part.values[0] if isinstance(part, ast.JoinedStr) and part.values else part for part in texts]
+    words = [str(part.value).split(" ")[0] for part in helps if isinstance(part, ast.Constant)]
+    for word in (*words, *(word for text in docstrings(tree) for word in ENTRY.findall(text))):
+        if PREPOSITIONS.fullmatch(word):
+            yield word
+
+
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
