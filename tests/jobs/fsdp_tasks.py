@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +28,7 @@ from gradlab.ddp.groups import part_of
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import layers_of, names_of_parameters
-from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
 from gradlab.runtime.checkpoint import sealed
@@ -61,6 +63,7 @@ class Network(nn.Module):
         return self.head(values) if head else values
 
 
+@functools.cache
 def mesh_of(group: dist.ProcessGroup, nodes: int) -> DeviceMesh:
     """A mesh of so many nodes over the ranks of a group."""
     ranks = torch.tensor(dist.get_process_group_ranks(group)).view(nodes, -1)
@@ -79,7 +82,7 @@ def sharded(mesh: DeviceMesh, change: Callable[[nn.Module], nn.Module] = lambda 
 def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     """Every matrix in a group of its own; of two blocks the first matrices are one group. "identity": nothing.
 
-    "artifact": the plan of the file at `path`.
+    "artifact": the plan of the file at `path`. "several": groups take one of SEVERAL[settings["of"]] each, in turn.
     Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer.
     """
     layers = layers_of(model)
@@ -90,7 +93,32 @@ def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     joined = ("blocks.0.up.weight", "blocks.1.up.weight")
     names = [layer.name for layer in layers if len(layer.shape) > 1 and layer.name not in joined]
     members = {"joined": joined, **{name: (name,) for name in names}}
+    if codec == "several":
+        kinds = itertools.cycle(SEVERAL[settings["of"]])
+        groups = [Group(name, of, one, own, wraps) for (name, of), (one, own, wraps) in zip(members.items(), kinds)]  # noqa: B905
+        return Plan(layers, tuple(groups))
     return grouped_plan(layers, members, codec, settings)
+
+
+# Codecs of the groups of one model: between nodes, and in a reduce-scatter.
+SEVERAL: dict[str, list[tuple[str, dict[str, Any], tuple[Wrap, ...]]]] = {
+    "between": [
+        ("powersgd", {"rank": 2}, FEEDBACK),
+        ("topk", {"density": 0.05}, FEEDBACK),
+        ("block_scaled", {"dtype": "int8"}, FEEDBACK),
+        ("sign", {}, FEEDBACK),
+    ],
+    "inside": [
+        ("block_scaled", {"dtype": "int8"}, FEEDBACK),
+        ("topk", {"density": 0.1}, FEEDBACK),
+        ("block_scaled", {"dtype": "int4"}, (*FEEDBACK, Wrap("hadamard", {"block": 64}))),
+        ("qsgd", {"bits": 4}, FEEDBACK),
+    ],
+    "speaking": [
+        ("topk", {"density": 0.01}, ()),
+        ("qsgd", {"bits": 2, "norm": "l2"}, (Wrap("error_feedback", {"contraction": "none"}),)),
+    ],
+}
 
 
 def words_of(rank: int, step: int) -> torch.Tensor:
@@ -125,6 +153,10 @@ UNCOMPRESSED: dict[str, dict[str, Any]] = {
     "16 bits": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}},
     "16 bits, reduced in 32": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}},
     "every pass reduced, gradients summed": {"passes": 2},
+    "every pass reduced in 32 bits, gradients summed": {
+        "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "passes": 2,
+    },
     "dense steps, 16 bits": {
         "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
         "warmup_steps": 1000,
@@ -219,6 +251,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen on the way": {"frozen_from": 3},
     "frozen before": {"frozen_from": 0},
     "overflow": {"overflow_at": 2},
+    "all together": {
+        "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "micro_batches": 2,
+        "overflow_at": 2,
+        "frozen_from": 3,
+    },
 }
 
 
@@ -351,8 +389,8 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -
     optimizer.step()
 
 
-def fewer_nodes(group: dist.ProcessGroup, policy: str) -> dict[str, Any]:
-    """Four nodes become two of as many shards: what was due between nodes."""
+def fewer_nodes(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Four nodes become two of as many shards, by two policies: what was due between nodes."""
     rank = dist.get_rank(group)
     mesh = mesh_of(group, 4)
     model = sharded(mesh["shard"])
@@ -369,19 +407,23 @@ def fewer_nodes(group: dist.ProcessGroup, policy: str) -> dict[str, Any]:
     other = sharded(mesh["shard"])
     again = compress_fsdp(other, plan_of(other, "topk", {"density": 0.1}), between=column, optimizer=None)
     refusal = _refusal(lambda: again.load_state_dict(everyone[row]))
-    again.load_state_dicts(everyone, policy)
-    kept = again.states["head.weight"]["head.weight/residual"].double().clone()
-    dist.all_reduce(kept, group=column)
     before = sum(one["states"]["head.weight::head.weight/residual"].double() for one in everyone)
+    due = [float(before.norm()) / 4]
+    for policy in ("split", "sum"):
+        again.load_state_dicts(everyone, policy)
+        kept = again.states["head.weight"]["head.weight/residual"].double().clone()
+        dist.all_reduce(kept, group=column)
+        due.append(float(kept.norm()) / 2)
     other.zero_grad()
     backward(other, row, 3)
     iteration = again.iteration
     again.close()
-    return {"due": [float(before.norm()) / 4, float(kept.norm()) / 2], "iteration": iteration, "refusal": refusal}
+    return {"due": due, "iteration": iteration, "refusal": refusal}
 
 
-def fewer_nodes_inside(group: dist.ProcessGroup, nodes: int, policy: str) -> dict[str, Any]:
-    """A run of compressed reduce-scatters goes on with half as many nodes: what was due of every shard, and then is.
+def fewer_nodes_inside(group: dist.ProcessGroup, nodes: int) -> dict[str, Any]:
+    """A run of compressed reduce-scatters goes on with half as many nodes: what was due of every shard, and then is, by
+    policy.
 
     There are ranks for the new run alone. The checkpoints of the old one's nodes come from two runs, one after the
     other.
@@ -393,21 +435,22 @@ def fewer_nodes_inside(group: dist.ProcessGroup, nodes: int, policy: str) -> dic
     for half in range(halves):
         state, model = _in_two_levels(mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
+        for step in range(2):
             _train(model, optimizer, rank + half * group.size(), step)
         saved: list[Any] = [None] * group.size()
         dist.all_gather_object(saved, state.state_dict(), group=group)
         state.close()
         everyone += [_moved_to(one, half * nodes, nodes * halves, width) for one in saved]
     again, model = _in_two_levels(mesh)
-    messages = _refusals_of_states(again, everyone, policy)
-    again.load_state_dicts(everyone, policy)
-    kept: list[Any] = [None] * group.size()
-    dist.all_gather_object(kept, again.state_dict(), group=group)
+    messages, due = _refusals_of_states(again, everyone), {"before": _due_inside(everyone, width)}
+    for policy in ("drop", "sum", "split"):
+        again.load_state_dicts(everyone, policy)
+        kept: list[Any] = [None] * group.size()
+        dist.all_gather_object(kept, again.state_dict(), group=group)
+        due[policy] = _due_inside(kept, width)
     backward(model, rank, 3)
     iterations = [again.iteration, *(run.iteration for run in again.inside.runs)] if again.inside else []
     again.close()
-    due = [_due_inside(saved, width) for saved in (everyone, kept)]
     return {"due": due, "iterations": iterations, "refusals": messages}
 
 
@@ -434,7 +477,7 @@ def _due_inside(states: list[dict[str, Any]], width: int) -> list[float]:
     return norms
 
 
-def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], policy: str) -> dict[str, str]:
+def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]]) -> dict[str, str]:
     """What is said of checkpoints that do not fit. None of them may have changed the state."""
 
     def spoiled(change: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
@@ -472,7 +515,7 @@ def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]], 
         "no list": 3,
     }
     messages = {
-        name: _refusal(lambda saved=saved: state.load_state_dicts(saved, policy)) for name, saved in attempts.items()
+        name: _refusal(lambda saved=saved: state.load_state_dicts(saved, "split")) for name, saved in attempts.items()
     }
     messages["a policy"] = _refusal(lambda: state.load_state_dicts(everyone, "mean"))
     messages["alone"] = _refusal(lambda: state.load_state_dict(everyone[dist.get_rank()]))
@@ -533,7 +576,12 @@ def changed(group: dist.ProcessGroup, nodes: int) -> dict[str, str]:
     return messages
 
 
-def with_weight_decay(group: dist.ProcessGroup, nodes: int, forced: bool) -> float:
+def with_weight_decay(group: dist.ProcessGroup, nodes: int) -> list[float]:
+    """By whether FSDP is forced to sum: how far weight decay is from native HSDP's."""
+    return [_with_weight_decay(group, nodes, forced) for forced in (False, True)]
+
+
+def _with_weight_decay(group: dist.ProcessGroup, nodes: int, forced: bool) -> float:
     """The farthest that weight decay in the plan comes from native HSDP's in the optimizer, where FSDP divides late."""
     rank, mesh, rate = dist.get_rank(group), mesh_of(group, nodes), 0.1
     native, ours = sharded(mesh), sharded(mesh["shard"])
@@ -648,16 +696,14 @@ def reduced(
     codec: str,
     settings: dict[str, Any],
     between: str = "",
-    rotated: bool = False,
 ) -> dict[str, Any]:
     """A compressed reduce-scatter, and perhaps an exchange between nodes behind it, as lockstep has them."""
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
     ours = sharded(mesh["shard"])
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     plan = plan_of(ours, codec, settings)
-    if rotated:
-        rotation = Wrap("hadamard", {"block": 64})
-        plan = replace(plan, groups=tuple(replace(one, wrappers=(*one.wrappers, rotation)) for one in plan.groups))
+    if codec == "ecsq":  # it fits tables to each part of a group, which takes long
+        plan = replace(plan, groups=tuple(one for one in plan.groups if one.name in ("joined", "head.weight")))
     options: dict[str, Any] = {"deterministic": True, "optimizer": optimizer, "within": mesh["shard"]}
     if between:
         second = plan_of(ours, between, {"density": 0.1})
@@ -668,7 +714,7 @@ def reduced(
     reference = _Reductions(state.inside.plan, group.size(), nodes)
     outer = LockstepPlan(state.run.plan, nodes, plain_sgd=True)
     same = []
-    for step in range(4):
+    for step in range(3):
         whole = Network()
         values = {name: parameter.full_tensor() for name, parameter in ours.named_parameters()}
         whole.load_state_dict(values)
@@ -690,32 +736,20 @@ def reduced(
     return {"same": same, "counted": said["payload_bytes"], "forecast": said["forecast_payload_bytes"]}
 
 
-SPEAKING: dict[str, tuple[str, dict[str, Any], list[Wrap]]] = {
-    "never_sent": ("topk", {"density": 0.01}, []),
-    "residual_grows": ("qsgd", {"bits": 2, "norm": "l2"}, [Wrap("error_feedback", {"contraction": "none"})]),
-}
-
-
-def rules_inside(group: dist.ProcessGroup, nodes: int, rule: str, between: bool) -> dict[str, Any]:
-    """What the rules say of a plan in the reduce-scatter, as a warning and as an error."""
-    rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
-    codec, settings, wrappers = SPEAKING[rule]
-    said: dict[str, Any] = {}
-    for level in ("warn", "error"):
-        model = sharded(mesh["shard"])
-        plan = Plan.uniform(layers_of(model), codec, wrappers=wrappers, **settings)
-        options: dict[str, Any] = {"within": mesh["shard"], "rules": {rule: level}, "measure_every": 2}
-        if between:
-            options |= {"between": mesh["replicate"], "inside": plan}
-            plan = Plan.uniform(layers_of(model), "block_scaled", dtype="int8")
-        with warnings.catch_warnings(record=True) as caught, compress_fsdp(model, plan, **options) as state:
-            warnings.simplefilter("always")
-            said[level] = _refusal(partial(_backward_often, model, rank))
-            said["found"] = [[one["rule"], one["group"]] for one in state.report()["rules"]]
-            said["warned"] = [str(one.message) for one in caught if rule in str(one.message)]
-        if level == "warn":
-            said["first"] = {"found": said.pop("found"), "warned": said.pop("warned")}
-    return said
+def rules_inside(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What rules say of a plan in the reduce-scatter: one as a warning, and another, that comes later, as an error."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2)
+    model = sharded(mesh["shard"])
+    plans = [plan_of(model, "several", {"of": "speaking"}), plan_of(model, "block_scaled", {"dtype": "int8"})]
+    options = {"rules": {"residual_grows": "warn", "never_sent": "error"}, "measure_every": 2, "inside": plans[0]}
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        compress_fsdp(model, plans[1], between=mesh["replicate"], within=mesh["shard"], **options) as state,
+    ):
+        warnings.simplefilter("always")
+        error = _refusal(partial(_backward_often, model, rank))
+        found = [[one["rule"], one["group"]] for one in state.report()["rules"]]
+    return {"error": error, "found": found, "warned": [str(one.message) for one in caught if "norm is" in str(one.message)]}
 
 
 def _backward_often(model: Any, rank: int) -> None:

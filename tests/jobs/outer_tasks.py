@@ -23,13 +23,19 @@ from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
-from gradlab.plan import Plan
+from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.fragments import fragments_of
 from gradlab.runtime import Exchange, OuterStep
 
 KEPT: list[Exception] = []  # errors that `lost` met
 
 LR, MOMENTUM = 0.7, 0.9
+SEVERAL: dict[str, dict[str, Any]] = {
+    "topk": {"density": 0.1},
+    "powersgd": {"rank": 2},
+    "chunk_topk": {"chunk": 64, "count": 6},
+    "ecsq": {"bits": 1.0},
+}
 
 
 def network() -> nn.Module:
@@ -66,6 +72,10 @@ def plan_of(codec: str, settings: dict[str, Any]) -> Plan:
     layers = layers_of(network())
     if codec == "identity":
         return Plan(layers, ())
+    if codec == "several":  # each matrix by another one; biases are dense
+        matrices = [layer.name for layer in layers if len(layer.shape) > 1]
+        kinds = zip(matrices, SEVERAL.items(), strict=True)
+        return Plan(layers, tuple(Group(name, (name,), one, own, FEEDBACK) for name, (one, own) in kinds))
     return Plan.uniform(layers, codec, minimum_numel=100, **settings)
 
 
@@ -186,7 +196,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.detach() - other.detach()).norm() / other.detach().norm().clamp_min(1e-12))
 
 
-def synchronous(group: dist.ProcessGroup, steps: int = 50) -> float:
+def synchronous(group: dist.ProcessGroup, steps: int = 20) -> float:
     """H = 1 with plain outer SGD of rate 1, beside synchronous SGD on the mean of the gradients: the distance."""
     rank, workers = dist.get_rank(group), dist.get_world_size(group)
     model, whole = network(), network()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
-from gradlab.layout import layers_of
+from gradlab.layout import Layer, layers_of
+from gradlab.plan import Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
 from support.contract import agree
 from support.pool_groups import SPARE
@@ -21,21 +22,38 @@ from support.prescribed import Prescribed, gradients
 from support.stacks import Stack
 
 # DDP fills buckets from the last layer to the first: "first" arrives in the last bucket.
-SHAPES = {"first": (16, 8, 3, 3), "wide": (12, 300), "tall": (300, 7), "vector": (65,)}
+FIRST, LAST = {"first": (16, 8, 3, 3)}, {"vector": (65,)}
+Stacks = list[tuple[str, str]]  # codecs and their wrappings, as of support.stacks
+
+
+def shapes_of(stacks: Stacks) -> dict[str, tuple[int, ...]]:
+    """Of a model in which each stack has a matrix."""
+    return {**FIRST, **{f"matrix{number}": (30 + 2 * number, 24) for number in range(len(stacks))}, **LAST}
+
+
+def plan_of(stacks: Stacks, layers: Sequence[Layer]) -> Plan:
+    """Each stack on a matrix of its own, the first one on the first layer, too."""
+    firsts = [layer for layer in layers if layer.name.endswith("first")]
+    own = [[next(layer for layer in layers if layer.name.endswith(f"matrix{n}"))] for n in range(len(stacks))]
+    own[0] = [*firsts, *own[0]]
+    plans = [Stack(*stack).plan(some) for stack, some in zip(stacks, own, strict=True)]
+    groups = tuple(group for plan in plans for group in plan.groups)
+    kept = {name: one for plan in plans for name, one in plan.learned.items()}
+    return Plan(tuple(layers), groups, Schedule(), 3, kept)
 BadGradient = Callable[[int, int], float | None]  # by rank and step: what takes an element's place
 
 
 class Scaled:
     """A prescribed model trained under a GradScaler."""
 
-    def __init__(self, group: dist.ProcessGroup, stack: Stack, scaler: Any = None, **options: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, stacks: Stacks, scaler: Any = None, **options: Any) -> None:
         self.rank = dist.get_rank(group)
-        self.group = group
-        self.model = DistributedDataParallel(Prescribed(SHAPES), process_group=group, bucket_cap_mb=0.01)
+        self.group, self.shapes = group, shapes_of(stacks)
+        self.model = DistributedDataParallel(Prescribed(self.shapes), process_group=group, bucket_cap_mb=0.01)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.state = CompressionState(
-            stack.plan(layers_of(self.model)),
+            plan_of(stacks, layers_of(self.model)),
             self.model,
             optimizer=self.optimizer,
             scaler=scaler,
@@ -47,7 +65,7 @@ class Scaled:
 
     def step(self, step: int, bad: float | None = None) -> torch.Tensor:
         """One step, with a bad element in the last bucket if wanted; the gradient without the loss scale."""
-        grads = gradients(SHAPES, self.rank, step)
+        grads = gradients(self.shapes, self.rank, step)
         if bad is not None:
             grads["first"][0, 0, 0, 0] = bad
         scale = self.scaler.get_scale()
@@ -65,18 +83,18 @@ class Scaled:
         return dict(self.state.state_dict()["states"])
 
 
-def overflow(group: dist.ProcessGroup, codec: str, wrapping: str, bad_rank: int) -> dict[str, Any]:
+def overflow(group: dist.ProcessGroup, stacks: Stacks, bad_rank: int) -> dict[str, Any]:
     """An infinity in the last bucket of one rank in step 3: what moved then, and in the step after."""
-    run = Scaled(group, Stack(codec, wrapping), torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run = Scaled(group, stacks, torch.amp.GradScaler("cpu", init_scale=1024.0))
     with run.state:
         for step in range(3):
             run.step(step)
-        before, parameters = run.states(), run.parameters()
+        before, parameters, nothing = run.states(), run.parameters(), torch.zeros(0)
         seen = run.step(3, torch.inf if run.rank == bad_rank else None)
         after, moved = run.states(), run.parameters()
         skipped = {
             "not finite": not bool(seen.isfinite().all()),
-            "states unchanged": before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in after),
+            "states changed": [k for k in before | after if not torch.equal(before.get(k, nothing), after.get(k, nothing))],
             "parameters unchanged": torch.equal(parameters, moved),
             "scale": run.scaler.get_scale(),
         }
@@ -87,32 +105,31 @@ def overflow(group: dist.ProcessGroup, codec: str, wrapping: str, bad_rank: int)
             "agree": agree(run.parameters(), group),
             "scale": run.scaler.get_scale(),
         }
-    return {"skipped": skipped, "next": normal, "has state": bool(before)}
+    return {"skipped": skipped, "next": normal, "with state": sorted({key.partition("::")[0] for key in before})}
 
 
-def draws_after_an_overflow(group: dist.ProcessGroup, codec: str) -> dict[str, bool]:
+def draws_after_an_overflow(group: dist.ProcessGroup, stacks: Stacks) -> dict[str, bool]:
     """Step 2 overflows on rank 1: what follows, beside lockstep without iteration 2, and resumed in a new engine."""
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    stack = Stack(codec, "feedback")
-    run = Scaled(group, stack, torch.amp.GradScaler("cpu", init_scale=1024.0))
+    run = Scaled(group, stacks, torch.amp.GradScaler("cpu", init_scale=1024.0))
     with run.state:
         for step in range(3):
             run.step(step, torch.inf if (rank, step) == (1, 2) else None)
         saved = {**run.state.state_dict(), "scaler": run.scaler.state_dict()}
         got = [run.step(step) for step in (3, 4)]
         states = run.states()
-    resumed = Scaled(group, stack, torch.amp.GradScaler("cpu"))
+    resumed = Scaled(group, stacks, torch.amp.GradScaler("cpu"))
     resumed.scaler.load_state_dict(saved.pop("scaler"))
     with resumed.state:
         resumed.state.load_state_dict(saved)
         again = [resumed.step(step) for step in (3, 4)]
         again_states = resumed.states()
     layers = layers_of(run.model)
-    lockstep = LockstepPlan(stack.plan(layers), world_size, plain_sgd=True)
+    lockstep = LockstepPlan(plan_of(stacks, layers), world_size, plain_sgd=True)
     rates = {layer.name: 0.125 for layer in layers}
     wanted = []
     for step in (0, 1, 3, 4):
-        of_ranks = [gradients(SHAPES, one, step) for one in range(world_size)]
+        of_ranks = [gradients(run.shapes, one, step) for one in range(world_size)]
         of_ranks = [{layer.name: grads[layer.name.rpartition(".")[2]] for layer in layers} for grads in of_ranks]
         done = lockstep.step(step, of_ranks, rates)
         means = {name: mean for ranks in done.exchanged.values() for name, mean in ranks[rank].mean.items()}
@@ -128,22 +145,22 @@ def draws_after_an_overflow(group: dist.ProcessGroup, codec: str) -> dict[str, b
     }
 
 
-def scale_changes_nothing(group: dist.ProcessGroup, codec: str, wrapping: str) -> bool:
-    """Whether a scale that doubles every other step applies the gradients of a run without a scaler, bit for bit."""
-    stack = Stack(codec, wrapping)
-    with (plain := Scaled(group, stack)).state:
+def scale_changes_nothing(group: dist.ProcessGroup, stacks: Stacks) -> list[int]:
+    """Where a scale that doubles every other step does not apply the gradients of a run without a scaler bit for bit:
+    numbers of elements."""
+    with (plain := Scaled(group, stacks)).state:
         wanted = [plain.step(step) for step in range(6)]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    with (scaled := Scaled(group, stack, scaler)).state:
+    with (scaled := Scaled(group, stacks, scaler)).state:
         got = [scaled.step(step) for step in range(6)]
     assert scaler.get_scale() == 256.0 * 2**3
-    return all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    return [int((a != b).nonzero()[0]) for a, b in zip(wanted, got, strict=True) if not torch.equal(a, b)]
 
 
 def never_finite(group: dist.ProcessGroup, scaled: bool) -> dict[str, Any]:
     """NaN from step 0 on, on one rank: what is said in each step, with a limit of 4."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
-    run = Scaled(group, Stack("topk", "feedback"), scaler, non_finite_limit=4)
+    run = Scaled(group, [("topk", "feedback")], scaler, non_finite_limit=4)
     messages, finite = [], []
     with run.state, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -159,7 +176,7 @@ def never_finite(group: dist.ProcessGroup, scaled: bool) -> dict[str, Any]:
 
 def resumed_out_of_step(group: dist.ProcessGroup) -> str:
     """One rank continues from another iteration than the others: what the first step says."""
-    run = Scaled(group, Stack("topk", "feedback"))
+    run = Scaled(group, [("topk", "feedback")])
     with run.state:
         saved = run.state.state_dict()
         for step in range(2):

@@ -10,70 +10,47 @@ from support.process_pool import ProcessPool
 
 REPORTS = "jobs.report_tasks_frameworks"
 ROUNDING = 2e-5  # of formulas that are written otherwise, over hundreds of AdamW steps
-CODECS: dict[str, dict[str, Any]] = {
-    "identity": {},
-    "topk": {"density": 0.1},
-    "block_scaled": {"dtype": "int4"},
-    "powersgd": {"rank": 2},
-}
+CODECS: dict[str, dict[str, Any]] = {"identity": {}, "topk": {"density": 0.1}, "block_scaled": {"dtype": "int4"}}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_step_and_plain_averaging_is_synchronous_sgd(pool: ProcessPool, ranks: int) -> None:
-    assert max(pool.run("jobs.outer_tasks:synchronous", ranks)) < ROUNDING
+def test_every_step_and_plain_averaging_is_synchronous_sgd(pool: ProcessPool) -> None:
+    assert max(pool.run("jobs.outer_tasks:synchronous", 3)) < ROUNDING
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.thorough), 3, pytest.param(4, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (2, 4))])
 def test_it_is_the_published_diloco(pool: ProcessPool, ranks: int) -> None:
-    """50 outer steps of the whole model, uncompressed."""
-    arguments = {"codec": "identity", "settings": {}, "every": 2, "fragments": 1, "delay": 0, "outer_steps": 50}
+    """15 outer steps of the whole model, uncompressed, against the plain formulas."""
+    arguments = {"codec": "identity", "settings": {}, "every": 2, "fragments": 1, "delay": 0, "outer_steps": 15}
     for result in pool.run("jobs.outer_tasks:against_oracle", ranks, **arguments):
         assert result["farthest"] < ROUNDING
-        assert result["changes"] == result["outer"] == 50
+        assert result["changes"] == result["outer"] == 15
 
 
-@pytest.mark.parametrize(
-    ("codec", "fragments", "delay"),
-    [
-        ("identity", 3, 0),
-        ("identity", 2, 2),
-        ("topk", 3, 4),
-        ("block_scaled", 1, 0),
-        ("block_scaled", 2, 2),
-        ("powersgd", 3, 4),
-    ],
-)
-def test_fragments_in_turn_delayed_and_compressed(pool: ProcessPool, codec: str, fragments: int, delay: int) -> None:
-    arguments = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 6}
-    for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec=codec, settings=CODECS[codec], **arguments):
-        assert result["farthest"] < (5e-3 if codec in ("topk", "block_scaled") else ROUNDING)
+@pytest.mark.parametrize(("fragments", "delay"), [(3, 0), (2, 2)])
+def test_fragments_in_turn_and_delayed(pool: ProcessPool, fragments: int, delay: int) -> None:
+    """Streaming DiLoCo, uncompressed, against the plain formulas."""
+    arguments = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 4}
+    for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec="identity", settings={}, **arguments):
+        assert result["farthest"] < ROUNDING
         # What the last steps sent is on its way still.
-        assert result["outer"] == fragments * 6 - sum((f + 1) * 6 // fragments + delay > 6 for f in range(fragments))
+        assert result["outer"] == fragments * 4 - sum((f + 1) * 6 // fragments + delay > 6 for f in range(fragments))
 
 
-@pytest.mark.parametrize(
-    ("codec", "fragments", "delay"),
-    [("topk", 1, 0), ("topk", 3, 4), ("powersgd", 3, 4), ("chunk_topk", 1, 0), ("ecsq", 1, 0)],
-)
-def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, codec: str, fragments: int, delay: int) -> None:
-    """In deterministic mode, with torch's own outer step."""
-    settings: dict[str, Any] = {"chunk_topk": {"chunk": 64, "count": 6}, "ecsq": {"bits": 1.0}}.get(codec, {})
-    settings = settings or CODECS[codec]
-    numbers = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 6}
-    for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec=codec, settings=settings, exact=True, **numbers):
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 4)])
+def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, fragments: int, delay: int) -> None:
+    """Compressed, in deterministic mode, with torch's own outer step."""
+    numbers = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 4}
+    for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec="several", settings={}, exact=True, **numbers):
         assert result["farthest"] == 0.0
 
 
-@pytest.mark.parametrize(("fragments", "delay", "stop"), [(1, 0, 7), (2, 0, 12), (3, 4, 7), (3, 4, 12), (3, 4, 14)])
+@pytest.mark.parametrize(("fragments", "delay", "stop"), [(2, 0, 12), (3, 4, 14)])
 def test_resumed_is_never_stopped(pool: ProcessPool, fragments: int, delay: int, stop: int) -> None:
     """Bit for bit, with fragments on their way too."""
-    arguments = {"fragments": fragments, "delay": delay, "stop": stop, "steps": 25}
-    for codec in ("topk", "powersgd") if stop == 14 else ("topk",):
-        for result in pool.run("jobs.outer_tasks:resumed", 2, codec=codec, settings=CODECS[codec], **arguments):
-            assert (result["same"], result["same_state"]) == (True, True)
-            assert bool(result["in_flight"]) == bool(delay)
+    arguments = {"fragments": fragments, "delay": delay, "stop": stop, "steps": 22}
+    for result in pool.run("jobs.outer_tasks:resumed", 2, codec="several", settings={}, **arguments):
+        assert (result["same"], result["same_state"]) == (True, True)
+        assert bool(result["in_flight"]) == bool(delay)
 
 
 @pytest.mark.parametrize(("codec", "delay"), [("identity", 2), ("topk", 0)])
@@ -85,7 +62,9 @@ def test_a_worker_of_two_ranks_in_ddp(pool: ProcessPool, codec: str, delay: int)
         assert (result["workers"], result["same_inside"]) == (2, True)
 
 
-@pytest.mark.parametrize(("codec", "delay"), [("identity", 0), ("block_scaled", 2)])
+@pytest.mark.parametrize(
+    ("codec", "delay"), [("identity", 2), pytest.param("block_scaled", 2, marks=pytest.mark.thorough)]
+)
 def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay: int) -> None:
     """A shard of two rows or more is quantized for itself, so that compressed runs are alike, and no more."""
     for result in pool.run("jobs.outer_tasks:sharded_worker", 4, codec=codec, settings=CODECS[codec], delay=delay):
@@ -93,7 +72,7 @@ def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay:
         assert (result["workers"], result["changed"]) == (2, True)
 
 
-@pytest.mark.parametrize(("codec", "delay"), [("topk", 0), ("topk", 2), ("identity", 0), ("identity", 2)])
+@pytest.mark.parametrize(("codec", "delay"), [("topk", 2), ("identity", 0)])
 def test_what_is_not_finite_takes_all_back(pool: ProcessPool, codec: str, delay: int) -> None:
     """Where no codec runs, too."""
     for result in pool.run("jobs.outer_tasks:not_finite", 2, codec=codec, settings=CODECS[codec], delay=delay):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from support.process_pool import ProcessPool
 from support.stacks import valid_stacks
 
@@ -19,31 +17,31 @@ def spread(stacks: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [*chosen, ("identity", "Dion")]
 
 
-@pytest.mark.parametrize(("codec", "wrapping"), spread(STACKS))
-def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool, codec: str, wrapping: str) -> None:
+def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool) -> None:
     """Every rank skips the step and halves its scale, no state moves, and the next step is as any other."""
-    for result in pool.run("jobs.scaler_tasks:overflow", 2, codec=codec, wrapping=wrapping, bad_rank=1):
+    stacks = spread(STACKS)
+    stateful = {f"matrix{n}" for n, (_, wrapping) in enumerate(stacks) if wrapping not in ("none", "two-way")}
+    for result in pool.run("jobs.scaler_tasks:overflow", 2, stacks=stacks, bad_rank=1):
         assert result["skipped"] == {
             "not finite": True,
-            "states unchanged": True,
+            "states changed": [],
             "parameters unchanged": True,
             "scale": 512.0,
         }
         assert result["next"] == {"finite": True, "moved": True, "agree": True, "scale": 512.0}
-        assert result["has state"] or wrapping in ("none", "two-way")
+        assert stateful <= set(result["with state"])
 
 
-@pytest.mark.parametrize("codec", ["clt_k", "gradiveq", "lgc_ring", "qsgd", "random_k", "topk"])
-def test_an_overflow_takes_its_draws_with_it(pool: ProcessPool, codec: str) -> None:
+def test_an_overflow_takes_its_draws_with_it(pool: ProcessPool) -> None:
     """Draws and leaders follow the iteration's number, skipped ones included: as lockstep's, and as after a resume."""
-    for result in pool.run("jobs.scaler_tasks:draws_after_an_overflow", 2, codec=codec):
+    stacks = [(codec, "feedback") for codec in ("clt_k", "gradiveq", "lgc_ring", "qsgd", "random_k", "topk")]
+    for result in pool.run("jobs.scaler_tasks:draws_after_an_overflow", 2, stacks=stacks):
         assert all(result.values()), result
 
 
-@pytest.mark.parametrize(("codec", "wrapping"), spread(EXACT))
-def test_scale_does_not_change_what_is_applied(pool: ProcessPool, codec: str, wrapping: str) -> None:
+def test_scale_does_not_change_what_is_applied(pool: ProcessPool) -> None:
     """Residuals are kept without the loss scale: powers of two then change no bit."""
-    assert all(pool.run("jobs.scaler_tasks:scale_changes_nothing", 2, codec=codec, wrapping=wrapping))
+    assert pool.run("jobs.scaler_tasks:scale_changes_nothing", 2, stacks=spread(EXACT)) == [[], []]
 
 
 def test_scaler_that_never_recovers(pool: ProcessPool) -> None:

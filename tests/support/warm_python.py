@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # torch._dynamo: DistributedDataParallel imports it, with sympy, when the first model is wrapped, in 2 s of every rank.
-TORCH = ("torch.distributed.run", "torch._dynamo")
+# What FSDP2 and its checkpoints need is imported once, too, not by every rank of every pool.
+FSDP = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.optim")
+TORCH = ("torch.distributed.run", "torch._dynamo", *FSDP)
 GRADLAB = ("gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
 SHARED = "GRADLAB_TESTS_PYTHON"  # variable: paths of executables by what they have imported, as JSON
 LENGTH = 8  # bytes of a number on the socket
