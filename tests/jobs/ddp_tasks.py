@@ -22,17 +22,19 @@ from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, Parts, run_lockstep
 from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
+from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
 from gradlab.runtime.checkpoint import sealed
 from gradlab.runtime.network.messages import LEAST_BYTES
 from gradlab.runtime.rank_files import RankFiles
-from support.contract import agree, lockstep, plan_for
+from support.contract import agree, lockstep
 from support.image_network import image_network
 from support.pool_groups import SPARE
 from support.prescribed import Prescribed, gradients
 from support.prescribed import layers as prescribed_layers
 from support.small_disk import fill
+from support.stacks import Stacks, several_plan, several_shapes
 
 SMALL_BUCKETS = 0.005  # MiB
 
@@ -391,9 +393,9 @@ def ignored_parameter(group: dist.ProcessGroup) -> dict[str, Any]:
     return {"refused": refused, "averaged": torch.allclose(bare.wide.grad, mean)}
 
 
-def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
+def save_and_load(group: dist.ProcessGroup, stacks: Stacks) -> dict[str, Any]:
     """Six steps at once against three, a checkpoint through torch.save, and three more in a new state."""
-    shapes = {"conv": (16, 8, 3, 3), "wide": (12, 300), "vector": (65,)}
+    shapes = several_shapes(stacks)
     rank = dist.get_rank(group)
     spare = SPARE.get(dist.get_world_size(group))
 
@@ -408,7 +410,7 @@ def save_and_load(group: dist.ProcessGroup, codec: str) -> dict[str, Any]:
 
     def fresh() -> tuple[CompressionState, nn.Module]:
         model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
-        plan = plan_for(codec, "layer", feedback=True, shapes=shapes)
+        plan = several_plan(stacks, layers_of(model))
         return CompressionState(plan, model, deterministic=True, process_group=spare), model
 
     state, model = fresh()

@@ -749,7 +749,11 @@ def rules_inside(group: dist.ProcessGroup) -> dict[str, Any]:
         warnings.simplefilter("always")
         error = _refusal(partial(_backward_often, model, rank))
         found = [[one["rule"], one["group"]] for one in state.report()["rules"]]
-    return {"error": error, "found": found, "warned": [str(one.message) for one in caught if "norm is" in str(one.message)]}
+    return {
+        "error": error,
+        "found": found,
+        "warned": [str(one.message) for one in caught if "norm is" in str(one.message)],
+    }
 
 
 def _backward_often(model: Any, rank: int) -> None:

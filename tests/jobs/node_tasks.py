@@ -38,8 +38,13 @@ def prescribed(group: dist.ProcessGroup, shapes: dict[str, Any] | None = None) -
 def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     """Two layers in one group, which buckets part; one large layer dense, another one in a group of its own.
 
-    Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer.
+    Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer. Of two codecs "a+b" they
+    take one each; `settings` are by codec then.
     """
+    if "+" in codec:
+        members = (("both", ("conv", "tall")), ("wide", ("wide",)))
+        pairs = zip(members, codec.split("+"), strict=True)
+        return Plan(layers_of(model), tuple(Group(n, of, one, settings[one], FEEDBACK) for (n, of), one in pairs))
     if codec == "identity":
         return Plan(layers_of(model), ())
     return grouped_plan(layers_of(model), {"both": ("conv", "tall"), "wide": ("wide",)}, codec, settings)
@@ -117,8 +122,8 @@ def resumed(group: dist.ProcessGroup, local_ranks: int) -> list[bool]:
     return same
 
 
-def redistributed(group: dist.ProcessGroup, before: int, after: int, policy: str) -> dict[str, Any]:
-    """What is due at the ranks, before and after a change of the number of local ranks; and the next step works."""
+def redistributed(group: dist.ProcessGroup, before: int, after: int) -> dict[str, Any]:
+    """What is due at the ranks, before a change of the number of local ranks and by policy; and the next step works."""
     rank = dist.get_rank(group)
     model, again = prescribed(group), prescribed(group)
     plan = plan_of(model, "topk", {"density": 0.05})
@@ -128,8 +133,10 @@ def redistributed(group: dist.ProcessGroup, before: int, after: int, policy: str
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, state.state_dict(), group=group)
     other = attached(group, again, plan, after)
-    other.load_state_dicts(everyone, residuals=policy)
-    due = [_due(group, one, local_ranks) for one, local_ranks in ((state, before), (other, after))]
+    due = {"before": _due(group, state, before)}
+    for policy in ("drop", "sum", "split"):
+        other.load_state_dicts(everyone, residuals=policy)
+        due[policy] = _due(group, other, after)
     owned = sorted(other.states)
     step_of(again, rank, 4)
     iterations = [other.iteration, state.iteration]
@@ -280,13 +287,15 @@ def _attribute(holder: type, name: str, value: object) -> Iterator[None]:
 LARGE = {"first": (220, 130), "second": (130, 220), "third": (220, 130), "empty": (0, 4), "fourth": (200, 143)}
 
 
-def memory_is_not_reused_too_early(group: dist.ProcessGroup, codec: str, settings: dict[str, Any]) -> list[bool]:
+def memory_is_not_reused_too_early(group: dist.ProcessGroup) -> list[bool]:
     """Layers large enough for recycled memory, one to a bucket, without feedback: lockstep's gradients, bit for bit."""
     rank, nodes = dist.get_rank(group), group.size() // 2
     model = DistributedDataParallel(Prescribed(LARGE), process_group=group, bucket_cap_mb=0.05)
     layers = layers_of(model)
     names = [("first",), ("second",), ("third", "empty"), ("fourth",)]
-    plan = Plan(layers, tuple(Group("+".join(of_group), of_group, codec, settings) for of_group in names))
+    codecs: list[tuple[str, dict[str, Any]]] = [("cast", {"dtype": "bfloat16"}), ("qsgd", {"bits": 8}), ("sign", {})]
+    pairs = zip(names, [*codecs, codecs[0]], strict=True)
+    plan = Plan(layers, tuple(Group("+".join(of), of, codec, settings) for of, (codec, settings) in pairs))
     reference = LockstepPlan(plan, nodes)
     same = []
     with attached(group, model, plan, 2, deterministic=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,33 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
-from gradlab.layout import Layer, layers_of
-from gradlab.plan import Plan, Schedule
+from gradlab.layout import layers_of
 from gradlab.runtime import CompressionState, compression_hook
 from support.contract import agree
 from support.pool_groups import SPARE
 from support.prescribed import Prescribed, gradients
-from support.stacks import Stack
+from support.stacks import Stacks, several_plan, several_shapes
 
-# DDP fills buckets from the last layer to the first: "first" arrives in the last bucket.
-FIRST, LAST = {"first": (16, 8, 3, 3)}, {"vector": (65,)}
-Stacks = list[tuple[str, str]]  # codecs and their wrappings, as of support.stacks
-
-
-def shapes_of(stacks: Stacks) -> dict[str, tuple[int, ...]]:
-    """Of a model in which each stack has a matrix."""
-    return {**FIRST, **{f"matrix{number}": (30 + 2 * number, 24) for number in range(len(stacks))}, **LAST}
-
-
-def plan_of(stacks: Stacks, layers: Sequence[Layer]) -> Plan:
-    """Each stack on a matrix of its own, the first one on the first layer, too."""
-    firsts = [layer for layer in layers if layer.name.endswith("first")]
-    own = [[next(layer for layer in layers if layer.name.endswith(f"matrix{n}"))] for n in range(len(stacks))]
-    own[0] = [*firsts, *own[0]]
-    plans = [Stack(*stack).plan(some) for stack, some in zip(stacks, own, strict=True)]
-    groups = tuple(group for plan in plans for group in plan.groups)
-    kept = {name: one for plan in plans for name, one in plan.learned.items()}
-    return Plan(tuple(layers), groups, Schedule(), 3, kept)
 BadGradient = Callable[[int, int], float | None]  # by rank and step: what takes an element's place
 
 
@@ -48,12 +28,12 @@ class Scaled:
 
     def __init__(self, group: dist.ProcessGroup, stacks: Stacks, scaler: Any = None, **options: Any) -> None:
         self.rank = dist.get_rank(group)
-        self.group, self.shapes = group, shapes_of(stacks)
+        self.group, self.shapes = group, several_shapes(stacks)
         self.model = DistributedDataParallel(Prescribed(self.shapes), process_group=group, bucket_cap_mb=0.01)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
         self.state = CompressionState(
-            plan_of(stacks, layers_of(self.model)),
+            several_plan(stacks, layers_of(self.model)),
             self.model,
             optimizer=self.optimizer,
             scaler=scaler,
@@ -94,7 +74,9 @@ def overflow(group: dist.ProcessGroup, stacks: Stacks, bad_rank: int) -> dict[st
         after, moved = run.states(), run.parameters()
         skipped = {
             "not finite": not bool(seen.isfinite().all()),
-            "states changed": [k for k in before | after if not torch.equal(before.get(k, nothing), after.get(k, nothing))],
+            "states changed": [
+                k for k in before | after if not torch.equal(before.get(k, nothing), after.get(k, nothing))
+            ],
             "parameters unchanged": torch.equal(parameters, moved),
             "scale": run.scaler.get_scale(),
         }
@@ -125,7 +107,7 @@ def draws_after_an_overflow(group: dist.ProcessGroup, stacks: Stacks) -> dict[st
         again = [resumed.step(step) for step in (3, 4)]
         again_states = resumed.states()
     layers = layers_of(run.model)
-    lockstep = LockstepPlan(plan_of(stacks, layers), world_size, plain_sgd=True)
+    lockstep = LockstepPlan(several_plan(stacks, layers), world_size, plain_sgd=True)
     rates = {layer.name: 0.125 for layer in layers}
     wanted = []
     for step in (0, 1, 3, 4):

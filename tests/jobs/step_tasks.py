@@ -275,7 +275,7 @@ def recorded(group: dist.ProcessGroup, folder: str, passes: int, every: int = 1)
     return {"steps": found, "remarks": remarks, "told": told}
 
 
-def under_fsdp(group: dist.ProcessGroup, within: bool) -> dict[str, Any]:
+def under_fsdp(group: dist.ProcessGroup) -> dict[str, Any]:
     """Shards' exchanges: with dropped passes and without them; then two passes for a step."""
     mesh = mesh_of(group, 2)
     outcomes, found = [], []
@@ -284,7 +284,7 @@ def under_fsdp(group: dist.ProcessGroup, within: bool) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         words = torch.Generator().manual_seed(dist.get_rank(group))
         plan = Plan.uniform(model, "topk", density=0.05)
-        inside = {"within": mesh["shard"], "inside": plan} if within else {}
+        inside = {"within": mesh["shard"], "inside": plan}
 
         def backward(seed: torch.Generator, model: Any = model) -> None:
             model(torch.randint(30, (4, 5), generator=seed)).square().mean().backward()

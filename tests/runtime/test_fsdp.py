@@ -11,7 +11,7 @@ from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime.checkpoint import same_shards, sealed
-from jobs.fsdp_tasks import OPTIONS, UNCOMPRESSED
+from jobs.fsdp_tasks import OPTIONS
 from support.process_pool import ProcessPool
 
 REPORTS = "jobs.report_tasks_frameworks"

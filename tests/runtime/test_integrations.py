@@ -153,6 +153,7 @@ def piloted(name: str) -> nn.Module:
     return nn.ModuleDict({"network": network}) if name == "lightning" else network
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -11,11 +11,13 @@ WHEN = ["before DDP", *(f"before step {step}" for step in (0, 1, 3)), "back befo
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
-    ids=["copied", "never rebuilt", "views"],
+    ("when", "options"),
+    [
+        *((when, {"gradient_as_bucket_view": True}) for when in WHEN),
+        *((when, {}) for when in ("before DDP", "before step 1")),
+        ("before step 3", {"find_unused_parameters": True}),
+    ],
 )
-@pytest.mark.parametrize("when", WHEN)
 def test_a_gradient_is_seen_in_its_parameters_shape(
     pool: ProcessPool, tmp_path: Path, when: str, options: dict[str, Any]
 ) -> None:
@@ -33,8 +35,9 @@ def test_old_gradients_in_a_bucket_are_refused(pool: ProcessPool, tmp_path: Path
         assert (result["steps"], result["lost"], result["told"]) == (3, 3, int(rank == 0))
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("change", ["nothing", "channels_last", "double", "clipped", "frozen"])
+@pytest.mark.parametrize(
+    ("change", "delay"), [("nothing", 0), ("channels_last", 1), ("double", 1), ("clipped", 0), ("frozen", 1)]
+)
 def test_workers_stay_together_where_parameters_get_another_memory(pool: ProcessPool, change: str, delay: int) -> None:
     assert pool.run("jobs.layout_tasks:outer_step_after", 2, change=change, delay=delay) == [0.0, 0.0]
 

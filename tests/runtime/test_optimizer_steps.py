@@ -15,12 +15,10 @@ STEPS = 6
 @pytest.mark.parametrize(
     ("loop", "options"),
     [
-        ("bad batches", {}),
         ("bad batches", {"codec": "powersgd", "optimizer": "adamw", "zeros": True, "warmup": 0}),
         ("bad batches", {"codec": "qsgd", "view": True}),
         ("bad from the start", {"warmup": 0}),
-        ("adversary", {"zeros": True, "view": True}),
-        ("adversary", {"codec": "powersgd", "view": True}),
+        ("adversary", {"codec": "powersgd", "zeros": True, "view": True}),
         ("adversary", {"codec": "qsgd", "optimizer": "adamw", "warmup": 0}),
     ],
 )
@@ -36,7 +34,7 @@ def test_passes_whose_gradients_are_dropped_leave_no_trace(pool: ProcessPool, lo
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"codec": "powersgd", "optimizer": "adamw", "zeros": True}, {"codec": "qsgd", "view": True, "warmup": 0}],
+    [{"codec": "powersgd", "optimizer": "adamw", "zeros": True}, {"codec": "qsgd", "view": True, "warmup": 0}],
 )
 def test_synchronised_passes_that_add_up_are_one_iteration(pool: ProcessPool, options: Any) -> None:
     for result in pool.run("jobs.step_tasks:synchronised", 2, **options):
@@ -93,7 +91,7 @@ def test_a_complex_layer_left_out_is_averaged_as_ever(pool: ProcessPool, tmp_pat
         assert result["compressed"]["difference"] < 1e-6
 
 
-@pytest.mark.parametrize(("passes", "every"), [(1, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("passes", "every"), [(1, 1), (3, 2)])
 def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path, passes: int, every: int) -> None:
     results = pool.run("jobs.step_tasks:recorded", 2, folder=str(tmp_path / "trace"), passes=passes, every=every)
     expected = [iteration // passes for iteration in range(0, 4 * passes, every)]
@@ -109,9 +107,9 @@ def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path, pa
         assert len(result["told"]) == (rank == 0)
 
 
-@pytest.mark.parametrize("within", [False, True])
-def test_shards_follow_optimizer_steps_too(pool: ProcessPool, within: bool) -> None:
-    for result in pool.run("jobs.step_tasks:under_fsdp", 4, within=within):
+def test_shards_follow_optimizer_steps_too(pool: ProcessPool) -> None:
+    """Between nodes, and in their reduce-scatters."""
+    for result in pool.run("jobs.step_tasks:under_fsdp", 4):
         assert result["equal"]
         assert result["iterations"] == [4, 5]
         dropped, several = result["found"]

@@ -67,6 +67,6 @@ def test_a_recorder_averages_over_the_ranks_with_input_as_ddp_does(pool: Process
         assert "join(divide_by_initial_world_size=False)" in result["refused"]
 
 
-@pytest.mark.parametrize("way", ["compress", "recorder", "local steps"])
+@pytest.mark.parametrize("way", ["compress", "recorder", pytest.param("local steps", marks=pytest.mark.thorough)])
 def test_copies_are_those_of_plain_ddp(pool: ProcessPool, tmp_path: Path, way: str) -> None:
     pool.run("jobs.reducer_tasks:copies", 4, folder=str(tmp_path), way=way)

@@ -15,7 +15,6 @@ from gradlab.collectives import Mean
 from gradlab.executor import PlanRun
 from gradlab.layout import Layer
 from gradlab.plan import Plan
-from jobs.resume_job import SELECTED
 from support.process_pool import ProcessPool
 from support.small_disk import small_disk
 from support.warm_python import python
@@ -23,10 +22,9 @@ from support.warm_python import python
 PLAN = Plan.uniform([Layer("wide", (20, 30), "linear")], "topk", density=0.1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_identity_plan_is_plain_ddp(pool: ProcessPool, ranks: int) -> None:
-    """After 50 steps over three or more buckets the parameters are plain DDP's, bit for bit; no thread is left."""
-    for result in pool.run("jobs.ddp_tasks:identity_equals_plain_ddp", ranks, steps=50):
+def test_identity_plan_is_plain_ddp(pool: ProcessPool) -> None:
+    """After 20 steps over three or more buckets the parameters are plain DDP's, bit for bit; no thread is left."""
+    for result in pool.run("jobs.ddp_tasks:identity_equals_plain_ddp", 3, steps=20):
         assert result["equal"]
         assert result["buckets"] >= 3
         assert result["threads"] == []
@@ -35,7 +33,6 @@ def test_identity_plan_is_plain_ddp(pool: ProcessPool, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("wrappers", "tables", "kept"),
     [
-        (["error_feedback"], "message", 0),
         (["error_feedback", "two_way"], "message", 0),
         (["error_feedback"], "running", 3),
     ],
@@ -43,9 +40,9 @@ def test_identity_plan_is_plain_ddp(pool: ProcessPool, ranks: int) -> None:
 def test_what_follows_from_messages_is_the_same_on_all_ranks(
     pool: ProcessPool, wrappers: list[str], tables: str, kept: int
 ) -> None:
-    """ecsq's tables by layer, after 30 steps under AdamW; and after 1,000 with STEPS=1000 around it."""
+    """ecsq's tables by layer, after 15 steps under AdamW; and after 1,000 with STEPS=1000 around it."""
     settings = {"bits": 0.3, "tables": tables}
-    arguments = {"settings": settings, "wrappers": wrappers, "steps": int(os.environ.get("STEPS", "30"))}
+    arguments = {"settings": settings, "wrappers": wrappers, "steps": int(os.environ.get("STEPS", "15"))}
     for result in pool.run("jobs.ddp_tasks:long_run", 3, codec="ecsq", adaptive=True, **arguments):
         assert result["agree"]
         assert result["finite"]
@@ -61,13 +58,13 @@ def test_warm_up_is_plain_ddp(pool: ProcessPool) -> None:
 
 
 def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:
-    """200 steps at 4 ranks over three or more buckets: no hang, and ranks agree bit for bit."""
-    for result in pool.run("jobs.ddp_tasks:long_run", 4, codec="powersgd", steps=200, settings={"rank": 2}):
+    """40 steps at 4 ranks over three or more buckets: no hang, and ranks agree bit for bit."""
+    for result in pool.run("jobs.ddp_tasks:long_run", 4, codec="powersgd", steps=40, settings={"rank": 2}):
         assert result["agree"]
         assert result["finite"]
         assert result["buckets"] >= 3
         report = result["report"]
-        assert report["iteration"] == 200
+        assert report["iteration"] == 40
         assert report["payload_bytes_per_step"] == report["forecast_payload_bytes"]
         assert report["compression_ratio"] > 4
         assert (
@@ -75,8 +72,7 @@ def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:
         )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (4, 2), (2, 4)])
 def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int) -> None:
     """On one bucket, given the same first Q, with warm start and error feedback: the same algorithm in float64.
 
@@ -91,7 +87,7 @@ def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int)
         assert max(differences) < 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_every_request_on_a_process_group(pool: ProcessPool, ranks: int) -> None:
     for result in pool.run("jobs.ddp_tasks:every_request", ranks, deterministic=True):
         assert result["equal"]
@@ -230,12 +226,12 @@ def test_layers_that_ddp_skips(pool: ProcessPool) -> None:
         assert result["averaged"]
 
 
-@pytest.mark.parametrize("codec", sorted({*names()} - SELECTED))
-def test_state_survives_save_and_load(pool: ProcessPool, codec: str) -> None:
-    """The codecs that tests/campaigns/test_resume.py does not resume in new processes."""
-    for result in pool.run("jobs.ddp_tasks:save_and_load", 3, codec=codec):
+def test_state_survives_save_and_load(pool: ProcessPool) -> None:
+    """Of every codec under feedback; tests/campaigns/test_resume.py resumes in new processes."""
+    stacks = [(codec, "feedback") for codec in names()]
+    for result in pool.run("jobs.ddp_tasks:save_and_load", 3, stacks=stacks):
         assert result["equal"]
-        assert "conv::conv/residual" in result["keys"]
+        assert {f"matrix{n}::matrix{n}/residual" for n in range(len(stacks))} <= set(result["keys"])
         assert len(result["refused"]) == 5
 
 

@@ -146,6 +146,25 @@ def judged(stack: Stack) -> Stack:
     return stack
 
 
+Stacks = Sequence[Sequence[str]]  # codecs, each with its wrapping
+
+
+def several_shapes(stacks: Stacks) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model in which each stack has a matrix. "first" is in the last bucket that DDP fills."""
+    matrices = {f"matrix{number}": (30 + 2 * number, 24) for number in range(len(stacks))}
+    return {"first": (16, 8, 3, 3), **matrices, "vector": (65,)}
+
+
+def several_plan(stacks: Stacks, layers: Sequence[Layer]) -> Plan:
+    """Each stack on a matrix of its own, the first stack on the first layer, too."""
+    by_name = {layer.name.rpartition(".")[2]: layer for layer in layers}
+    own = [[by_name[f"matrix{number}"]] for number in range(len(stacks))]
+    own[0].insert(0, by_name["first"])
+    plans = [Stack(*stack).plan(some) for stack, some in zip(stacks, own, strict=True)]
+    kept = {name: one for plan in plans for name, one in plan.learned.items()}
+    return Plan(tuple(layers), tuple(group for plan in plans for group in plan.groups), Schedule(), 3, kept)
+
+
 def table() -> str:
     """One line per stack: valid, or the refusal."""
     return "\n".join(f"{stack.name:<52} {stack.refusal or 'valid'}" for stack in all_stacks())
