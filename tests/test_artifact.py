@@ -25,8 +25,10 @@ from gradlab.layout import Layer, canonical_json
 from gradlab.plan import Group, Plan
 from gradlab.plan.plan import hash_tensor
 from support.golden_artifact import GOLDEN, golden_artifact
-from support.laws import law
+from support.laws import draws_all, law
 
+# All of Unicode takes hypothesis seconds to list.
+TEXT = st.text('a"\\/\n\0\x7f\x9b\u00e9\u2028\u4e2d\U0001f600', max_size=6)
 # Of the plan in the golden file; it changes only with the format, or with the name of a codec or metric.
 GOLDEN_DIGEST = "27aa9c57ef5af225993dca37123a308826d7467a2cd870e19ed0b4a1ca97676e"
 
@@ -93,8 +95,8 @@ def test_a_plan_without_tensors(tmp_path: Path) -> None:
 
 @law(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
         max_leaves=10,
     ),
     examples=40,
@@ -217,13 +219,14 @@ def same_or_refused(path: Path, data: bytes) -> str:
 
 
 def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path, whole: bytes) -> None:
-    """At every byte of the file one bit, never a plan that differs and never another exception."""
+    """At every ninth byte of the file one bit, never a plan that differs and never another exception."""
     bits, outcomes = random.Random(0), []
-    for position in range(len(whole)):
+    places = range(len(whole)) if draws_all() else range(0, len(whole), 9)
+    for position in places:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << bits.randrange(8)
         outcomes.append(same_or_refused(tmp_path / "flipped", bytes(damaged)))
-    assert outcomes.count("refused") > 0.98 * len(whole)
+    assert outcomes.count("refused") > 0.98 * len(places)
 
 
 @law(st.data(), examples=150)

@@ -50,7 +50,7 @@ def test_ranks_refuse_what_one_of_them_sends_or_share_a_result(pool: ProcessPool
 
 
 def outcomes(name: str, form: Format, folder: Path) -> Iterator[str]:
-    for number in range(10 if name == "report" else 30):  # a page with figures takes a quarter of a second
+    for number in range(5 if name == "report" else 12):  # a page with figures takes a quarter of a second
         case = form.case(np.random.default_rng([number]))
         ended = outcome(case, folder / form.file_name)
         assert ended in (REFUSED, TAKEN), f"{name}:{number} {case.kind}: {ended}"

@@ -49,7 +49,7 @@ def bits(values: np.ndarray) -> bytes:
     return np.ascontiguousarray(values).tobytes()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     dtype=st.sampled_from(list(TORCH)),
     steps=st.integers(1, 40),

@@ -121,7 +121,7 @@ def left_open(folder: Path, *steps: int) -> list[np.ndarray]:
     return rows
 
 
-@pytest.mark.parametrize("left", [0, 500, 2000, 3000, 10000])
+@pytest.mark.parametrize("left", [0, 2000, 10000])
 def test_repair_goes_on_after_a_file_that_cannot_be_opened(tmp_path: Path, left: int) -> None:
     """Opened as one that may be growing: HDF5 would look again and again for what is cut off."""
     left_open(tmp_path / "t", 20)
@@ -217,7 +217,7 @@ def test_repair_sets_a_closed_segment_aside_that_cannot_be_opened(tmp_path: Path
     assert check(tmp_path / "t").ok
 
 
-@pytest.mark.parametrize("steps", [[20, 20, 20], [20, 9, 17]])
+@pytest.mark.parametrize("steps", [[20, 9, 17]])
 def test_repair_counts_the_steps_that_other_ranks_hold_as_lost(tmp_path: Path, steps: list[int]) -> None:
     left_open(tmp_path / "t", *steps)
     assert [row.steps_lost for row in repair(tmp_path / "t")] == [20 - held for held in steps]

@@ -46,16 +46,14 @@ def test_blocks_that_are_not_run_say_so_and_are_counted() -> None:
     assert sum(map(len, comments)) == sum(bool(block.note) for block in blocks), "a comment that is above no block"
 
 
-@pytest.mark.parametrize("page", BLOCKS, ids=name)
-def test_code_is_in_blocks_that_say_its_language(page: Path) -> None:
-    for block in BLOCKS[page]:
-        assert block.language in ("", "text", "sh", "python", "json"), block.place
-        if block.language in ("", "text") and block.note != "one run":  # what a command prints may be lines to paste
-            assert not [line for line in block.text.splitlines() if line.startswith(COMMANDS)], block.place
-    indented = re.findall(
-        r"^    (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.MULTILINE
-    )
-    assert not [line for line in indented if line.startswith(COMMANDS)]
+def test_code_is_in_blocks_that_say_its_language() -> None:
+    for page, blocks in BLOCKS.items():
+        for block in blocks:
+            assert block.language in ("", "text", "sh", "python", "json"), block.place
+            if block.language in ("", "text") and block.note != "one run":  # which may print lines to paste
+                assert not [line for line in block.text.splitlines() if line.startswith(COMMANDS)], block.place
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        assert not [line for line in re.findall(r"^    (.+)$", text, re.M) if line.startswith(COMMANDS)], page
 
 
 @pytest.mark.parametrize("page", pages_with("python"), ids=name)
@@ -105,7 +103,16 @@ def scratch(recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return fill
 
 
-@pytest.mark.parametrize("page", [page for page in pages_with("sh") if page not in FRAMEWORKS], ids=name)
+# Those of the README here; of the other pages, whose options test_docs.py looks up, before a release.
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.parent == ROOT else pytest.mark.thorough)
+        for page in pages_with("sh")
+        if page not in FRAMEWORKS
+    ],
+    ids=name,
+)
 def test_commands_run_and_print_what_the_page_shows(page: Path, scratch: Scratch, gradlab: Command) -> None:
     run_page(page, scratch(page), gradlab, skip=("not run", "thorough"))
 
@@ -143,9 +150,8 @@ def test_what_is_shown_is_held_against_what_is_printed() -> None:
     assert not is_printed("end\n...\nloss 1", printed)
 
 
-@pytest.mark.parametrize("page", pages_with("json"), ids=name)
-def test_files_of_measurements_are_read(page: Path, tmp_path: Path) -> None:
-    for block in BLOCKS[page]:
+def test_files_of_measurements_are_read(tmp_path: Path) -> None:
+    for block in (block for page in pages_with("json") for block in BLOCKS[page]):
         if block.language == "json":
             (tmp_path / "times.json").write_text(block.text)
             assert len(read_observations(tmp_path / "times.json")) > 1

@@ -73,13 +73,17 @@ def test_every_codec_stands_in_one_family() -> None:
     assert sorted(re.findall(r"`(\w+)`", rows)) == sorted(codecs.names())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_names_files_and_links_of_a_page_are_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
-    files = {ROOT / name for name in re.findall(r"\bbenchmarks/[\w/-]+\.\w+", text)}
-    assert not [path for path in links | files if not path.exists()]
-    assert not [name for name in sorted(set(re.findall(r"\bgradlab(?:\.\w+)+", text))) if not _exists(name)]
+def test_names_files_and_links_of_pages_are_there() -> None:
+    missing: list[object] = []
+    names: set[str] = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        links = {page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)}
+        files = {ROOT / name for name in re.findall(r"\bbenchmarks/[\w/-]+\.\w+", text)}
+        missing += [(page.name, path) for path in links | files if not path.exists()]
+        names |= {*re.findall(r"\bgradlab(?:\.\w+)+", text)}
+    assert missing == []
+    assert [name for name in sorted(names) if not _exists(name)] == []
 
 
 def _exists(name: str) -> bool:
@@ -93,10 +97,10 @@ def _exists(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
-    for line in COMMAND.findall(page.read_text(encoding="utf-8")):
-        words, command = line.split(), get_command(app)
+def test_commands_of_pages_have_the_options_named() -> None:
+    program = get_command(app)
+    for line in (line for page in PAGES for line in COMMAND.findall(page.read_text(encoding="utf-8"))):
+        words, command = line.split(), program
         while words and hasattr(command, "get_command") and (within := command.get_command(None, words[0])):
             command = within
             words.pop(0)
@@ -105,15 +109,14 @@ def test_commands_of_a_page_have_the_options_named(page: Path) -> None:
         assert not set(re.findall(r"(?<!\S)--[a-z-]+", line)) - known, line
 
 
-@pytest.mark.parametrize("name", codecs.names())
-def test_each_codec_names_its_paper_in_full(name: str) -> None:
+def test_each_codec_names_its_paper_in_full() -> None:
     """Venue and year of the short form stand in the file's own text."""
-    facts = codec_facts(name)
-    text = " ".join((sys.modules[codecs.get(name).__module__].__doc__ or "").split())
-    for year in re.findall(r"\d{4}", facts.paper):
-        assert year in text
-    assert facts.formula
-    assert facts.collectives
+    for name in codecs.names():
+        facts = codec_facts(name)
+        text = sys.modules[codecs.get(name).__module__].__doc__ or ""
+        assert all(year in text for year in re.findall(r"\d{4}", facts.paper)), name
+        assert facts.formula, name
+        assert facts.collectives, name
 
 
 def test_commands_show_one_method_and_all(gradlab: Command) -> None:

@@ -22,12 +22,12 @@ RANKS = 3
 LAYERS = [
     Layer("large", (96, 200), "linear"),
     Layer("convolution", (32, 24, 3, 3), "convolution"),
-    *(Layer(f"small {n}", (16, 8 + n), "linear") for n in range(9)),
+    *(Layer(f"small {n}", (16, 8 + n), "linear") for n in range(4)),
     Layer("bias", (40,), "bias"),
 ]
 EVERY_STEP = {"tolist": 1, "_local_scalar_dense": 1}  # whether gradients were finite, and whether means are
-# The different ones among numbers that were drawn, of each of three groups, are found on the device.
-WAITS = {"random_k": {"_unique2": 3}}
+# The different ones among numbers that were drawn, of each of two groups, are found on the device.
+WAITS = {"random_k": {"_unique2": 2}}
 # What draws its random numbers on the device, and another way there, has other rounding, not another mean.
 DRAWS = {"qsgd", "natural", "nuqsgd", "terngrad", "intsgd"}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -93,9 +93,9 @@ def steps(
 @pytest.mark.parametrize(("codec", "settings"), CASES, ids=[f"{codec} {settings}" for codec, settings in CASES])
 def test_a_step_is_the_same_and_waits_for_nothing(calls: ModuleType, codec: str, settings: dict[str, Any]) -> None:
     plan = Plan.uniform(LAYERS, codec, **settings)
-    there, waits = steps(calls, plan, 4, far=True)
+    there, waits = steps(calls, plan, 3, far=True)
     assert waits == EVERY_STEP | WAITS.get(codec, {})
-    here, _ = steps(calls, plan, 4, far=False)
+    here, _ = steps(calls, plan, 3, far=False)
     for mean, expected in zip(there, here, strict=True):
         assert mean.keys() == expected.keys()
         for name in mean:
@@ -110,7 +110,7 @@ def test_a_step_is_the_same_and_waits_for_nothing(calls: ModuleType, codec: str,
 def test_what_is_not_finite_is_named(calls: ModuleType, codec: str, held: bool) -> None:
     """The largest magnitudes say it, and which layers have no gradient, once the step is over."""
     plan = Plan.uniform(LAYERS, codec)
-    for bad in ({}, {1: ["small 7", "small 4"]}, {0: ["convolution"], 2: ["small 0"]}):
+    for bad in ({}, {1: ["small 3", "small 1"]}, {0: ["convolution"], 2: ["small 0"]}):
         with calls.far_device():
             runs = [PlanRun(plan, r, RANKS, RunSettings(device=calls.FAR, hold_unused=held)) for r in range(RANKS)]
             given = [gradients(rank, 0) for rank in range(RANKS)]

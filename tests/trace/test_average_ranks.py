@@ -24,9 +24,10 @@ from support.recorded import random_gradients, record
 LAYERS = (Layer("a.weight", (24, 40), "linear"), Layer("b.weight", (16, 30), "linear"), Layer("b.bias", (16,), "bias"))
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A trace of 6 ranks, and one of the means of 3 each; a gradient is infinite on one rank in one step."""
+    tmp_path = tmp_path_factory.mktemp("folders")
     gradients = random_gradients(5, 12, 6, LAYERS)
     gradients[7][4]["a.weight"][3, 3] = np.inf
     nodes = [
@@ -74,9 +75,9 @@ def test_what_measures_a_trace_measures_its_nodes(folders: tuple[Path, Path]) ->
         with Trace(folder, average_ranks=count) as trace:
             replayed = replay(trace, plan).summary()
             by_parts = replay(trace, plan, workers=2).summary()
-            tables = fit_lgreco(trace, "topk", {"density": 0.1}, workers=2)
-            between = measure_between_ranks(trace, BetweenRanks(), workers=2)
-            spectra = measure_spectrum(trace, workers=2)
+            tables = fit_lgreco(trace, "topk", {"density": 0.1})
+            between = measure_between_ranks(trace, BetweenRanks())
+            spectra = measure_spectrum(trace)
             results.append(
                 [
                     *(replayed.cosine, by_parts.cosine, replayed.payload_bytes_per_step.mean),
@@ -86,10 +87,10 @@ def test_what_measures_a_trace_measures_its_nodes(folders: tuple[Path, Path]) ->
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("count", [4, 0, -2, 7, 1.5, True])
-def test_nodes_of_unequal_size_are_refused(folders: tuple[Path, Path], count: int) -> None:
-    with pytest.raises(GradlabError, match="expected a divisor of 6 ranks"):
-        Trace(folders[0], average_ranks=count)
+def test_nodes_of_unequal_size_are_refused(folders: tuple[Path, Path]) -> None:
+    for count in (4, 0, -2, 7, 1.5, True):
+        with pytest.raises(GradlabError, match="expected a divisor of 6 ranks"):
+            Trace(folders[0], average_ranks=count)  # type: ignore[arg-type]
 
 
 def test_commands_take_ranks_together(folders: tuple[Path, Path], tmp_path: Path, gradlab: Command) -> None:

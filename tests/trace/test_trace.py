@@ -104,8 +104,8 @@ def test_what_is_written_is_read_back(template: Path) -> None:
         assert seen == 20
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=45), min_size=1, max_size=3), st.data())
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sets(st.integers(0, 40), min_size=1, max_size=25), min_size=1, max_size=3), st.data())
 def test_positions_count_in_the_steps_that_all_ranks_hold(
     tmp_path: Path, held: list[set[int]], data: st.DataObject
 ) -> None:
@@ -530,7 +530,7 @@ def test_a_flipped_bit_in_the_data_is_found(trace_path: Path) -> None:
             trace.read("wide", 1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_found_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     """Oracle: the values read are those written, or it is a GradlabError. Wrong values are the one failure."""

@@ -207,6 +207,7 @@ def test_the_segmenting_network_labels_every_pixel_and_learns(tmp_path: Path) ->
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.thorough
 def test_the_convolutional_network_learns_from_a_file(tmp_path: Path) -> None:
     """Bright squares, at a place of its own for every class, in noise: learnt from 120 images, told on 40 others."""
     rng, workload = np.random.default_rng(0), datasets.get("fashion_mnist")

@@ -92,7 +92,6 @@ def test_the_verdict_says_when_nothing_was_measured() -> None:
     [
         (ACCURACY, "final accuracy", ["75.0 %", "50.0 %"]),
         (PERPLEXITY, "final perplexity", ["0.750", "-"]),
-        (BITS_PER_BYTE, "final bits per byte", ["0.750", "0.500"]),
     ],
 )
 def test_tables_and_figures_are_in_the_terms_of_the_metric(

@@ -346,7 +346,9 @@ def _periodic(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level", [pytest.param(one, marks=() if one == "text_words" else pytest.mark.thorough) for one in LEVELS]
+)
 def test_the_transformer_learns_more_than_frequencies(level: str, tmp_path: Path) -> None:
     """Better than the best model that looks at no past: the entropy of the tokens' frequencies."""
     workload = _workload(level, 16)
@@ -364,6 +366,7 @@ def test_the_transformer_learns_more_than_frequencies(level: str, tmp_path: Path
     assert workload.score(model, data.test_x, data.test_y) < 0.6 * frequencies
 
 
+@pytest.mark.thorough
 def test_a_text_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     """Recorded, fitted and trained compressed by the commands; reports speak of bits per byte, not of accuracy."""
     text, trace, artifact = _periodic(tmp_path / "a.txt"), tmp_path / "trace", tmp_path / "powersgd.safetensors"
