@@ -79,9 +79,14 @@ def kinds(numel: int, seed: int) -> Tensors:
     return {"Gaussian": x, "1 %": x * (y < 0.01), "heavy tails": x / y.clamp_min(1e-3), "signs": x.sign()}
 
 
-@pytest.mark.parametrize("tables", ["message", "running"])
-@pytest.mark.parametrize("kind", ["Gaussian", "1 %", "heavy tails", "signs"])
-@pytest.mark.parametrize("bits", [0.1, 0.25, 2.0, 8.0])
+@pytest.mark.parametrize(
+    ("bits", "kind", "tables"),
+    [
+        (bits, kind, ("message", "running")[(at + number) % 2])
+        for at, bits in enumerate([0.1, 2.0, 8.0])
+        for number, kind in enumerate(["Gaussian", "1 %", "heavy tails", "signs"])
+    ],
+)
 def test_every_message_takes_the_bits_asked_for(bits: float, kind: str, tables: str) -> None:
     """The first one, and those after the scale of a gradient has changed, with and without feedback; never more, and
     fewer only where the values have no more: of 1 % a third of a bit, of signs alone one bit or none."""
@@ -169,7 +174,7 @@ def test_ranks_miss_as_much_as_asked_for() -> None:
     assert np.mean(missed[20:]) == pytest.approx(0.4, rel=0.02)
 
 
-@pytest.mark.parametrize("bits", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("bits", [0.1, 3.0])
 def test_tables_that_run_save_their_bytes_and_are_the_same_on_all_ranks(bits: float) -> None:
     """At the bits asked for the step is smaller, and less is missed, than with tables in messages."""
     missed = {}

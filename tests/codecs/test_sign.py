@@ -192,7 +192,7 @@ WITH_PAUSES = [0.0, *RATES[:4], 0.0, 0.0, *RATES[4:]]
 @pytest.mark.parametrize("size", [None, 7], ids=["tensor", "blocks"])
 @pytest.mark.parametrize("mu", [0.0, 0.9], ids=["SGD", "SGDM"])
 @pytest.mark.parametrize("server", ["sharded", "rank"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_runs_follow_the_papers_algorithms_line_by_line(size: int | None, mu: float, server: str, workers: int) -> None:
     """Algorithms 2 (one block), 3 and 4, over rates that change: answers, residuals of workers and servers."""
     codec, problem = dist_ef(size, mu, server), Quadratic(workers, 40, 1)
@@ -239,7 +239,7 @@ def test_the_residual_stays_within_lemma_2() -> None:
     workers, codec, problem = 4, dist_ef(None), Quadratic(4, 40, 3)
     states: list[Tensors] = [{}] * workers
     norms, second, delta = [], 0.0, 1.0
-    for step in range(600):
+    for step in range(400):
         gradients = problem.gradients(np.ones(40))
         before = states
         results = one_step(codec, gradients, states, step, 0.1, 0.1)
@@ -255,7 +255,7 @@ def test_the_residual_stays_within_lemma_2() -> None:
         delta = min(delta, np.abs(server).sum() ** 2 / (40 * np.sum(server**2)))
     largest = max(norms)
     # The bound is a thousand times what is seen; that nothing grows says more.
-    assert max(norms[300:]) < 1.5 * max(norms[:300])
+    assert max(norms[200:]) < 1.5 * max(norms[:200])
     assert 0 < largest <= 8 * (1 - delta) * second / delta**2 * (1 + 16 / delta**2)
 
 
@@ -455,15 +455,18 @@ def test_the_engine_is_lockstep_and_the_sharded_server_one_server_bit_for_bit(po
     assert len({result["means"] for result in results}) == (2 if method == "signum" else 1)
 
 
-@pytest.mark.parametrize("method", ["dist-EF-blockSGD", "dist-EF-blockSGDM"], ids=["Lemma 1", "Lemma 3"])
-def test_the_lemmas_hold_in_real_runs(pool: ProcessPool, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "server"),
+    [("dist-EF-blockSGD", "rank"), ("dist-EF-blockSGDM", "sharded")],
+    ids=["Lemma 1", "Lemma 3"],
+)
+def test_the_lemmas_hold_in_real_runs(pool: ProcessPool, method: str, server: str) -> None:
     """Four ranks, several buckets, rates by parameter group that change, pause at zero and return; the last layers join
     in mid-run. To rounding of numbers near 1.
     """
-    for server in ("sharded", "rank"):
-        for result in pool.run("jobs.sign_tasks:lemma", 4, method=method, server=server):
-            assert result["largest"] < 1e-14
-            assert result["owed"] > 1e-3
+    for result in pool.run("jobs.sign_tasks:lemma", 4, method=method, server=server):
+        assert result["largest"] < 1e-14
+        assert result["owed"] > 1e-3
 
 
 @pytest.mark.parametrize("form", ["gradient", "apart"])

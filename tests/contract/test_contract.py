@@ -30,13 +30,10 @@ METHODS = [codec for codec in CODECS if codec == codec_of(codec)]
 RINGS = [codec for codec in CODECS if codec.endswith(", ring")]
 # One of each kind of request: means, a gather, one of lengths that differ, shards, a broadcast, sums of integers.
 KINDS = ["identity", "topk", "ecsq", "qsgd", "clt_k", "intsgd", "lgc_ring"]
-# float16 ends at 65504.
-AWKWARD = [
-    (c, kind)
-    for c in CODECS
-    for kind in ("equal", "one value", "zero on a rank", "tiny", "huge")
-    if (c, kind) != ("cast", "huge")
-]
+AWKWARD = ("equal", "one value", "zero on a rank", "tiny", "huge")
+
+
+FEW = {name: SHAPES[name] for name in ("conv", "wide")}
 
 
 def clone(grads: Tensors) -> Tensors:
@@ -44,7 +41,7 @@ def clone(grads: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("world_size", "grouping"), [(1, "model"), (3, "layer"), (3, "model")])
+@pytest.mark.parametrize(("world_size", "grouping"), [(1, "layer"), (3, "model")])
 def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
     """Ranks agree; own + residual == input; forecast == counted bytes; shapes and dtypes are kept."""
     plan = plan_for(codec, grouping, feedback=True)
@@ -79,7 +76,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(codec: str) -> None
     for group in plan.groups:
         method, states = plan.build(group), [{}, {}]
         (name,) = group.layers
-        for step in range(4):
+        for step in range(3):
             clean = [gradients({name: SHAPES[name]}, rank, step) for rank in range(2)]
             numel = clean[0][name].numel()
             for rank, (place, value) in enumerate([(numel // 3, torch.nan), (numel - 1, -torch.inf)][: 2 * numel]):
@@ -155,10 +152,10 @@ def test_exchange_is_pure(codec: str, feedback: bool) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("grouping", "feedback"), [("model", False), ("layer", True)])
-def test_memory_that_is_used_again_changes_no_bit(codec: str, grouping: str, feedback: bool) -> None:
+def test_memory_that_is_used_again_changes_no_bit(codec: str) -> None:
     """Where the executor lets gradients be overwritten: the same means and states, and no state in their memory."""
-    plan = plan_for(codec, grouping, feedback)
+    number = CODECS.index(codec)
+    plan = plan_for(codec, "model" if number % 2 else "layer", feedback=number % 4 > 1)
     for group in plan.groups:
         method, shapes = plan.build(group), {name: SHAPES[name] for name in group.layers}
         states: dict[bool, list[Tensors]] = {reuse: [{}, {}, {}] for reuse in (False, True)}
@@ -245,7 +242,7 @@ def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> No
 @pytest.mark.parametrize("codec", CODECS)
 def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
     """All-zero gradients stay finite, for three steps; what is not learned returns zero."""
-    plan = plan_for(codec, "layer", feedback=True)
+    plan = plan_for(codec, "model", feedback=True)
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for results in lockstep(plan, 2, 3, lambda rank, step: zeros):
         for by_rank in results.values():
@@ -254,22 +251,28 @@ def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
                 assert codecs.get(codec_of(codec)).learns or not mean.any()
 
 
-@pytest.mark.parametrize(("codec", "kind"), AWKWARD)
-def test_awkward_gradients(codec: str, kind: str) -> None:
+def awkward(grad: torch.Tensor, kind: str, rank: int) -> torch.Tensor:
+    if kind == "equal":
+        return torch.where(grad < 0, -0.25, 0.25)
+    if kind == "zero on a rank":
+        return grad * (rank != 1)
+    if kind == "one value":
+        return grad * (torch.arange(grad.numel()).view(grad.shape) == 0)
+    return grad * (1e-37 if kind == "tiny" else 1e30)
+
+
+@pytest.mark.parametrize("grouping", ["layer", "model"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_awkward_gradients(codec: str, grouping: str) -> None:
     """All magnitudes equal, all but one element zero, all zero on a rank, near the ends of float32: finite on all
-    ranks, which agree, and what was sent and what is left are what there was."""
-    plan = plan_for(codec, "layer" if kind in ("one value", "tiny") else "model", feedback=True)
+    ranks, which agree, and what was sent and what is left are what there was. A kind for each layer, or for all."""
+    plan, number = plan_for(codec, grouping, feedback=True), CODECS.index(codec)
+    kinds = AWKWARD[:4] if codec == "cast" else AWKWARD  # float16 ends at 65504
 
     def make(rank: int, step: int) -> Tensors:
         grads = gradients(SHAPES, rank, step)
-        if kind == "equal":
-            return {name: torch.where(grad < 0, -0.25, 0.25) for name, grad in grads.items()}
-        if kind == "zero on a rank":
-            return {name: grad * (rank != 1) for name, grad in grads.items()}
-        if kind == "one value":
-            first = {name: torch.arange(grad.numel()).view(grad.shape) == 0 for name, grad in grads.items()}
-            return {name: grad * first[name] for name, grad in grads.items()}
-        return {name: grad * (1e-37 if kind == "tiny" else 1e30) for name, grad in grads.items()}
+        kind = {name: kinds[(number + at * (grouping == "layer")) % len(kinds)] for at, name in enumerate(grads)}
+        return {name: awkward(grad, kind[name], rank) for name, grad in grads.items()}
 
     residual: dict[tuple[int, str], torch.Tensor] = {}
     for step, results in enumerate(lockstep(plan, 3, 3, make)):
@@ -298,7 +301,7 @@ def _run(plan: Plan, steps: Sequence[tuple[int, int, bool]]) -> tuple[list[Tenso
     """
     run = LockstepPlan(plan, 3)
     for iteration, drawn, overflows in steps:
-        grads = [gradients(SHAPES, rank, drawn) for rank in range(3)]
+        grads = [gradients(FEW, rank, drawn) for rank in range(3)]
         if overflows:
             grads[1] = {name: torch.full_like(grad, torch.inf) for name, grad in grads[1].items()}
         result = run.step(iteration, grads)
@@ -310,7 +313,7 @@ def _run(plan: Plan, steps: Sequence[tuple[int, int, bool]]) -> tuple[list[Tenso
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_skipped_iteration_keeps_its_number_and_its_draws(codec: str) -> None:
     """What follows an overflow is as if the iteration had been left out, draws and leaders by its number included."""
-    plan = plan_for(codec, "layer", feedback=True)
+    plan = plan_for(codec, "layer", feedback=True, shapes=FEW)
     skipped = _run(plan, [(0, 0, False), (1, 1, True), (2, 2, False)])
     left_out = _run(plan, [(0, 0, False), (2, 2, False)])
     for one, other in zip(itertools.chain(*skipped), itertools.chain(*left_out), strict=True):
@@ -343,7 +346,7 @@ def test_bytes_sent_are_those_forecast(codec: str) -> None:
         assert not steady or sent == pytest.approx(built.sent_bytes(members, ranks), rel=1 / 30, abs=8 * ranks)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", METHODS)
 def test_many_ranks(codec: str) -> None:
     """At 33 ranks ranks agree, nothing is beyond what they have, forecast == count."""
     shapes, ranks = {"wide": (6, 24)}, 33
@@ -366,7 +369,6 @@ def test_many_ranks(codec: str) -> None:
     [
         ([*METHODS, *RINGS], "model", 3, True, "float32"),
         (METHODS, "model", 1, True, "float32"),
-        (METHODS, "model", 4, False, "float32"),
         (METHODS, "model", 2, False, "float32"),
         (METHODS, "model", 2, True, "bfloat16"),
         (KINDS, "layer", 4, True, "float32"),

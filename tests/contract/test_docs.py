@@ -185,9 +185,8 @@ def test_the_tutorials_codec_keeps_the_contract(tutorial: SimpleNamespace, monke
     test_contract.test_settings_round_trip_as_json(name)
     test_contract.test_zero_gradients_give_zero_or_mean(name)
     for settings in codecs.get(name).candidates:
-        test_theory.test_the_formula_is_what_is_forecast(name, dict(settings), 3)
-        for kind in test_theory.KINDS:
-            test_theory.test_errors_are_within_what_is_guaranteed(name, dict(settings), kind)
+        test_theory.test_the_formula_is_what_is_forecast(name, dict(settings))
+        test_theory.test_errors_are_within_what_is_guaranteed(name, dict(settings))
     sys.modules.pop("gradlab.codecs.sparse_ternary", None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,19 @@ from support.contract import lockstep, plan_for
 from support.pool_groups import SPARE
 from support.prescribed import SHAPES as ALL_SHAPES
 from support.prescribed import Prescribed, gradients
-from support.stacks import Stack
+from support.stacks import Stack, Stacks, several_plan, several_shapes
 
 SHAPES = {"conv": (16, 8, 3, 3), "wide": (24, 150), "tall": (200, 18), "vector": (65,)}
 STEPS = 6
 
 
-def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -> dict[str, Any]:
+def inline(group: dist.ProcessGroup, stacks: Stacks, at_once: bool) -> dict[str, Any]:
     """`Exchange` on whole steps, or layer by layer as a hook has them, against lockstep and under no DDP."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    model = Prescribed(SHAPES)
-    plan = Stack(codec, wrapping).plan(layers_of(model))
-    # A group of two layers that do not come together.
-    joined = [g for g in plan.groups if g.layers[0] not in ("wide", "tall")]
-    if codec == "topk" and wrapping == "feedback":
-        plan = Plan(plan.layers, (*joined, Group("both", ("wide", "tall"), "topk", {"density": 0.1}, FEEDBACK)))
+    shapes = {**SHAPES, **several_shapes(stacks)}
+    model = Prescribed(shapes)
+    plan = several_plan(stacks, layers_of(model))
+    plan = replace(plan, groups=(*plan.groups, Group("both", ("wide", "tall"), "topk", {"density": 0.1}, FEEDBACK)))
     reference = LockstepPlan(plan, world_size, plain_sgd=True, hold_unused=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     same, resumed = True, Exchange(plan, model.named_parameters(), group, optimizer=optimizer, deterministic=True)
@@ -55,12 +54,12 @@ def inline(group: dist.ProcessGroup, codec: str, wrapping: str, at_once: bool) -
             exchange = resumed
         rate = 0.1 * (step + 1)
         optimizer.param_groups[0]["lr"] = rate
-        grads: dict[str, torch.Tensor | None] = dict(gradients(SHAPES, rank, step))
+        grads: dict[str, torch.Tensor | None] = dict(gradients(shapes, rank, step))
         if step == 4:
             grads["wide"] = None  # on every rank
-        before = [_whole(gradients(SHAPES, r, step), step == 4) for r in range(world_size)]
+        before = [_whole(gradients(shapes, r, step), step == 4) for r in range(world_size)]
         expected = reference.step(step, before, {layer.name: rate for layer in plan.layers})
-        given = {name: torch.zeros(SHAPES[name]) if g is None else g for name, g in grads.items()}
+        given = {name: torch.zeros(shapes[name]) if g is None else g for name, g in grads.items()}
         if at_once:
             exchange.step(given)
         else:

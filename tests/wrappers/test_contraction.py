@@ -89,24 +89,23 @@ def test_decoded_and_residual_are_gradient_and_old_residual(case: tuple[str, dic
 @expanding
 def test_the_residual_stays_bounded_where_it_would_grow(case: tuple[str, dict[str, Any]]) -> None:
     """Within Stich and Karimireddy's bound, ||e|| <= 2 / delta max ||g|| for delta = 1 / zeta; no growth."""
-    history = run(ErrorFeedback(codecs.make(case[0], **case[1])), 40)
+    history = run(ErrorFeedback(codecs.make(case[0], **case[1])), 30)
     zeta = float(history[-1][0]["a/zeta"])
-    largest = max(float(torch.cat([g.reshape(-1) for g in gradients(step, 0).values()]).norm()) for step in range(40))
+    largest = max(float(torch.cat([g.reshape(-1) for g in gradients(step, 0).values()]).norm()) for step in range(30))
     norms = [norm(states[0]) for states in history]
     assert zeta > 1
     assert max(norms) < 2 * zeta * largest
-    assert max(norms[20:]) < 2 * max(norms[:20])
+    assert max(norms[15:]) < 2 * max(norms[:15])
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("around", [TwoWay, lambda codec: ErrorFeedback(TwoWay(codec)), MomentumCorrection])
-def test_both_ends_stay_bounded(bits: int, around: Callable[[Codec], Wrapper]) -> None:
-    codec = around(codecs.make("qsgd", bits=bits, norm="l2"))
-    history = run(codec, 40)
+@pytest.mark.parametrize("around", [lambda codec: ErrorFeedback(TwoWay(codec)), MomentumCorrection])
+def test_both_ends_stay_bounded(around: Callable[[Codec], Wrapper]) -> None:
+    codec = around(codecs.make("qsgd", bits=2, norm="l2"))
+    history = run(codec, 30)
     kept = [
         max(norm(state, what) for state in states for what in ("residual", "server_residual")) for states in history
     ]
-    assert max(kept[20:]) < 2 * max(kept[:20])
+    assert max(kept[15:]) < 2 * max(kept[:15])
 
 
 @pytest.mark.parametrize("case", CONTRACTING.values(), ids=CONTRACTING)

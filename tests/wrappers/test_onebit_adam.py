@@ -101,7 +101,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("ranks", "weight_decay"), [(1, 0.0), (2, 0.1), (4, 0.0)])
+@pytest.mark.parametrize(("ranks", "weight_decay"), [(1, 0.0), (3, 0.1)])
 def test_where_the_variance_moves_on_it_is_adamw(ranks: int, weight_decay: float) -> None:
     """50 steps, uncompressed: torch.optim.AdamW's parameters to rounding. With kappa as large as the run v always
     moves, as it does in 1-bit Adam's warm-up."""
@@ -143,7 +143,7 @@ def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
     lost = {}
     for mask in (True, False) if variance == "frozen" else (True,):
         plan = plan_of("sign", both_ways, warmup_steps=30, variance=variance, mask=mask)
-        net, _ = train(plan, 4, 200 if mask else 60)
+        net, _ = train(plan, 2, 200 if mask else 60)
         lost[mask] = accuracy(net)
         if mask:
             assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
@@ -151,7 +151,7 @@ def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
             assert torch.equal(dead, begun)  # they stay where they are
         else:
             assert not float(net[0].weight[:, -DEAD:].detach().abs().max()) < 20
-    assert lost[True] > accuracy(adam(4, 200, 200)) - 0.03
+    assert lost[True] > accuracy(adam(2, 200, 200)) - 0.03
 
 
 def test_it_is_the_optimizer_and_no_other_may_be() -> None:
