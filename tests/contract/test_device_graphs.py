@@ -119,7 +119,7 @@ def same(calls: ModuleType, one: Any, other: Any) -> bool:
 
 
 def of_suite(case: str) -> object:
-    """Of the cases of a codec one is enough, and one that says otherwise why it is not recorded."""
+    """One case of a codec is enough, and one that says otherwise why it is not recorded."""
     codec, _, more = case.partition(", ")
     return pytest.param(
         case, marks=pytest.mark.thorough if more and NOT_RECORDED.get(case) == NOT_RECORDED.get(codec) else ()

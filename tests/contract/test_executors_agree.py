@@ -37,7 +37,7 @@ def test_nodes_do_what_lockstep_does_with_their_means(pool: ProcessPool, row: st
 
 @pytest.mark.parametrize(("at_once", "ranks"), [(True, 2), (False, 3)])
 def test_the_inline_driver_does_what_lockstep_does(pool: ProcessPool, at_once: bool, ranks: int) -> None:
-    """Of several codecs in one model, and a group of two layers that do not come together."""
+    """Several codecs in one model, and a group of two layers that do not come together."""
     stacks = [
         ("powersgd", "feedback, step-size ratio"),
         ("sign", "two-way under feedback"),

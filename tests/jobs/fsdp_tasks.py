@@ -737,7 +737,7 @@ def reduced(
 
 
 def rules_inside(group: dist.ProcessGroup) -> dict[str, Any]:
-    """What rules say of a plan in the reduce-scatter: one as a warning, and another, that comes later, as an error."""
+    """Findings of rules in the reduce-scatter: one as a warning, and another, that comes later, as an error."""
     rank, mesh = dist.get_rank(group), mesh_of(group, 2)
     model = sharded(mesh["shard"])
     plans = [plan_of(model, "several", {"of": "speaking"}), plan_of(model, "block_scaled", {"dtype": "int8"})]

@@ -38,8 +38,8 @@ def prescribed(group: dist.ProcessGroup, shapes: dict[str, Any] | None = None) -
 def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
     """Two layers in one group, which buckets part; one large layer dense, another one in a group of its own.
 
-    Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer. Of two codecs "a+b"
-    they take one each; `settings` are by codec then.
+    Of a list in place of a setting the groups take one value each, in turn, as in a plan by layer. The codecs of "a+b"
+    are of one group each; `settings` are by codec then.
     """
     if "+" in codec:
         members = (("both", ("conv", "tall")), ("wide", ("wide",)))

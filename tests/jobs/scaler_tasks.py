@@ -128,8 +128,7 @@ def draws_after_an_overflow(group: dist.ProcessGroup, stacks: Stacks) -> dict[st
 
 
 def scale_changes_nothing(group: dist.ProcessGroup, stacks: Stacks) -> list[int]:
-    """Where a scale that doubles every other step does not apply the gradients of a run without a scaler bit for bit:
-    numbers of elements."""
+    """Train with a scale that doubles every other step, and without a scaler: first elements that differ, by step."""
     with (plain := Scaled(group, stacks)).state:
         wanted = [plain.step(step) for step in range(6)]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)

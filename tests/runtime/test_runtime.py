@@ -227,7 +227,7 @@ def test_layers_that_ddp_skips(pool: ProcessPool) -> None:
 
 
 def test_state_survives_save_and_load(pool: ProcessPool) -> None:
-    """Of every codec under feedback; tests/campaigns/test_resume.py resumes in new processes."""
+    """Every codec under feedback; tests/campaigns/test_resume.py resumes in new processes."""
     stacks = [(codec, "feedback") for codec in names()]
     for result in pool.run("jobs.ddp_tasks:save_and_load", 3, stacks=stacks):
         assert result["equal"]
