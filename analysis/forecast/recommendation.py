@@ -1,9 +1,9 @@
 """One answer for one network: which plan to train with, plain 16-bit reduction, or none; and which plans to try.
 
-Of the plans whose like ended within an allowed loss of dense training on many tasks
-(`gradlab.analysis.forecast.endings`) the fastest is taken, if it saves a part of a step that a forecast can tell. Where
-plain reduction in 16 bits is about as fast, that is taken instead: it loses next to nothing, and PyTorch has it. None
-of that was tried on the task at hand, which a pilot does. Faster plans are proposed for one.
+Recommend the fastest plan that meets the loss limit: similar training runs ended within it of dense training
+(`gradlab.analysis.forecast.endings`). A saving below the forecasts' error counts as none. If plain 16-bit reduction is
+about as fast, it is recommended instead. None of that was tried on the task at hand: faster plans are proposed for a
+pilot.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Forecast the speed of several plans on one's own network, beside what their replays say of training.
 
-Speed alone decides nothing, and a replay does not either. The fastest plan is named with the cosine that its replay is
-judged by (`Replay.judgement`: of updates summed over several steps), and with what trainings ended at whose replays
-had a similar cosine (`gradlab.analysis.forecast.endings`). Beside it stand the fastest plan whose similar methods
-ended within the loss that is allowed over dense (--max-loss), and plain reduction in 16 bits, which loses next to
-nothing.
+A forecast combines step time and expected accuracy. Expected accuracy is the range of final losses of earlier runs
+whose replays had a similar cosine (`Replay.judgement`, `gradlab.analysis.forecast.endings`). The fastest plan stands
+beside the fastest one within the allowed loss (--max-loss), and beside plain reduction in 16 bits.
 """
 
 from __future__ import annotations

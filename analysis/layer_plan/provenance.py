@@ -115,7 +115,7 @@ class LgrecoProvenance(Jsonable):
 
     @property
     def layer_cost(self) -> str:
-        """What layers' costs are: a step is no sum over layers, so there they are seconds."""
+        """Unit of the cost per layer: seconds for cost "step", because a step time is no sum over layers."""
         return "seconds" if self.cost == "step" else self.cost
 
     def to_json(self) -> dict[str, Any]:

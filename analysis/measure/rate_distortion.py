@@ -2,8 +2,8 @@
 
 Cover & Thomas, "Elements of information theory", 2nd ed., section 10.3.3, Theorem 10.3.3. For independent Gaussian
 components with variances v_i, D(theta) = sum min(theta, v_i) takes R(theta) = sum max(0, log2(v_i / theta) / 2) bits.
-Of all sources with these variances the Gaussian one takes the most bits at a given error, if the bits are used as well
-as can be: a code that makes use of heavier tails, or of dependence between components, may get below.
+Among sources with these variances the Gaussian one needs the most bits. A code that exploits heavy tails or correlation
+can do better than this curve.
 
 This is one rank's gradient, coded by itself. Training needs the mean over ranks alone, of which every rank's code tells
 something where gradients have a signal in common: `rate_of_mean` says how many bits that could save.

@@ -63,22 +63,22 @@ def predict(
 ) -> None:
     """Predict the step time of an artifact's plan beside the fastest dense one, before there are any nodes.
 
-    Plain DDP stands in 32 and in 16 bits: half the bytes, whose casts are not counted.
+    The table shows plain DDP in 32 and in 16 bits. The 16-bit row counts half the bytes and no time for casting.
 
     Computing time comes from --compute-seconds or --run. Codec times come from the run, else from the artifact's
     replay, else they are taken here. Bytes and rounds come from the codecs' own code at that number of nodes.
 
     --measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, one
-    per measured all-reduce. Processor time per byte and a cost per collective are fitted to them. With "collective":
-    "all-gather" it is one of those: where they take longer per byte than all-reduces do, gathers are forecast so.
+    per measured all-reduce. Processor time per byte and a cost per collective are fitted to them. An entry
+    with "collective": "all-gather" measures an all-gather. If those are slower per byte, forecasts use that ratio.
 
     With --local-ranks, --bandwidth is that of a node's link, which its ranks share, and --inside that among them. The
     plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP, averages inside
     nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward waits.
 
     With --local-steps ranks exchange what H steps add up to. Either they wait for the exchange of all layers, or it
-    streams: the model travels while steps go on, until the next exchange. At the break-even H such a step takes as long
-    as one that exchanges gradients. A plan that compresses nothing can be forecast too.
+    streams: the model travels while steps go on, until the next exchange. The break-even H is the smallest number
+    of local steps at which a step is no slower than one that exchanges gradients.
 
     Examples:
 

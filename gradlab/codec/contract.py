@@ -94,9 +94,8 @@ class Context:
     plain_sgd: whether the optimizer is SGD without momentum of its own.
     parameters: the model's parameters at this iteration, by layer name. Empty if unknown, as in a trace's replay.
     workspace: gives the memory for results as large as gradients.
-    alike: calls a function of what all ranks were sent, whose result is thus the same on all of them. Where all ranks
-        are in this process it is called once, and they share the result. Nobody may change it. All ranks call it as
-        often and in the same order, whatever their data are.
+    alike: runs a function whose result is identical on all ranks. In lockstep the ranks share one result; treat it as
+        read-only. All ranks call it as often and in the same order, whatever their data are.
     one_round: whether the executor serves a single gather, as in a reduce-scatter, whatever the world size.
     reuse: whether nobody reads the gradients or the codec's input after the exchange, so that their memory may be
         written in.
@@ -187,8 +186,8 @@ class Context:
     def standing_still(self, layers: Iterable[str], wanted: bool | None) -> frozenset[str]:
         """Return the layers whose learning rate is zero while residuals follow it, so that their residuals are held.
 
-        What this iteration sends is then not applied. x_t - eta e stays unchanged, where x_t are the parameters, e is
-        the residual and eta is the last learning rate that was not zero.
+        With a learning rate of zero the update is not applied, so the residual must not change either: x_t - eta e
+        stays, with parameters x_t, residual e and the last learning rate eta that was not zero.
 
         layers: their names.
         wanted: as in `residual_ratio`.

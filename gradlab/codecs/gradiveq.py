@@ -109,7 +109,7 @@ class GradiVeQ(Codec):
             None, least=1, unit="elements", symbol="K", help="of a slice; None: a multiple of F D near 2048"
         )
         reuse: int | None = setting(
-            None, least=1, unit="slices", symbol="s", help="that share one basis; None: all of a layer"
+            None, least=1, unit="slices", symbol="s", help="that share one basis; None: all slices of a layer"
         )
         pooled: int = setting(
             1,

@@ -40,8 +40,8 @@ class Dion(Wrapper):
         Q = R, its columns scaled to length 1               (n, r)
 
     The mean of the M_i is the momentum of the algorithm on one rank, and P, R and Q are that one's, to rounding. A rank
-    sends r (m + n) values in place of m n. Where these are not fewer, and in iterations that the schedule leaves dense,
-    B_i travels whole, and all ranks go on with the same M. The published code transposes wide matrices, and so
+    sends r (m + n) values in place of m n. If the factors are no smaller than the matrix, or the iteration is dense,
+    B_i is averaged in full and all ranks keep the same M. The published code transposes wide matrices, and so
     orthonormalizes the factor of their inputs; here that is the rows' factor, as in Algorithm 1. A convolution is a
     matrix with a row per filter. Each expert of a stack is a matrix of its own. Columns of R that are rounding errors
     beside the others add nothing to the update, and their columns of Q stay.

@@ -62,7 +62,7 @@ def test_arguments_without_a_noun_and_inverted_sentences_are_counted() -> None:
     module = ast.parse(
         '"""Which it is.\n\nWhat is it? Where it stands, it stays. It is of use.\n\n'
         'size: of a block.\nrank, step: number from 0.\n\nRaises:\n    ValueError: for others.\n"""\n'
-        'setting(1, help="that are kept")\nsetting(1, help=f"by {name}")\nsetting(1, help="bytes of a block")\n'
+        'setting(1, help="that are kept")\nsetting(1, help=f"by {name}")\nsetting(1, unit="bytes", help="of a block")\n'
     )
     assert list(inversions(module)) == ["Which it is.", "Where it stands, it stays."]
     assert list(arguments(module)) == ["that", "by", "of"]

@@ -87,13 +87,14 @@ def inversions(tree: ast.AST) -> Iterator[str]:
 
 
 def arguments(tree: ast.AST) -> Iterator[str]:
-    """First words of arguments' texts that are no noun phrases, in a module's docstrings and `help=`."""
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "help"]
-    helps = [part.values[0] if isinstance(part, ast.JoinedStr) and part.values else part for part in texts]
-    words = [str(part.value).split(" ")[0] for part in helps if isinstance(part, ast.Constant)]
-    for word in (*words, *(word for text in docstrings(tree) for word in ENTRY.findall(text))):
-        if PREPOSITIONS.fullmatch(word):
-            yield word
+    """First words of arguments' texts that are no noun phrases, in docstrings and in a `help=` that follows no unit."""
+    calls = ({key.arg: key.value for key in node.keywords} for node in ast.walk(tree) if isinstance(node, ast.Call))
+    texts = (keys["help"] for keys in calls if "help" in keys and "unit" not in keys)
+    begin = (text.values[0] if isinstance(text, ast.JoinedStr) else text for text in texts)
+    words = (str(text.value).split(" ")[0] for text in begin if isinstance(text, ast.Constant))
+    yield from filter(
+        PREPOSITIONS.fullmatch, (*words, *(word for text in docstrings(tree) for word in ENTRY.findall(text)))
+    )
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:

@@ -43,7 +43,7 @@ def pilot(
     outer ones. Each run has to begin alike: seed the script, and let it begin anew or from a checkpoint that it does
     not write itself in these steps.
 
-    Of the plans whose loss is at most --max-loss above plain DDP's, the artifact is that which sends the fewest bytes.
+    The artifact is the plan with the fewest bytes whose loss is at most --max-loss above plain DDP's.
 
     Examples:
 
