@@ -1,31 +1,21 @@
-"""What LGC's bytes are: the paper's Table VI counted again, and the ratios of docs/lgc.md, part by part.
+"""What LGC's bytes are: the paper's Table VI counted again, part by part.
 
-    python benchmarks lgc_bytes table6 [--rows rows.jsonl]
-    python benchmarks lgc_bytes trained --train benchmarks/results/lgc-training.jsonl [--rows rows.jsonl]
+    python benchmarks lgc_bytes
 
 Bytes per rank and iteration in the third phase, as the plans forecast them: positions are taken to be random. Nothing
-is trained here.
-
-table6: ResNet-50 on 2 nodes and ResNet-101 on 4, by the shapes of their layers, 0.1 % of every layer selected. The
+is trained. ResNet-50 on 2 nodes and ResNet-101 on 4, by the shapes of their layers, 0.1 % of every layer selected. The
 102.2 MB that the paper gives for ResNet-50 are those of 1000 classes. Its 170 MB for ResNet-101 are those of 10, or of
 1000 in MiB. The paper's numbers stand beside. "code + values" counts neither positions nor what is dense.
-
-trained: the plans of `benchmarks/papers/lgc.py`, beside the bytes that its runs counted in their last 50 iterations.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from lgc import METHODS, RANKS, tasks
-from rows import Row, read
+from rows import Row
 
-from gradlab.layout import Layer, layers_of
+from gradlab.layout import Layer
 from gradlab.plan import PayloadParts, Plan, lgc_plan, payload_parts
 from gradlab.plan.lgc_recipe import VECTORS
 
@@ -98,14 +88,13 @@ class Method:
         return [replace(parts, code=nodes * parts.code), replace(parts, code=0.0)]
 
 
-def table6_rows() -> Iterator[Row]:
+def counted() -> Iterator[Row]:
     """Yield a row for every method on every model."""
     methods = [Method("top-k", "sparse"), *(Method(pattern, v) for pattern in ("ring", "server") for v in VECTORS)]
     for model, nodes, classes in COUNTED:
         layers = resnet_layers(BLOCKS[model], classes)
         for method in methods:
             yield {
-                "table": "table6",
                 **{"model": model, "nodes": nodes, "classes": classes, **asdict(method)},
                 "gradient": 4 * sum(layer.numel for layer in layers),
                 "ranks": [asdict(parts) for parts in method.ranks(layers, nodes)],
@@ -113,26 +102,10 @@ def table6_rows() -> Iterator[Row]:
             }
 
 
-def trained_rows(runs: Sequence[Row]) -> Iterator[Row]:
-    """Yield a row for every method that `benchmarks/papers/lgc.py` trained, with the bytes that the runs counted."""
-    for task, setting in tasks().items():
-        model = setting.task.model(0)
-        gradient = 4 * sum(layer.numel for layer in layers_of(model))
-        for method, make in METHODS.items():
-            ended = [gradient / row["last_ratio"] for row in runs if (row["task"], row["method"]) == (task, method)]
-            if ended and method != "dense":
-                yield {
-                    "table": "trained",
-                    **{"task": task, "method": method, "gradient": gradient},
-                    "ranks": [asdict(payload_parts(make(setting, model), RANKS))],
-                    "counted": statistics.fmean(ended),
-                }
-
-
 def table(rows: Sequence[Row]) -> str:
-    """Tabulate rows of one table in kB, with ratios; ranks that differ are apart by a slash."""
+    """Tabulate rows in kB, with ratios; ranks that differ are apart by a slash."""
     head = ["code", "positions", "values", "dense", "sent", "ratio", "code + values", "its ratio"]
-    head += ["paper, MB", "its ratio"] if rows[0]["table"] == "table6" else ["counted", "its ratio"]
+    head += ["paper, MB", "its ratio"]
     lines = ["| | " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(head)]
     for row in rows:
         ranks = [PayloadParts(**parts) for parts in row["ranks"]]
@@ -141,21 +114,13 @@ def table(rows: Sequence[Row]) -> str:
         cells = [_kilobytes(part) for part in parts]
         for sums in ([rank.total for rank in ranks], bare):
             cells += [_kilobytes(sums), _apart([f"{row['gradient'] / one:.0f}" for one in sums])]
-        lines.append(f"| {_name(row)} | " + " | ".join([*cells, *_beside(row)]) + " |")
+        lines.append(f"| {_name(row)} | " + " | ".join([*cells, *row["paper"]]) + " |")
     return "\n".join(lines)
 
 
 def _name(row: Row) -> str:
-    if row["table"] == "trained":
-        return f"{row['task']}: {row['method']}"
     what = row["name"] if row["name"] == "top-k" else f"{row['name']}, vectors {row['vectors']}"
     return f"{row['model']}, {row['classes']} classes, {row['nodes']} nodes: {what}"
-
-
-def _beside(row: Row) -> list[str]:
-    if row["table"] == "table6":
-        return list(row["paper"])
-    return [_kilobytes([row["counted"]]), f"{row['gradient'] / row['counted']:.0f}"]
 
 
 def _kilobytes(sizes: Sequence[float]) -> str:
@@ -166,21 +131,5 @@ def _apart(texts: Sequence[str]) -> str:
     return " / ".join(dict.fromkeys(texts))
 
 
-def main() -> None:
-    """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["table6", "trained"])
-    parser.add_argument("--train", type=Path, help="rows of benchmarks/papers/lgc.py")
-    parser.add_argument("--rows", type=Path, help="keep the rows there, in place of the table's old ones")
-    chosen = parser.parse_args()
-    if chosen.table == "trained" and chosen.train is None:
-        parser.error("trained: --train is needed, the rows of benchmarks/papers/lgc.py")
-    rows = list(table6_rows() if chosen.table == "table6" else trained_rows(read(chosen.train)))
-    print(table(rows))
-    if chosen.rows:
-        others = [row for row in read(chosen.rows) if row["table"] != chosen.table]
-        chosen.rows.write_text("".join(f"{json.dumps(row)}\n" for row in [*others, *rows]))
-
-
 if __name__ == "__main__":
-    main()
+    print(table(list(counted())))

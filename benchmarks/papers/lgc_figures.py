@@ -1,21 +1,14 @@
-"""LGC's figures 3, 4, 12, 13 and 14 in small: what nodes share, ways to become sparse, how autoencoders learn.
+"""LGC's figures 3, 4 and 12 in small: what nodes share.
 
-    python benchmarks lgc_figures --data cifar10.npz --rows rows.jsonl --traces FOLDER [--figures 12] [--nodes 4 16]
+    python benchmarks lgc_figures --data cifar10.npz --rows rows.jsonl --traces FOLDER [--nodes 4 16]
     python benchmarks lgc_figures --rows rows.jsonl --claim report/report.json
-    python benchmarks lgc_figures --rows rows.jsonl --table --information fig12.svg --sparsification fig13.svg \\
-        --reconstruction fig14.svg
+    python benchmarks lgc_figures --rows rows.jsonl --table --information fig12.svg
 
 Figure 4: a row per layer, from the report that `gradlab analyze TRACE --only between --out report` writes of ResNet-20,
 `gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 -s every=2 --seed 0 --capture TRACE`.
-The others are of ResNet-8 on images halved to 16 x 16. Figures 3 and 12: for each number of emulated nodes (4, 16 and
-22), which share a batch of about 128 images, every tenth of 400 iterations is recorded, and entropy and information are
-measured of pairs of nodes as `gradlab analyze` does. Figure 13: 4 nodes of 16 images, 600 iterations, the largest 0.1 %
-of every layer of 256 elements with error feedback: from the first iteration on ("fixed"), at a density that falls from
-25 % in four stages over 200 iterations ("exponential", DGC's), or after 200 dense ones ("warm-up", LGC's). Figure 14:
-for each number of emulated nodes of 4 images each 200 iterations are recorded (a gigabyte or more) after 50, 1 % of
-every layer is selected, and the autoencoders learn on it, an iteration at a time, with Adam and values divided by their
-layers' root mean squares: the ring's, and the server's with and without similarity loss. What is in --rows is not done
-again.
+Figures 3 and 12 are of ResNet-8 on images halved to 16 x 16: for each number of emulated nodes, which share a batch of
+about 128 images, every tenth of 400 iterations is recorded, and entropy and information are measured of pairs of nodes
+as `gradlab analyze` does. What is in --rows is not done again.
 """
 
 from __future__ import annotations
@@ -32,67 +25,19 @@ from typing import Any
 
 import emulated
 import torch
-from lgc import DENSITY, FEEDBACK, RANKS, Setting, load, tasks
-from matplotlib.figure import Figure
+from lgc import Setting, load, tasks
 from rows import Row, add, has, read
 
 from gradlab.analysis.figures.information import plot_information_of_nodes
-from gradlab.analysis.figures.lgc import plot_reconstruction, plot_sparsification
 from gradlab.analysis.figures.style import drawing
-from gradlab.analysis.fit.lgc.learners import learner_of, reconstruction_errors
-from gradlab.analysis.fit.lgc.selections import collect_selections
 from gradlab.analysis.measure.between_ranks import CORRECTED, measure_between_ranks
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
 from gradlab.datasets import Data
-from gradlab.layout import layers_of
-from gradlab.plan import Group, Plan, Schedule, Wrap, lgc_plan
-from gradlab.plan.lgc_recipe import GROUP
 from gradlab.trace import Trace
 
-STEPS, WARMUP, SPARSE = 600, 200, 0.001
-START, RECORDED, BATCH = 50, 200, 4
-SHARED_BATCH, EVERY, SPREAD = 128, 10, 40  # figures 3 and 12: images of all nodes, iterations between recorded ones
-NODES = {12: (4, 16, 22), 14: (24, 32)}
-STRATEGIES = ("dense", "fixed", "exponential", "warm-up")
-CODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "ring": ("ring", {}),
-    "server, similarity 0.5": ("server", {"similarity": 0.5}),
-    "server, no similarity": ("server", {"similarity": 0.0}),
-}
-
-
-def sparsified(strategy: str, setting: Setting, data: Data, seed: int = 0) -> list[float]:
-    """The loss, means of 20 iterations."""
-    task = replace(setting.task, recipe=replace(setting.task.recipe, steps=STEPS))
-    layers = layers_of(task.model(seed))
-    stages = (Wrap("sparsity_warmup", {"steps": WARMUP}),) if strategy == "exponential" else ()
-    groups = tuple(
-        Group(layer.name, (layer.name,), "topk", {"density": SPARSE}, (*stages, FEEDBACK))
-        for layer in layers
-        if layer.numel >= 256 and strategy != "dense"
-    )
-    plan = Plan(layers, groups, Schedule(WARMUP if strategy == "warm-up" else 0))
-    return list(emulated.train(task, plan, data, seed)["losses"])
-
-
-def reconstructed(nodes: int, setting: Setting, data: Data, folder: Path) -> dict[str, list[float]]:
-    """Errors over iterations, by code."""
-    place = folder / f"{nodes}-nodes"
-    if not place.exists():
-        recipe = replace(setting.task.recipe, batch_size=BATCH, steps=1000)
-        task = replace(setting.task, recipe=recipe, ranks=nodes)
-        emulated.record(task, data, place, 0, start=START, every=1, count=RECORDED)
-    errors = {}
-    for name, (pattern, settings) in CODES.items():
-        values = {"density": DENSITY, "normalise": "layer", **settings}
-        with Trace(place) as trace:
-            plan = lgc_plan(trace.layers, pattern, warmup_steps=0, **values)
-            selections = collect_selections(trace, plan)
-        [group] = [group for group in plan.groups if group.name == GROUP]
-        learner = learner_of(pattern, values, [layer.numel for layer in plan.members(group)], nodes)
-        errors[name] = reconstruction_errors(learner, selections)
-    shutil.rmtree(place)
-    return errors
+SHARED_BATCH, EVERY, SPREAD = 128, 10, 40  # images of all nodes, iterations between recorded ones
+NODES = (4, 16, 22)
+DRAWN_WITH = "4 nodes of 16 images; ResNet-20, CIFAR-10, one seed; every second of 400 iterations"
 
 
 def informed(nodes: int, setting: Setting, data: Data, folder: Path) -> dict[str, Any]:
@@ -117,22 +62,6 @@ def informed(nodes: int, setting: Setting, data: Data, folder: Path) -> dict[str
         for layer in json.loads(json.dumps(between["layers"]))
     ]
     return {"paper_bins": measured.paper_bins, "shift_iterations": measured.shift_iterations, "layers": layers}
-
-
-def make(figure: int, of: Any, setting: Setting, data: Data, traces: Path) -> Any:
-    """What is drawn of a strategy or of a number of nodes."""
-    if figure == 13:
-        return sparsified(of, setting, data)
-    return (informed if figure == 12 else reconstructed)(of, setting, data, traces)
-
-
-def draw(figure: int, rows: Sequence[Row]) -> Figure:
-    """Draw rows of one figure, with what they were made with below."""
-    found = {row["of"] if figure == 13 else f"{row['of']} nodes": row["found"] for row in rows}
-    caption = "\n".join(dict.fromkeys(row["drawn_with"] for row in rows))
-    if figure == 12:
-        return plot_information_of_nodes(found, caption)
-    return plot_sparsification(found, 20, caption) if figure == 13 else plot_reconstruction(found, caption=caption)
 
 
 def information_table(rows: Sequence[Row]) -> str:
@@ -163,7 +92,7 @@ def claimed(report: Path) -> list[Row]:
             for name, one in layer["estimators"].items()
         }
         found = {"paper_bins": between["paper_bins"], "values": layer["values"], "place": layer["place"]}
-        row = {"figure": 4, "of": layer["name"], "drawn_with": drawn_with(4, layer["name"])}
+        row = {"figure": 4, "of": layer["name"], "drawn_with": DRAWN_WITH}
         rows.append(row | {"found": found | {"histograms": histograms, "excess": excess}})
     return rows
 
@@ -193,61 +122,40 @@ def _excess(found: Row) -> str:
     return f"{found['bits']:.3f} " + (f"({found['low']:.3f} to {found['high']:.3f})" if known else "(no interval)")
 
 
-def drawn_with(figure: int, of: Any) -> str:
-    """What a figure's lines were made with, for its caption."""
-    if figure == 4:
-        return "4 nodes of 16 images; ResNet-20, CIFAR-10, one seed; every second of 400 iterations"
-    model = "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed"
-    if figure == 12:
-        return (
-            f"{of} nodes of {round(SHARED_BATCH / of)} images; {model}; every {EVERY}th of {EVERY * SPREAD} iterations"
-        )
-    if figure == 13:
-        return f"{RANKS} nodes of 16 images; {model}; 0.1 % of every layer of 256 elements, top-k with error feedback"
-    return (
-        f"{of} nodes of {BATCH} images; {model}; {100 * DENSITY:g} % of every layer but the first, the last and "
-        f"vectors, values divided by their layers' root mean squares; the autoencoders learn by Adam at 0.001 from "
-        f"iterations {START} to {START + RECORDED - 1}, one by one; means of 10"
-    )
-
-
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="cifar10.npz")
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--traces", type=Path, help="folder for recordings, which are deleted; with --data")
-    parser.add_argument("--figures", type=int, nargs="+", choices=(12, 13, 14), default=[12, 13, 14])
-    parser.add_argument("--nodes", type=int, nargs="+", help="of figures 12 and 14, in place of the paper's")
+    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="numbers of nodes")
     parser.add_argument("--claim", type=Path, help="report.json that figure 4's rows are taken from")
-    parser.add_argument("--information", type=Path)
-    parser.add_argument("--table", action="store_true", help="of figures 3, 4 and 12")
-    parser.add_argument("--sparsification", type=Path)
-    parser.add_argument("--reconstruction", type=Path)
+    parser.add_argument("--information", type=Path, help="figure 12")
+    parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.data and chosen.traces is None and set(chosen.figures) != {13}:
-        parser.error("--traces is needed, a folder for recordings")
     if chosen.data:
         setting = tasks()["cifar10"]
         data = load("cifar10", setting, chosen.data)
-        for figure in chosen.figures:
-            for of in STRATEGIES if figure == 13 else chosen.nodes or NODES[figure]:
-                key = {"figure": figure, "of": of}
-                if not has(read(chosen.rows), key):
-                    result = make(figure, of, setting, data, chosen.traces)
-                    add(chosen.rows, key | {"drawn_with": drawn_with(figure, of), "found": result}, unshown=("found",))
+        model = "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed"
+        for nodes in chosen.nodes:
+            if not has(read(chosen.rows), {"figure": 12, "of": nodes}):
+                images = f"{nodes} nodes of {round(SHARED_BATCH / nodes)} images"
+                drawn_with = f"{images}; {model}; every {EVERY}th of {EVERY * SPREAD} iterations"
+                row = {"figure": 12, "of": nodes, "drawn_with": drawn_with}
+                add(chosen.rows, row | {"found": informed(nodes, setting, data, chosen.traces)}, unshown=("found",))
     for row in claimed(chosen.claim) if chosen.claim else []:
         if not has(read(chosen.rows), {"figure": 4, "of": row["of"]}):
             add(chosen.rows, row, unshown=("found",))
-    rows = read(chosen.rows)
-    with drawing():
-        for figure, path in ((12, chosen.information), (13, chosen.sparsification), (14, chosen.reconstruction)):
-            if path:
-                draw(figure, [row for row in rows if row["figure"] == figure]).savefig(path)
+    shared, claim = ([row for row in read(chosen.rows) if row["figure"] == figure] for figure in (12, 4))
+    if chosen.information:
+        found = {f"{row['of']} nodes": row["found"] for row in shared}
+        with drawing():
+            caption = "\n".join(row["drawn_with"] for row in shared)
+            plot_information_of_nodes(found, caption).savefig(chosen.information)
     if chosen.table:
-        print(information_table([row for row in rows if row["figure"] == 12]))
-        print(claim_table([row for row in rows if row["figure"] == 4]))
+        print(information_table(shared))
+        print(claim_table(claim))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does a layer's L2 error tell how much its compression hurts? L-GreCo's section 5.4 and Fig. 11a.
 
     python benchmarks sensitivity images --data cifar10.npz --out images.json [--feedback] [--codec topk]
-    python benchmarks sensitivity images --out images.json --table [--figure sensitivity.svg]
+    python benchmarks sensitivity images --out images.json --table
 
 From checkpoints of a dense run (tasks of layer_plans.py, emulated nodes), short runs on the same data with one layer
 compressed at one setting; the difference of the loss, on samples that do not change, to the run without compression is
@@ -27,9 +27,7 @@ from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
 from rows import Row, add, read
 
-from gradlab.analysis.figures.layer_plans import plot_sensitivity
 from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
-from gradlab.cli.figures import write_figure
 from gradlab.codec import Tensors
 from gradlab.datasets.optimizer import build_optimizer
 from gradlab.ddp.optimizers import is_plain_sgd
@@ -160,7 +158,6 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=int, nargs="+", default=CHECKPOINTS)
     parser.add_argument("--steps", type=int, default=10, help="of a short run")
     parser.add_argument("--feedback", action="store_true", help="with error feedback in the short runs")
-    parser.add_argument("--figure", type=Path)
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -172,10 +169,6 @@ def main() -> None:
             add(chosen.out, row, unshown=set(row) - set(SHOWN))
     if chosen.table:
         print(table([row for row in read(chosen.out) if row["task"] == chosen.task]))
-    if chosen.figure:
-        shown = {"codec": chosen.codec, "feedback": chosen.feedback}
-        chosen_rows = [row for row in read(chosen.out) if shown.items() <= row.items()]
-        write_figure(lambda: plot_sensitivity(chosen_rows), chosen.figure)
 
 
 if __name__ == "__main__":
