@@ -143,6 +143,12 @@ def _wrapped(name: str) -> str:
     return name if len(name) <= 16 else name[:15] + "…"
 
 
+def short(name: str) -> str:
+    """Shorten a layer's name by ".weight", unless only a number would be left."""
+    stem = name.removesuffix(".weight")
+    return name if stem.isdigit() else stem
+
+
 def running_mean(values: Any, window: int) -> np.ndarray:
     """Average each value (samples,) with its neighbours, centred, without NaN; NaN if the window holds no value."""
     series = np.array([np.nan if v is None else v for v in values], dtype=float)
@@ -161,7 +167,6 @@ def smoothing_window(count: int) -> int:
 def render(figure: Figure, name: str, formats: Sequence[str] = FORMATS) -> dict[str, bytes]:
     """Write a figure in several formats. Equal figures give equal bytes. Call it inside `drawing`."""
     files = {}
-    _drop_empty_log_scales(figure)
     _make_printable(figure)
     with rc_context({**RC, "svg.hashsalt": name}):
         canvas, image_dpi = FigureCanvasSVG(figure), figure.dpi
@@ -181,18 +186,6 @@ def render(figure: Figure, name: str, formats: Sequence[str] = FORMATS) -> dict[
             write(buffer, metadata=metadata)
             files[kind] = buffer.getvalue()
     return files
-
-
-def _drop_empty_log_scales(figure: Figure) -> None:
-    # A logarithmic axis without a positive value (gradients that are all zero) is an error for matplotlib.
-    for axes in figure.axes:
-        for scale, get, put in (
-            (axes.get_xscale, "get_xdata", axes.set_xscale),
-            (axes.get_yscale, "get_ydata", axes.set_yscale),
-        ):
-            drawn = [np.asarray(getattr(line, get)(), float) for line in axes.lines]
-            if scale() == "log" and not any((values > 0).any() for values in drawn):
-                put("linear")
 
 
 def _make_printable(figure: Figure) -> None:

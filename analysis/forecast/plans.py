@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
+from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
@@ -23,8 +24,6 @@ from gradlab.jsonable import plain
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
-#: A step must be shorter by this share before it is called faster.
-SPEED_NOISE = 0.05
 # From here on a ring's latencies are worth a word.
 _FEW_NODES = 16
 _HOW_PLANS_RUN = {

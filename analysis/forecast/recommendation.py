@@ -1,9 +1,7 @@
-"""One answer for one network: which plan to train with, plain 16-bit reduction, or none; and which plans to try.
+"""Recommend for one network what to train with, and the plans that a pilot should try.
 
-Recommend the fastest plan that meets the loss limit: similar training runs ended within it of dense training
-(`gradlab.analysis.forecast.endings`). A saving below the forecasts' error counts as none. If plain 16-bit reduction is
-about as fast, it is recommended instead. None of that was tried on the task at hand: faster plans are proposed for a
-pilot.
+The decision follows from trainings of other tasks (`gradlab.analysis.forecast.endings`). A pilot tries plans on the
+task at hand. Faster plans than the decision's are proposed for one.
 """
 
 from __future__ import annotations
@@ -11,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradlab.analysis.forecast.plans import SPEED_NOISE
+from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_percent, format_seconds
+from gradlab.formatting import format_seconds
 from gradlab.jsonable import Jsonable
 
-COMPRESS, HALF, NOTHING = "compress", "16 bits", "do not compress"
 LIKELY, BOLD = "likely", "bold"
 
 
@@ -65,17 +62,12 @@ def recommend(speed: SpeedForecast) -> Recommendation:
     if len(speed.configurations) != 1:
         raise GradlabError(f"{len(speed.configurations)} pairs of nodes and links, expected one to recommend for")
     require_computing(speed.network.profile)
-    (at,) = speed.configurations
-    allowed = speed.allowed
-    best = min((name for name in allowed if _saves(at, name)), key=at.seconds.__getitem__, default=None)
-    half = at.half_saves > SPEED_NOISE and (best is None or at.no_faster_than_16_bits(best))
-    seconds = at.half_seconds if half else at.seconds[best] if best is not None else at.dense_seconds
-    decision = HALF if half else NOTHING if best is None else COMPRESS
-    plan = best if decision == COMPRESS else None
-    proposals = _proposals(at, seconds, speed)
-    text = " ".join([_text(at, decision, plan, seconds, speed), speed.break_even_text(at), *_untried(plan, proposals)])
-    text = " ".join([text, *caution_lines(speed.judged.values())])
-    return Recommendation(decision, plan, seconds, at.dense_seconds, at.half_seconds, speed.max_loss, text, proposals)
+    (at,), (found,) = speed.configurations, speed.decisions
+    proposals = _proposals(at, found.seconds, speed)
+    lines = [found.why, found.break_even, *_untried(found.plan, proposals), *caution_lines(speed.judged.values())]
+    text = " ".join(line for line in lines if line)
+    seconds = found.seconds, at.dense_seconds, at.half_seconds
+    return Recommendation(found.take, found.plan, *seconds, speed.max_loss, text, proposals)
 
 
 def require_computing(profile: Profile) -> None:
@@ -110,24 +102,6 @@ def _likely(judged: Judged, max_loss: float) -> bool:
 
 def _may_hold(judged: Judged, max_loss: float) -> bool:
     return judged.ended is None or judged.ended.low <= max_loss
-
-
-def _text(at: Configuration, decision: str, plan: str | None, seconds: float, speed: SpeedForecast) -> str:
-    where, dense = at.where[:1].upper() + at.where[1:], format_seconds(at.dense_seconds)
-    if plan is not None:
-        saves = format_percent(1 - seconds / at.dense_seconds, 0)
-        return (
-            f"{where} compress with {plan}: a step takes {format_seconds(seconds)} instead of {dense} ({saves} less; "
-            f"{format_seconds(at.half_seconds)} in plain 16 bits), the fastest with {speed.limit}; "
-            f"{speed.judged[plan].text}."
-        )
-    if decision == HALF:
-        return (
-            f"{where} reduce gradients in plain 16 bits: a step takes {format_seconds(seconds)} instead of {dense}, "
-            f"and no plan with {speed.limit} is faster by more than forecasts err."
-        )
-    least = format_percent(SPEED_NOISE, 0)
-    return f"{where} do not compress: no plan with {speed.limit} saves more than {least} of {dense}."
 
 
 def _untried(plan: str | None, proposals: Sequence[Proposal]) -> list[str]:

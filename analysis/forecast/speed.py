@@ -1,8 +1,7 @@
 """Forecast the speed of several plans on one's own network, beside what their replays say of training.
 
-A forecast combines step time and expected accuracy. Expected accuracy is the range of final losses of earlier runs
-whose replays had a similar cosine (`Replay.judgement`, `gradlab.analysis.forecast.endings`). The fastest plan stands
-beside the fastest one within the allowed loss (--max-loss), and beside plain reduction in 16 bits.
+A plan is judged by the cosine of its replay, and by what trainings ended at whose replays had a similar cosine
+(`gradlab.analysis.forecast.endings`). `gradlab.analysis.forecast.decide` chooses by both.
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gradlab.analysis.forecast.decide import SPEED_NOISE, Decision, decide
 from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text, standing
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
-from gradlab.analysis.forecast.plans import SPEED_NOISE, Forecast, forecast, pays_text
+from gradlab.analysis.forecast.plans import Forecast, forecast, pays_text
 from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime
 from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_counted, format_percent, format_seconds
+from gradlab.formatting import format_counted, format_seconds
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.analysis.replay.result import Replay
-
-_IN_BRIEF = 2  # configurations that the short verdict names: about 60 words
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Configuration(Jsonable):
     half_seconds: the fastest one with gradients reduced in 16 bits.
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
-        that it saves. None and 0: no plan does.
+        that it saves. None and 0: no plan saves as much.
     closest, closest_saves: the same, of the plans whose similar methods ended within the allowed loss.
     """
 
@@ -55,16 +53,6 @@ class Configuration(Jsonable):
     closest_saves: float
 
     @property
-    def pays(self) -> bool:
-        """Whether any plan saves more than `SPEED_NOISE` of a step."""
-        return self.fastest is not None
-
-    @property
-    def takes_16_bits(self) -> bool:
-        """Whether no plan saves more than `SPEED_NOISE` of a step, and plain 16 bits do."""
-        return not self.pays and self.half_saves > SPEED_NOISE
-
-    @property
     def half_saves(self) -> float:
         """The share of the dense step that plain 16-bit reduction saves."""
         return 1 - self.half_seconds / self.dense_seconds if self.dense_seconds > 0 else 0.0
@@ -74,13 +62,6 @@ class Configuration(Jsonable):
         """The fastest plan whose similar methods ended within the allowed loss, unless 16 bits are as fast."""
         half = self.half_saves > SPEED_NOISE
         return None if self.closest is None or (half and self.no_faster_than_16_bits(self.closest)) else self.closest
-
-    @property
-    def taken_seconds(self) -> float:
-        """The step with that plan; without one, that of plain 16 bits, or the dense one."""
-        if self.taken is not None:
-            return self.seconds[self.taken]
-        return self.half_seconds if self.half_saves > SPEED_NOISE else self.dense_seconds
 
     def no_faster_than_16_bits(self, plan: str) -> bool:
         """Whether a plan's step is no shorter, but for `SPEED_NOISE`, than with plain 16-bit reduction."""
@@ -193,47 +174,32 @@ class SpeedForecast:
         }
 
     @property
+    def decisions(self) -> list[Decision]:
+        """What to take in each configuration. The time of computing must be known."""
+        return [decide(item, self.judged, self.limit, self._break_even_text(item)) for item in self.configurations]
+
+    @property
     def verdict(self) -> str:
-        """A report's first line: which plan is fastest where, what similar methods ended at, and what 16 bits do."""
+        """What to take in each configuration, and what limits the replays."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
-        losing = [item for item in self.configurations if not item.pays and not item.takes_16_bits]
-        parts = [self._paying(item) for item in self.configurations if item.pays]
-        parts += [
-            f"{item.where} take plain 16 bits, which save {format_percent(item.half_saves, 0)} of a step: no plan "
-            f"saves more than {format_percent(SPEED_NOISE, 0)}"
-            for item in self.configurations
-            if item.takes_16_bits
-        ]
-        if losing:
-            parts.append(
-                f"{_where(losing)} do not compress: no plan saves more than {format_percent(SPEED_NOISE, 0)} of a step"
-            )
-        text = "; ".join(parts) + "."
-        return " ".join([text[:1].upper() + text[1:], *caution_lines(self.judged.values())])
+        return " ".join([*(one.text for one in self.decisions), *caution_lines(self.judged.values())])
 
     @property
     def brief(self) -> str:
-        """The verdict in short: what to take on each link, and what would be faster but ends farther from dense."""
+        """The verdict in short, as a report's first line: the first decision, and the next one in a few words."""
         if self.compute_seconds is None:
             return (
                 "Whether compression pays depends on how long a step computes, which is not known: give "
                 "--compute-seconds or --run, or move the slider in report.html."
             )
-        paying = [item for item in self.configurations if item.pays or item.takes_16_bits]
-        parts = [self._brief_paying(item) for item in paying[:1]]
-        parts += [self._in_a_few_words(item) for item in paying[1:_IN_BRIEF]]
-        if len(paying) > _IN_BRIEF:
-            parts.append(f"{format_counted(len(paying) - _IN_BRIEF, 'more case')} in the report.")
-        if losing := [item for item in self.configurations if item not in paying]:
-            where = _where(losing)
-            saved = format_percent(SPEED_NOISE, 0)
-            parts.append(f"{where[:1].upper()}{where[1:]} do not compress: no plan saves more than {saved} of a step.")
-            if not paying:
-                parts.append(self.break_even_text(losing[0]))
-        return " ".join(part for part in parts if part)
+        first, *others = self.decisions
+        lines = [first.text, *(one.short for one in others[:1])]
+        if len(others) > 1:
+            lines.append(f"{format_counted(len(others) - 1, 'more case')} in the report.")
+        return " ".join(lines)
 
-    def break_even_text(self, item: Configuration) -> str:
+    def _break_even_text(self, item: Configuration) -> str:
         """Write a sentence on the link speeds at which the plan to take pays; empty if there is none."""
         half = item.taken is None and item.half_saves > SPEED_NOISE
         at = {
@@ -250,54 +216,6 @@ class SpeedForecast:
             return f"Compared with plain 16 bits, {name} {pays_text(at[name])}."
         sentence = f"{name} {pays_text(at[name])}."
         return sentence if item.taken is not None else f"Of the plans with {self.limit}, {sentence}"
-
-    def _brief_paying(self, item: Configuration) -> str:
-        where, taken = f"{item.where[:1].upper()}{item.where[1:]}", item.taken
-        if taken is not None:
-            saved = format_percent(item.closest_saves, 0)
-            half = f", where plain 16 bits save {format_percent(item.half_saves, 0)}"
-            first = f"{where} take {taken}: with {self.limit} it saves {saved} of a step{half}"
-        elif item.half_saves > SPEED_NOISE:
-            first = f"{where} take plain 16 bits: they save {format_percent(item.half_saves, 0)} of a step"
-        else:
-            first = f"{where} no plan with {self.limit} saves time"
-        parts, fastest = [f"{first}.", self.break_even_text(item)], item.fastest
-        if fastest is not None and fastest != taken and item.seconds[fastest] < (1 - SPEED_NOISE) * item.taken_seconds:
-            saved = format_percent(item.fastest_saves, 0)
-            parts.append(f"{fastest} would save {saved}{self._similar(fastest)}.")
-        return " ".join(part for part in parts if part)
-
-    def _in_a_few_words(self, item: Configuration) -> str:
-        where, saved = f"{item.where[:1].upper()}{item.where[1:]}", item.closest_saves
-        if item.taken is not None:
-            return f"{where} take {item.taken} ({format_percent(saved, 0)} less)."
-        if item.half_saves > SPEED_NOISE:
-            return f"{where} take plain 16 bits ({format_percent(item.half_saves, 0)} less)."
-        return f"{where} no plan with {self.limit} saves time."
-
-    def _similar(self, plan: str) -> str:
-        ended = self.judged[plan].ended
-        return "" if ended is None else f" (similar methods ended {ended.text} in loss)"
-
-    def _paying(self, item: Configuration) -> str:
-        """Name the fastest plan, the fastest whose similar methods ended within the allowed loss, and 16 bits."""
-        fastest, closest = str(item.fastest), item.closest
-        parts = [
-            f"{item.where}, {fastest} is the fastest and saves {format_percent(item.fastest_saves, 0)} of a step "
-            f"({format_seconds(item.seconds[fastest])} instead of {format_seconds(item.dense_seconds)}); "
-            f"{self.judged[fastest].text}"
-        ]
-        if closest is not None and closest != fastest:
-            parts.append(
-                f"with {self.limit}, {closest} saves {format_percent(item.closest_saves, 0)}, and "
-                f"{self.judged[closest].text}"
-            )
-        beside = ", which is about as fast or faster" if item.no_faster_than_16_bits(fastest) else ""
-        parts.append(
-            f"plain 16-bit reduction, which loses next to nothing, saves {format_percent(item.half_saves, 0)} "
-            f"({format_seconds(item.half_seconds)}){beside}"
-        )
-        return "; ".join(parts)
 
 
 def forecast_speed(
@@ -362,16 +280,6 @@ def _configuration(
         fastest_saves=fastest_saves,
         closest=closest,
         closest_saves=closest_saves,
-    )
-
-
-def _where(configurations: Sequence[Configuration]) -> str:
-    """List speeds by number of nodes: "at 1 Gbit/s and 25 Gbit/s between 8 nodes"."""
-    speeds: dict[int, list[str]] = {}
-    for item in configurations:
-        speeds.setdefault(item.nodes, []).append(spell_rate(item.bits_per_second))
-    return ", ".join(
-        f"at {' and '.join(rates)} between {format_counted(count, 'node')}" for count, rates in speeds.items()
     )
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradlab.analysis.figures.beside import plot_beside
+from gradlab.analysis.chart import Chart, Panel, lines, points
+from gradlab.analysis.figures.style import GREY, method_colors, method_markers
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.outputs import REPORT_FILES, require_free
-from gradlab.analysis.report.page import Drawing, Page, Section, Table, write_page
+from gradlab.analysis.report.page import Page, write_page
+from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from gradlab.json_form import require_form
@@ -26,6 +27,7 @@ Value = float | None
 
 _EXPECTED = "report.json of `gradlab analyze`"
 _SAME = 0.02  # a change by no more than this is none
+_MOST_NAMED = 12  # plans or layers with a name in a figure
 _NUMBER = (float, None)
 _PLACE = {
     **{"bits_per_second": (float, str), "nodes": int, "dense_seconds": _NUMBER, "half_seconds": _NUMBER},
@@ -250,10 +252,26 @@ def _differ(what: str, reports: Mapping[str, Json], measures: Sequence[Measure])
         f"beside_{what}s",
         f"{shown[0].name}, {what} by {what}",
         "Below the diagonal the second report's is smaller.",
-        partial(plot_beside, shown[0].pairs(), tuple(reports), shown[0].text),
+        _beside_chart(shown[0], tuple(reports)),
     )
     answer = "Choose a measure; darker: a larger change."
     return Section(f"{what}s", f"How do {what}s differ?", answer, tables, [drawing])
+
+
+def _beside_chart(measure: Measure, names: tuple[str, ...]) -> Chart:
+    """Draw a point for each plan or layer, with the diagonal on which both reports say the same."""
+    pairs = measure.pairs()
+    values = [value for pair in pairs.values() for value in pair]
+    low, high = min(values), max(values)
+    named = len(pairs) <= _MOST_NAMED
+    colors, markers = method_colors(pairs), method_markers(pairs)
+    marks = [lines([low, high], [low, high], GREY, lw=0.8)]
+    for name, (one, other) in pairs.items():
+        color, label, marker = (colors[name], name, markers[name]) if named else (GREY, "", "o")
+        marks.append(points([one], [other], color, label, marker, ms=6))
+    look = {"xscale": "log", "yscale": "log"} if low > 0 and high > 10 * low else {}
+    panel = Panel(marks, names[0], names[1], x_text=measure.text, y_text=measure.text, look=look)
+    return Chart([panel], height=3.2, legend="right")
 
 
 def _layer_measures(reports: Mapping[str, Json]) -> list[Measure]:

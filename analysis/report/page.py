@@ -1,7 +1,7 @@
 """Write one report as a folder: report.html that needs no network, report.json with all data, and the figures.
 
-A section answers one question, and its parts fold out beneath it. Each figure is also an SVG and a PDF, with a JSON
-file of what it shows.
+A section answers one question, and its parts fold out beneath it. Each figure is also an SVG and a PDF, with a CSV file
+of what it shows.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import html
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
-from gradlab.analysis.figures.data import figure_data
-from gradlab.analysis.figures.pointing import mark_series, panels_of
+from gradlab.analysis.chart import draw, pointing
 from gradlab.analysis.figures.style import FORMATS, drawing, render
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
+from gradlab.analysis.section import Drawing, Section
 from gradlab.errors import GradlabError
 from gradlab.files import write_all
 from gradlab.formatting import format_counted
@@ -35,78 +34,6 @@ from gradlab.jsonable import plain
 from gradlab.printable import visible
 from gradlab.progress import Progress
 from gradlab.version import VERSION
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure that is not drawn yet.
-
-    draw: makes the figure. It is called inside `gradlab.analysis.figures.style.drawing`.
-    """
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[], Figure]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text cells. The first column names the row.
-
-    title, note: shown above and below it.
-    rows: the cells, one per column.
-    text_columns: number of leading columns that hold words instead of numbers.
-    links: anchors in the page that a row's name leads to, by the names.
-    shades: how dark each cell is, from 0 to 1, by row and column; empty: none is.
-    takes_turns: whether it shares its place with the section's other such tables, of which the reader chooses one.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    text_columns: int = 1
-    links: Mapping[str, str] = field(default_factory=dict)
-    shades: Sequence[Sequence[float]] = ()
-    takes_turns: bool = False
-
-    def linked(self, anchors: Mapping[str, str]) -> Table:
-        """Return the same table whose rows lead to anchors, by the rows' names."""
-        return replace(self, links=anchors)
-
-    def shade(self, row: int, column: int) -> int:
-        """How dark a cell is, in per cent. Numbers from 0, as the template counts them."""
-        return round(100 * self.shades[row][column]) if self.shades else 0
-
-
-@dataclass(frozen=True)
-class Section:
-    """One question with its answer, on a page of its own when printed, or one part of what answers it.
-
-    name: the name of its anchor in the page.
-    parts: what folds out beneath, with all that was measured. A section without parts folds its own tables and figures.
-    of_layer: whether it shows one layer alone.
-    """
-
-    name: str
-    title: str
-    answer: str = ""
-    tables: Sequence[Table] = ()
-    drawings: Sequence[Drawing] = ()
-    parts: Sequence[Section] = ()
-    of_layer: bool = False
-
-    @property
-    def contents(self) -> str:
-        """What folds out: "2 tables and 3 figures"."""
-        parts = [(len(self.tables), "table"), (len(self.drawings), "figure")]
-        return " and ".join(format_counted(count, what) for count, what in parts if count)
-
-    @property
-    def all_drawings(self) -> list[Drawing]:
-        """Its figures, and those of its parts."""
-        return [*self.drawings, *(item for part in self.parts for item in part.all_drawings)]
 
 
 @dataclass(frozen=True)
@@ -151,7 +78,7 @@ def write_page(
     here = default_workers() if isinstance(workers, Cluster) else workers
     drawn = share_out(_drawn, calls, workers=here, what="draw", progress=progress)
     files = {item.name: kinds for item, (kinds, _) in zip(page.drawings, drawn, strict=True)}
-    pointing = {item.name: panels for item, (_, panels) in zip(page.drawings, drawn, strict=True)}
+    pointed = {item.name: panels for item, (_, panels) in zip(page.drawings, drawn, strict=True)}
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]
     head = {
         "gradlab": VERSION,
@@ -164,7 +91,7 @@ def write_page(
     written = {f"figures/{name}.{kind}": content for name, kinds in files.items() for kind, content in kinds.items()}
     written["report.json"] = f"{json.dumps(data, indent=1, allow_nan=False)}\n".encode()
     svgs = {name: kinds["svg"] for name, kinds in files.items()}
-    written["report.html"] = render_html(page, svgs, pointing, data["id"], data["versions"]).encode()
+    written["report.html"] = render_html(page, svgs, pointed, data["id"], data["versions"]).encode()
     try:
         write_all(out, written)
     except OSError as error:
@@ -173,13 +100,11 @@ def write_page(
 
 
 def _drawn(item: Drawing, formats: Sequence[str]) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """Draw a figure: its files' contents by format, with its data as JSON, and its panels for the page's script."""
+    """Draw a figure: its files' contents by format, with its data as CSV, and its panels for the page's script."""
     with drawing():
-        figure = item.draw()
-        shown = json.dumps({"name": item.name, "title": item.title, **figure_data(figure)}, allow_nan=False)
-        mark_series(figure)
-        files = {**render(figure, item.name, formats), "json": shown.encode()}
-        return files, panels_of(figure)
+        figure = draw(item.chart)
+        files = {**render(figure, item.name, formats), "csv": item.chart.csv().encode()}
+        return files, pointing(item.chart, figure)
 
 
 def versions() -> dict[str, str]:
@@ -196,7 +121,7 @@ def identified(data: Mapping[str, Any]) -> dict[str, Any]:
 def render_html(
     page: Page,
     svgs: Mapping[str, bytes],
-    pointing: Mapping[str, Any],
+    pointed: Mapping[str, Any],
     report_id: str,
     computed_with: Mapping[str, str],
 ) -> str:
@@ -218,7 +143,7 @@ def render_html(
             base=base,
             scripts=scripts,
             play=play,
-            pointing=Markup(_in_script(pointing)),
+            pointing=Markup(_in_script(pointed)),
             report_id=report_id,
             versions=computed_with,
         )

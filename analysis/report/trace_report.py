@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.fit.gradiveq import GradiveqFit
+from gradlab.analysis.forecast.decide import WORDS
 from gradlab.analysis.forecast.frontier import Row
 from gradlab.analysis.forecast.local_speed import LocalSpeed
 from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Workers
+from gradlab.analysis.questions.pays import range_cell, trace_brief
+from gradlab.analysis.questions.runs import comparison_sections, comparison_verdict
 from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Page, write_page
-from gradlab.analysis.report.questions import trace_sections
-from gradlab.analysis.report.runs import comparison_sections
-from gradlab.analysis.report.step_times import ended_cell
-from gradlab.analysis.report.verdict import comparison_verdict, trace_brief, trace_verdict
+from gradlab.analysis.report.trace_pages import trace_sections, trace_verdict
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_count
@@ -223,14 +223,19 @@ def playable_data(examination: Examination, trace: Path) -> dict[str, Any] | Non
     first = speed.configurations[0]
     finite = first.bits_per_second if math.isfinite(first.bits_per_second) else 1e12
     plans = {
-        name: {"tapes": of_plan, "text": one.text, "allowed": one.within(speed.max_loss), "ended": ended_cell(one)}
+        name: {
+            "tapes": of_plan,
+            "text": one.text,
+            "allowed": one.within(speed.max_loss),
+            "ended": range_cell(one.ended),
+        }
         for name, of_plan in tapes["plans"].items()
         for one in [speed.judged[name]]
     }
     local = examination.local_steps
     every = 1 if local is None or local.recorded is None else local.recorded
     asked = {"every": every, "nodes": first.nodes, "bits_per_second": finite, "trace": shlex.quote(str(trace))}
-    limit = {"max_loss": f"{100 * speed.max_loss:g}%", "limit": speed.limit}
+    limit = {"words": WORDS, "max_loss": f"{100 * speed.max_loss:g}%", "limit": speed.limit}
     return {**tapes, **asked, **limit, "plans": plans, "cautions": caution_lines(speed.judged.values())}
 
 

@@ -28,10 +28,11 @@ import torch
 from lgc import Setting, load, tasks
 from rows import Row, add, has, read
 
-from gradlab.analysis.figures.information import plot_information_of_nodes
+from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.between_ranks import CORRECTED, measure_between_ranks
 from gradlab.analysis.measure.layer_places import AFTER_ADDITION
+from gradlab.analysis.questions.between import over_iterations
 from gradlab.datasets import Data
 from gradlab.trace import Trace
 
@@ -152,7 +153,7 @@ def main() -> None:
         found = {f"{row['of']} nodes": row["found"] for row in shared}
         with drawing():
             caption = "\n".join(row["drawn_with"] for row in shared)
-            plot_information_of_nodes(found, caption).savefig(chosen.information)
+            draw(over_iterations(found, caption)).savefig(chosen.information)
     if chosen.table:
         print(information_table(shared))
         print(claim_table(claim))

@@ -128,7 +128,7 @@ def _report(out: Path, runs: Mapping[str, TrainReport], offline: Offline, progre
 def _print(runs: Mapping[str, TrainReport], offline: Offline, page: Path) -> None:
     import json
 
-    from gradlab.analysis.report.tables import comparison_table
+    from gradlab.analysis.questions.runs import comparison_table
 
     OUT.print(json.loads((page.parent / "report.json").read_text("utf-8"))["verdict"], markup=False)
     for line in offline.fit.warnings:

@@ -92,12 +92,13 @@ def evaluate(
         found = replays_of(named, plans, opened, start=start, stop=stop, workers=sharing, progress=progress)
         replays = {one.title: found[one.words] for one in named}
         if cycle is not None:
-            from gradlab.analysis.figures.cycle import plot_cycle
+            from gradlab.analysis.chart import draw
+            from gradlab.analysis.questions.slices import cycle_chart
             from gradlab.analysis.replay.cycle import training_cycle
 
             [plan] = plans.values()
             iterations = training_cycle(opened, plan, start=start, stop=stop, progress=progress)
-            write_figure(lambda: plot_cycle(iterations), cycle)
+            write_figure(lambda: draw(cycle_chart(iterations)), cycle)
         page = None
         if out is not None:
             page = write_trace_report(
@@ -143,9 +144,8 @@ def print_replays(replays: Mapping[str, Replay]) -> None:
     Args:
         replays: by the plan's name.
     """
+    from gradlab.analysis.questions.accuracy import ranking_line, replay_table, replay_verdict
     from gradlab.analysis.replay.ranking import ranking_stability
-    from gradlab.analysis.report.tables import replay_table
-    from gradlab.analysis.report.verdict import ranking_line, replay_verdict
 
     written = {name: result.to_json() for name, result in replays.items()}
     OUT.print(replay_verdict(written), markup=False)

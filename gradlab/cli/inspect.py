@@ -112,9 +112,10 @@ def _show_spans(
         require_figure(out, overwrite)
     steps = {name: read_step(file, rank, step) for name, file in _named(files).items()}
     if out is not None:
-        from gradlab.analysis.figures.chrome_trace import plot_timelines
+        from gradlab.analysis.chart import draw
+        from gradlab.analysis.questions.timeline import timelines_chart
 
-        write_figure(lambda: plot_timelines(steps), out)
+        write_figure(lambda: draw(timelines_chart(steps)), out)
     times = {name: spans.times for name, spans in steps.items()}
     if as_json:
         print_json(times)

@@ -118,9 +118,10 @@ def predict(
         )
         local = None if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
     if out is not None:
-        from gradlab.analysis.figures.forecast import plot_step_time
+        from gradlab.analysis.chart import draw
+        from gradlab.analysis.questions.pays import step_time_chart
 
-        write_figure(lambda: plot_step_time(result), out)
+        write_figure(lambda: draw(step_time_chart(result)), out)
     if as_json and local is not None:
         print_json({**result.to_json(), "local_steps": [one.to_json(numbers or ()) for one in local]})
     elif as_json:

@@ -80,8 +80,9 @@ def recommend(
     """
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.forecast.candidates import without
+    from gradlab.analysis.forecast.decide import NOTHING
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
-    from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, NOTHING, require_computing
+    from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, require_computing
     from gradlab.analysis.forecast.recommendation import recommend as choose
     from gradlab.analysis.outputs import require_free
     from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
@@ -262,7 +263,7 @@ def _nodes_and_ranks(text: str) -> tuple[int, int]:
 def _plan_to_write(found: Recommendation, plans: Mapping[str, Plan], nodes_of_several: bool) -> str | None:
     """Name the plan of the artifact: the one recommended; of 16 bits between nodes of several ranks that of `cast`."""
     from gradlab.analysis.forecast.candidates import HALF_PLAN
-    from gradlab.analysis.forecast.recommendation import HALF
+    from gradlab.analysis.forecast.decide import HALF
 
     half = found.decision == HALF and nodes_of_several and HALF_PLAN in plans
     return HALF_PLAN if half else found.plan

@@ -1350,9 +1350,9 @@ MUTANTS = (
         what="A plan is recommended though some similar methods ended above what is allowed.",
     ),
     Mutant(
-        file="analysis/forecast/recommendation.py",
-        old="(best is None or at.no_faster_than_16_bits(best))",
-        new="best is None",
+        file="analysis/forecast/speed.py",
+        old="or (half and self.no_faster_than_16_bits(self.closest))",
+        new="",
         tests=("tests/analysis/forecast/test_recommendation.py",),
         what="A plan is recommended where plain 16-bit reduction is about as fast.",
         select="16_bits_are_the_answer",
@@ -1403,7 +1403,7 @@ MUTANTS = (
         select="qsgd",
     ),
     Mutant(
-        file="analysis/figures/pointing.py",
+        file="analysis/chart.py",
         old="(1 - place.y1) * height",
         new="place.y0 * height",
         tests=("tests/analysis/report/test_questions.py",),
@@ -1411,7 +1411,7 @@ MUTANTS = (
         select="read_off",
     ),
     Mutant(
-        file="analysis/report/layer_matrix.py",
+        file="analysis/questions/layer_matrix.py",
         old="return math.log(value / min(known)) / math.log(max(known) / min(known))",
         new="return 1 - math.log(value / min(known)) / math.log(max(known) / min(known))",
         tests=("tests/analysis/report/test_questions.py",),

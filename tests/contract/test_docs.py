@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from contract import test_contract, test_glossary, test_theory
 from gradlab import codecs, wrappers
-from gradlab.analysis.report import tables
+from gradlab.analysis.questions import accuracy, runs
 from gradlab.catalog import codec_facts
 from gradlab.cli import predict as predict_module
 from gradlab.cli.main import app
@@ -201,7 +201,7 @@ def test_the_page_of_numbers_defines_every_figure() -> None:
     columns = {
         head for node in predict for found in test_glossary._columns(node) for head in test_glossary._texts(found)
     }
-    columns |= {*tables._REPLAY_COLUMNS, *tables._COMPARISON_COLUMNS}
+    columns |= {*accuracy.REPLAY_COLUMNS, *runs.COMPARISON_COLUMNS}
     named = {"plan", "method", "nodes", "link", "H"}  # they are no figures
     assert not columns - named - set(re.findall(r'"([^"]+)"', page))
 

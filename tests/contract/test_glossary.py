@@ -12,7 +12,14 @@ from pathlib import Path
 from gradlab.runtime.engine.statistics import StepRecord
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
-PACKAGES = ("gradlab.cli", "gradlab.cli.fit", "gradlab.cli.train", "gradlab.analysis.report", "gradlab.runtime")
+PACKAGES = (
+    "gradlab.cli",
+    "gradlab.cli.fit",
+    "gradlab.cli.train",
+    "gradlab.analysis.questions",
+    "gradlab.analysis.report",
+    "gradlab.runtime",
+)
 # The argument that holds a table's columns, by the function that makes one.
 MAKERS = {"print_table": 1, "Table": 1, "_table": 0}
 COLUMNS = re.compile(r"columns|header|head|\w*_COLUMNS|HEADER")

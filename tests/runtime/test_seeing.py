@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradlab.analysis.figures.chrome_trace import plot_timelines
+from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing, render
+from gradlab.analysis.questions.timeline import timelines_chart
 from gradlab.chrome_trace import LANES, read_step
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
@@ -89,7 +90,7 @@ def test_a_trace_is_read_again_and_drawn(pool: ProcessPool, tmp_path: Path) -> N
         assert times.hidden_seconds + times.exposed_seconds == pytest.approx(times.network_seconds)
         assert times.seconds == pytest.approx((max(e["ts"] + e["dur"] for e in events) - first) / 1e6, abs=slack)
     with drawing():
-        figure = plot_timelines({"one": read_step(file, 0), "two": read_step(file, 1)})
+        figure = draw(timelines_chart({"one": read_step(file, 0), "two": read_step(file, 1)}))
         assert [panel.get_title("left").split(":")[0] for panel in figure.axes] == ["one", "two"]
         legend = {text.get_text() for text in figure.legends[0].get_texts()}
         assert {"backward", "encode", "decode", "a ring's segment", "network"} <= legend

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradlab.analysis.figures.methods import plot_tradeoff, plot_training
-from gradlab.analysis.report.tables import comparison_table
+from gradlab.analysis.questions.runs import comparison_table, comparison_verdict, tradeoff_chart, training_chart
 from gradlab.analysis.report.trace_report import write_comparison
-from gradlab.analysis.report.verdict import comparison_verdict
 from gradlab.cli.train.outcome import RankOutcome, run_report
 from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, LogitMetric
 from gradlab.metric import Metric, final_score, metric_of, scores
@@ -102,14 +100,14 @@ def test_tables_and_figures_are_in_the_terms_of_the_metric(
     table = comparison_table(runs, {})
     assert table.columns[:2] == ("method", column)
     assert [row[1] for row in table.rows] == cells
-    figure = plot_training(runs)
+    _, tested = training_chart(runs).panels
     factor = 100 if metric is ACCURACY else 1
-    drawn = [line.get_ydata() for line in figure.axes[1].get_lines()]
+    drawn = [mark.y for mark in tested.marks]
     expected = [[0.9, 0.75], [0.9, math.nan if metric is PERPLEXITY else 0.5]]
     assert np.allclose(drawn, factor * np.array(expected), equal_nan=True)
     unit = ", %" if metric is ACCURACY else ""
-    assert figure.axes[1].get_ylabel() == f"test {metric.name}{unit}"
-    assert plot_tradeoff({"dense": runs["dense"]}).axes[0].get_ylabel() == f"final test {metric.name}{unit}"
+    assert tested.y == f"test {metric.name}{unit}"
+    assert tradeoff_chart({"dense": runs["dense"]}).panels[0].y == f"final test {metric.name}{unit}"
     page = write_comparison(tmp_path / "report", runs=runs, replays={})
     report = json.loads((page.parent / "report.json").read_text())
     assert f"Training: loss and {metric.name}" in [figure["title"] for figure in report["figures"]]

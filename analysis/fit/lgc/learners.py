@@ -10,13 +10,12 @@ from statistics import fmean
 import torch
 
 from gradlab.analysis.fit.lgc.selections import Selections
-from gradlab.codec import Tensors, seeded_generator
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import LgcServer, innovations_of
 from gradlab.coding.positions import index_bytes
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes, broadcast_wire_bytes
-from gradlab.learning.autoencoder import Architecture, Loss, gradient_of, optimized, ring_loss, server_loss
+from gradlab.learning.autoencoder import Architecture, Loss, ring_loss, server_loss
 from gradlab.learning.selection import LearnedSettings, padded
 
 _MEAN = Loss("mean")
@@ -158,20 +157,6 @@ class ServerLearner(Learner):
 
 def _scale_bytes(settings: LearnedSettings, numels: Sequence[int]) -> int:
     return 4 * len(numels) * (settings.normalise == "layer")
-
-
-def reconstruction_errors(
-    learner: Learner, selections: Selections, *, optimizer: str = "adam", learning_rate: float = 1e-3, seed: int = 0
-) -> list[float]:
-    """Learn online as LGC does (Fig. 14); return each iteration's error before its step, as a share of zeros'."""
-    generator, errors, state = seeded_generator("lgc", seed), [], Tensors()
-    inputs, weights = learner.inputs(selections), learner.architecture.initial(generator)
-    for index in range(len(inputs)):
-        here = inputs.at(torch.tensor([index]))
-        errors.append(learner.error(weights, here))
-        _, gradient = gradient_of(lambda w, x=here: learner.loss(w, x, generator), weights)  # type: ignore[misc]
-        weights, state = optimized(optimizer, learning_rate, weights, gradient, state)
-    return errors
 
 
 def learner_of(pattern: str, settings: dict[str, object], numels: Sequence[int], world_size: int) -> Learner:

@@ -394,43 +394,35 @@ const gradlabForecast = (() => {
 
   const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-  // The fastest plan, the fastest that is allowed, and 16 bits; or not to compress.
+  // What to take, and the fastest plan where that is another one: gradlab.analysis.forecast.decide, whose words are given.
   // judged: by plan, { text, allowed }, what replays say; limit: the allowed loss in prose.
-  function verdict(times, network, judged, limit, every = 1) {
-    const nodes = counted(network.nodes, "node");
-    const steps = every > 1 ? ` with an exchange after every ${every} steps` : "";
-    const where = `at ${spellRate(network.link.bits_per_second)} between ${nodes}${steps}`;
+  function verdict(times, network, words, judged, limit, every = 1) {
+    const { dense, half } = times;
     const fastestOf = (names) => {
       const name = names.reduce((best, one) => (times.plans[one] < times.plans[best] ? one : best), names[0]);
-      const saves = name === undefined ? 0 : 1 - times.plans[name] / times.dense;
-      return saves > SPEED_NOISE ? [name, saves] : [null, 0];
+      return name !== undefined && 1 - times.plans[name] / dense > SPEED_NOISE ? name : null;
     };
     const names = Object.keys(times.plans);
-    const [fastest, saves] = fastestOf(names);
-    const upper = (text) => text[0].toUpperCase() + text.slice(1);
-    const halfSaves = 1 - times.half / times.dense;
-    if (fastest === null && halfSaves > SPEED_NOISE) {
-      const most = `no plan saves more than ${formatPercent(SPEED_NOISE)}`;
-      return upper(`${where} take plain 16 bits, which save ${formatPercent(halfSaves)} of a step: ${most}.`);
+    const fastest = fastestOf(names), closest = fastestOf(names.filter((name) => judged[name].allowed));
+    const halfSaves = 1 - half / dense > SPEED_NOISE;
+    const slower = closest === null || (halfSaves && times.plans[closest] >= (1 - SPEED_NOISE) * half);
+    const plan = slower ? null : closest;
+    const seconds = plan !== null ? times.plans[plan] : halfSaves ? half : dense;
+    const steps = every > 1 ? ` with an exchange after every ${every} steps` : "";
+    const at = `${spellRate(network.link.bits_per_second)} between ${counted(network.nodes, "node")}`;
+    const filled = (text, name, time) => {
+      const values = {
+        where: `At ${at}${steps}`, plan: name, seconds: formatSeconds(time), dense: formatSeconds(dense),
+        half: formatSeconds(half), saved: formatPercent(1 - time / dense), noise: formatPercent(SPEED_NOISE), limit,
+        judged: name === null ? "" : judged[name].text,
+      };
+      return text.replace(/\{(\w+)\}/g, (_, key) => values[key]);
+    };
+    const lines = [filled(words[plan !== null ? "compress" : halfSaves ? "16 bits" : "do not compress"], plan, seconds)];
+    if (fastest !== null && fastest !== closest && times.plans[fastest] < (1 - SPEED_NOISE) * seconds) {
+      lines.push(filled(words.refused, fastest, times.plans[fastest]));
     }
-    if (fastest === null) {
-      return upper(`${where} do not compress: no plan saves more than ${formatPercent(SPEED_NOISE)} of a step.`);
-    }
-    const seconds = times.plans[fastest];
-    const parts = [
-      `${where}, ${fastest} is the fastest and saves ${formatPercent(saves)} of a step ` +
-        `(${formatSeconds(seconds)} instead of ${formatSeconds(times.dense)}); ${judged[fastest].text}`,
-    ];
-    const [closest, closestSaves] = fastestOf(names.filter((name) => judged[name].allowed));
-    if (closest !== null && closest !== fastest) {
-      parts.push(`with ${limit}, ${closest} saves ${formatPercent(closestSaves)}, and ${judged[closest].text}`);
-    }
-    const beside = seconds >= (1 - SPEED_NOISE) * times.half ? ", which is about as fast or faster" : "";
-    parts.push(
-      "plain 16-bit reduction, which loses next to nothing, saves " +
-        `${formatPercent(1 - times.half / times.dense)} (${formatSeconds(times.half)})${beside}`,
-    );
-    return upper(`${parts.join("; ")}.`);
+    return lines.join(" ");
   }
 
   return { planStep, denseSteps, stepTimes, verdict, formatSeconds, formatPercent, spellRate, significant };

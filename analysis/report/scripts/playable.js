@@ -250,7 +250,7 @@
     }
     const on = network(), here = times(on);
     const assumed = `Computing a step is taken to last ${formatSeconds(chosen.compute)}.`;
-    const said = gradlabForecast.verdict(here, on, data.plans, data.limit, chosen.every);
+    const said = gradlabForecast.verdict(here, on, data.words, data.plans, data.limit, chosen.every);
     answer.textContent = [said, assumed, ...cautions()].join(" ");
     showTable(here);
     showCommand();

@@ -421,9 +421,10 @@ class Lgreco(Method):
     def _drawings(self, fit: LgrecoFit) -> list[Callable[[], Figure]]:
         if not self.figure:
             return []
-        from gradlab.analysis.figures.layer_plans import plot_layers  # loads matplotlib
+        from gradlab.analysis.chart import draw  # loads matplotlib
+        from gradlab.analysis.questions.layer_plans import layers_chart
 
-        return [partial(plot_layers, fit.provenance)]
+        return [partial(draw, layers_chart(fit.provenance))]
 
 
 @dataclass(frozen=True)
@@ -490,9 +491,10 @@ class Lgc(Method):
     def _drawings(self, fit: LgcFit) -> list[Callable[[], Figure]]:
         if not self.figure:
             return []
-        from gradlab.analysis.figures.lgc import plot_fit
+        from gradlab.analysis.chart import draw
+        from gradlab.analysis.questions.lgc import fit_chart
 
-        return [partial(plot_fit, fit.measured)]
+        return [partial(draw, fit_chart(fit.measured))]
 
 
 @dataclass(frozen=True)

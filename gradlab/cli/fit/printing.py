@@ -33,8 +33,7 @@ def print_comparison(compared: AtEqualBytes) -> None:
 
 def print_gradiveq(measured: GradiveqMeasurement) -> None:
     """Print whether the fit holds; per layer K, d and the loss where it was fitted and later; and the loss by age."""
-    from gradlab.analysis.report.tables import fit_table
-    from gradlab.analysis.report.verdict import fit_verdict
+    from gradlab.analysis.questions.slices import fit_table, fit_verdict
     from gradlab.formatting import format_percent
 
     OUT.print(fit_verdict(measured), markup=False)
@@ -61,8 +60,7 @@ def print_gradiveq(measured: GradiveqMeasurement) -> None:
 
 def print_lgc(measured: LgcMeasurement) -> None:
     """Print whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
-    from gradlab.analysis.report.tables import selection_table
-    from gradlab.analysis.report.verdict import lgc_verdict, lgc_warnings
+    from gradlab.analysis.questions.lgc import lgc_verdict, lgc_warnings, selection_table
     from gradlab.formatting import format_percent
 
     OUT.print(lgc_verdict(measured), markup=False)
@@ -79,8 +77,7 @@ def print_lgc(measured: LgcMeasurement) -> None:
 
 def print_layer_plan(provenance: LgrecoProvenance) -> None:
     """Print whether the plan pays, and what every layer got beside the uniform plan's setting."""
-    from gradlab.analysis.report.tables import layer_plan_table
-    from gradlab.analysis.report.verdict import layer_plan_verdict
+    from gradlab.analysis.questions.layer_plans import layer_plan_table, layer_plan_verdict
 
     OUT.print(layer_plan_verdict(provenance), markup=False)
     if provenance.sample is not None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING
 from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
-from gradlab.analysis.forecast.recommendation import BOLD, COMPRESS, HALF, NOTHING, Recommendation, recommend
+from gradlab.analysis.forecast.recommendation import BOLD, Recommendation, recommend
 from gradlab.analysis.forecast.speed import forecast_speed
 from gradlab.artifact import Artifact
 from gradlab.cli.network_options import MAX_LOSS_TEXT, share_of_loss
@@ -130,14 +131,13 @@ def test_a_report_takes_what_is_recommended_on_every_link(plans: tuple[str, ...]
         network = Network([Link(10 ** (exponent / 4), 1e-5)], (8,), COMPUTING)
         speed = forecast_speed(chosen, replays, network, max_loss=0.01)  # type: ignore[arg-type]
         found = recommend(speed)
-        taken = {COMPRESS: f"take {found.plan}: ", HALF: "take plain 16 bits: ", NOTHING: "do not compress: "}
-        other = "saves time."  # where a plan that is not allowed would
-        assert taken[found.decision] in speed.brief or (found.decision == NOTHING and other in speed.brief)
-        if not speed.configurations[0].pays:
-            assert taken[found.decision].rstrip(": ") in speed.verdict
-        seen.add((found.decision, speed.configurations[0].takes_16_bits))
-    assert (NOTHING, False) in seen
-    assert (HALF, True) in seen
+        decision = speed.decisions[0]
+        assert (decision.take, decision.plan, decision.seconds) == (found.decision, found.plan, found.seconds)
+        assert decision.why in found.text
+        assert decision.why in speed.brief
+        assert decision.why in speed.verdict
+        seen.add(found.decision)
+    assert {NOTHING, HALF} <= seen
 
 
 def test_no_answer_without_the_time_of_computing_or_for_several_links() -> None:

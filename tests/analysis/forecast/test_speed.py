@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from gradlab.analysis.figures.data import figure_data
+from gradlab.analysis.chart import Chart, Mark, Panel, lines
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import candidates, usual_plans
+from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING
 from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
@@ -22,9 +23,10 @@ from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.look import QUICK, Bounded
 from gradlab.analysis.report.page import inline_svg
-from gradlab.analysis.report.questions import trace_sections
+from gradlab.analysis.report.trace_pages import trace_sections
 from gradlab.analysis.report.trace_report import write_trace_report
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_seconds
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -40,6 +42,12 @@ SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
 COMPUTING = Profile(0.01, "as given")
 
 
+def shown(page: Path, figure: str) -> list[dict[str, str]]:
+    """Read the data of a report's figure: a row per value."""
+    with (page.parent / "figures" / f"{figure}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def forecast_topk(
     cosine: float | None,
     nodes: tuple[int, ...] = (8,),
@@ -51,51 +59,48 @@ def forecast_topk(
     return forecast_speed(plans, replayed, Network([SLOW, FAST], nodes, profile))  # type: ignore[arg-type]
 
 
-def test_the_verdict_names_where_a_plan_saves_time_and_where_none_does() -> None:
-    forecast = forecast_topk(0.9)
-    verdict = forecast.verdict
-    assert verdict.startswith("At 1 Mbit/s between 8 nodes, top-k 1 % is the fastest and saves ")
-    assert "its update has a cosine of 0.90 with the true mean as replayed" in verdict
-    assert "; at 1 Tbit/s between 8 nodes do not compress: no plan saves more than 5 % of a step" in verdict
+def test_the_verdict_says_what_to_take_on_each_link() -> None:
+    forecast = forecast_topk(0.9999)
     slow, fast = forecast.configurations
-    assert slow.pays
-    assert not fast.pays
+    seconds = format_seconds(slow.seconds["top-k 1 %"])
+    assert forecast.verdict.startswith(f"At 1 Mbit/s between 8 nodes compress with top-k 1 %: a step takes {seconds} ")
+    assert "its update has a cosine of 1.00 with the true mean as replayed" in forecast.verdict
+    assert " At 1 Tbit/s between 8 nodes do not compress: no plan with " in forecast.verdict
+    assert [one.take for one in forecast.decisions] == [COMPRESS, NOTHING]
     assert (fast.fastest, fast.fastest_saves) == (None, 0.0)
     assert slow.fastest_saves == pytest.approx(1 - slow.seconds["top-k 1 %"] / slow.dense_seconds)
-    assert f"saves {100 * slow.half_saves:.0f} %" in verdict
     assert slow.half_saves == pytest.approx(1 - slow.half_seconds / slow.dense_seconds)
+    assert forecast.decisions[0].seconds == slow.seconds["top-k 1 %"]
 
 
-def test_the_verdict_says_where_plain_16_bit_reduction_is_as_fast() -> None:
+def test_where_plain_16_bit_reduction_is_as_fast_it_is_taken() -> None:
     plans = {"16-bit floats": Plan.uniform(LAYERS, "cast")}
     forecast = forecast_speed(plans, {"16-bit floats": Replayed(1.0)}, Network([SLOW], (2,), COMPUTING))  # type: ignore[dict-item]
     assert forecast.configurations[0].no_faster_than_16_bits("16-bit floats")
-    assert "plain 16-bit reduction, which loses next to nothing, saves" in forecast.verdict
-    assert forecast.verdict.endswith(", which is about as fast or faster.")
+    assert (forecast.decisions[0].take, forecast.decisions[0].refused) == (HALF, "")
+    assert "reduce gradients in plain 16 bits" in forecast.verdict
 
 
 @pytest.mark.parametrize("memory", [False, True])
 @pytest.mark.parametrize("cosine", [-0.2, 0.1, 0.49, 0.51, 0.94, 0.96])
-def test_no_cosine_alone_forbids_compression(cosine: float, memory: bool) -> None:
-    """The fastest plan is named with its range, whatever its cosine."""
+def test_the_fastest_plan_is_named_with_its_range_whatever_its_cosine(cosine: float, memory: bool) -> None:
     forecast = forecast_topk(cosine, memory=memory, length=4 if memory else 1)
     slow = forecast.configurations[0]
     judged = forecast.judged["top-k 1 %"]
     assert slow.fastest == "top-k 1 %"
     assert (slow.closest == "top-k 1 %") == judged.within(MAX_LOSS)
-    assert f"; {judged.text}; plain 16-bit reduction" in forecast.verdict
+    assert f"; {judged.text}." in forecast.verdict or f": {judged.text}." in forecast.verdict
     assert judged.ended is None or f"of our trainings like that ended {judged.ended.text} in loss" in judged.text
     assert ("summed over 4 steps" in forecast.verdict) == memory
 
 
-def test_a_plan_whose_like_trained_as_dense_is_named_beside_a_faster_one() -> None:
+def test_a_plan_whose_like_trained_as_dense_is_taken_before_a_faster_one() -> None:
     plans = {"top-k 1 %": Plan.uniform(LAYERS, "topk", density=0.01), "int8": Plan.uniform(LAYERS, "block_scaled")}
     replayed = {"top-k 1 %": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999)}
     forecast = forecast_speed(plans, replayed, Network([SLOW], (2,), COMPUTING))  # type: ignore[arg-type]
-    (slow,) = forecast.configurations
-    assert (slow.fastest, slow.closest) == ("top-k 1 %", "int8")
-    named = f"; with at most 1 % worse loss (--max-loss), int8 saves {100 * slow.closest_saves:.0f} %, and its update"
-    assert f"{named} has a cosine of 1.00" in forecast.verdict
+    (slow,), (found,) = forecast.configurations, forecast.decisions
+    assert (slow.fastest, slow.closest, found.plan) == ("top-k 1 %", "int8", "int8")
+    assert found.refused.startswith(f"top-k 1 % would save {100 * slow.fastest_saves:.0f} %, at a larger loss: its")
     assert slow.closest_saves == pytest.approx(1 - slow.seconds["int8"] / slow.dense_seconds)
 
 
@@ -119,11 +124,6 @@ def test_without_computing_time_nothing_is_promised() -> None:
         "Whether compression pays cannot be told without the time of computing (--compute-seconds"
     )
     assert "at 1 Mbit/s between 8 nodes the exchange alone takes" in verdict
-
-
-def test_configurations_are_told_apart_by_nodes() -> None:
-    verdict = forecast_topk(0.9, nodes=(2, 8)).verdict
-    assert "at 1 Tbit/s between 2 nodes, at 1 Tbit/s between 8 nodes do not compress" in verdict
 
 
 def test_speeds_in_prose() -> None:
@@ -169,9 +169,8 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     for name, seconds in data["payoff"]["places"][0]["seconds"].items():
         judged = data["payoff"]["judged"][name]
         assert (rows[name]["seconds"], rows[name]["cosine"]) == (seconds, judged["cosine"])
-    (drawn,) = json.loads((page.parent / "figures" / "frontier.json").read_text())["panels"]
-    points = [x for series in drawn["series"] if series["label"] in candidates(LAYERS) for x in series["x"]]
-    assert points == pytest.approx([row["seconds"] for row in data["frontier"]], rel=1e-5)
+    drawn = [row for row in shown(page, "frontier") if row["series"] in candidates(LAYERS)]
+    assert [float(row["x"]) for row in drawn] == pytest.approx([row["seconds"] for row in data["frontier"]], rel=1e-5)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
     assert data["payoff"]["places"][0].keys() == {
         "nodes", "bits_per_second", "dense_seconds", "dense_way", "half_seconds", "seconds", "fastest",
@@ -194,14 +193,11 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     anchors = [*asked, "between", "noise", "limits", "within", "layers", "layer-0", "layer-1", "layer-2"]
     positions = [text.index(f'<section id="{name}"') for name in anchors]
     assert positions == sorted(positions)
-    assert text.index(data["verdict"].split(",")[0]) < positions[0]
+    assert text.index(data["brief"].split(",")[0]) < positions[0]
     assert len(text) < 2_500_000
-    shown = json.loads((page.parent / "figures" / "lgc_claim.json").read_text())
-    assert shown["panels"][0]["rows"][0] == "stem (first)"
-    labels = {series["label"]: series for series in shown["panels"][0]["series"]}
+    claimed = [float(row["x"]) for row in shown(page, "lgc_claim") if row["series"] == "information of the pair"]
     histograms = [layer["histograms"]["4294967296"] for layer in data["between_nodes"]["layers"]]
-    expected = [np.mean(histogram["information"]) for histogram in histograms]
-    assert labels["information of the pair"]["x"] == pytest.approx(expected, rel=1e-5)
+    assert claimed == pytest.approx([np.mean(histogram["information"]) for histogram in histograms], rel=1e-5)
 
 
 def test_a_quick_look_says_what_it_left_out(tmp_path: Path) -> None:
@@ -218,7 +214,7 @@ def test_a_quick_look_says_what_it_left_out(tmp_path: Path) -> None:
     assert data["look"]["quick"] is True
     assert len(data["spectrum"]["steps"]) == 32
     files = {path.suffix for path in (page.parent / "figures").iterdir()}
-    assert (files, ".pdf" in text) == ({".svg", ".json"}, False)
+    assert (files, ".pdf" in text) == ({".svg", ".csv"}, False)
     assert all(section.split("</section>")[0].count("<figure>") <= 1 for section in text.split("<section")[1:])
 
 
@@ -283,26 +279,19 @@ def test_a_trace_of_one_rank_says_what_it_cannot(tmp_path: Path) -> None:
 # --- figures as data --------------------------------------------------------------------------------------------------
 
 
-def test_figure_data_is_what_was_drawn() -> None:
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
-    left.plot([1, 2, 3], [0.1, np.nan, 1 / 3], label="line")
-    left.set(title="t", xlabel="x", ylabel="y", yscale="log")
-    right.barh(["a", "b"], [1.0, 2.0])
-    data = figure_data(figure)
-    first, second = data["panels"]
-    assert (first["title"], first["x"], first["y"], first["y_scale"]) == ("t", "x", "y", "log")
-    assert first["series"] == [{"label": "line", "x": [1.0, 2.0, 3.0], "y": [0.1, None, 0.333333]}]
-    assert [bar[2] for bar in second["bars"]] == [1.0, 2.0]
-    left.axhline(0.5)
-    left.axvspan(1, 2)
-    left.errorbar([1, 2], [3, 4], yerr=[[1, 1], [1, 1]], label="estimate")
-    again = figure_data(figure)["panels"][0]
-    assert [series["label"] for series in again["series"]] == ["line", "estimate"]
-    assert len(again["references"]) == 1
-    assert "bars" not in again
-    assert second["rows"] == ["a", "b"]
-    json.dumps(data, allow_nan=False)
+def test_a_chart_is_written_value_by_value() -> None:
+    heat = Mark("heat", y=[[1.0, 2.0], [3.0, None]])
+    bars = Mark("bars", [2.0], [0], "a, b", ends=([1.0],))
+    chart = Chart([Panel([lines([1, 2], [0.1, 1 / 3], label="line"), bars], title="t"), Panel([heat])])
+    assert chart.csv().splitlines()[1:] == [
+        "t,line,1,0.1,,,",
+        "t,line,2,0.333333,,,",
+        't,"a, b",2,0,1,,',
+        "2,,0,0,,,1",
+        "2,,1,0,,,2",
+        "2,,0,1,,,3",
+        "2,,1,1,,,",
+    ]
 
 
 def test_places_lose_digits_and_words_do_not() -> None:

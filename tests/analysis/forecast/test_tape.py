@@ -13,6 +13,7 @@ import pytest
 import quickjs
 
 from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.decide import WORDS
 from gradlab.analysis.forecast.endings import MAX_LOSS, ended_at, loss_limit_text
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
@@ -147,7 +148,8 @@ def test_words_are_the_reports_own(script: Any) -> None:
         network = Network([link], [8], Profile(seconds, "as given"))
         expected = SpeedForecast(network, judged, {}, (_configuration(8, pairs, judged),)).verdict
         on = network_of(scaled["topk"], link)
-        assert script("verdict", script("stepTimes", tapes, on), on, words, loss_limit_text(MAX_LOSS)) == expected
+        times = script("stepTimes", tapes, on)
+        assert script("verdict", times, on, WORDS, words, loss_limit_text(MAX_LOSS)) == expected
         said.add(expected[:40])
     assert len(said) > 4
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from gradlab.analysis.figures.layer_plans import plot_sensitivity
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link
@@ -466,10 +465,6 @@ def test_losses_differ_where_a_layer_is_compressed() -> None:
     with pytest.raises(GradlabError, match="at least three layers"):
         correlations(errors[:2], list(sensitivity.differences.values())[:2])
     assert np.isnan(correlations([np.ones(1)] * 3, [np.zeros(1)] * 3)["pearson"]).all()
-    row = {"checkpoint": 50, "varied": "rank", "settings": [1, 4], "correlations": measured}
-    figure = plot_sensitivity([row | {"errors": errors, "differences": list(sensitivity.differences.values())}])
-    assert figure.axes[0].lines[0].get_ydata() == pytest.approx(measured["pearson"])
-    assert len(figure.axes[1].lines[0].get_xdata()) == len(candidates)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

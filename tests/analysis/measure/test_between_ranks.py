@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.figures.information import plot_information_of_nodes
+from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.agreement import index_overlap
 from gradlab.analysis.measure.between_ranks import (
@@ -45,8 +45,8 @@ from gradlab.analysis.measure.noise_scale import (
 )
 from gradlab.analysis.measure.rate_distortion import rate_at
 from gradlab.analysis.measure.spectrum import measure_spectrum
+from gradlab.analysis.questions.between import between_ranks_section, over_iterations
 from gradlab.analysis.replay import replay
-from gradlab.analysis.report.between_ranks import between_ranks_section
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer, flatten
@@ -121,7 +121,7 @@ def test_a_drift_and_a_missing_interval_are_said_in_the_report(tmp_path: Path) -
     assert set(rows) == {"excess: copula", "excess: nearest neighbours", "cosine"}
     assert rows["cosine"].startswith(f"no interval: {cosine.refused}; drifts from 0.1")
     assert section.tables[0].rows[0][5].endswith(" [no interval]")
-    section.drawings[0].draw()
+    draw(section.drawings[0].chart)
 
 
 def test_the_papers_histogram_cannot_tell_them_apart(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_nodes_beside_each_other_are_drawn_as_measured(tmp_path: Path) -> None:
         with record_layer(tmp_path / f"{nodes}", planted(0.6, nodes=nodes), LAYER) as trace:
             between[f"{nodes} nodes"] = measure_between_ranks(trace, QUICK).to_json()
     with drawing():
-        figure = plot_information_of_nodes(between, "what it was drawn with")
+        figure = draw(over_iterations(between, "what it was drawn with"))
     above, below = figure.axes[:2], figure.axes[2:]
     assert [axis.get_title("left") for axis in above] == list(between)
     for column, (high, low) in enumerate(zip(above, below, strict=True)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.figures.sign_blocks import plot_sign_blocks, plot_sign_statistics
+from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.measure.sign_blocks import (
     bits_per_iteration,
@@ -23,6 +23,7 @@ from gradlab.analysis.measure.sign_blocks import (
     share_out_blocks,
     variation,
 )
+from gradlab.analysis.questions.signs import sign_drawings
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -132,8 +133,8 @@ def test_a_trace_gives_figure_1_and_blocks(tmp_path: Path) -> None:
     with Trace(tmp_path / "trace") as trace:
         assert measure_sign_blocks(trace).window == 1
     with drawing():
-        for plot in (plot_sign_statistics, plot_sign_blocks):
-            assert b"<svg" in render(plot(measured.to_json()), "figure")["svg"]
+        for item in sign_drawings(measured.to_json()):
+            assert b"<svg" in render(draw(item.chart), "figure")["svg"]
 
 
 def test_what_is_zero_or_not_finite_is_left_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from gradlab.analysis.measure.spectrum import (
     slice_of_column,
     spread,
 )
-from gradlab.analysis.report.verdict import fit_verdict
+from gradlab.analysis.questions.slices import fit_verdict
 from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.errors import GradlabError

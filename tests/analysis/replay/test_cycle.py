@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from gradlab.analysis.figures.cycle import plot_cycle, plot_loss_over_time
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.analysis.questions.slices import cycle_chart, loss_over_time_chart
 from gradlab.analysis.replay.cycle import loss_over_time, recorded_losses, training_cycle
 from gradlab.artifact import Artifact
 from gradlab.codecs.gradiveq import GradiVeQ
@@ -40,7 +40,7 @@ def test_the_phases_of_a_cycle(tmp_path: Path, complement: float) -> None:
         assert cycle.layers[layer.name].fitted_slices == tuple((m,) for m in range(0, slices, 2))
     together = [all(layer.phases[n] == "compressed" for layer in cycle.layers.values()) for n in range(20)]
     assert cycle.all_compressed().tolist() == together
-    assert len(plot_cycle(cycle).axes) == len(plan.groups)
+    assert len(cycle_chart(cycle).panels) == len(plan.groups)
 
 
 def test_other_codecs_are_dense_and_then_compressed(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_time_is_the_sum_of_steps(compressed: list[bool], dense: float, seconds:
         spent += seconds if fast else dense
         assert curve.seconds[at] == pytest.approx(spent)
     assert curve.loss == tuple(losses)
-    assert len(plot_loss_over_time({"dense": curve}).axes) == 1
+    assert loss_over_time_chart({"dense": curve}).panels[0].marks[0].label == "dense"
 
 
 def test_the_command_that_draws_it(gradlab: Command, tmp_path: Path) -> None:

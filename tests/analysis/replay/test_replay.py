@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.replay import parts_of, replay, replay_plans, replay_steps
 from gradlab.analysis.replay.result import Replay, ReplayStep
-from gradlab.analysis.report.tables import replay_table
-from gradlab.analysis.report.verdict import replay_verdict
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, mean_only
 from gradlab.codec.settings import build_settings

@@ -17,7 +17,7 @@ from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
-from gradlab.analysis.report.questions import trace_sections
+from gradlab.analysis.report.trace_pages import trace_sections
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.cli.train.local_steps import emulate_local_steps
 from gradlab.cli.train.settings import TrainSettings
@@ -119,7 +119,7 @@ def ordinary(folder: Path, link: Link, profile: Profile = COMPUTING) -> tuple[st
 def test_gradients_on_a_very_slow_link_name_local_steps(tmp_path: Path) -> None:
     verdict, examination = ordinary(tmp_path, Link(1e4, 1e-4))
     (only,) = examination.local_steps.configurations
-    assert verdict.startswith("At 10 kbit/s between 4 nodes, ")
+    assert verdict.startswith("At 10 kbit/s between 4 nodes ")
     assert (
         "Where no plan brings waiting to 10 % of a step, local steps are the next thing to try: by forecast they bring "
         f"it there at 10 kbit/s between 4 nodes from H = {only.local_steps} on (int8). `gradlab train WORKLOAD "

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gradlab.analysis.figures.pointing import mark_series, panels_of
-from gradlab.analysis.figures.style import drawing, panels, render
+from gradlab.analysis.chart import Chart, Panel, draw, lines, pointing, points, rule
+from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import Profile
@@ -25,6 +25,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from support.recorded import random_gradients, record
 
+SCALES = ("xscale", "yscale")
 LAYERS = (
     Layer("body.weight", (96, 80), "linear"),
     Layer("head.weight", (10, 96), "linear"),
@@ -85,17 +86,17 @@ def test_the_page_begins_in_short_and_says_all_beneath(report: tuple[dict[str, A
     assert len(data["brief"]) < len(data["verdict"])
     slow, fast = data["payoff"]["places"]
     # What is taken ends near dense training; what is faster and does not is named after it.
-    assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes take {slow['closest']}: with at most 1 % worse loss")
+    assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes compress with {slow['closest']}: a step takes ")
+    assert "the fastest with at most 1 % worse loss" in data["brief"]
     assert f"{slow['closest']} pays below about " in data["brief"]
     assert f" {slow['fastest']} would save" in data["brief"]
     assert slow["fastest"] != slow["closest"]
     assert fast["fastest"] is None
-    assert data["brief"].endswith("At 1 Tbit/s between 4 nodes do not compress: no plan saves more than 5 % of a step.")
-    assert len(data["brief"].split()) < 80
+    assert data["brief"].endswith("At 1 Tbit/s between 4 nodes do not compress.")
     assert page.count(data["brief"]) == 1
     words = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert words.index(" ".join(data["brief"].split())) < words.index("Will it pay")
-    assert data["verdict"].split(";")[0] in Outline(page).words["pay"]
+    assert " ".join(data["verdict"].split()) in " ".join(Outline(page).words["pay"].split())
 
 
 def test_layers_stand_beside_plans(report: tuple[dict[str, Any], str]) -> None:
@@ -138,16 +139,18 @@ def test_the_end_says_how_to_cite_and_the_id_follows_from_the_data(report: tuple
 def test_values_are_read_off_a_figure(tmp_path: Path) -> None:
     """A point's place in the SVG, turned back by the panel's axes as the page's script does, is the value drawn."""
     drawn = {"linear": ([0.0, 1.0, 2.5], [3.0, -1.0, 7.0]), "log": ([1e-3, 1.0, 5e4], [2.0, 200.0, 9e3])}
+    panels = [
+        Panel(
+            [lines(x, y, label=f"{scale} <line>"), points(x, y), rule(1)],
+            "step",
+            look={"xscale": scale, "yscale": scale},
+        )
+        for scale, (x, y) in drawn.items()
+    ]
     with drawing():
-        figure, axes = panels(2, 2)
-        for panel, (scale, (x, y)) in zip(axes, drawn.items(), strict=True):
-            panel.plot(x, y, label=f"{scale} <line>")
-            panel.scatter(x, y)
-            panel.axhline(1.0)
-            panel.set(xscale=scale, yscale=scale, xlabel="step", ylabel="")
-        mark_series(figure)
+        figure = draw(chart := Chart(panels, columns=2))
         svg = render(figure, "read", ("svg",))["svg"].decode()
-        described = panels_of(figure)
+        described = pointing(chart, figure)
     for number, (panel, (scale, (x, y))) in enumerate(zip(described, drawn.items(), strict=True)):
         assert panel["series"] == {f"series-{number}-0": f"{scale} <line>", f"series-{number}-1": ""}
         group = re.search(rf'<g id="series-{number}-0">(.*?)</g>', svg, re.DOTALL)[1]

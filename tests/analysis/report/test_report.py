@@ -15,12 +15,12 @@ import pytest
 from gradlab.analysis.figures.style import method_colors, method_markers, running_mean
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.measure.spectrum import measure_spectrum
+from gradlab.analysis.questions.gradients import over_time_drawings
+from gradlab.analysis.questions.runs import comparison_table, comparison_verdict, median_errors
 from gradlab.analysis.replay import replay
-from gradlab.analysis.report.drawings import spectrum_drawings
-from gradlab.analysis.report.page import Page, Section, inline_svg, write_page
-from gradlab.analysis.report.tables import comparison_table, median_errors
+from gradlab.analysis.report.page import Page, inline_svg, write_page
 from gradlab.analysis.report.trace_report import Examination, summarize_trace, write_comparison, write_trace_report
-from gradlab.analysis.report.verdict import comparison_verdict
+from gradlab.analysis.section import Section
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import finding
 from gradlab.layout import Layer
@@ -154,9 +154,9 @@ def test_every_figure_is_in_the_page_and_beside_it(made, which):
         svg = (folder / "figures" / f"{figure['name']}.svg").read_text(encoding="utf-8")
         assert "<text" in svg  # words stay words
         assert (folder / "figures" / f"{figure['name']}.pdf").read_bytes().startswith(b"%PDF")
-        shown = json.loads((folder / "figures" / f"{figure['name']}.json").read_text(encoding="utf-8"))
-        assert shown["title"] == figure["title"]
-        assert any(set(panel) & {"series", "bars", "points", "images"} for panel in shown["panels"])
+        shown = (folder / "figures" / f"{figure['name']}.csv").read_text(encoding="utf-8").splitlines()
+        assert shown[0] == "panel,series,x,y,low,high,value"
+        assert len(shown) > 1
     assert all((folder / target).is_file() for target in reader.links if not target.startswith("#"))
     assert {target[1:] for target in reader.links if target.startswith("#")} <= set(reader.ids)
     assert {path.stem for path in (folder / "figures").iterdir()} == {figure["name"] for figure in figures}
@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_the_older_report(tmp_path):
 
 
 def test_two_processes_draw_what_one_draws(tmp_path, made):
-    drawings = spectrum_drawings(json.loads((made["analysis"].parent / "report.json").read_text())["spectrum"])[-2:]
+    drawings = over_time_drawings(json.loads((made["analysis"].parent / "report.json").read_text())["spectrum"])
     page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings)]), {}
     for workers in (1, 2):
         folder = write_page(page, tmp_path / str(workers), workers=workers).parent / "figures"

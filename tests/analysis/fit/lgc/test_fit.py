@@ -14,14 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from gradlab.analysis.figures.lgc import plot_reconstruction, plot_sparsification
-from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.fit.lgc.fit import Fitting, fit_lgc, learn
-from gradlab.analysis.fit.lgc.learners import Inputs, RingLearner, learner_of, reconstruction_errors
+from gradlab.analysis.fit.lgc.learners import Inputs, RingLearner, learner_of
 from gradlab.analysis.fit.lgc.selection_codes import codes_without_learning
 from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
 from gradlab.artifact import Artifact
-from gradlab.codec import seeded_generator
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.coding.bits import packed_bytes
 from gradlab.collectives import all_gather_wire_bytes, broadcast_wire_bytes
@@ -408,42 +405,6 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
         assert (code, output) == (2, ""), wrong
         assert expected in err, (wrong, err)
         assert err.count("\n") == 1, err
-
-
-def test_errors_while_it_learns_are_of_weights_that_have_not_seen_the_iteration(selections: Selections) -> None:
-    """The paper's Fig. 14: as an untrained autoencoder's at first, and what a plain loop gives."""
-    part, generator = selections.part(0, 4), seeded_generator("lgc", 3)
-    errors = reconstruction_errors(RING, part, optimizer="sgd", learning_rate=0.01, seed=3)
-    weights, inputs = Architecture().initial(generator), RING.inputs(part).vectors
-    for place, error in enumerate(errors):
-        leaf = weights.clone().requires_grad_()
-        decoded = Architecture().decode(leaf, Architecture().encode(leaf, inputs[place]).mean(0))
-        true = inputs[place].mean(0)
-        share = (decoded - true).square().sum() / true.square().sum()
-        assert error == pytest.approx(share.item(), rel=1e-4)
-        (decoded - true).square().mean().backward()
-        weights = weights - 0.01 * leaf.grad  # type: ignore[operator]
-
-
-def test_figures_are_drawn(tmp_path: Path) -> None:
-    losses = {"fixed": [2.0, 1.5, 1.4], "warm-up": [2.0, 1.2, 1.0]}
-    errors = {f"{nodes} nodes": {"ring": [1.0] * 25, "server": [0.9] * 25} for nodes in (24, 32)}
-    with drawing():
-        figures = (
-            plot_sparsification(losses, 20),
-            plot_reconstruction(errors, caption="24 nodes " * 40 + "\n32 nodes"),
-        )
-    lines = [len(figure.axes[0].get_lines()) for figure in figures]
-    assert lines == [2, 3]
-    wrapped = figures[1].get_supxlabel().split("\n")
-    assert " ".join(wrapped[:-1]).split() == ["24", "nodes"] * 40  # what it was drawn with is below, in lines that fit
-    assert wrapped[-1] == "32 nodes"
-    assert max(map(len, wrapped)) <= 150
-    assert not figures[0].get_supxlabel()
-    assert figures[0].axes[0].get_lines()[1].get_xdata()[1] == 30.0  # type: ignore[index]
-    for place, figure in enumerate(figures):
-        figure.savefig(tmp_path / f"{place}.svg")
-        assert (tmp_path / f"{place}.svg").read_text().startswith("<?xml")
 
 
 def test_a_servers_artifact_is_refused_before_other_ranks_start(gradlab: Command, tmp_path: Path) -> None:

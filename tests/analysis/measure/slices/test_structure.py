@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.figures.slices import PLOTS
+from gradlab.analysis import chart
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.slices import of_trace as module
 from gradlab.analysis.measure.slices.of_trace import LayerStructure, looked_at, measure_slice_structure
@@ -26,8 +26,7 @@ from gradlab.analysis.measure.slices.structure import (
     staleness,
     whole_slices,
 )
-from gradlab.analysis.report.drawings import slice_structure_drawings
-from gradlab.analysis.report.tables import slice_structure_table
+from gradlab.analysis.questions.slices import structure_drawings, structure_table
 from gradlab.cli.analyze import analyze
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
@@ -456,7 +455,7 @@ def test_the_report_has_the_section_with_its_figures_and_data(reported, tmp_path
         assert data["slice_structure"] == measure_slice_structure(trace).to_json()
     assert data["slice_structure"]["remarks"][0].startswith("40 iterations are recorded: L_t = 20 in place of 100")
     added = [figure for figure in data["figures"] if figure["title"].startswith("What GradiVeQ would find: ")]
-    assert [figure["name"] for figure in added] == [f"gradiveq_{part}" for part in PARTS if part in PLOTS]
+    assert [figure["name"] for figure in added] == [f"gradiveq_{part}" for part in PARTS if part != "correlation"]
     text = html.unescape(page.read_text(encoding="utf-8"))
     assert ">What GradiVeQ would find</h" in text
     for figure in added:
@@ -486,7 +485,7 @@ def test_the_table_says_what_was_found_and_what_could_not_be(reported) -> None:
         **dict.fromkeys(PARTS),
         "remarks": ["no loss: too short"],
     }
-    table = slice_structure_table({**structure, "layers": [layer, bare], "remarks": ["40 iterations."]})
+    table = structure_table({**structure, "layers": [layer, bare], "remarks": ["40 iterations."]})
     cells = dict(zip(table.columns, table.rows[0], strict=True))
     assert cells["loss at multiples of F D / beside them"] == "10.0 % / 50.0 %"
     assert cells["L_c"] == "37"
@@ -499,8 +498,8 @@ def test_what_cannot_be_measured_has_no_figure_and_nothing_else_fails(tmp_path) 
     zeros = [[{CUBE.name: np.zeros(CUBE.shape, np.float32)}] for _ in range(12)]
     for name, gradients in (("short", random_gradients(23, 4, 2, [CUBE])), ("zero", zeros)):
         with record(tmp_path / name, gradients, [CUBE]) as trace:
-            items = slice_structure_drawings(plain(measure_slice_structure(trace)))
+            items = structure_drawings(plain(measure_slice_structure(trace)))
         assert ("gradiveq_staleness" in [item.name for item in items]) == (name == "zero")
         for item in items:
             with drawing():
-                item.draw().draw_without_rendering()
+                chart.draw(item.chart).draw_without_rendering()

@@ -1,4 +1,4 @@
-"""Layers beside plans: what each plan does to each layer, as tables that take turns in one place."""
+"""Plans beside layers: tables that take turns in one place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gradlab.analysis.report.page import Section, Table
+from gradlab.analysis.section import Section, Table
 from gradlab.formatting import format_bytes, format_percent, format_seconds
 
 Json = Mapping[str, Any]
@@ -15,16 +15,18 @@ Value = float | None
 _MOST_LAYERS = 400
 
 
-def layer_matrix_section(data: Json, anchors: Mapping[str, str]) -> Section | None:
+def layer_anchors(data: Json) -> dict[str, str]:
+    """Name the anchors of the layers' pages, by the layers' names."""
+    return {layer["name"]: f"layer-{place}" for place, layer in enumerate(data["spectrum"]["layers"])}
+
+
+def layer_matrix_section(data: Json) -> Section | None:
     """Make the page: error, bytes and codec time of every plan on every layer. None: nothing was replayed."""
     replays: Mapping[str, Json] = data["replays"]
     if not replays:
         return None
     sizes = {layer["name"]: math.prod(layer["shape"]) for layer in data["spectrum"]["layers"]}
-    tables = [
-        _matrix(title, "layer" if of is _error else "layer or group", note, _values(replays, of), text, sizes, anchors)
-        for title, of, text, note in _MEASURES
-    ]
+    tables = [_matrix(number, replays, sizes, layer_anchors(data)) for number in range(len(_MEASURES))]
     answer = "A layer's name leads to its own page. Darker: more."
     return Section("layer-matrix", "Layer by layer: what each plan does", answer, tables)
 
@@ -43,48 +45,28 @@ def _error(replay: Json, name: str) -> Value:
     return replay["layer_errors"].get(name)
 
 
-def _payload(replay: Json, name: str) -> Value:
-    return replay.get("groups", {}).get(name, {}).get("payload_bytes")
-
-
-def _wire(replay: Json, name: str) -> Value:
-    return replay.get("groups", {}).get(name, {}).get("wire_bytes")
-
-
-def _codec_time(replay: Json, name: str) -> Value:
-    return replay.get("groups", {}).get(name, {}).get("codec_seconds")
+def _of_group(what: str) -> Callable[[Json, str], Value]:
+    return lambda replay, name: replay.get("groups", {}).get(name, {}).get(what)
 
 
 _BY_GROUP = "Per step and rank. Layers that travel together are one group, under the group's name."
 # Title, what is looked up, how it is written, and what it means.
 _MEASURES: Sequence[tuple[str, Callable[[Json, str], Value], Callable[[Value], str], str]] = (
     ("error of a rank", _error, format_percent, "Median of ‖input - decoded‖ / ‖input‖ of a rank's compressor."),
-    ("payload", _payload, format_bytes, f"What a rank contributes. {_BY_GROUP}"),
-    ("wire", _wire, format_bytes, f"What a rank's network interface sends. {_BY_GROUP}"),
-    ("codec time", _codec_time, format_seconds, f"Each group's part of the plan's codec time. {_BY_GROUP}"),
+    ("payload", _of_group("payload_bytes"), format_bytes, f"What a rank contributes. {_BY_GROUP}"),
+    ("wire", _of_group("wire_bytes"), format_bytes, f"What a rank's network interface sends. {_BY_GROUP}"),
+    ("codec time", _of_group("codec_seconds"), format_seconds, f"Each group's part of the codec time. {_BY_GROUP}"),
 )
 
 
-def _values(replays: Mapping[str, Json], of: Callable[[Json, str], Value]) -> dict[str, dict[str, float]]:
-    """Look a measure up: by layer or group, then by plan."""
-    found: dict[str, dict[str, float]] = {}
+def _matrix(number: int, replays: Mapping[str, Json], sizes: Mapping[str, int], anchors: Mapping[str, str]) -> Table:
+    """Make one table: a row per layer in the model's order, a column per plan, darker where a value is larger."""
+    title, of, text, note = _MEASURES[number]
+    values: dict[str, dict[str, float]] = {}
     for plan, replay in replays.items():
         for name in dict.fromkeys([*replay["layer_errors"], *replay.get("groups", {})]):
             if (value := of(replay, name)) is not None:
-                found.setdefault(name, {})[plan] = value
-    return found
-
-
-def _matrix(
-    title: str,
-    head: str,
-    note: str,
-    values: Mapping[str, Mapping[str, float]],
-    text: Callable[[Value], str],
-    sizes: Mapping[str, int],
-    anchors: Mapping[str, str],
-) -> Table:
-    """Make one table: a row per layer in the model's order, a column per plan, darker where a value is larger."""
+                values.setdefault(name, {})[plan] = value
     plans = list(dict.fromkeys(plan for row in values.values() for plan in row))
     names = _largest(values, sizes)
     rows = [[name, *(text(values[name].get(plan)) for plan in plans)] for name in names]
@@ -93,6 +75,7 @@ def _matrix(
     if len(names) < len(values):
         note += f" The largest {len(names)} of {len(values)}; all are in report.json."
     links = {name: anchors[name] for name in names if name in anchors}
+    head = "layer" if of is _error else "layer or group"
     return Table(title, (head, *plans), rows, note, links=links, shades=shades, takes_turns=True)
 
 

@@ -1,0 +1,89 @@
+"""Decide what to train with on one link: a plan, plain 16 bits, or no compression.
+
+The decision is made once and worded once. A report's first line and answers, `gradlab recommend` and the script of a
+report's page fill the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gradlab.formatting import format_percent, format_seconds
+from gradlab.jsonable import Jsonable
+
+if TYPE_CHECKING:
+    from gradlab.analysis.forecast.speed import Configuration, Judged
+
+#: A step must be shorter by this share before it is called faster.
+SPEED_NOISE = 0.05
+COMPRESS, HALF, NOTHING = "compress", "16 bits", "do not compress"
+# What is said of each decision: in full, in short, and of the fastest plan where that is another one.
+WORDS: Mapping[str, str] = {
+    COMPRESS: "{where} compress with {plan}: a step takes {seconds} instead of {dense} ({saved} less; {half} in plain "
+    "16 bits), the fastest with {limit}; {judged}.",
+    HALF: "{where} reduce gradients in plain 16 bits: a step takes {half} instead of {dense}, and no plan with {limit} "
+    "is faster by more than forecasts err.",
+    NOTHING: "{where} do not compress: no plan with {limit} saves more than {noise} of {dense}.",
+    f"{COMPRESS}, in short": "{where} compress with {plan} ({saved} less).",
+    f"{HALF}, in short": "{where} plain 16 bits ({saved} less).",
+    f"{NOTHING}, in short": "{where} do not compress.",
+    "refused": "{plan} would save {saved}, at a larger loss: {judged}.",
+}
+
+
+@dataclass(frozen=True)
+class Decision(Jsonable):
+    """What to take for one number of nodes on one link, and why.
+
+    take: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: to compress with, else None.
+    seconds: time of a step as decided.
+    why, short: the decision as a sentence, and in a few words.
+    refused: a sentence on the fastest plan where it would lose too much; break_even: one on the link speeds at which
+        the decision turns. Empty: there is none.
+    """
+
+    take: str
+    plan: str | None
+    seconds: float
+    why: str
+    short: str
+    refused: str = ""
+    break_even: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it, in prose."""
+        return " ".join(line for line in (self.why, self.break_even, self.refused) if line)
+
+
+def decide(at: Configuration, judged: Mapping[str, Judged], limit: str, break_even: str = "") -> Decision:
+    """Take the fastest plan within the allowed loss, if it saves more than a forecast can tell, or plain 16 bits where
+    these are about as fast. limit: the allowed loss in prose.
+    """
+    plan, take = at.taken, COMPRESS
+    seconds = at.half_seconds if plan is None else at.seconds[plan]
+    if plan is None:
+        take = HALF if at.half_saves > SPEED_NOISE else NOTHING
+        seconds = seconds if take == HALF else at.dense_seconds
+
+    def filled(words: str, plan: str | None, seconds: float) -> str:
+        saved = 1 - seconds / at.dense_seconds if at.dense_seconds else 0.0
+        return WORDS[words].format(
+            where=at.where[:1].upper() + at.where[1:],
+            plan=plan,
+            seconds=format_seconds(seconds),
+            dense=format_seconds(at.dense_seconds),
+            half=format_seconds(at.half_seconds),
+            saved=format_percent(saved, 0),
+            noise=format_percent(SPEED_NOISE, 0),
+            limit=limit,
+            judged="" if plan is None else judged[plan].text,
+        )
+
+    refused, fastest = "", at.fastest
+    if fastest not in (None, at.closest) and at.seconds[fastest] < (1 - SPEED_NOISE) * seconds:
+        refused = filled("refused", fastest, at.seconds[fastest])
+    why, short = filled(take, plan, seconds), filled(f"{take}, in short", plan, seconds)
+    return Decision(take, plan, seconds, why, short, refused, break_even)
