@@ -1,4 +1,4 @@
-"""What a page shows: sections with answers, tables and charts."""
+"""Contents of a page: sections with answers, tables and charts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Section:
 
     @property
     def contents(self) -> str:
-        """What folds out: "2 tables and 3 figures"."""
+        """The parts that fold out: "2 tables and 3 figures"."""
         parts = [(len(self.tables), "table"), (len(self.drawings), "figure")]
         return " and ".join(format_counted(count, what) for count, what in parts if count)
 

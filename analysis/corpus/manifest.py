@@ -1,4 +1,4 @@
-"""What a corpus is: a folder with corpus.json, which lists every file of it with its size and sha256.
+"""A corpus: a folder with corpus.json, which lists every file of it with its size and sha256.
 
     corpus.json               this manifest, with a sha256 of its own
     README.md                 what is in the corpus, and how a method is judged by it
@@ -106,7 +106,7 @@ class Corpus:
     manifest: Mapping[str, Any]
 
     def outcomes_of(self, recording: str) -> tuple[Outcome, ...]:
-        """What became of methods on one recording."""
+        """Outcomes of methods on one recording."""
         return tuple(one for one in self.outcomes if one.recording == recording)
 
     @property

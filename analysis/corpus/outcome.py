@@ -1,4 +1,4 @@
-"""What became of a method: the figures of its replay, predicted beforehand, beside how training with it ended.
+"""Outcomes of methods: the figures of its replay, predicted beforehand, beside how training with it ended.
 
 A corpus has one line of JSON per method and recording, in rows.jsonl. They are what a new method is compared with.
 """

@@ -2,7 +2,7 @@
 
 By default `ecsq` learns nothing beforehand: its tables travel in its messages, and its step follows from earlier ones.
 So a recording says what it will do, and every iteration is held out. Tables can be fitted, too: on the earlier half of
-the recording. What is compared are the contributions of single ranks without feedback on the later half, as each
+the recording. The comparison is of contributions of single ranks without feedback on the later half, as each
 iteration is then judged for itself.
 """
 
@@ -52,7 +52,7 @@ class Alone(Jsonable):
 
 @dataclass(frozen=True)
 class AtEqualBytes(Jsonable):
-    """What codecs miss of a rank's gradient in as many bits as `ecsq` takes.
+    """Parts of a rank's gradient that codecs miss in as many bits as `ecsq` takes.
 
     others: each other codec at the setting that takes the most bits but no more than that, by error.
     floor: the rate-distortion function at the bits of ecsq, of independent Gaussian values with each value's own mean
@@ -149,7 +149,7 @@ def _bits(payload: float, plan: Plan, names: Sequence[str]) -> float:
 
 
 def _alone(plan: Plan, replayed: Replay, names: Sequence[str], count: int) -> Alone:
-    """What a replay says of a uniform plan over its last `count` iterations."""
+    """Read a uniform plan's replay over its last `count` iterations."""
     steps = replayed.compressed[-count:]
     group = plan.groups[0]
     return Alone(

@@ -55,7 +55,7 @@ class NotFittable(GradlabError):
 
 @dataclass(frozen=True)
 class GradiveqOptions:
-    """What `fit_gradiveq` fits, and on which steps.
+    """Settings of `fit_gradiveq`, and the steps that it fits on.
 
     The paper's order is a warm-up, L_t dense iterations to fit on, then compression.
 
@@ -168,7 +168,7 @@ class GradiveqMeasurement(Jsonable):
 
     @property
     def warnings(self) -> list[str]:
-        """What a user must know before training with the plan, one line each."""
+        """Warnings before training with the plan, one line each."""
         return [*([self.left_dense] if self.left_dense else []), *_early_compression(self), *_poor_fit(self)]
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class GradiveqFit:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user must know before training with the plan, one line each."""
+        """Warnings before training with the plan, one line each."""
         return self.measured.warnings
 
     def artifact(self) -> Artifact:

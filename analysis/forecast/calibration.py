@@ -79,7 +79,7 @@ class Observation:
 
     @property
     def transfer(self) -> Transfer:
-        """What the link carries."""
+        """The collective as the link sees it."""
         if self.collective == ALL_GATHER:
             return all_gather(self.nbytes, self.nodes)
         return all_reduce(self.nbytes, self.nodes)

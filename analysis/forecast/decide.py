@@ -35,7 +35,7 @@ WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Decision(Jsonable):
-    """What to take for one number of nodes on one link, and why.
+    """A decision for one number of nodes on one link, and why.
 
     take: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: to compress with, else None.
     seconds: time of a step as decided.

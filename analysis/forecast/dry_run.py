@@ -144,7 +144,7 @@ class DryRuns:
     """Exchanges of a plan's groups at N ranks, each kind run once.
 
     Groups that differ in their layers' names alone are of one kind. The iteration is late enough that every warm-up is
-    over. Where leaders rotate, rank 0 leads in it.
+    over. Rank 0 leads in it.
 
     world_size: number of ranks N.
     rank: the rank whose requests are collected.

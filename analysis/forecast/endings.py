@@ -1,4 +1,4 @@
-"""What trainings ended at whose replays had an error like a plan's: the calibration of the verdict.
+"""Final losses of trainings whose replays had an error like a plan's: the calibration of the verdict.
 
 `endings.json` has a row for each plan that was replayed on a recording and then trained with: the cosines of its
 replay, by length of the window, and how far above dense its loss ended, beyond what 16 bits differ from dense by.

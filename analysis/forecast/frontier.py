@@ -1,8 +1,8 @@
 """Try the plans that there are for a recording, and place all of them on one frontier: error over seconds on a link.
 
-Families of settings are searched by short replays. What may be taken is replayed over more steps and forecast: the
+Families of settings are searched by short replays. Candidates are replayed over more steps and forecast: the
 fastest limits, settings just beyond a limit that are faster than all of them, 16 bits, and the plans that were given.
-Where such a replay says that a limit is not within the allowed loss, the setting before it is tried.
+If such a replay says that a limit is not within the allowed loss, the setting before it is tried.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Row(Jsonable):
 
 @dataclass
 class Tried:
-    """What was tried on a recording.
+    """Plans that were tried on a recording.
 
     plans, replays: over the longer replay, by name.
     speed: forecasts of those plans. None: nothing could be forecast.
@@ -158,7 +158,7 @@ def _kept(found: Searched, times: Mapping[str, Sequence[float]]) -> list[Candida
 
 
 def _replay(tried: Tried, plans: Mapping[str, Plan], given: Mapping[str, Plan], replays_from: Any) -> None:
-    """Replay plans over the longer range. Of families those that fit are enough, a given plan's error is raised."""
+    """Replay plans over the longer range. A given plan's error is raised."""
     for name, result in replays_from(plans).items() if plans else ():
         if isinstance(result, Replay):
             tried.replays[name] = result

@@ -83,8 +83,8 @@ class LocalSpeed:
     """Local steps of several plans on one network.
 
     recorded: local steps that a recorded pseudo-gradient adds up, H; None: gradients of single steps were recorded.
-    configurations: numbers of nodes with links. Of recorded gradients those alone on which every plan waits too long.
-    cautions: what limits the replays, a sentence each.
+    configurations: numbers of nodes with links. For recorded gradients those alone on which every plan waits too long.
+    cautions: limits of the replays, a sentence each.
     """
 
     recorded: int | None

@@ -1,4 +1,4 @@
-"""What a forecast is made for: links, numbers of nodes, and the processors of each rank."""
+"""The network of a forecast: links, numbers of nodes, and the processors of each rank."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Network:
 
     @property
     def dense(self) -> str:
-        """What plans are compared with, for labels."""
+        """Name of the uncompressed step, for labels."""
         return "plain DDP" if self.node is None else "the fastest dense way"
 
     @property

@@ -37,7 +37,7 @@ class Proposal(Jsonable):
 
 @dataclass(frozen=True)
 class Recommendation(Jsonable):
-    """What to do, and why.
+    """A recommendation, and why.
 
     decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`.
     plan: to compress with; None otherwise.

@@ -34,7 +34,7 @@ _RISE = 0.9  # an error below this share of an earlier setting's is more than ch
 
 @dataclass(frozen=True)
 class Measured:
-    """What a replay says of one setting: whether it is within the limit, and its error, 1 minus the cosine."""
+    """A replayed setting: whether it is within the limit, and its error, 1 minus the cosine."""
 
     within: bool
     error: float

@@ -6,7 +6,7 @@ those collectives are awaited, and the exchanges that asked for them go on. Then
 After the last bucket, ticks go on until nothing is open. Buckets with nothing to compress travel in their own buffers,
 beside all that. The link serves collectives in the order they were issued: bytes wait for bytes, latencies overlap.
 
-Where a node has several ranks, they average each bucket over their own link first, while the bucket before it travels
+Several ranks of a node average each bucket over their own link first, while the bucket before it travels
 between nodes; one link between nodes carries what all of them send, and results are spread inside.
 """
 
@@ -212,7 +212,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Within:
-    """What happens inside nodes in a step, beside the exchange between them.
+    """Exchanges inside nodes in a step, beside the exchange between them.
 
     node: its ranks and their link.
     sharded: whether parameters are sharded inside (FSDP2, HSDP): they are gathered before each bucket's backward, and

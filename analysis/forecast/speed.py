@@ -79,7 +79,7 @@ class Configuration(Jsonable):
 
 @dataclass(frozen=True)
 class Judged(Jsonable):
-    """What a replay says of a plan's training.
+    """A plan judged by its replay.
 
     cosine: of sums over `length` steps (1: of single steps). None: not known.
     memory: whether the plan applies gradients of earlier steps.
@@ -107,7 +107,7 @@ class Judged(Jsonable):
 
     @property
     def standing(self) -> tuple[float, float]:
-        """What sorts plans, best first."""
+        """Sort key of plans, best first."""
         return standing(self.cosine, self.length, self.memory)
 
     @property
@@ -117,7 +117,7 @@ class Judged(Jsonable):
 
     @property
     def known_text(self) -> str:
-        """What trainings with an error like its own ended at, in a few words."""
+        """Final losses of trainings with an error like its own, in a few words."""
         if self.cosine is None:
             return "not judged"
         return "too few trainings to tell" if self.ended is None else self.ended.text
@@ -175,12 +175,12 @@ class SpeedForecast:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What to take in each configuration. The time of computing must be known."""
+        """Decisions in each configuration. The time of computing must be known."""
         return [decide(item, self.judged, self.limit, self._break_even_text(item)) for item in self.configurations]
 
     @property
     def verdict(self) -> str:
-        """What to take in each configuration, and what limits the replays."""
+        """Decisions in each configuration, and limits of the replays, in prose."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
         return " ".join([*(one.text for one in self.decisions), *caution_lines(self.judged.values())])

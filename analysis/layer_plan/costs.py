@@ -1,4 +1,4 @@
-"""What candidates cost: bytes that are counted, bytes on the wire, or seconds on a link.
+"""Costs of candidates: bytes that are counted, bytes on the wire, or seconds on a link.
 
 Sizes include indices, scales, padding and the cost of each message.
 """
@@ -25,7 +25,7 @@ NAMES = ("payload", "wire", "seconds")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer's candidates are compared by.
+    """The measure by which a layer's candidates are compared.
 
     name: "payload" is bytes that a rank contributes, the papers' size. "wire" is bytes that a rank sends at N ranks.
         "seconds" is time on a link with its latencies, as if nothing were hidden or fused.

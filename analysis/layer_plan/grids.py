@@ -1,4 +1,4 @@
-"""What is chosen from, layer by layer: a range of settings around a uniform plan's, a codec's own grid, or families.
+"""Choices of each layer: a range of settings around a uniform plan's, a codec's own grid, or families.
 
 Alimohammadi et al., "L-GreCo", MLSys 2024, section 5.1.
 """

@@ -169,7 +169,7 @@ def fit_lgreco(
 ) -> LgrecoFit:
     """Choose a setting per layer: the least cost at no more error than a uniform plan's.
 
-    The first half of the windows is chosen on, the second checks the choice. Of one window nothing is held out.
+    The first half of the windows is chosen on, the second checks the choice. With one window nothing is held out.
 
     >>> from gradlab.analysis import fit_lgreco
     >>> with Trace("trace") as trace:
@@ -407,7 +407,7 @@ def _plan_errors(problem: Problem, choice: Choice, metric: str) -> PlanErrors:
 
 
 def _layer_settings(problem: Problem, choice: Choice) -> tuple[LayerSetting, ...]:
-    """What every layer got, beside the uniform plan's setting."""
+    """Settings of every layer, beside the uniform plan's setting."""
     table = problem.table
     chosen_on, _ = _halves(len(table.windows))
     return tuple(

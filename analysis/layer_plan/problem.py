@@ -15,7 +15,7 @@ from gradlab.knapsack import allocate
 
 @dataclass(frozen=True)
 class Problem:
-    """What a plan by layer is chosen from.
+    """Tables that a plan by layer is chosen from.
 
     costs: per layer (candidates,).
     reference: (layers,), index of the uniform plan's candidate.

@@ -36,7 +36,7 @@ class PlanErrors(Jsonable):
 
 @dataclass(frozen=True)
 class LayerSetting(Jsonable):
-    """What one layer got, beside the uniform plan's setting.
+    """Setting of one layer, beside the uniform plan's setting.
 
     chosen: codec and settings, as a text.
     cost, uniform_cost: in the unit of the fit's cost.

@@ -1,4 +1,4 @@
-"""What ranks' gradients share, over a recorded trace: information, cosine, and positions of the largest values.
+"""Information that ranks' gradients share over a recorded trace, cosine, and positions of the largest values.
 
 LGC (Abrahamyan et al.), sections III and VI-E, measures entropy and mutual information of one layer's gradient on two
 nodes, over iterations (Figs. 3, 12) and by layer (Fig. 4), with a histogram. Beside it stand estimators that correct

@@ -1,4 +1,4 @@
-"""Where a layer stands in its network, as LGC's Fig. 4 marks it: first, last, after a residual addition."""
+"""Places of layers in their network, as LGC's Fig. 4 marks it: first, last, after a residual addition."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class ExpectedAgreement(Jsonable):
 
 @dataclass(frozen=True)
 class RankCount(Jsonable):
-    """What N ranks have in common, each with the recorded batch.
+    """Redundancy of N ranks, each with the recorded batch.
 
     redundancy_bits: bits per value and rank, see `redundancy`.
     signal_share_of_mean: share of the energy of the mean over ranks that is the true gradient's.

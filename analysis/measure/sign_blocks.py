@@ -237,7 +237,7 @@ def gather_statistics(
 
 @dataclass(frozen=True)
 class _TensorSums:
-    """Of one tensor, over G gradients: those of all ranks at each position, one position after the other.
+    """Sums of one tensor over G gradients: those of all ranks at each position, one position after the other.
 
     variation: see `variation`; magnitude, energy: sums of |v| and v^2; each (G,), NaN of a rank's gradient that is not
     finite. kept: (candidates,), summed over the gradients, see `kept_energies`.

@@ -48,7 +48,7 @@ def accuracy_section(data: Json) -> Section | None:
 
 
 def _ended(summary: Json) -> EndingRange | None:
-    """What trainings with similar cosines ended at; None without a cosine."""
+    """Look up final losses of trainings with similar cosines; None without a cosine."""
     cosine, length, memory = judged_by(summary)
     return None if cosine is None or length is None else ended_at(cosine, length, memory)
 
@@ -86,7 +86,7 @@ def _recording_cautions(summaries: Any) -> list[str]:
 
 
 def _accuracy_table(replays: Json) -> Table:
-    """What each plan's update keeps, and what trainings like that ended at; the nearest to dense comes first."""
+    """List the cosine of each plan's update, and how trainings like that ended; the nearest to dense comes first."""
     rows = []
     summaries = {name: replay["summary"] for name, replay in replays.items()}
     for name in sorted(summaries, key=lambda name: standing(*judged_by(summaries[name]))):

@@ -1,4 +1,4 @@
-"""What each training iteration is under a plan, and what the recorded loss is over time with it.
+"""Phases of training iterations under a plan, and the recorded loss over time with it.
 
 Yu, Lin, et al., "GradiVeQ", NeurIPS 2018: Fig. 6, the iterations of a layer's slices (sampled, fitted on, compressed),
 and Fig. 7a, convergence over wall-clock time.

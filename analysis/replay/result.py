@@ -205,7 +205,7 @@ class Replay:
 
     @property
     def judgement(self) -> WindowErrors | None:
-        """What the plan is judged by: of one that applies gradients of earlier steps, sums over windows.
+        """The errors that the plan is judged by: sums over windows if it applies gradients of earlier steps.
 
         The windows are of `JUDGED_LENGTH` steps, the length that went best with the loss on the tasks of
         docs/comparison.md, and there are two or more. Other plans are judged by single steps. None where no step has
@@ -216,7 +216,7 @@ class Replay:
 
     @property
     def caution(self) -> str | None:
-        """What a reader must know of the judged steps: that they are few, or of the beginning of training."""
+        """A caution about the judged steps: that they are few, or of the beginning of training."""
         steps = [step.iteration for step in self.judged]
         if not steps:
             return None
@@ -276,7 +276,7 @@ class Replay:
 
     @property
     def warnings(self) -> list[str]:
-        """What limits the figures' validity, one line each."""
+        """Limits of the figures' validity, one line each."""
         told = sentences(self.rules, self.world_size)
         return [*self._in_sample_warning(), *self._held_warning(), *self.remarks, *told]
 

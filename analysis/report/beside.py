@@ -157,7 +157,7 @@ def _verdict(reports: Mapping[str, Json], measures: Sequence[Measure]) -> str:
 
 
 def _warnings(reports: Mapping[str, Json]) -> list[str]:
-    """What makes a comparison unfair."""
+    """Reasons why a comparison is unfair."""
     (first, one), (second, other) = reports.items()
     lines = []
     if one["trace"]["layers"] != other["trace"]["layers"]:

@@ -26,7 +26,7 @@ class Bounded(Jsonable):
 
 @dataclass(frozen=True)
 class Look(Jsonable):
-    """What is measured for a report.
+    """The extent of a report's measurements.
 
     quick: whether this is a quick look, which its report then says.
     spectrum, signs, replays: iterations of spectra, of signs and of replays.

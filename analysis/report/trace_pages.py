@@ -35,7 +35,7 @@ def _with_figures(section: Section, most: int | None) -> Section:
 
 
 def trace_verdict(data: Json) -> str:
-    """Say what a recording tells about compressing this training. Where compression pays comes first."""
+    """Say what a recording tells about compressing this training. The decision comes first."""
     fit, replays = data["fit"], data["replays"]
     if data.get("payoff") is not None:
         local = data.get("local_steps")

@@ -57,7 +57,7 @@ def summarize_trace(trace: Trace) -> dict[str, Any]:
 
 @dataclass
 class Examination:
-    """What was measured of a trace. Each page of a report shows a part of it.
+    """Measurements of a trace. Each page of a report shows a part of it.
 
     spectrum: of every layer. None: not measured yet.
     fit: a GradiVeQ fit on the trace.

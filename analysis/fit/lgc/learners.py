@@ -1,4 +1,4 @@
-"""What LGC's two autoencoders learn from on a trace: inputs, losses and errors of many iterations at once."""
+"""LGC's two autoencoders on a trace: inputs, losses and errors of many iterations at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEAN = Loss("mean")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an autoencoder takes in T iterations from K ranks.
+    """Inputs of an autoencoder in T iterations from K ranks.
 
     vectors: (T, K, padded), values to code.
     innovations: (T, K, padded), values that a rank sends besides; None in a ring.

@@ -1,4 +1,4 @@
-"""What LGC selects over a recorded trace: the values that its autoencoder codes, of all ranks.
+"""Selections of LGC over a recorded trace: the values that its autoencoder codes, of all ranks.
 
 Accumulation is part of it, so the plan runs in lockstep as it would in its second phase, without learning.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selections:
-    """What K ranks select in T iterations, n values each, in the order in which values are coded.
+    """Selections of K ranks in T iterations, n values each, in the order in which values are coded.
 
     iterations: (T,).
     positions: (T, K, n), in the group.
