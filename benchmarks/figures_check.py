@@ -7,8 +7,8 @@ A table of measured figures, or a block of them, stands below a comment that nam
     <!-- printed by: benchmarks/papers/accuracy.py --out benchmarks/results/accuracy-16.jsonl --table -->
 
 Several commands are parted by semicolons. Each is run in a fork of this process, which imports for all. A
-block has to consist of lines that they print. Of a table every number outside its header and first column has to be
-among the numbers that they print, rounded as it is in the table. What is not measured, or has no rows yet, says so:
+block has to consist of lines that they print. Every number of a table outside its header and first column has to be
+among the numbers that they print, rounded as it is in the table. A table without measurements or rows says so:
 
     <!-- not measured -->          settings, rules, formulas, names
     <!-- no rows: WHY -->          figures of which no rows were kept
@@ -62,7 +62,7 @@ class Table:
 
     @property
     def place(self) -> str:
-        """Where it stands."""
+        """Page and line."""
         return f"{self.page}:{self.line}"
 
     @property
@@ -107,7 +107,7 @@ def _above(lines: Sequence[str], first: int) -> tuple[str, str] | None:
 
 
 class Printed:
-    """What commands print; each is run once."""
+    """Output of commands, each run once."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}

@@ -33,7 +33,7 @@ _ROWS = torch.contiguous_format
 class Artifact:
     """A plan and its provenance.
 
-    plan: with its learned tensors.
+    plan: plan with its learned tensors.
     provenance: the plan's provenance, plain JSON: method, trace hash, steps fitted on, held-out error by age, expected
         bytes.
 

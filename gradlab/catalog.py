@@ -33,9 +33,9 @@ LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
 class SettingRow(Jsonable):
     """One setting of a codec or wrapper.
 
-    default: as plain JSON; None for a setting that is required.
+    default: value in plain JSON; None for a setting that is required.
     values: the allowed ones, in words.
-    unit, symbol: of a number, and the paper's; empty if there is none.
+    unit, symbol: unit of a number, and the paper's symbol; empty if there is none.
     """
 
     name: str
@@ -53,7 +53,7 @@ class WrapperFacts(Jsonable):
     title: the first sentence of its file; `text`: the docstring of its class.
     settings: defaults by name; `settings_table`: one row per setting.
     around: names of the codecs that it takes, with default settings.
-    refused: by the name of a codec that it refuses, the reason.
+    refused: reasons by the names of codecs that it refuses.
     """
 
     name: str
@@ -69,11 +69,11 @@ class WrapperFacts(Jsonable):
 class CodecFacts(Jsonable):
     """One codec with its default settings.
 
-    family: of methods that the codec belongs to.
-    paper: in short form.
+    family: family of methods that the codec belongs to.
+    paper: paper in short form.
     title: the first sentence of the codec's file; `text`: the docstring of its class.
     unbiased: whether its expected error is 0.
-    delta, variance_bound: of `Guarantees` for a layer of 1024 x 1024. None: nothing is guaranteed.
+    delta, variance_bound: bounds of `Guarantees` for a layer of 1024 x 1024. None: nothing is guaranteed.
     learns: whether the codec is fitted on gradients.
     error_feedback, two_way: whether it has these by default.
     collectives: kinds of the requests of an exchange, in the order of their first use.

@@ -36,7 +36,7 @@ class Span:
 class StepTimes(Jsonable):
     """The times of one rank's iteration.
 
-    seconds: from the first span's start to the last one's end.
+    seconds: time from the first span's start to the last one's end.
     backward_seconds, codec_seconds, network_seconds: computing gradients, in codecs, and collectives travelling.
     hidden_seconds: those of the network in which this rank was computing or coding; `exposed_seconds`: the rest.
     """

@@ -39,7 +39,7 @@ class Allocation(NamedTuple):
     """A plan.
 
     choice: (layers,), the index of every layer's setting.
-    size: of all layers together.
+    size: size of all layers together.
     bound: a lower bound on the size of all plans within the budget. A plan of this size is the smallest.
     """
 
@@ -58,7 +58,7 @@ def allocate(errors: Table, sizes: Table, budget: float, *, most_states: int = 2
 
     errors: (layers, settings), or one vector per layer where layers differ in their settings. Infinity marks a setting
         that a layer cannot have.
-    sizes: as errors, in any unit. Whole numbers are searched faster.
+    sizes: sizes in the shape of errors, in any unit. Whole numbers are searched faster.
     most_states: partial plans kept at a time. Thousands of layers whose sizes and errors trade at one rate can need
         more. The plan may then not be the smallest, and `bound` shows by how much at most.
     """
@@ -81,7 +81,7 @@ def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: i
     Unlike the published algorithm, errors are never rounded down. The budget is kept, and a plan that meets it by less
     than one step per layer may be missed. `bound` is that of the linear relaxation.
 
-    errors, sizes, budget: as for `allocate`, but not negative.
+    errors, sizes, budget: those of `allocate`, but not negative.
     steps: the paper's D.
     """
     if type(steps) is not int or steps < 1:
@@ -128,7 +128,7 @@ def _retrace(chosen: Sequence[Indices], rounded: Sequence[Numbers], error: int) 
 class _Layer:
     """One layer's settings by rising size and falling error; none is beaten in both.
 
-    index: of the settings in the caller's table.
+    index: numbers of the settings in the caller's table.
     size, error: above the layer's smallest and least.
     """
 
@@ -381,7 +381,7 @@ class _Search:
 
     width: partial plans kept, those with the lowest bounds. If none is dropped, `plan` ends as the smallest.
     plan: the best plan, after `run`; `best` is its size, above `base_size`.
-    bound: on all plans, above `base_size`, after `run`.
+    bound: lower bound of all plans, above `base_size`, after `run`.
     """
 
     def __init__(self, problem: _Problem, plan: Indices, width: int) -> None:

@@ -42,7 +42,7 @@ class Layer:
     """One parameter tensor: the unit that plans, traces and states name.
 
     name: the parameter's name in the bare model.
-    shape: in elements.
+    shape: elements along each axis.
     role: one of `ROLES`.
 
     >>> layer = Layer("conv.weight", (64, 3, 3, 3), "convolution")
@@ -235,7 +235,7 @@ def flatten(
     width, then height (GradiVeQ, Fig. 3a): the shape (F, D, *spatial) is read as (*spatial, D, F). A transposed layer
     has the shape (D, F, *spatial). An expert stack (E, F, D) is read expert by expert, as (E, D, F).
 
-    workspace: where memory for copies comes from. None: new memory.
+    workspace: memory for copies. None: new memory.
     """
     _check_order(order)
     if order == "native" or tensor.ndim < 2:

@@ -1,6 +1,6 @@
 """The saving by compression, against the gradients as they are and against plain 16-bit reduction.
 
-What counts are the bytes that a rank sends, beside those of a ring all-reduce between as many ranks. Without any codec,
+Bytes that a rank sends are compared with those of a ring all-reduce between as many ranks. Without any codec,
 gradients can be reduced in bfloat16 or float16, and where mixed precision is used they often are. A codec that sends 4
 times fewer bytes than 32 bits sends half of what such a training sends. So both factors stand wherever one does.
 """

@@ -2,7 +2,7 @@
 
 Input: JSON lines. A measured step: {"ranks", "rate", "hook", "step_s", "compute_s"}; hook: "none" for plain DDP, else
 MODULE:NAME, where NAME says which plan of `PLANS` it was. An all-reduce measured on such a link, for calibration:
-{"raw_mb", "ranks", "rate", "all_reduce_s"}. What the engine measured of a codec in a step, as a run's report
+{"raw_mb", "ranks", "rate", "all_reduce_s"}. The engine's measurement of a codec in a step, as a run's report
 has it: {"compress", "ranks", "hook"}; without it codecs are timed here. The model is a residual network for CIFAR.
 
     python benchmarks predicted_steps benchmarks/results/predicted-steps.jsonl --cores 2
@@ -107,7 +107,7 @@ def main() -> None:
     """The forecasts, or their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--cores", type=float, default=2.0, help="of the machine, shared by all ranks")
+    parser.add_argument("--cores", type=float, default=2.0, help="cores of the machine, shared by all ranks")
     parser.add_argument("--latency", type=float, default=2e-4)
     parser.add_argument("--bucket-cap-mb", type=float)
     parser.add_argument("--widths", default="64,128,256,512")

@@ -41,7 +41,7 @@ CONVOLUTIONS = ("convolution",)
 
 @dataclass(frozen=True)
 class Method:
-    """What is trained: plan: for the model's layers; earlier: whether its bases come from another seed's run."""
+    """A method. plan: plan of the model's layers; earlier: whether its bases come from another seed's run."""
 
     plan: Callable[[Layers], Plan]
     earlier: bool = False
@@ -53,7 +53,7 @@ OF_AXES = {"random only": "coordinates only", **{f"half, {how}": f"half coordina
 
 
 def methods(warmup: int) -> dict[str, Method]:
-    """What is compared, all at about the same bytes but dense, 4-bit QSGD and the faithful GradiVeQ."""
+    """Methods compared, all at about the same bytes but dense, 4-bit QSGD and the faithful GradiVeQ."""
 
     def named(name: str, **settings: Any) -> Method:
         return Method(lambda layers: method_plan(layers, name, warmup_steps=warmup, **settings))

@@ -8,8 +8,8 @@ Information: pairs whose information is known in closed form, by exact sums or b
 interval is of the information that the correlation of normal scores stands for, a lower bound: known here from four
 million pairs. A histogram has no interval. Bias is that of `mutual_information`, which may be below 0. Means over
 iterations: first-order series of known autocorrelation. Rank correlations: bivariate normal items. Series and ranks,
-which take no time, are repeated 2,000 times. One line of JSON per row. What is there is not done again, and of rows
-with more and fewer repetitions the table has the later.
+which take no time, are repeated 2,000 times. One line of JSON per row. Kept rows are not made again; the table has the
+later ones.
 """
 
 from __future__ import annotations

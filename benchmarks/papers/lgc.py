@@ -61,7 +61,7 @@ def _recipe(workload: Workload, learning_rate: float, steps: int, batch: int, wa
 
 
 def tasks() -> dict[str, Setting]:
-    """What is trained, by the name that the command takes."""
+    """Tasks by the name that the command takes."""
     images, streets = get("cifar10"), get("camvid")
     small = Task(images, _recipe(images, 1.0, 1200, 16, 200), RANKS, (1, 1, 1))
     return {

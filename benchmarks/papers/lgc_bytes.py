@@ -1,4 +1,4 @@
-"""What LGC's bytes are: the paper's Table VI counted again, part by part.
+"""LGC's bytes: the paper's Table VI counted again, part by part.
 
     python benchmarks lgc_bytes
 

@@ -8,7 +8,7 @@ Figure 4: a row per layer, from the report that `gradlab analyze TRACE --only be
 `gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 -s every=2 --seed 0 --capture TRACE`.
 Figures 3 and 12 are of ResNet-8 on images halved to 16 x 16: for each number of emulated nodes, which share a batch of
 about 128 images, every tenth of 400 iterations is recorded, and entropy and information are measured of pairs of nodes
-as `gradlab analyze` does. What is in --rows is not done again.
+as `gradlab analyze` does. Rows in --rows are not made again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DRAWN_WITH = "4 nodes of 16 images; ResNet-20, CIFAR-10, one seed; every second 
 
 
 def informed(nodes: int, setting: Setting, data: Data, folder: Path) -> dict[str, Any]:
-    """What pairs of nodes share of four layers: the part of report.json's "between_nodes" that the figure takes."""
+    """Measure what pairs of nodes share of four layers, as report.json's "between_nodes" has it."""
     place = folder / f"{nodes}-nodes-apart"
     batch = round(SHARED_BATCH / nodes)
     if not place.exists():

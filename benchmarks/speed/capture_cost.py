@@ -1,4 +1,4 @@
-"""What recording costs: step times and processor seconds without a recorder, with one, and with wandb.watch, in turns.
+"""The cost of recording: step times and processor seconds without a recorder, with one, and with wandb.watch, in turns.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node RANKS benchmarks capture_cost --model resnet18
         [--steps 10] [--rounds 5] [--ways ...] [--rows ROWS.jsonl]
@@ -155,7 +155,7 @@ def writer_threads() -> set[int]:
 
 
 def processor_seconds() -> dict[str, float]:
-    """Processor seconds so far but those of writers, by who spent them. What has ended is left out."""
+    """Processor seconds so far but those of writers, by who spent them. Processes that have ended are left out."""
     writers = writer_threads()
     spent = {"training": 0.0, "others": 0.0}
     for task in Path("/proc/self/task").iterdir():
@@ -242,7 +242,7 @@ def compare(options: argparse.Namespace, folder: Path) -> list[Row]:
 class Disk:
     """A gigabyte of steps of ResNet-18, written to one folder.
 
-    steps: of 4 bytes per parameter.
+    steps: number of steps, of 4 bytes per parameter.
     """
 
     folder: Path

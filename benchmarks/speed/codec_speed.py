@@ -99,10 +99,10 @@ class Timed:
 
     Args:
         codec: the codec's id.
-        settings: of the codec.
-        layers: that `Plan.uniform` groups and compresses; those that it leaves dense are left out.
-        device: of the gradients.
-        group_bytes: of the plan's groups; None: as they are by default.
+        settings: settings of the codec.
+        layers: layers that `Plan.uniform` groups and compresses; those that it leaves dense are left out.
+        device: device of the gradients.
+        group_bytes: most bytes of a group; None: the default.
         graphs: whether exchanges are recorded as a GPU's graphs.
     """
 
@@ -174,7 +174,7 @@ def _answer(request: Any) -> Any:
 
 
 def _own(done: Exchanged) -> list[torch.Tensor]:
-    """What error feedback asks of an exchange: the compression error, or the decoded contribution."""
+    """Error feedback's result of an exchange: the compression error, or the decoded contribution."""
     if isinstance(done.own, Deferred) and done.own.compression_error is not None:
         return list(done.own.compression_error().values())
     return [done.own[name] for name in done.own]
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--group-bytes", type=float, help="of the plan's groups (default: the codec's own)")
+    parser.add_argument("--group-bytes", type=float, help="most bytes of a group (default: the codec's own)")
     parser.add_argument("--rows", type=Path)
     for flag in ("--markdown", "--table", "--milliseconds", "--graphs"):
         parser.add_argument(flag, action="store_true")

@@ -9,7 +9,7 @@ number, a length that depends on data, a copy). Each such wait stops the trainin
 
 This counts both without a GPU. Tensors say that they are on a device which is not the CPU, so that codecs take the way
 that they take on any device; what is asked of them is counted and computed on the CPU. An operation that PyTorch itself
-makes of several kernels counts once. What is counted is rank 0 of N ranks' work on one step, with the plan's
+makes of several kernels counts once. The count is of rank 0's work on one step, with the plan's
 wrappers, after the first iterations; collectives are not counted. Two waits are every step's: whether the
 gradients of all ranks were finite, and whether the means are.
 """

@@ -108,7 +108,7 @@ class Training:
 
     Args:
         attach: puts the way's hook on the model.
-        device: of the model.
+        device: device of the model.
         options: the model's size and the batch's.
     """
 
@@ -172,7 +172,7 @@ def measured(way: str, device: torch.device, options: argparse.Namespace) -> Row
 
 
 def looked_at(training: Training) -> Row:
-    """What one step asks of the device: kernels and their seconds, and the host's waits by name."""
+    """Count a step's work of the device: kernels and their seconds, and the host's waits by name."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         training.step()
     on_device = [

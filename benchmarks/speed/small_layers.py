@@ -122,7 +122,7 @@ class Run:
         return time.thread_time() - began
 
     def calls(self) -> Calls:
-        """Take a step, and return its calls. What they change is changed again by making them: take no steps after."""
+        """Take a step, and return its calls. Making them changes the same values again: take no steps after."""
         for _ in range(3):
             self.seconds()
         given = self._given()

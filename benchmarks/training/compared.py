@@ -21,12 +21,12 @@ from gradlab.trace import Trace
 class Compared:
     """A method of training.
 
-    codec: of a uniform plan, or of the uniform plan that a plan by layer has to equal in error; "" for a published
+    codec: codec of a uniform plan, or of the one that a plan by layer has to equal in error; "" for a published
         method, and for dense training.
-    settings: of the codec, and other arguments of its uniform plan.
+    settings: settings of the codec, and other arguments of its uniform plan.
     wrappers: around the codec; None: its default ones, and those of a published method.
     published: a name of `gradlab.plan.recipes.METHODS`, or "LGC", in a ring.
-    wrapper_settings: by a wrapper's name, settings that differ from a published method's.
+    wrapper_settings: settings that differ from a published method's, by a wrapper's name.
     by_layer: whether L-GreCo chooses the codec's setting for each layer.
     momentum: whether the optimizer has momentum (beta_1); False where the method has its own.
     rate: the learning rate, in units of the common one.

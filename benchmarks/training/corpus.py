@@ -5,8 +5,8 @@
     python benchmarks corpus --table [--rows benchmarks/results/corpus.jsonl]
 
 FOLDER holds cifar10.npz, tinyshakespeare.txt and wikitext2/ with train.txt and test.txt. Three baselines on four
-emulated nodes: ResNet-8 on CIFAR-10 halved to 16 x 16, nanoGPT's transformer by characters, and a BERT by bytes. Of
-each a dense run of another seed is recorded from the middle of training on, in bfloat16 and within a byte budget. Each
+emulated nodes: ResNet-8 on CIFAR-10 halved to 16 x 16, nanoGPT's transformer by characters, and a BERT by bytes. A
+dense run of another seed of each is recorded from the middle of training on, in bfloat16 and within a byte budget. Each
 method is replayed on that recording, which is the prediction. Then a training is done with it, which is what is
 observed: it is dense for 100 iterations and compressed from there on, at dense training's learning rate. Its loss is
 the mean over the last 50 iterations, and dense training's is that of the same seed, which sees the same batches.
@@ -75,10 +75,10 @@ METHODS = {
 class Baseline:
     """A training that is recorded.
 
-    title: what it is, in a few words.
+    title: description in a few words.
     task: model, recipe and nodes.
-    file: of the data, in the folder that is given.
-    source: of the data, for the manifest.
+    file: file of the data, in the folder that is given.
+    source: source of the data, for the manifest.
     train_limit: training samples that are kept; None: all. The test split's first 1000 are scored.
     """
 
@@ -139,7 +139,7 @@ def caveats(page: str, leave_out: Collection[str] = ()) -> list[str]:
     """Take what a reader of outcomes must know out of the docs' page on corpora: the list of its section.
 
     Args:
-        page: in Markdown.
+        page: page in Markdown.
         leave_out: names of recordings; what begins with one of them is left out.
 
     Returns:

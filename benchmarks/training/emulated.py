@@ -39,7 +39,7 @@ Micro = list[tuple[torch.Tensor, torch.Tensor]]
 class Task:
     """A workload with its recipe and its number of nodes. blocks: of a ResNet of 16, 32, ... channels on images halved
     to 16 x 16, under bfloat16 autocast, so that seeds by the dozen fit on a CPU; None: the workload as it is.
-    full_size: that ResNet on images that are not halved."""
+    full_size: whether the ResNet's images are not halved."""
 
     workload: Workload
     recipe: Recipe
@@ -143,8 +143,8 @@ def train(
     finite ends there. loss: mean of the last 50; losses: means of 20 at a time; ratio: over all iterations;
     residuals: the norm of all ranks' together, every 100 iterations;
     compressing_ratio: over those alone that the schedule compresses; last_ratio: over the last 50; most_payload,
-    least_payload: of these, of the ranks that send most and least; codec_seconds: of the codecs in one of these, per
-    rank."""
+    least_payload: bytes per such step of the ranks that send most and least; codec_seconds: seconds of the codecs in
+    one of them, per rank."""
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
     lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))

@@ -1,4 +1,4 @@
-"""What a replay tells of how training ends, each figure on a task that the calibration did not see.
+"""Final losses by replays, each figure on a task that the calibration did not see.
 
     python benchmarks judgements [--write]
 
@@ -10,8 +10,8 @@ methods that bring their own momentum, which is another optimizer there.
 First table: of each task, how many ends of plans were at most the largest that is told without having seen the task,
 and Spearman's rank correlation of the cosine with the end, by kind of plan.
 
-Second table: what is proposed. Of 7 plans drawn from a training, a rule takes the one with fewest bytes of those that
-it allows. Counted are the draws in which it allows one, those of them in which that plan ended within the limit, and
+Second table: what is proposed. A rule takes, of 7 plans drawn from a training, the allowed one with fewest
+bytes. Counted are the draws in which it allows one, those of them in which that plan ended within the limit, and
 its bytes over those of the smallest that did (median). "five nearest" is the rule that gradlab had: all of the five
 trainings of its kind with the nearest cosines ended within the limit.
 
@@ -113,7 +113,7 @@ def _run(row: Row) -> str:
 
 
 def beyond(excess: float, chance: float) -> float:
-    """What of an excess is more than chance.
+    """The part of an excess that is more than chance.
 
     >>> beyond(0.03, 0.01), beyond(0.005, 0.01), beyond(-0.03, 0.01)
     (0.02, 0.0, -0.02)
@@ -203,7 +203,7 @@ def _angle(cosine: float) -> float:
 def proposed(
     run: Sequence[Trained], allows: Callable[[Trained], bool], limit: float
 ) -> list[tuple[bool, float] | None]:
-    """What a rule takes of plans drawn at random: whether it held, and its bytes over the least that would have."""
+    """A rule's choice of plans drawn at random: whether it held, and its bytes over the least that would have."""
     generator, verdict = np.random.default_rng(0), [allows(one) for one in run]
     found: list[tuple[bool, float] | None] = []
     for _ in range(DRAWS):

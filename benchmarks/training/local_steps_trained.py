@@ -80,7 +80,7 @@ datasets._WORKLOADS["cifar10"] = SmallCifar10()  # in the processes of `streamin
 
 
 def plan_of(way: str, task: str) -> Plan:
-    """What is exchanged goes through it."""
+    """Exchanges go through it."""
     codec = way
     for form in ("sync, ", "streaming ", "averaging, "):
         codec = codec.removeprefix(form)

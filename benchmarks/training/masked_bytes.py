@@ -1,7 +1,7 @@
 """BERT's task on any text, byte by byte: predict the bytes that are hidden from a row.
 
 Devlin, Chang, Lee, Toutanova, "BERT: Pre-training of deep bidirectional transformers for language understanding"
-(NAACL 2019), section 3.1 and appendix A.1: 15 % of the tokens are chosen. Of these 80 % become the token MASK, 10 % a
+(NAACL 2019), section 3.1 and appendix A.1: 15 % of the tokens are chosen. 80 % of these become the token MASK, 10 % a
 random token, and 10 % stay. Rows are masked once, before training, and there are several copies of each row with other
 masks, as in their appendix A.2. Bytes stand in for word pieces, so that no vocabulary has to be made or shipped. The
 model is the BertForMaskedLM of transformers, with random weights and without dropout.
@@ -33,7 +33,7 @@ def masked(tokens: torch.Tensor, generator: np.random.Generator) -> tuple[torch.
 
     Args:
         tokens: int64 (rows, context), each a byte.
-        generator: of the choice.
+        generator: random numbers of the choice.
 
     Returns:
         Two int64 tensors (rows, context): the rows with hidden bytes, and the bytes to predict. Bytes that are not to
@@ -82,7 +82,7 @@ class MaskedBytes(Workload):
 
     width: elements of a token's vector.
     layers: blocks.
-    heads: of attention.
+    heads: number of attention heads.
     context: tokens in a row.
     """
 

@@ -154,7 +154,7 @@ def record(task: str, data: Any, folder: str, seed: int = 0) -> None:
 
 
 def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
-    """What a replay says. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
+    """A replay's row. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
     chosen = method if feedback else replace(method, wrappers=())
     plan = chosen.fitted(trace, 0, trace.layers, **SCOPE, **settings)
     replayed = replay(trace, plan)
@@ -210,7 +210,7 @@ def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
 def train_all(options: argparse.Namespace, data: Any, trace: Trace | None) -> None:
     """Train every method with every seed that the file has no row of yet, and append its row there.
 
-    trace: of the same training, for plans by layer.
+    trace: recording of the same training, for plans by layer.
     """
     rows = read(options.train)
     for seed in options.seeds:

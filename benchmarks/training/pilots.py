@@ -182,7 +182,7 @@ def layers_named(training: Training) -> tuple[Layer, ...]:
 
 
 def judged(folder: Path, plans: Mapping[str, Plan]) -> dict[str, Row]:
-    """What replays say of plans: cosines by length of window, and whether they apply earlier gradients."""
+    """Results of plans' replays: cosines by length of window, and whether they apply earlier gradients."""
     with Trace(folder) as trace:
         found = replay_plans(trace, plans)
     rows = {}
@@ -229,7 +229,7 @@ def train(name: str, seed: int, data: Path, path: Path) -> None:
 
 
 def digest(paths: Sequence[Path]) -> list[Row]:
-    """What the law needs of every plan: its pilots by length, its steps in a race, and its end on other batches."""
+    """Every plan's figures for the law: its pilots by length, its steps in a race, and its end on other batches."""
     rows = [row for path in paths for row in read(path) if row["plan"] != "all"]
     runs: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:

@@ -1,8 +1,8 @@
-"""What gradlab says of tasks, by command: before a pilot, after it, and what came.
+"""Answers of gradlab's commands on tasks: before a pilot, after it, and what came.
 
     python benchmarks promise --data FOLDER --rows FILE [--tasks ViT U-Net ...] [--limits 1% ...] [--table]
 
-Of each task of pilot_tasks.py 100 steps are recorded on two ranks. `gradlab recommend` chooses a plan from the
+100 steps of each task of pilot_tasks.py are recorded on two ranks. `gradlab recommend` chooses a plan from the
 recording, and `gradlab pilot` from trials of promise_job.py. Then the script trains densely and with both plans.
 """
 

@@ -240,7 +240,7 @@ def finite(value: float | None) -> float | None:
 
 
 def runs_in_order(modes: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    """What is done, in this order: dense training in all modes, then mode by mode every method, then other seeds."""
+    """Runs in this order: dense training in all modes, then mode by mode every method, then other seeds."""
     for seed in seeds:
         yield from ((mode, "dense", seed) for mode in modes if "dense" in names)
         yield from ((mode, name, seed) for mode in modes for name in names if name != "dense")

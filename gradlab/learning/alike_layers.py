@@ -19,11 +19,11 @@ SMALL = 2**18
 class SlicedGradients:
     """Gradients of L layers of one shape and dtype, cut into slices, with their states.
 
-    view: of each layer, see `slice_view`.
-    vectors: in GradiVeQ's order, (L, numel).
+    view: view of each layer, see `slice_view`.
+    vectors: gradients in GradiVeQ's order, (L, numel).
     size: elements of a slice, K.
-    states: of each layer, without its name.
-    mode, position: of the states' clocks.
+    states: state of each layer, without its name.
+    mode, position: those of the states' clocks.
     """
 
     names: tuple[str, ...]

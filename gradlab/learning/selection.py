@@ -45,9 +45,9 @@ class LearnedSettings:
 
     density: float = density_setting(0.001, "selected in each layer, the paper's alpha / 100")
     resolution: str = setting(
-        "deconv1", choices=RESOLUTIONS, help="which reading of the paper's tables, see `gradlab.learning.autoencoder`"
+        "deconv1", choices=RESOLUTIONS, help="reading of the paper's tables, see `gradlab.learning.autoencoder`"
     )
-    loss: str = setting("sum", choices=("sum", "mean"), help="of squares: what the autoencoder is trained on")
+    loss: str = setting("sum", choices=("sum", "mean"), help="form of squares that is trained on")
     optimizer: str = setting("sgd", choices=OPTIMIZERS, help='trains the autoencoder; "sgd" is the paper\'s')
     learning_rate: float = setting(1e-3, above=0, below=1e6, help="step size of the autoencoder's training")
     training_steps: int = setting(

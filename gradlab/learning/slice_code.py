@@ -1,4 +1,4 @@
-"""What a layer's slices become under bases: codes, eq. (3), and slices again, eq. (5); and the ring that sums codes.
+"""Codes of a layer's slices under bases, eq. (3), slices of codes, eq. (5), and the ring that sums codes.
 
 Yu, Lin, et al., "GradiVeQ: Vector quantization for bandwidth-efficient gradient aggregation in distributed CNN
 training", NeurIPS 2018. Codes of all slices lie one after another, so that a ring's segments can be cut between any two
@@ -222,7 +222,7 @@ def random_coordinates(seeds: np.ndarray, bases: int, size: int, count: int) -> 
     Those with the smallest of random numbers of 64 bits are drawn, which follow from a layer's seed and their place
     alone (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014: SplitMix64).
 
-    seeds: of each layer's stream, uint64 (L,), the same on every rank.
+    seeds: seed of each layer's stream, uint64 (L,), the same on every rank.
     """
     places = np.arange(1, bases * size + 1, dtype=np.uint64) * _GOLDEN
     numbers = _mixed(np.add.outer(_mixed(seeds.copy()), places)).reshape(len(seeds) * bases, size)

@@ -91,10 +91,10 @@ def slice_order(layer: Layer) -> torch.Tensor:
 def default_slice_size(view: Layer) -> int:
     """Choose K: the largest multiple of F D (GradiVeQ, section 3) that divides the layer and is at most 2048, or F D.
 
-    F is the length of the axis that slices lie along, D their depth. Where F D is more than 4096, a basis would outgrow
+    F is the length of the axis that slices lie along, D their depth. If F D is more than 4096, a basis would outgrow
     the layer. K is then the largest multiple of F that divides F D and is at most 2048, or F; where F too is more than
     4096, its largest divisor of at most 2048. The same holds for a layer of more than 2048 elements without spatial
-    extent: as one slice it would have one sample per iteration. A smaller one is one slice of F D.
+    extent: one slice of it would have one sample per iteration. A smaller one is one slice of F D.
     """
     if not view.numel:
         return 1

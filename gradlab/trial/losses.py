@@ -24,8 +24,8 @@ class LossFile:
     """A rank's file, while it trains.
 
     Args:
-        folder: of the trial.
-        rank, world_size: of this process.
+        folder: folder of the trial.
+        rank, world_size: those of this process.
         exchanging: ranks between which the plan runs: of several on a node one.
 
     Raises:
@@ -50,7 +50,7 @@ class LossFile:
 
 @dataclass(frozen=True)
 class Losses:
-    """What the ranks of a trial have written so far.
+    """Losses that the ranks of a trial have written so far.
 
     Attributes:
         by_rank: losses by step, of each rank. NaN: not finite. Empty where a rank has not begun.
@@ -80,7 +80,7 @@ def read_losses(folder: Path) -> Losses:
     """Read what the ranks of a trial have written.
 
     Args:
-        folder: of the trial.
+        folder: folder of the trial.
 
     Returns:
         The losses; none before the first rank has begun.

@@ -54,7 +54,7 @@ class Trial:
     """One run of the user's command under one plan, in one of its processes.
 
     Args:
-        folder: of the trial.
+        folder: folder of the trial.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class Trial:
 
         Args:
             state: just made.
-            scaler: of the losses, if one is in use.
+            scaler: scaler of the losses, if one is in use.
 
         Returns:
             The state.
@@ -104,7 +104,7 @@ class Trial:
 
         Args:
             exchanging: ranks between which the plan runs.
-            scaler: of the losses, if one is in use.
+            scaler: scaler of the losses, if one is in use.
             after: is called after each backward pass.
 
         Raises:
@@ -122,7 +122,7 @@ class Trial:
         """Log this rank's loss of a step, and count the step.
 
         Raises:
-            SystemExit: as `end_step`.
+            SystemExit: see `end_step`.
         """
         self.end_rank(dist.get_rank())
         self.end_step()
@@ -132,7 +132,7 @@ class Trial:
 
         Args:
             ranks: number of them.
-            scaler: of the losses, if one is in use.
+            scaler: scaler of the losses, if one is in use.
 
         Raises:
             GradlabError: as `follow`.

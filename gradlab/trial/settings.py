@@ -23,7 +23,7 @@ class TrialSettings:
     """A trial, as its folder has it.
 
     Attributes:
-        plan: that gradients are averaged by; without groups: plain DDP.
+        plan: plan by which gradients are averaged; without groups: plain DDP.
         steps: synchronised backward passes after which the run ends.
     """
 
