@@ -18,20 +18,8 @@ _EXPECTED = "a packed corpus"
 
 
 def pack(folder: Path, target: Path) -> str:
-    """Write a corpus's files into one archive, and say what was written.
-
-    Members are sorted, and have neither times nor owners. The archive is gzip-compressed if that makes it smaller.
-
-    Args:
-        folder: the corpus's, which is checked first.
-        target: the archive, such as gradlab-corpus.tar.gz; ".gz" is left out where compression does not help.
-
-    Returns:
-        The file, its bytes and its sha256, in one line.
-
-    Raises:
-        GradlabError: for a folder that is no whole corpus.
-        OSError: if the archive cannot be written.
+    """Write a corpus's files into one archive, gzip-compressed if that is smaller; return its name, bytes and sha256.
+    Members are sorted, and have neither times nor owners, so that the same files give the same bytes.
     """
     plain = _tar(folder, read_corpus(folder).files)
     packed = _gzipped(plain)
@@ -61,19 +49,8 @@ def _gzipped(data: bytes) -> bytes:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Write the files of a packed corpus into a folder, and nothing anywhere else.
-
-    Args:
-        archive: the file.
-        folder: new or empty.
-
-    Returns:
-        The corpus's folder, to be checked by `read_corpus`.
-
-    Raises:
-        GradlabError: for a damaged archive, one that unpacks to more than 512 MiB or 4096 members, and for a member
-            that is no plain file of a corpus: a link, a device, an absolute path, one that leaves the folder, code.
-        OSError: if a file cannot be read or written.
+    """Write the files of a packed corpus into a folder, and nothing anywhere else; return the corpus's folder.
+    Refused are damage, more than 512 MiB or 4096 members, and whatever is no plain file of a corpus.
     """
     corpus = folder / TOP
     with open_tar(archive, MOST_BYTES, _EXPECTED) as members:

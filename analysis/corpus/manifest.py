@@ -25,6 +25,7 @@ from gradlab.analysis.corpus.outcome import Outcome, read_outcomes
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.formatting import format_bytes
+from gradlab.json_form import require_form
 from gradlab.jsonable import Jsonable, plain
 from gradlab.trace import Trace
 from gradlab.trace.schema import read_document, write_document
@@ -35,6 +36,13 @@ MANIFEST, README, ROWS = "corpus.json", "README.md", "rows.jsonl"
 MOST_FILES, MOST_BYTES = 4096, 2**29  # of a corpus; one of three recordings has some 30 files and 30 MB
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILE = re.compile(rf"README\.md|rows\.jsonl|{_NAME.pattern}/(manifest\.json|rank-\d{{5}}/(index\.json|\d{{6}}\.h5))")
+
+
+_RECORDING = {
+    **{"name": str, "title": str, "dtype": str, "digest": str, "iterations": [int], "seeds": {str: int}},
+    **{"source": {"name": str, "licence": str, "origin": str}, "parameters": int, "world_size": int},
+    **{"recorded_steps": int, "steps": int, "batch_size": int},
+}
 
 
 @dataclass(frozen=True)
@@ -74,22 +82,15 @@ class Recording(Jsonable):
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> Recording:
-        """Read what `to_json` writes."""
-        known, of_source = {item.name for item in fields(cls)}, {item.name for item in fields(Source)}
-        source = value.get("source") if isinstance(value, dict) else None
-        if not isinstance(value, dict) or set(value) != known or not isinstance(source, dict):
-            raise GradlabError(f"{where}: a recording is {str(value)[:80]}, expected an object of {', '.join(known)}")
-        if not isinstance(value["name"], str) or not _NAME.fullmatch(value["name"]):
-            raise GradlabError(f"{where}: a recording is called {str(value['name'])[:80]!r}, expected {_NAME.pattern}")
-        texts = [value[name] for name in ("title", "dtype", "digest")] + list(source.values())
-        sound = set(source) == of_source and all(isinstance(text, str) for text in texts)
-        numbers = [value[name] for name in ("parameters", "world_size", "recorded_steps", "steps", "batch_size")]
-        sound = sound and all(type(number) is int and number >= 1 for number in numbers)
-        span, seeds = value["iterations"], value["seeds"]
-        sound = sound and isinstance(span, list) and len(span) == 2 and all(type(one) is int for one in span)
-        if not sound or not isinstance(seeds, dict) or not all(type(seed) is int for seed in seeds.values()):
-            raise GradlabError(f"{where}: recording {value['name']}: a field is of another type, or out of range")
-        return cls(**{**value, "source": Source(**source), "iterations": (span[0], span[1])})
+        """Read what `to_json` writes; an error names `where`."""
+        value = require_form(value, _RECORDING, f"{where}: a recording")
+        read = {item.name: value[item.name] for item in fields(cls)}
+        if not _NAME.fullmatch(value["name"]):
+            raise GradlabError(f"{where}: a recording is called {value['name'][:80]!r}, expected {_NAME.pattern}")
+        if len(value["iterations"]) != 2:
+            raise GradlabError(f"{where}: recording {value['name']}: expected its first and its last iteration")
+        source = Source(**{item.name: value["source"][item.name] for item in fields(Source)})
+        return cls(**{**read, "source": source, "iterations": tuple(value["iterations"])})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,12 +17,21 @@ from gradlab.analysis.forecast.endings import Ending, EndingRange
 from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.replay.result import ReplaySummary
 from gradlab.errors import GradlabError
+from gradlab.json_form import require_form
 from gradlab.jsonable import Jsonable, plain
 from gradlab.saving import Saving
 
 _MOST_BYTES = 2**24  # of rows.jsonl
 _LARGEST = 1e150
-_NUMBERS = ("payload_bytes", "dense_payload_bytes", "dense_loss")
+_LENGTH = re.compile(r"[0-9]{1,9}")
+_RANGE = {"low": (float, None), "middle": (float, None), "high": (float, None), "least_cosine": float}
+_RANGE |= {"most_cosine": float, "methods": int}
+_OUTCOME = {
+    **{"recording": str, "method": str, "words": str, "memory": bool, "cosines": {str: float}},
+    **{"cosine": (float, None), "length": (int, None), "aggregate_error": (float, None), "loss": (float, None)},
+    **{"payload_bytes": float, "dense_payload_bytes": float, "dense_loss": float, "predicted": (None, _RANGE)},
+    **{"steps": int, "warmup_steps": int, "seed": int},
+}
 
 
 @dataclass(frozen=True)
@@ -78,29 +88,24 @@ class Outcome(Jsonable):
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Outcome:
-        """Read what `to_json` writes.
+        """Read what `to_json` writes; an error names `where`."""
+        value = require_form(value, _OUTCOME, where)
+        cosines = {
+            int(length): float(cosine) for length, cosine in value["cosines"].items() if _LENGTH.fullmatch(length)
+        }
+        predicted = value["predicted"] and EndingRange(**{name: _end(value["predicted"][name]) for name in _RANGE})
+        read = cls(
+            **{item.name: value[item.name] for item in fields(cls)} | {"cosines": cosines, "predicted": predicted}
+        )
+        numbers = (read.payload_bytes, read.dense_payload_bytes, read.dense_loss)
+        if len(cosines) < len(value["cosines"]) or not all(0 < number < _LARGEST for number in numbers):
+            raise GradlabError(f"{where}: cosines, bytes or dense_loss are out of range")
+        return read
 
-        Args:
-            value: a line of rows.jsonl.
-            where: the file and line that an error names.
 
-        Raises:
-            GradlabError: for a field that is missing, unknown, of another type, or not finite.
-        """
-        names = {item.name for item in fields(cls)}
-        if not isinstance(value, dict) or set(value) != names:
-            raise GradlabError(f"{where}: expected an object of {', '.join(sorted(names))}, got {str(value)[:80]}")
-        _require(where, value, ("recording", "method", "words"), lambda x: isinstance(x, str))
-        _require(where, value, ("memory",), lambda x: isinstance(x, bool))
-        _require(where, value, ("steps", "warmup_steps", "seed"), lambda x: type(x) is int and x >= 0)
-        _require(where, value, _NUMBERS, lambda x: _is_number(x) and x > 0)
-        _require(where, value, ("cosine", "aggregate_error", "loss"), lambda x: x is None or _is_number(x))
-        _require(where, value, ("length",), lambda x: x is None or (type(x) is int and x >= 1))
-        _require(where, value, ("cosines",), _are_cosines)
-        _require(where, value, ("predicted",), lambda x: x is None or _is_range(x))
-        cosines = {int(length): float(cosine) for length, cosine in value["cosines"].items()}
-        predicted = None if value["predicted"] is None else EndingRange(**_with_infinity(value["predicted"]))
-        return cls(**{**value, "cosines": cosines, "predicted": predicted})
+def _end(end: Any) -> Any:
+    """JSON knows no infinity: an end without a number diverged."""
+    return math.inf if end is None else end
 
 
 def replayed_figures(summary: ReplaySummary, judged: Judged) -> dict[str, Any]:
@@ -141,31 +146,3 @@ def _of_line(line: str, where: str) -> Outcome:
     except (ValueError, RecursionError):
         raise GradlabError(f"{where} is not JSON: expected a method and what became of it") from None
     return Outcome.from_json(value, where)
-
-
-def _require(where: str, value: Mapping[str, Any], names: Sequence[str], sound: Any) -> None:
-    for name in names:
-        if not sound(value[name]):
-            raise GradlabError(f"{where}: {name} = {repr(value[name])[:80]}, which is out of range or of another type")
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number that floats can compute with: JSON's whole numbers have no end."""
-    return type(value) in (int, float) and abs(value) < _LARGEST
-
-
-def _are_cosines(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        length.isascii() and length.isdigit() and len(length) < 10 and _is_number(cosine)
-        for length, cosine in value.items()
-    )
-
-
-def _is_range(value: Any) -> bool:
-    names = {item.name for item in fields(EndingRange)}
-    return isinstance(value, dict) and set(value) == names and all(x is None or _is_number(x) for x in value.values())
-
-
-def _with_infinity(value: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity: an end without a number diverged."""
-    return {name: math.inf if end is None else end for name, end in value.items()}

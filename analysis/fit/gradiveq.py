@@ -238,7 +238,7 @@ def fit_gradiveq(
     """
     options = dataclasses.replace(options or GradiveqOptions(), **changes)
     roles = known_roles(options.roles)
-    settings, total_ratio, seed = options.settings or PAPER, options.total_ratio, options.seed
+    settings, total_ratio = options.settings or PAPER, options.total_ratio
     if settings.complement == 1:
         raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
     if total_ratio is not None and not total_ratio >= 1:
@@ -260,21 +260,36 @@ def fit_gradiveq(
             f"{list_roles(trace.layers)}"
         )
     groups = tuple(_group(name, chosen[name]) for name in learned)
-    plan = Plan(trace.model_layers, groups, schedule, seed, learned)
-    both = [plan, random_basis_plan(plan, seed)]
+    plan = Plan(trace.model_layers, groups, schedule, options.seed, learned)
+    return GradiveqFit(plan, _measured(trace, plan, window, options, chosen, layers, skipped, workers, progress))
+
+
+def _measured(
+    trace: Trace,
+    plan: Plan,
+    window: range,
+    options: GradiveqOptions,
+    chosen: Mapping[str, GradiVeQ.Settings],
+    layers: dict[str, FittedLayer],
+    skipped: dict[str, str],
+    workers: Workers,
+    progress: Progress | None,
+) -> GradiveqMeasurement:
+    """Measure fitted bases, and random ones, on later iterations."""
+    both = [plan, random_basis_plan(plan, options.seed)]
     held, control = holdouts_by_age(trace, both, start=window.stop, workers=workers, progress=progress)
-    measured = GradiveqMeasurement(
+    return GradiveqMeasurement(
         trace=trace.digest,
         world_size=trace.world_size,
-        settings=settings,
-        total_ratio=total_ratio,
-        promised_loss=None if total_ratio else _promised_loss(chosen),
+        settings=options.settings or PAPER,
+        total_ratio=options.total_ratio,
+        promised_loss=None if options.total_ratio else _promised_loss(chosen),
         fitted_on=[int(step) for step in trace.steps[window.start : window.stop]],
-        warmup_steps=schedule.warmup_steps,
+        warmup_steps=plan.schedule.warmup_steps,
         held_out_on=(int(trace.steps[window.stop]), int(trace.steps[-1])),
         layers=layers,
         skipped=skipped,
-        left_dense=_left_dense(trace.layers, [*chosen], roles),
+        left_dense=_left_dense(trace.layers, [*chosen], options.roles),
         fitted_slices_loss=_loss([layer.fitted_slices_energy for layer in layers.values()]),
         in_sample_loss=_loss([layer.in_sample_energy for layer in layers.values()]),
         holdout=held,
@@ -283,7 +298,6 @@ def fit_gradiveq(
         mean_payload_bytes=plan.payload_bytes(trace.world_size),
         dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
     )
-    return GradiveqFit(plan, measured)
 
 
 def _require_slices(trace: Trace, roles: Sequence[str]) -> None:

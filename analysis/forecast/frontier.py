@@ -73,48 +73,58 @@ class Tried:
     remarks: list[str] = field(default_factory=list)
 
 
-def try_plans(
-    trace: Trace,
-    families: Mapping[str, Family],
-    given: Mapping[str, Plan],
-    *,
-    network: Network,
-    max_loss: float,
-    start: int,
-    seconds: float,
-    provenances: Mapping[str, Mapping[str, Any]] | None = None,
-    workers: Workers = 1,
-    progress: Progress | None = None,
-) -> Tried:
+@dataclass(frozen=True)
+class Trial:
+    """Plans to try, and what for.
+
+    families: families to search; given: plans to try beside them, by name.
+    network: network that steps are forecast for.
+    max_loss: final loss that is allowed above dense training, as a share of its loss.
+    start: position that longer replays begin at; seconds: budget of the search.
+    provenances: provenances of fitted plans, by name.
+    """
+
+    families: Mapping[str, Family]
+    given: Mapping[str, Plan]
+    network: Network
+    max_loss: float
+    start: int
+    seconds: float
+    provenances: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def try_plans(trace: Trace, trial: Trial, *, workers: Workers = 1, progress: Progress | None = None) -> Tried:
     """Search the families, replay and forecast what matters of them and of given plans, and place all on a frontier."""
-    replays_from = partial(replay_plans, trace, start=start, workers=workers, progress=progress)
+    replays_from = partial(replay_plans, trace, start=trial.start, workers=workers, progress=progress)
     steps = min(SEARCH_STEPS, len(trace.steps))
-    longer = len(trace.steps) - start > steps
+    longer = len(trace.steps) - trial.start > steps
     found = search(
         trace,
-        families,
-        max_loss=max_loss,
-        seconds=seconds,
-        steps=steps if longer else len(trace.steps) - start,
+        trial.families,
+        max_loss=trial.max_loss,
+        seconds=trial.seconds,
+        steps=steps if longer else len(trace.steps) - trial.start,
         workers=workers,
         progress=progress,
     )
-    tried, times = Tried(remarks=found.remarks), _times(found, network, progress)
+    tried, times = Tried(remarks=found.remarks), _times(found, trial.network, progress)
     kept = _kept(found, times)
-    tried.plans = {one.name: one.plan for one in kept} | dict(given)
+    tried.plans = {one.name: one.plan for one in kept} | dict(trial.given)
     short = {} if longer else {found.candidate(name, at).name: one for name, at, one in _replays_of(found)}
-    _replay(tried, {name: plan for name, plan in tried.plans.items() if name not in short}, given, replays_from)
+    _replay(tried, {name: plan for name, plan in tried.plans.items() if name not in short}, trial.given, replays_from)
     tried.replays |= {name: short[name] for name in tried.plans if name in short}
     if longer:
         _step_back(tried, found, replays_from)
-    for name, provenance in (provenances or {}).items():
+    for name, provenance in trial.provenances.items():
         if name in tried.replays:
             tried.replays[name] = tried.replays[name].held_out(provenance)
     known = {name: plan for name, plan in tried.plans.items() if name in tried.replays}
     tried.replays = {name: tried.replays[name] for name in known}
     if known:
         try:
-            tried.speed = forecast_speed(known, tried.replays, network, max_loss=max_loss, progress=progress)
+            tried.speed = forecast_speed(
+                known, tried.replays, trial.network, max_loss=trial.max_loss, progress=progress
+            )
         except GradlabError as reason:
             tried.remarks.append(f"No forecast: {reason}")
     tried.frontier = list(_rows(tried, found, times))

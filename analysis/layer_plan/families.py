@@ -71,12 +71,6 @@ def family_candidates(
     return candidates
 
 
-def of_family(candidates: Mapping[str, Sequence[Candidate]], family: str) -> dict[str, list[Candidate]]:
-    """Keep one family's candidates and dense."""
-    codec, _ = FAMILIES[family]
-    return {name: [c for c in row if c.codec in (codec, "identity")] for name, row in candidates.items()}
-
-
 def _unequal(grid: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Settings of a grid, those that are equal once."""
     return [dict(settings) for place, settings in enumerate(grid) if settings not in grid[:place]]

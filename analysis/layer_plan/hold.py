@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradlab.analysis.layer_plan.planners import Choice
-from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.analysis.layer_plan.problem import Choice, Problem
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.progress import Progress

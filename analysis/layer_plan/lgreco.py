@@ -24,8 +24,7 @@ from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
 from gradlab.analysis.layer_plan.hold import Hold, holds, largest_alpha
-from gradlab.analysis.layer_plan.planners import Choice, total
-from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.analysis.layer_plan.problem import Choice, Problem, total
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
 from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepTimes, fastest_plan, require_one_step
 from gradlab.analysis.parallel import Workers
@@ -62,7 +61,6 @@ class LgrecoOptions:
         window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
         start: position of the first recorded step to look at.
         cost: what is kept small.
-        weights: by layer name, factors of the layer's cost; see `gradlab.analysis.layer_plan.bucket_time`.
         step: one link, which is the cost's, and one number of nodes. With a cost in seconds, the plan of the shortest
             step predicted for it is looked for in place of the least sum; see
             `gradlab.analysis.layer_plan.step_time_search`.
@@ -83,7 +81,6 @@ class LgrecoOptions:
     window: int | None = None
     start: int = 0
     cost: Cost = PAYLOAD
-    weights: Mapping[str, float] | None = None
     step: Network | None = None
     world_size: int | None = None
     warmup_steps: int = 0
@@ -123,14 +120,12 @@ class LgrecoOptions:
         if self.accordion is not None and not self.accordion[0] < self.accordion[1]:
             between = ":".join(f"{value:g}" for value in self.accordion)
             raise GradlabError(f"accordion {between}, expected the more compressed, smaller value first")
-        if self.refresh_every and (self.weights is not None or self.budget is not None):
-            raise GradlabError(
-                "refresh: while training plans are chosen by payload and alpha, without weights or a budget"
-            )
+        if self.refresh_every and self.budget is not None:
+            raise GradlabError("refresh: while training plans are chosen by payload and alpha, without a budget")
         if self.refresh_every and self.cost_name != "payload":
             raise GradlabError(f"refresh: while training plans are chosen by payload, not by {self.cost_name}")
-        if self.step is not None and (self.cost.link is None or self.weights is not None):
-            raise GradlabError("a step is predicted from seconds on a link, and weighs buckets itself")
+        if self.step is not None and self.cost.link is None:
+            raise GradlabError("a step is predicted from seconds on a link")
         if self.step is not None:
             require_one_step(self.step, ranks)
             if self.cost.link != self.step.links[0]:
@@ -213,34 +208,47 @@ def fit_lgreco(
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
         plan = replace(plan, refresh=_refresh(problem, options, varied))
-    provenance = LgrecoProvenance(
+    chosen: dict[str, Any] = {"budget": budget, "hold": hold, "step": fastest, **_sizes(problem, allocation, fastest)}
+    chosen["alone"] = problem.alone(errors, budget) if fastest is None else {}
+    made = _provenance(trace, base, plan, problem, options, uniform, allocation, **chosen)
+    return LgrecoFit(plan, problem, allocation, made)
+
+
+def _provenance(
+    trace: Trace,
+    base: Plan,
+    plan: Plan,
+    problem: Problem,
+    options: LgrecoOptions,
+    uniform: Candidate,
+    allocation: Allocation,
+    **chosen: Any,
+) -> LgrecoProvenance:
+    """Collect how a plan was made; `chosen` are further fields."""
+    ranks, windows = options.ranks(trace.world_size), problem.table.windows
+    return LgrecoProvenance(
         method="lgreco",
         trace=trace.digest,
         gap=allocation.gap,
-        **_sizes(problem, allocation, fastest),
         payload_bytes=plan.payload_bytes(ranks),
         sent_bytes=sent_bytes(plan, ranks),
         uniform_payload_bytes=base.payload_bytes(ranks),
         dense_payload_bytes=plan.payload_bytes(ranks, compressing=False),
         relative_error=_plan_errors(problem, allocation.choice, options.metric),
-        windows=problem.table.windows,
-        windows_chosen_on=len(problem.table.windows[_halves(len(problem.table.windows))[0]]),
+        windows=windows,
+        windows_chosen_on=len(windows[_halves(len(windows))[0]]),
         layers=_layer_settings(problem, allocation.choice),
-        codec=codec,
-        reference=dict(uniform.settings),
         alpha=None if options.budget is not None else options.alpha,
-        budget=budget,
         metric=options.metric,
         cost=options.cost_name,
         world_size=ranks,
-        varied=varied,
-        uniform=str(uniform),
-        step=fastest,
-        alone=problem.alone(errors, budget) if fastest is None else {},
         sample=trace.extent if trace.samples else None,
-        hold=hold,
+        codec=uniform.codec,
+        reference=dict(uniform.settings),
+        varied=main_setting(uniform.codec),
+        uniform=str(uniform),
+        **chosen,
     )
-    return LgrecoFit(plan, problem, allocation, provenance)
 
 
 def _measure(
@@ -253,13 +261,11 @@ def _measure(
     layers = [(t.layer, t.candidates) for t in table.layers]
     costs = candidate_costs(layers, runs.world_size, options.cost, runs=runs, progress=progress)
     reference = np.array([_index_of(uniform, t.candidates) for t in table.layers])
-    weights = options.weights
-    factors = None if weights is None else np.array([weights[t.layer.name] for t in table.layers])
     if not np.isfinite(table.by_window(reference, options.metric)).all():
         raise GradlabError(
             f"{trace.path}: the uniform plan's own error is not finite: there is no budget to take from it"
         )
-    return Problem(table, tuple(costs), reference, factors)
+    return Problem(table, tuple(costs), reference)
 
 
 def _errors_and_budget(problem: Problem, options: LgrecoOptions) -> tuple[list[np.ndarray], float]:
@@ -282,7 +288,7 @@ def _chosen(
 ) -> tuple[Allocation, FastestPlan | None]:
     """The plan within a budget: the smallest, or where steps are predicted the fastest, and how that was found."""
     if times is None:
-        return allocate(errors, problem.objective, budget), None
+        return allocate(errors, problem.costs, budget), None
     fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
     return Allocation(fastest.choice, fastest.seconds, fastest.bound), fastest
 

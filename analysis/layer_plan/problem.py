@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from gradlab.analysis.layer_plan.planners import Rows, total
 from gradlab.analysis.replay.error_tables import ErrorTable
 from gradlab.errors import GradlabError
 from gradlab.knapsack import allocate
+
+Rows = Sequence[np.ndarray]
+Choice = Sequence[int] | np.ndarray
+
+
+def total(rows: Rows, choice: Choice) -> float:
+    """Sum over layers the value of each one's chosen setting."""
+    return float(np.array([row[index] for row, index in zip(rows, choice, strict=True)]).sum())
 
 
 @dataclass(frozen=True)
@@ -19,19 +27,11 @@ class Problem:
 
     costs: per layer (candidates,).
     reference: (layers,), index of the uniform plan's candidate.
-    weights: (layers,), factors of the costs when a plan is chosen; None for 1.
     """
 
     table: ErrorTable
     costs: tuple[np.ndarray, ...]
     reference: np.ndarray
-    weights: np.ndarray | None = None
-
-    @property
-    def objective(self) -> list[np.ndarray]:
-        """Costs times weights, per layer (candidates,): what a plan makes small."""
-        weights = np.ones(len(self.costs)) if self.weights is None else self.weights
-        return [row * weight for row, weight in zip(self.costs, weights, strict=True)]
 
     def errors(self, metric: str, windows: slice) -> list[np.ndarray]:
         """Compute mean errors per layer (candidates,), in units of the uniform plan's error in each window.
@@ -51,5 +51,5 @@ class Problem:
                 for kind, row in zip(kinds, errors, strict=True)
             ]
             with suppress(GradlabError):
-                best[name] = total(self.costs, allocate(kept, self.objective, budget).choice)
+                best[name] = total(self.costs, allocate(kept, self.costs, budget).choice)
         return best

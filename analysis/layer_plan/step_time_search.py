@@ -30,8 +30,7 @@ from gradlab.analysis.layer_plan.bucket_time import (
     weighted,
 )
 from gradlab.analysis.layer_plan.costs import candidate_exchange
-from gradlab.analysis.layer_plan.planners import Rows
-from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.analysis.layer_plan.problem import Problem, Rows
 from gradlab.analysis.parallel import one_thread
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable

@@ -6,9 +6,8 @@ A measurement that the trace does not allow becomes a remark.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,13 +15,13 @@ from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import Family, candidates
 from gradlab.analysis.forecast.endings import MAX_LOSS
-from gradlab.analysis.forecast.frontier import Tried, try_plans
+from gradlab.analysis.forecast.frontier import Trial, Tried, try_plans
 from gradlab.analysis.forecast.local_speed import forecast_local_speed
 from gradlab.analysis.forecast.tape import forecast_tapes
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
 from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.limits import measure_limits, place_plans
-from gradlab.analysis.measure.noise_scale import TraceNoise, measure_noise_scale
+from gradlab.analysis.measure.noise_scale import measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
 from gradlab.analysis.measure.spectrum import SpectrumOptions, TraceSpectrum, measure_spectrum
@@ -38,28 +37,60 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace
 
-Result = TypeVar("Result")
-
 _LONGEST_BEGINNING = 1000  # iterations; a later recording is of a run that goes on from a checkpoint
 
 # Parts by the names of a report's pages; layers, their spectra and agreement are always measured.
 PARTS = ("payoff", "between", "noise", "limits", "within", "signs")
 
 
+@dataclass(frozen=True)
+class ExamineOptions:
+    """The measurements of `examine`, and the plans that it tries.
+
+    plans: plans to replay and to forecast, by name. None: none but those of `families`.
+    families: families whose settings are searched by replay. None: without `plans`, those of `candidates`; else none.
+    provenances: provenances of the plans' artifacts, by name, so that fitted plans are judged on iterations after
+        their fit.
+    network: network that the plans' steps are forecast for. None: `Network()`.
+    max_loss: final loss that is allowed above dense training, as a share of its loss.
+    after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
+    parts: names out of `PARTS`.
+    look: extent of the measurements.
+    for_page: whether plans are run dry at other numbers of nodes too, for a page to play with.
+    """
+
+    plans: Mapping[str, Plan] | None = None
+    families: Mapping[str, Family] | None = None
+    provenances: Mapping[str, Mapping[str, Any]] | None = None
+    network: Network | None = None
+    max_loss: float = MAX_LOSS
+    after_addition: Sequence[str] = ()
+    parts: Collection[str] = PARTS
+    look: Look = THOROUGH
+    for_page: bool = False
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A trace under examination."""
+
+    trace: Trace
+    options: ExamineOptions
+    workers: Workers
+    progress: Progress | None
+
+    @property
+    def sharing(self) -> dict[str, Any]:
+        return {"workers": self.workers, "progress": self.progress}
+
+
 def examine(
     trace: Trace,
+    options: ExamineOptions | None = None,
     *,
-    plans: Mapping[str, Plan] | None = None,
-    families: Mapping[str, Family] | None = None,
-    provenances: Mapping[str, Mapping[str, Any]] | None = None,
-    network: Network | None = None,
-    max_loss: float = MAX_LOSS,
-    after_addition: Sequence[str] = (),
-    parts: Collection[str] = PARTS,
-    look: Look = THOROUGH,
-    for_page: bool = False,
     workers: Workers = 1,
     progress: Progress | None = None,
+    **changes: Any,
 ) -> Examination:
     """Measure a trace in every way, or in the ways that `parts` names.
 
@@ -71,89 +102,134 @@ def examine(
 
     Args:
         trace: the recording.
-        plans: the plans to replay and to forecast, by name. None: none but those of `families`.
-        families: whose settings are searched by replay. None: without `plans`, those of `candidates`; else none.
-        provenances: provenances of the plans' artifacts, by name, so that fitted plans are judged on iterations after
-            their fit.
-        network: what the plans' steps are forecast for. None: `Network()`.
-        max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
-        after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
-        parts: names out of `PARTS`.
-        look: how much is measured.
-        for_page: whether plans are run dry at other numbers of nodes too, for a page to play with.
+        options: measurements, and plans to try.
         workers: processes, or a cluster, that share the layers and the plans.
         progress: called as the work goes on.
+        changes: fields of `ExamineOptions` by name, which differ from `options`.
 
     Returns:
-        What was measured, with remarks on what could not be.
+        The measurements, with remarks on what could not be measured.
 
     Raises:
         GradlabError: for a trace too short to measure at all, a plan of another model, an unknown part, or a layer
             pattern that matches none.
     """
-    for part in parts:
+    options = replace(options or ExamineOptions(), **changes)
+    look, work = options.look, _Work(trace, options, workers, progress)
+    for part in options.parts:
         if part not in PARTS:
             raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
-    layer_places(trace, after_addition)
-    _check_plans(trace, plans or {}, look)  # before the work, not after it
-    options = SpectrumOptions(max_samples=look.spectrum.iterations(_values_per_step(trace)))
-    spectrum = measure_spectrum(trace, options, workers=workers, progress=progress)
-    examination = Examination(spectrum, look=look)
-    examination.remarks += remarks_on(trace, look, parts, spectrum)
+    layer_places(trace, options.after_addition)
+    _check_plans(trace, options.plans or {}, look)  # before the work, not after it
+    most = SpectrumOptions(max_samples=look.spectrum.iterations(_values_per_step(trace)))
+    spectrum = measure_spectrum(trace, most, **work.sharing)
+    found = Examination(spectrum, look=look, remarks=remarks_on(trace, look, options.parts, spectrum))
     if spectrum.never_finite_layers:
-        layers = ", ".join(spectrum.never_finite_layers)
-        examination.remarks.append(f"Never finite on all ranks, and left out: {layers}.")
-    if "within" in parts:
-        _of_one_rank(examination, trace, workers, progress)
-    if "signs" in parts:
-        steps = look.signs.iterations(_values_per_step(trace))
-        signs = partial(measure_sign_blocks, trace, most_steps=steps, workers=workers, progress=progress)
-        examination.measured["sign_blocks"] = _attempt(examination, "Nothing to say of signs", signs)
-    if trace.world_size > 1:
-        if "between" in parts:
-            between = partial(
-                measure_between_ranks,
-                trace,
-                look.between,
-                after_addition=after_addition,
-                workers=workers,
-                progress=progress,
-            )
-            examination.measured["between_nodes"] = _attempt(examination, "Nothing to say of what ranks share", between)
-        if "noise" in parts:
-            noise = partial(_noise_scale, spectrum, trace)
-            examination.measured["noise_scale"] = _attempt(examination, "No noise scale", noise)
-        if "payoff" in parts:
-            tried = try_recorded(
-                trace,
-                families_of(trace, look) if families is None and plans is None else families or {},
-                plans or {},
-                provenances=provenances,
-                network=network,
-                max_loss=max_loss,
-                look=look,
-                workers=workers,
-                progress=progress,
-            )
-            _take(examination, tried, trace, for_page, progress)
-    else:
-        examination.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
-    if "limits" in parts:
-        measure = partial(measure_limits, trace, extent=look.limits, workers=workers, progress=progress)
-        limits = _attempt(examination, "No limits", measure)
-        if limits is not None:
-            limits = replace(limits, plans=place_plans(limits, examination.replays, examination.plans))
-        examination.measured["limits"] = limits
-    return examination
+        found.remarks.append(f"Never finite on all ranks, and left out: {', '.join(spectrum.never_finite_layers)}.")
+    alone = trace.world_size == 1
+    if alone:
+        found.remarks.append("Recorded on one rank: what ranks share and what plans do is not measured.")
+    for part, measure in _MEASURES.items():
+        if part in options.parts and not (alone and part in _OF_SEVERAL):
+            measure(found, work)
+    return found
 
 
-def _attempt(examination: Examination, what: str, measure: Callable[[], Result]) -> Result | None:
-    """Return the measurement. If this trace does not allow it, add a remark that says why, and return None."""
+def _attempt(found: Examination, name: str, without: str, measure: Callable[[], Any]) -> None:
+    """Add a measurement. If this trace does not allow it, add a remark that says why."""
+    found.measured[name] = None
     try:
-        return measure()
+        found.measured[name] = measure()
     except GradlabError as reason:
-        examination.remarks.append(f"{what}: {reason}")
-        return None
+        found.remarks.append(f"{without}: {reason}")
+
+
+def _within(found: Examination, work: _Work) -> None:
+    trace, look = work.trace, found.look
+    parameters = sum(layer.numel for layer in trace.model_layers)
+    if look.fitted == 0:
+        found.remarks.append("No GradiVeQ fit, which is not made for a quick look.")
+    elif parameters > look.fitted:
+        found.remarks.append(
+            f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
+        )
+    else:
+        try:
+            samples = max(2, min(look.samples, len(trace.steps) // 2))
+            found.fit = fit_gradiveq(trace, samples=samples, **work.sharing)
+        except NotFittable as reason:
+            found.remarks.append(f"No GradiVeQ fit: {reason}")
+    _attempt(
+        found,
+        "slice_structure",
+        "Nothing to say of slices",
+        lambda: measure_slice_structure(trace, samples=look.samples, **work.sharing),
+    )
+
+
+def _signs(found: Examination, work: _Work) -> None:
+    steps, why = found.look.signs.iterations(_values_per_step(work.trace)), "Nothing to say of signs"
+    _attempt(found, "sign_blocks", why, lambda: measure_sign_blocks(work.trace, most_steps=steps, **work.sharing))
+
+
+def _between(found: Examination, work: _Work) -> None:
+    options = {"after_addition": work.options.after_addition, **work.sharing}
+    _attempt(
+        found,
+        "between_nodes",
+        "Nothing to say of what ranks share",
+        lambda: measure_between_ranks(work.trace, found.look.between, **options),
+    )
+
+
+def _noise(found: Examination, work: _Work) -> None:
+    assert found.spectrum is not None
+    layers, batch = found.spectrum.layers, work.trace.metadata.get("batch_size")
+    passes = int(np.median(work.trace.scalars(0)["accumulation"]))  # forward and backward passes of one gradient
+    size = batch * max(1, passes) if type(batch) is int and batch > 0 else None
+    inner, names = np.stack([layer.inner for layer in layers]), [layer.layer.name for layer in layers]
+    _attempt(found, "noise_scale", "No noise scale", lambda: measure_noise_scale(inner, names, size))
+
+
+def _payoff(found: Examination, work: _Work) -> None:
+    """Try plans, and forecast them for the page to play with, and with local steps."""
+    trace, options = work.trace, work.options
+    none = options.families is None and options.plans is None
+    tried = try_recorded(
+        trace,
+        families_of(trace, found.look) if none else options.families or {},
+        options.plans or {},
+        provenances=options.provenances,
+        network=options.network,
+        max_loss=options.max_loss,
+        look=found.look,
+        **work.sharing,
+    )
+    found.plans, found.replays, found.speed, found.frontier = tried.plans, tried.replays, tried.speed, tried.frontier
+    found.remarks += tried.remarks
+    if tried.speed is not None:
+        known = {name: plan for name, plan in tried.plans.items() if name in tried.replays}
+        if options.for_page:
+            found.tapes = forecast_tapes(known, tried.speed.forecasts, work.progress)
+        found.local_steps = forecast_local_speed(known, tried.speed, trace.local_step_count, progress=work.progress)
+
+
+def _limits(found: Examination, work: _Work) -> None:
+    look = found.look.limits
+    _attempt(found, "limits", "No limits", lambda: measure_limits(work.trace, extent=look, **work.sharing))
+    if (limits := found.measured["limits"]) is not None:
+        found.measured["limits"] = replace(limits, plans=place_plans(limits, found.replays, found.plans))
+
+
+_MEASURES: Mapping[str, Callable[[Examination, _Work], None]] = {
+    "within": _within,
+    "signs": _signs,
+    "between": _between,
+    "noise": _noise,
+    "payoff": _payoff,
+    "limits": _limits,
+}
+_OF_SEVERAL = ("between", "noise", "payoff")  # parts that need several ranks
 
 
 def remarks_on(
@@ -188,37 +264,6 @@ def _what_is_quick(trace: Trace, spectrum: TraceSpectrum | None, look: Look, par
     return f"A quick look: {', '.join(measured)}. Without --quick more is measured."
 
 
-def _of_one_rank(examination: Examination, trace: Trace, workers: Workers, progress: Progress | None) -> None:
-    look, parameters = examination.look, sum(layer.numel for layer in trace.model_layers)
-    if look.fitted == 0:
-        examination.remarks.append("No GradiVeQ fit, which is not made for a quick look.")
-    elif parameters > look.fitted:
-        examination.remarks.append(
-            f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
-        )
-    else:
-        try:
-            samples = max(2, min(look.samples, len(trace.steps) // 2))
-            examination.fit = fit_gradiveq(trace, samples=samples, workers=workers, progress=progress)
-        except NotFittable as reason:
-            examination.remarks.append(f"No GradiVeQ fit: {reason}")
-    structure = partial(measure_slice_structure, trace, samples=look.samples, workers=workers, progress=progress)
-    if trace.samples:
-        examination.measured["slice_structure"] = _attempt(examination, "Nothing to say of slices", structure)
-    else:
-        examination.measured["slice_structure"] = structure()
-
-
-def _noise_scale(spectrum: TraceSpectrum, trace: Trace) -> TraceNoise:
-    layers, batch = spectrum.layers, trace.metadata.get("batch_size")
-    passes = int(np.median(trace.scalars(0)["accumulation"]))  # of forward and backward, that make up a gradient
-    return measure_noise_scale(
-        np.stack([layer.inner for layer in layers]),
-        [layer.layer.name for layer in layers],
-        batch * max(1, passes) if type(batch) is int and batch > 0 else None,
-    )
-
-
 def families_of(trace: Trace, look: Look = THOROUGH) -> dict[str, Family]:
     """List the families of plans that are searched for a report: a quick look takes every second setting."""
     return candidates(trace.model_layers, coarse=look.quick, warmup_steps=beginning(trace, look))
@@ -244,37 +289,14 @@ def try_recorded(
 ) -> Tried:
     """Try plans as `examine` does for "payoff", and nothing else: what a recommendation needs."""
     _check_plans(trace, plans, look)
-    return try_plans(
-        trace,
-        families,
-        plans,
-        network=network or Network(),
-        max_loss=max_loss,
-        start=replay_start(trace, look),
-        seconds=look.search_seconds,
-        provenances=provenances,
-        workers=workers,
-        progress=progress,
-    )
+    start = replay_start(trace, look)
+    trial = Trial(families, plans, network or Network(), max_loss, start, look.search_seconds, provenances or {})
+    return try_plans(trace, trial, workers=workers, progress=progress)
 
 
 def _check_plans(trace: Trace, plans: Mapping[str, Plan], look: Look) -> None:
     for plan in plans.values():
         check_replay(trace, plan, replay_start(trace, look), len(trace.steps))
-
-
-def _take(examination: Examination, tried: Tried, trace: Trace, for_page: bool, progress: Progress | None) -> None:
-    """Take what was tried into an examination, with forecasts for the page to play with and of local steps."""
-    examination.plans, examination.replays = tried.plans, tried.replays
-    examination.speed, examination.frontier = tried.speed, tried.frontier
-    examination.remarks += tried.remarks
-    if examination.speed is not None:
-        known = {name: plan for name, plan in tried.plans.items() if name in tried.replays}
-        if for_page:
-            examination.tapes = forecast_tapes(known, examination.speed.forecasts, progress)
-        examination.local_steps = forecast_local_speed(
-            known, examination.speed, trace.local_step_count, progress=progress
-        )
 
 
 def replay_start(trace: Trace, look: Look = THOROUGH) -> int:

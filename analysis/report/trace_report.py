@@ -96,19 +96,17 @@ def write_trace_report(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Path:
-    """Write what was measured of a trace into a folder: report.html, report.json, figures/.
-
-    Replays of the fit's plan are judged on iterations later than its samples. Replays of other fitted plans must have
-    been judged before, by `Replay.held_out`.
+    """Write the measurements of a trace into a folder: report.html, report.json, figures/.
 
     Args:
         trace: the recording.
         out: the folder, made if it is missing.
-        examination: what was measured. If it is None or has no spectrum, the spectrum is measured now.
-        overwrite: whether to replace a report that is there.
+        examination: measurements. If it is None or has no spectrum, the spectrum is measured now. Replays of other
+            fitted plans than its fit's must have been judged by `Replay.held_out`.
+        overwrite: whether to replace a report.
         full: whether the page's tables and figures are unfolded at first.
         repeat: the command that writes it, for the page's end.
-        workers: processes that draw, or a cluster, with which this machine's processes draw.
+        workers: processes that draw; with a cluster this machine's.
         progress: called after each figure.
 
     Returns:
@@ -119,17 +117,15 @@ def write_trace_report(
     """
     folder = require_free(out, overwrite, contents=REPORT_FILES)
     known = examination or Examination()
-    fit = known.fit
+    fit, recorded = known.fit, summarize_trace(trace)
     judged = _judged(known.replays, [fit] if fit else [])
-    replays = {name: replay.to_json() for name, replay in judged.items()}
-    recorded = summarize_trace(trace)
     data: dict[str, Any] = {
         "kind": "trace",
         "trace": recorded,
         "look": plain(known.look),
         "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, workers=workers, progress=progress))),
         "fit": fit.measured if fit else None,
-        "replays": replays,
+        "replays": {name: replay.to_json() for name, replay in judged.items()},
         "ranking": plain(ranking_stability(judged)),
         "payoff": known.speed,
         "frontier": plain(known.frontier),
@@ -165,15 +161,13 @@ def write_comparison(
 ) -> Path:
     """Write a report of training runs beside what replays and fits of the same names predicted.
 
-    Replays of the fits' plans are judged on iterations later than their samples.
-
     Args:
         out: the folder, made if it is missing.
         runs: the trainer's reports by name. The run named "dense" is the reference.
-        replays: of the runs' plans, by the runs' names.
-        fits: of the runs' plans, by the runs' names.
-        trace_summary: of the trace that was replayed, by `summarize_trace`.
-        spectrum: of the same trace.
+        replays: replays of the runs' plans, by the runs' names; those of fits are judged after the fits' samples.
+        fits: fits of the runs' plans, by the runs' names.
+        trace_summary: the replayed trace, as `summarize_trace` gives it.
+        spectrum: spectrum of the same trace.
         overwrite: whether to replace a report that is there.
         progress: called after each figure.
 

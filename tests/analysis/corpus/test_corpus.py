@@ -257,15 +257,15 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "expected a list with at least one": altered(lambda body: body.update(recordings=[])),
     "lists a recording twice": altered(lambda body: body.update(recordings=body["recordings"] * 2)),
     "a recording is called '../digits'": altered(lambda body: body["recordings"][0].update(name="../digits")),
-    "expected an object of": altered(lambda body: body["recordings"][0].update(more=1)),
-    "of another type, or out of range": altered(lambda body: body["recordings"][0].update(world_size="2")),
+    "a recording: world_size is '2', expected a whole number": altered(
+        lambda body: body["recordings"][0].update(world_size="2")
+    ),
     "another recording lies there": altered(lambda body: body["recordings"][0].update(digest="0" * 64)),
     "names 'other', which is no recording": rewritten(lambda row: row.update(recording="other")),
-    "line 1: cosines = ": rewritten(lambda row: row.update(cosines={"x": 1})),
-    "line 1: dense_loss = 0": rewritten(lambda row: row.update(dense_loss=0)),
-    "line 1: memory = 1": rewritten(lambda row: row.update(memory=1)),
-    "line 1: predicted = ": rewritten(lambda row: row.update(predicted={})),
-    "line 1: expected an object of": rewritten(lambda row: row.update(code="import os")),
+    "line 1: cosines, bytes or dense_loss": rewritten(lambda row: row.update(cosines={"x": 1})),
+    "line 1: cosines, bytes or dense_loss are": rewritten(lambda row: row.update(dense_loss=0)),
+    "line 1: memory is 1, expected true or false": rewritten(lambda row: row.update(memory=1)),
+    "line 1: predicted is ": rewritten(lambda row: row.update(predicted={})),
 }
 
 

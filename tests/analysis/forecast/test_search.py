@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import candidates, usual_plans, without
-from gradlab.analysis.forecast.frontier import GIVEN, try_plans
+from gradlab.analysis.forecast.frontier import GIVEN, Trial, try_plans
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.search import SEARCH_STEPS, Measured, bracket, measured, next_place, search
@@ -126,9 +126,7 @@ def test_searched_and_given_plans_stand_on_one_frontier(trace: Trace) -> None:
     families = {name: one for name, one in candidates(LAYERS).items() if name in ("QSGD", "1-bit SGD")}
     given_plans = {"mine": Plan.uniform(LAYERS, "topk", density=0.2)}
     fit = {"mine": {"trace": trace.digest, "fitted_on": list(range(10))}}
-    tried = try_plans(
-        trace, families, given_plans, network=NETWORK, max_loss=0.01, start=2, seconds=math.inf, provenances=fit
-    )
+    tried = try_plans(trace, Trial(families, given_plans, NETWORK, 0.01, 2, math.inf, fit))
     assert tried.speed is not None
     assert set(tried.speed.judged) == set(tried.replays) >= {"mine"}
     rows = {row.name: row for row in tried.frontier}
@@ -156,7 +154,7 @@ def test_a_limit_that_more_steps_put_outside_the_loss_gives_way_to_the_setting_b
     families = {"QSGD": candidates(LAYERS)["QSGD"]}
     names = [one.name for one in families["QSGD"].candidates]
     with record(tmp_path / "trace", gradients, LAYERS) as trace:
-        tried = try_plans(trace, families, {}, network=NETWORK, max_loss=0.05, start=2, seconds=math.inf)
+        tried = try_plans(trace, Trial(families, {}, NETWORK, 0.05, 2, math.inf))
     rows = {row.name: row for row in tried.frontier}
     assert not rows[names[-1]].within
     assert {name for name, row in rows.items() if row.judged_steps > SEARCH_STEPS} == set(names[-2:])

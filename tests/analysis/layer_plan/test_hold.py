@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.layer_plan.hold import Hold, holds, largest_alpha
 from gradlab.analysis.layer_plan.lgreco import LgrecoFit, fit_lgreco
-from gradlab.analysis.layer_plan.planners import total
-from gradlab.analysis.layer_plan.problem import Problem
+from gradlab.analysis.layer_plan.problem import Problem, total
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
@@ -136,7 +135,7 @@ def test_no_larger_alpha_holds(seed: int, metric: str, asked: float) -> None:
     rows = problem.errors(metric, chosen_on)
 
     def choose(alpha: float) -> np.ndarray:
-        return allocate(rows, problem.objective, alpha * total(rows, problem.reference)).choice
+        return allocate(rows, problem.costs, alpha * total(rows, problem.reference)).choice
 
     def within(alpha: float) -> bool:
         table = [row[1] ** (1 if metric == "l2" else 2) for row in errors]
@@ -158,7 +157,7 @@ def test_nothing_may_hold() -> None:
     rows = problem.errors("l2", slice(0, 1))
 
     def choose(alpha: float) -> np.ndarray:
-        return allocate(rows, problem.objective, alpha * total(rows, problem.reference)).choice
+        return allocate(rows, problem.costs, alpha * total(rows, problem.reference)).choice
 
     assert largest_alpha(problem, "l2", slice(1, 2), 1.0, choose) is None
 
