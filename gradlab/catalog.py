@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from statistics import fmean
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from gradlab import codecs, wrappers
-from gradlab.codec import Codec, Context, Tensors
+from gradlab.codec import Batch, Codec, Context
 from gradlab.codec.settings import fields_of, plain
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Request, observed, run_lockstep
@@ -123,16 +122,16 @@ def codec_facts(name: str) -> CodecFacts:
         unbiased=holds.unbiased,
         delta=holds.delta,
         variance_bound=holds.omega,
-        learns=method.learns,
-        error_feedback=codec.defaults.error_feedback,
-        two_way=codec.defaults.two_way,
+        learns=method.about.learns,
+        error_feedback=codec.about.defaults.error_feedback,
+        two_way=codec.about.defaults.two_way,
         collectives=tuple(kinds),
         formula=method.about.formula,
         bits=8 * payload / layer.numel,
         wire_bits={ranks: 8 * wire / layer.numel for ranks, (_, _, wire) in runs.items()},
         settings=settings_of(method),
         settings_table=setting_rows(method),
-        candidates=tuple(dict(settings) for settings in method.candidates),
+        candidates=tuple(dict(settings) for settings in method.about.candidates),
     )
 
 
@@ -189,10 +188,10 @@ def setting_rows(method: type[Codec]) -> tuple[SettingRow, ...]:
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:
     """Run one exchange, inside `two_way` where that is the default: return the collectives' kinds in the order of first
     use, and payload and wire bytes, means over ranks."""
-    if codec.defaults.two_way:
+    if codec.about.defaults.two_way:
         codec = wrappers.get("two_way")(codec)
     generator = torch.Generator().manual_seed(0)
-    grads: Sequence[Tensors] = [{layer.name: torch.randn(layer.shape, generator=generator)} for _ in range(ranks)]
+    grads = [Batch.of({layer.name: torch.randn(layer.shape, generator=generator)}, [layer]) for _ in range(ranks)]
     seen: list[Request] = []
     coroutines = [codec.exchange(grads[rank], {}, Context(rank, ranks, 0, layer.name)) for rank in range(ranks)]
     results = run_lockstep([observed(coroutines[0], seen), *coroutines[1:]])

@@ -216,16 +216,6 @@ def matrices(layer: Layer) -> tuple[int, int, int]:
     return 1, layer.shape[0], math.prod(layer.shape[1:])
 
 
-def matrix_shapes(layers: Iterable[Layer]) -> list[tuple[int, ...]]:
-    """List the shapes of the tensors that layers hold, one after another: an expert stack (B, n, m) holds B matrices
-    (n, m)."""
-    shapes: list[tuple[int, ...]] = []
-    for layer in layers:
-        stacked = layer.role in STACKS and len(layer.shape) > 2
-        shapes += [layer.shape[1:]] * layer.shape[0] if stacked else [layer.shape]
-    return shapes
-
-
 def flatten(
     tensor: torch.Tensor, order: Order = "native", workspace: Workspace | None = None, role: str = "other"
 ) -> torch.Tensor:

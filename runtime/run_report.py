@@ -297,7 +297,7 @@ def _residuals(wraps: Sequence[Wrap]) -> tuple[_Residual, ...]:
     for wrap in wraps:
         wrapper = wrappers.get(wrap.name)
         settings = build_settings(wrapper, wrap.settings)
-        follows = wrapper.keeps_residual and hasattr(settings, "step_size_ratio")  # EF21 keeps what it sent
+        follows = wrapper.effects.keeps_residual and hasattr(settings, "step_size_ratio")  # EF21 keeps what it sent
         if follows or (wrap.name == "two_way" and settings.error_feedback):
             decay = getattr(settings, "decay", 0.0)
             kept.append(_Residual(wrap.name, settings.step_size_ratio, settings.buffer, decay))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradlab.artifact import Artifact
-from gradlab.codec import Context
+from gradlab.codec import Batch, Context
 from gradlab.codecs.powersgd import PowerSGD, low_rank_errors
 from gradlab.layout import Layer, filter_axes, flatten, layers_of, matrices, unflatten
 from gradlab.plan import Group, Plan
@@ -184,12 +184,11 @@ def test_powersgd_treats_an_expert_stack_as_its_experts(
     stack = factors[0] @ factors[1]  # every expert of rank one, the stack as a matrix of more
     layer = Layer("a", (experts, n, m), "experts")
     codec = PowerSGD(PowerSGD.Settings(rank=1, alternating=alternating, minimum_ratio=1e-9))
-    codec.bind([layer])
-    done = codec.apply({"a": stack})
+    done = codec.apply(Batch.of({"a": stack}, [layer]))
     assert alternating or done.relative_error < 1e-4
-    assert done.payload_bytes == codec.next_payload_bytes([layer], 1, {})
-    alone = codec.payload_bytes([Layer("b", (n, m), "linear")], 1)
-    assert codec.payload_bytes([layer], 1) == experts * alone
+    assert done.payload_bytes == codec.forecast([layer], 1, {}).payload
+    alone = codec.forecast([Layer("b", (n, m), "linear")], 1).payload
+    assert codec.forecast([layer], 1).payload == experts * alone
 
 
 def test_errors_of_an_expert_stack_are_its_experts_sum() -> None:

@@ -128,8 +128,8 @@ def _rivals(layers: Sequence[Layer], names: Sequence[str], bits: float, world_si
     compressed = [layer for layer in layers if layer.name in set(names)]
     for name in codecs.names():
         method, fitting = codecs.get(name), []
-        grouped: dict[str, Any] = {"group_bytes": 2**62} if method.selects else {}
-        for settings in method.candidates if name not in _LEFT_OUT else ():
+        grouped: dict[str, Any] = {"group_bytes": 2**62} if method().traits.selects else {}
+        for settings in method.about.candidates if name not in _LEFT_OUT else ():
             try:
                 plan = Plan.uniform(
                     compressed, name, wrappers=(), minimum_dimensions=0, minimum_numel=0, **grouped, **settings

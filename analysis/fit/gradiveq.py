@@ -82,7 +82,7 @@ class GradiveqOptions:
     settings: GradiVeQ.Settings | None = None
     layer_settings: Mapping[str, Mapping[str, Any]] | None = None
     total_ratio: float | None = None
-    roles: Sequence[str] = GradiVeQ.defaults.roles
+    roles: Sequence[str] = GradiVeQ.about.defaults.roles
     warmup_steps: int = 0
     seed: int = 0
 
@@ -536,7 +536,7 @@ def _fit_layer(
     with source.open([layer.name]) as trace:
         codec, samples = _fitted_codec(trace, window, layer, settings)
         by_slice = _losses_by_slice(trace, window, layer, codec)
-    if codec.next_payload_bytes([layer], 1, {}) >= 4 * layer.numel:
+    if codec.forecast([layer], 1, {}).payload >= 4 * layer.numel:
         return f"d = K = {slice_size}: nothing would be saved"
     chosen = [m for run in codec.fitted_slices(len(by_slice)) for m in run]
     axis = possible_axes(layer)[0] if settings.slice_axis == "auto" else settings.slice_axis
@@ -561,9 +561,7 @@ def _fitted_codec(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.
     chosen = [m for run in codec.fitted_slices(count) for m in run]
     samples, mean = _samples(trace, window, layer, codec, chosen, settings.whitening)
     bases = codec.bases(samples, mean, count)
-    fitted = GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()})
-    fitted.bind([layer])
-    return fitted, len(samples)
+    return GradiVeQ(settings, {f"{layer.name}/{key}": tensor for key, tensor in bases.items()}), len(samples)
 
 
 def _losses_by_slice(trace: Trace, window: range, layer: Layer, codec: GradiVeQ) -> np.ndarray:

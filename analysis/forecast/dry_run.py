@@ -17,7 +17,7 @@ import torch
 
 from gradlab.analysis.forecast.link import weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
-from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Batch, Codec, Compressor, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
@@ -87,13 +87,13 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
         layers = [_in_whole_pieces(layer, context.world_size) for layer in layers]
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
-    context = replace(context, workspace=workspace)
+    context = replace(context, memory=Memory(workspace))
     running = inner.running_state(layers, context.world_size)
     _, state = _once(codec, grads, running, context)
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        run, state = _once(codec, grads, running if inner.varying else state, context)
+        run, state = _once(codec, grads, running if inner.traits.varying else state, context)
         runs.append(run)
         workspace.recycle()
     turns = [
@@ -108,15 +108,15 @@ def _in_whole_pieces(layer: Layer, world_size: int) -> Layer:
     return replace(layer, shape=(-(-layer.numel // world_size) * world_size,))
 
 
-def _gradients(layers: Sequence[Layer], seed: int) -> Tensors:
+def _gradients(layers: Sequence[Layer], seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return {layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in layers}
+    return Batch.of({layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in layers}, layers)
 
 
 @torch.no_grad()
-def _once(codec: Codec, grads: Tensors, state: Tensors, context: Context) -> tuple[Exchange, Tensors]:
+def _once(codec: Codec, grads: Batch, state: Tensors, context: Context) -> tuple[Exchange, Tensors]:
     """Run the exchange once, and return it with the new state."""
-    fresh = {name: grad.clone() for name, grad in grads.items()}
+    fresh = grads.like({name: grad.clone() for name, grad in grads.items()})
     coroutine, turns, copying = exchange_group(codec, fresh, state, context), list[Turn](), 0.0
     answers: Any = None
     while True:
@@ -205,9 +205,7 @@ class DryRuns:
             iteration=late,
             group=name,
             seed=self.plan.seed,
-            learning_rate=rates,
-            previous_learning_rate=rates,
-            start=self.plan.schedule.warmup_steps,
+            training=Training(rates, rates, start=self.plan.schedule.warmup_steps),
         )
 
 

@@ -83,7 +83,7 @@ def candidate_exchange(layer: Layer, candidate: Candidate, runs: DryRuns) -> Exc
 def _cost(layer: Layer, candidate: Candidate, runs: DryRuns, cost: Cost) -> float:
     if cost.name == "payload":
         plan = _alone(layer, candidate)
-        return plan.build(plan.groups[0]).payload_bytes([layer], runs.world_size)
+        return plan.build(plan.groups[0]).forecast([layer], runs.world_size).payload
     exchange = candidate_exchange(layer, candidate, runs)
     moved: list[Transfer] = [t for turn in exchange.turns for t in transfers(turn.requests, 0, runs.world_size)]
     if cost.link is None:

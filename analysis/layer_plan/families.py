@@ -62,9 +62,9 @@ def family_candidates(
         if codec == "gradiveq":
             continue
         method = codecs.get(codec)
-        grid = _unequal((*method.candidates, *(extra or {}).get(codec, ())))
+        grid = _unequal((*method.about.candidates, *(extra or {}).get(codec, ())))
         for layer in layers:
-            if layer.role in method.defaults.roles:
+            if layer.role in method.about.defaults.roles:
                 candidates[layer.name] += [Candidate(codec, settings, {}, around) for settings in grid]
     if "PCA" in names and samples:
         _add_bases(trace, layers, candidates, start, samples, workers, progress)
@@ -85,7 +85,7 @@ def _add_bases(
     workers: Workers,
     progress: Progress | None,
 ) -> None:
-    if not any(layer.role in GradiVeQ.defaults.roles for layer in layers):
+    if not any(layer.role in GradiVeQ.about.defaults.roles for layer in layers):
         return
     for ratio in _PCA_RATIOS:
         settings = dataclasses.replace(RECOMMENDED, ratio=ratio, sample_steps=samples, compressed_steps=4 * samples)

@@ -58,9 +58,9 @@ def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any
     """List the codec's own candidates with the reference's other settings, and the reference."""
     method = codecs.get(codec)
     build_settings(method, reference)
-    grid = [{**reference, **settings} for settings in method.candidates]
+    grid = [{**reference, **settings} for settings in method.about.candidates]
     grid += [] if dict(reference) in grid else [dict(reference)]
-    names = {name for settings in method.candidates for name in settings}
+    names = {name for settings in method.about.candidates for name in settings}
     values = [settings.get(name) for settings in grid for name in names]
     if len(names) == 1 and all(type(value) in (int, float) for value in values):
         grid.sort(key=lambda settings: settings[next(iter(names))])
@@ -69,7 +69,7 @@ def own_settings(codec: str, reference: Mapping[str, Any]) -> list[dict[str, Any
 
 def main_setting(codec: str) -> str:
     """Name the one setting that a codec's candidates differ in."""
-    names = {tuple(settings) for settings in codecs.get(codec).candidates}
+    names = {tuple(settings) for settings in codecs.get(codec).about.candidates}
     if len(names) != 1 or len(next(iter(names))) != 1:
         raise GradlabError(f"codec {codec} has no one setting to vary by layer; choose another as the reference")
     return next(iter(names))[0]

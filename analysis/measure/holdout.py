@@ -17,7 +17,7 @@ import torch
 
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.parallel import Workers, share_out
-from gradlab.codec import Codec, Context, Tensors, exchange_group
+from gradlab.codec import Batch, Codec, Context, Tensors, exchange_group
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import run_lockstep
@@ -59,28 +59,28 @@ def losses_by_slice(
     """Sum squared error and squared norm of each slice, (M, 2), over averaged gradients (T, *shape)."""
     rows = np.zeros((layer.numel // slice_size, 2))
     for gradient in averaged:
-        approximate = _exchange_alone(codec, {layer.name: gradient})[layer.name]
+        approximate = _exchange_alone(codec, {layer.name: gradient}, [layer])[layer.name]
         pair = (approximate - gradient, gradient)
         slices = [layer_slices(tensor, view or layer, slice_size)[0].double() for tensor in pair]
         rows += torch.stack([part.square().sum(1) for part in slices], dim=1).numpy()
     return rows
 
 
-def losses_by_step(codec: Codec, averaged: Mapping[str, torch.Tensor]) -> np.ndarray:
+def losses_by_step(codec: Codec, averaged: Mapping[str, torch.Tensor], layers: Sequence[Layer]) -> np.ndarray:
     """(T, 2): squared error and squared norm of each of T averaged gradients; NaN where one is not finite."""
     count = len(next(iter(averaged.values())))
     rows = np.empty((count, 2))
     for t in range(count):
         gradients = {name: stacked[t] for name, stacked in averaged.items()}
-        approximate = _exchange_alone(codec, gradients)
+        approximate = _exchange_alone(codec, gradients, layers)
         rows[t, 0] = sum(squared_norm(approximate[name] - gradient) for name, gradient in gradients.items())
         rows[t, 1] = sum(squared_norm(gradient) for gradient in gradients.values())
     rows[~np.isfinite(rows).all(1)] = np.nan
     return rows
 
 
-def _exchange_alone(codec: Codec, gradients: Tensors) -> Tensors:
-    coroutine = exchange_group(codec, gradients, {}, Context(rank=0, world_size=1, iteration=0))
+def _exchange_alone(codec: Codec, gradients: Tensors, layers: Sequence[Layer]) -> Tensors:
+    coroutine = exchange_group(codec, Batch.of(gradients, layers), {}, Context(rank=0, world_size=1, iteration=0))
     return run_lockstep([coroutine])[0].value.mean
 
 
@@ -138,7 +138,7 @@ def _linear(plan: Plan, number: int) -> Codec:
     """The codec of a plan's compressed group, which must be linear or fitted."""
     group = plan.compressed_groups[number]
     codec = innermost(plan.build(group))
-    if not (codec.learned or (codec.guarantees(plan.members(group)).linear and not codec.learns)):
+    if not (codec.learned or (codec.guarantees(plan.members(group)).linear and not codec.about.learns)):
         raise GradlabError(f"group {group.name}: codec {group.codec} is not linear; replay the plan instead")
     return codec
 
@@ -170,7 +170,7 @@ def _group_losses(
                 for layer in layers
             }
             for codec, rows in zip(codecs, parts, strict=True):
-                rows.append(losses_by_step(codec, averaged))
+                rows.append(losses_by_step(codec, averaged, layers))
     return [np.concatenate(rows) for rows in parts]
 
 

@@ -121,9 +121,9 @@ def limit_candidates(settings: int = 3) -> list[Candidate]:
     candidates = []
     for name in codecs.names():
         method = codecs.get(name)
-        if name != "identity" and not method.learns:
-            picked = spread(len(method.candidates), settings)
-            candidates += [Candidate(name, dict(method.candidates[i])) for i in picked]
+        if name != "identity" and not method.about.learns:
+            picked = spread(len(method.about.candidates), settings)
+            candidates += [Candidate(name, dict(method.about.candidates[i])) for i in picked]
     return candidates
 
 
@@ -207,7 +207,7 @@ def _finite_positions(rows: Sequence[LayerLimits], most: int) -> list[int]:
 
 
 def _placed(row: LayerLimits, candidate: Candidate, relative: float, layer: Layer, world_size: int) -> CodecPoint:
-    bits = 8 * candidate.build().payload_bytes([layer], world_size) / layer.numel
+    bits = 8 * candidate.build().forecast([layer], world_size).payload / layer.numel
     return CodecPoint(candidate.codec, str(candidate), relative, bits, bits - floor_at(row, relative))
 
 
@@ -265,7 +265,7 @@ def place_plans(limits: Limits, replays: Mapping[str, Replay], plans: Mapping[st
             layer = group.layers[0]
             if layer not in rows or layer not in errors:
                 continue
-            payload = plan.build(group).payload_bytes(plan.members(group), limits.world_size)
+            payload = plan.build(group).forecast(plan.members(group), limits.world_size).payload
             bits, relative = 8 * payload / rows[layer].numel, float(errors[layer]) ** 2
             points.append(PlanPoint(name, layer, relative, bits, bits - floor_at(rows[layer], relative)))
     return tuple(points)

@@ -19,6 +19,7 @@ import torch
 from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.parallel import Workers, share_out
+from gradlab.codec import Table
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -88,7 +89,7 @@ def counted_bits(tensors: Sequence[np.ndarray], workers: int) -> dict[str, int]:
     """Count Table 1: bits of payloads for one gradient, push and pull, of all workers; tensors: (numel,) each."""
     vectors = [torch.from_numpy(np.ascontiguousarray(tensor)) for tensor in tensors]
     whole, numels = torch.cat(vectors), [vector.numel() for vector in vectors]
-    bare, blocks = Sign(Sign.Settings(scale="one")), Sign().for_layers([(numel,) for numel in numels])
+    bare, blocks = Sign(Sign.Settings(scale="one")), Sign().for_layers(Table.of_shapes([(numel,) for numel in numels]))
     payloads = ((whole,), *(codec.compress(whole, torch.Generator()) for codec in (bare, blocks)))
     sizes = (sum(part.nbytes for part in payload) for payload in payloads)
     return {name: 2 * workers * 8 * size for name, size in zip(METHODS, sizes, strict=True)}

@@ -93,7 +93,7 @@ def _group_ratios(whole: Plan, held: Plan, name: str, world_size: int) -> tuple[
     for plan in (whole, held):
         group = next(group for group in plan.groups if group.name == name)
         members = plan.members(group)
-        sizes.append((plan.build(group).payload_bytes(members, world_size), sum(layer.numel for layer in members)))
+        sizes.append((plan.build(group).forecast(members, world_size).payload, sum(layer.numel for layer in members)))
     (payload, numel), (held_payload, held_numel) = sizes
     return _ratio(payload, held_payload), _ratio(numel, held_numel)
 

@@ -135,7 +135,7 @@ def slice_ratio(method: Method, rows: Sequence[dict[str, Any]]) -> float | None:
     # Digests of new bases travel once per fit and layer.
     samples = sampled * plan.payload_bytes(ranks, states={}) + 40 * fits * len(codecs)
     free = plan.payload_bytes(ranks, states={}) - sum(
-        codec.next_payload_bytes([layer], ranks, {}) - 4 * (layer.numel % codec.slice_size(layer))
+        codec.forecast([layer], ranks, {}).payload - 4 * (layer.numel % codec.slice_size(layer))
         for layer, codec in _single(plan)
     )
     total = steps * statistics.fmean(row["payload"] for row in rows) - warmup * dense - samples

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional
 
 from gradlab import codecs
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.collectives import Coroutine
 from gradlab.datasets import Data, Recipe, Workload, get
@@ -90,7 +90,7 @@ class Frozen(LgcRing):
 
     name = "frozen_ring"
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         clock = state.get(f"{next(iter(grads))}/clock")
         if clock is None or int(clock[0]) != COMPRESSING:
             return (yield from super().exchange(grads, state, context))

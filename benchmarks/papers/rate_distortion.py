@@ -49,7 +49,7 @@ def plans(layers: Sequence[Layer]) -> Iterator[tuple[str, dict[str, Any], Plan]]
     whole: dict[str, Any] = {"group_bytes": 2**62}
     wanted = [(name, name, {}) for name in codecs.names() if name not in LEFT_OUT]
     for title, name, more in [*wanted, (ONE_GROUP, "topk", whole)]:
-        for settings in codecs.get(name).candidates:
+        for settings in codecs.get(name).about.candidates:
             try:
                 yield title, dict(settings), Plan.uniform(layers, name, wrappers=(), **more, **settings)
             except GradlabError as error:

@@ -38,7 +38,7 @@ from gradlab.analysis.figures.style import drawing, method_colors, panels, rende
 from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
-from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, Wrap
@@ -65,13 +65,13 @@ class Frozen(Codec):
     class Settings:
         """There is nothing to set."""
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         yield ()
         nothing = {name: torch.zeros_like(grad) for name, grad in grads.items()}
         return Exchanged(nothing, Deferred(grads, lambda: nothing))
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 0
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        return Bytes(0, 0)
 
 
 # All methods compress matrices alone, layer by layer unless one group of all layers is what they are.
@@ -185,7 +185,7 @@ def replay_all(trace: Trace, out: Path) -> None:
     rows = read(out)
     wanted = [(name, method, {}, True) for name, method in METHODS.items()]
     for name in (name for name in codecs.names() if name not in ("identity", "frozen", "gradiveq")):
-        for settings in codecs.get(name).candidates:
+        for settings in codecs.get(name).about.candidates:
             wanted.append((f"{name} alone", Compared(name, required_settings(name)), dict(settings), False))
     for name, method, settings, feedback in wanted:
         key = {"method": name, "settings": {**method.codec_settings, **settings}, "feedback": feedback}

@@ -77,7 +77,7 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
     rows = []
     for group in plan.groups:
         before = 4 * sum(layer.numel for layer in plan.members(group))
-        payload, sends = plan.group_payload_bytes(group, ranks), plan.group_sent_bytes(group, ranks)
+        payload, sends = plan.forecast(group, ranks).payload, plan.forecast(group, ranks).sent
         rows.append(row(group.name, methods_of([group])[0], before, payload, sends))
     rows += [
         row(layer.name, "dense", 4 * layer.numel, 4 * layer.numel, ring_sends(ranks) * 4 * layer.numel)

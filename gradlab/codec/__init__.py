@@ -1,27 +1,27 @@
 """The parts that an author of a codec subclasses: the contract, compressors, blocks, sparsifiers, settings."""
 
+from gradlab.codec.batch import Batch, Table, Tensors, concatenate, separate
 from gradlab.codec.compressor import Compressor, Sparsifier
+from gradlab.codec.context import Context, Memory, Training, alone, seeded_generator
 from gradlab.codec.contract import (
     About,
     Applied,
+    Bytes,
     Codec,
-    Context,
     Deferred,
     Exchanged,
     Gradients,
     Guarantees,
     PlanDefaults,
-    alone,
+    Traits,
     exchange_group,
     hash_tensor,
     mean_only,
     register,
-    seeded_generator,
     shown_settings,
 )
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, largest
-from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.coding.positions import decode, encode, index_bytes
 from gradlab.collectives.requests import Coroutine, Mean, Sum
@@ -30,6 +30,8 @@ from gradlab.layout import Layer
 __all__ = [
     "About",
     "Applied",
+    "Batch",
+    "Bytes",
     "Codec",
     "Compressor",
     "Context",
@@ -40,10 +42,14 @@ __all__ = [
     "Guarantees",
     "Layer",
     "Mean",
+    "Memory",
     "PlanDefaults",
     "Sparsifier",
     "Sum",
+    "Table",
     "Tensors",
+    "Training",
+    "Traits",
     "alone",
     "concatenate",
     "count_of",

@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from gradlab.codec.batch import Table
 from gradlab.codec.compressor import Compressor, Payload
 from gradlab.coding.bits import PIECE, cut, join
+from gradlab.layout import Layer
 
 WHOLE = 2**62  # elements of a block that has no end
 CACHED = PIECE  # elements worked on at a time
@@ -160,22 +162,22 @@ class BlockCompressor(PiecewiseCompressor):
         self._starts = np.zeros(1, np.int64)
         self._cut_runs: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # of these blocks
         self._counted: dict[Span, tuple[int, int, np.ndarray]] = {}
-        self._relatives: dict[tuple[Any, ...], Any] = {}
+        self._relatives: dict[Any, Any] = {}
 
     @abstractmethod
-    def block_of(self, shape: Sequence[int]) -> int:
-        """Return the elements of a block in a layer of this shape.
+    def block_of(self, layer: Layer) -> int:
+        """Return the elements of a block in a layer.
 
         More elements than the layer has mean one block for the whole layer.
         """
 
-    def for_layers(self: Blocks, shapes: Sequence[Sequence[int]]) -> Blocks:
-        key = tuple(map(tuple, shapes))
+    def for_layers(self: Blocks, layers: Sequence[Layer]) -> Blocks:
+        key = Table.of(layers)
         if key not in self._relatives:
-            if len(shapes) == 1:
-                self._relatives[key] = self._relative(block=self.block_of(shapes[0]))
+            if len(layers) == 1:
+                self._relatives[key] = self._relative(block=self.block_of(key[0]))
             else:
-                sizes = [size for shape in shapes for size in block_sizes(math.prod(shape), self.block_of(shape))]
+                sizes = [size for layer in key for size in block_sizes(layer.numel, self.block_of(layer))]
                 self._relatives[key] = self._of_sizes(np.array(sizes, np.int64))
         return self._relatives[key]
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from gradlab.codec.contract import Codec, Context, Deferred, Exchanged
+from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.context import Context
+from gradlab.codec.contract import Bytes, Codec, Deferred, Exchanged, Traits
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
 from gradlab.codec.pieces import Pieces
-from gradlab.codec.received import average_of_ranks, most_bytes
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import Payload, Shard, Shards, averaged_in_shards
+from gradlab.codec.shards import Payload, Shard, Shards, average_of_ranks, averaged_in_shards, most_bytes
 from gradlab.codec.sparsifier import count_of
-from gradlab.codec.vectors import Tensors, concatenate, separate
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
 from gradlab.collectives import Coroutine, Gather, ring_sends
 from gradlab.layout import Layer
@@ -49,14 +50,12 @@ class Compressor(Codec):
     payload depend on the length of the vector alone, unless the codec is `varying`.
     """
 
-    frees_gradients = True
     block: int = 1  # elements that must stay together when a vector is cut into shards
     spreads: ClassVar[bool] = False  # whether shards are pieces of every layer, see `compress_pieces`
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._shards: dict[tuple[Any, ...], Shards] = {}
-        self._of_group: tuple[Sequence[Layer], Any] | None = None  # the last answer of `of_group`
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
@@ -66,10 +65,9 @@ class Compressor(Codec):
         """Whether `exchange` gathers payloads as this class does. If not, `two_way` cannot take its place."""
         return getattr(self.settings, "aggregation", "gather") != "shards"
 
-    @property
-    def averages_coarsely(self) -> bool:
-        """Whether quantizing the mean once more would cost too much for it to be the default."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, frees_gradients=True)
 
     def sums_in_shards(self, world_size: int) -> bool:
         """Return whether the ranks average in two rounds: an all-to-all of shards, and a gather of their means.
@@ -77,24 +75,12 @@ class Compressor(Codec):
         The mean is then C((1/N) sum_i C(x_i)), quantized twice. Codecs whose settings have no `aggregation` gather.
         """
         chosen = getattr(self.settings, "aggregation", "gather")
-        auto = chosen == "auto" and world_size >= _FEWEST_FOR_SHARDS and not self.averages_coarsely
+        auto = chosen == "auto" and world_size >= _FEWEST_FOR_SHARDS and not self.traits.coarse
         return chosen == "shards" or auto
 
-    def for_layers(self, shapes: Sequence[Sequence[int]]) -> Compressor:
-        """Return the compressor of a vector that concatenates layers of these shapes."""
+    def for_layers(self: SomeCompressor, layers: Sequence[Layer]) -> SomeCompressor:
+        """Return the compressor of a vector that concatenates these layers, made once for a `Table`."""
         return self
-
-    def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
-        """Return the shapes that `for_layers` takes for layers: each layer's own."""
-        return [layer.shape for layer in layers]
-
-    def of_group(self: SomeCompressor, grads: Tensors) -> SomeCompressor:
-        """Return the compressor of a group's vector, worked out once for the same layers: see `for_layers`."""
-        layers, known = self.layers_of(grads), self._of_group
-        if known is None or known[0] is not layers:
-            of_layers: Any = self.for_layers(self.shapes_of(layers))  # of this class, too
-            known = self._of_group = layers, of_layers
-        return known[1]
 
     def part(self, start: int, stop: int) -> Compressor:
         """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
@@ -198,26 +184,18 @@ class Compressor(Codec):
     def compressed_bytes(self, numel: int) -> int:
         """Return the payload bytes of a float32 vector (numel,); an estimate if the codec is `varying`."""
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        codec, numel = self.for_layers(self.shapes_of(layers)), sum(layer.numel for layer in layers)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        codec, numel = self.for_layers(layers), sum(layer.numel for layer in layers)
+        positions = codec.compressed_position_bytes(numel)
         if not codec.sums_in_shards(world_size):
-            return codec.compressed_bytes(numel)
-        return sum(codec.part(a, b).compressed_bytes(b - a) for a, b in codec.shards(numel, world_size)) * (
-            1 + 1 / world_size
-        )
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        payload = self.payload_bytes(layers, world_size)
-        if self.for_layers(self.shapes_of(layers)).sums_in_shards(world_size):
-            return payload * ring_sends(world_size) / (1 + 1 / world_size)
-        return payload * (world_size - 1)
+            payload = codec.compressed_bytes(numel)
+            return Bytes(payload, payload * (world_size - 1), positions)
+        shards = sum(codec.part(a, b).compressed_bytes(b - a) for a, b in codec.shards(numel, world_size))
+        return Bytes(shards * (1 + 1 / world_size), shards * ring_sends(world_size), positions)
 
     def compressed_position_bytes(self, numel: int) -> int:
         """Return how many of `compressed_bytes` name the elements whose values are sent."""
         return 0
-
-    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.for_layers(self.shapes_of(layers)).compressed_position_bytes(sum(layer.numel for layer in layers))
 
     @abstractmethod
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
@@ -249,27 +227,27 @@ class Compressor(Codec):
         """Decode a payload to C(x), a vector of the length and dtype of `like`."""
         return self.decompress_into(torch.empty_like(like), payload)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.of_group(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector, codec = grads.vector, self.for_layers(grads.table)
         if codec.sums_in_shards(context.world_size) and not context.one_round:
             return (yield from averaged_in_shards(codec, vector, grads, context))
-        payload = codec.compress(vector, context.rank_generator())
+        payload = codec.compress(vector, context.random.of_rank())
         most = most_bytes(vector.numel())
-        answers = yield tuple(Gather(part, varying=self.varying, most=most) for part in payload)
+        answers = yield tuple(Gather(part, varying=self.traits.varying, most=most) for part in payload)
 
         def mean() -> Tensors:
-            total = context.memory_for_mean(vector, grads)
+            total = context.memory.for_mean(vector, grads)
             average = average_of_ranks(codec, total, zip(*answers, strict=True), 1.0 / context.world_size)
-            return separate(average, grads)
+            return grads.cut(average)
 
         def own() -> Tensors:
-            return separate(codec.decompress_into(context.workspace.empty_like(vector), payload), grads)
+            return grads.cut(codec.decompress_into(context.memory.like(vector), payload))
 
         def error() -> Tensors:
-            out = vector if context.reuse else context.workspace.empty_like(vector)
-            return separate(codec.residual_into(out, vector, payload), grads)
+            out = context.memory.over(vector)
+            return grads.cut(codec.residual_into(out, vector, payload))
 
-        return Exchanged(context.alike(mean), Deferred(grads, own, error))
+        return Exchanged(context.once(mean), Deferred(grads, own, error))
 
 
 def exchanged_at(
@@ -277,7 +255,7 @@ def exchanged_at(
     mean: torch.Tensor,
     own: torch.Tensor,
     vector: torch.Tensor,
-    grads: Tensors,
+    grads: Batch,
     context: Context,
 ) -> Exchanged:
     """Make the result of an exchange of values at positions that all ranks know.
@@ -292,14 +270,14 @@ def exchanged_at(
     """
 
     def spread(values: torch.Tensor, out: torch.Tensor) -> Tensors:
-        return separate(out.zero_().index_copy_(0, positions, values), grads)
+        return grads.cut(out.zero_().index_copy_(0, positions, values))
 
     def error() -> Tensors:
-        out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
-        return separate(out.index_copy_(0, positions, out[positions] - own), grads)
+        out = context.memory.copy(vector)
+        return grads.cut(out.index_copy_(0, positions, out[positions] - own))
 
-    average = context.alike(lambda: spread(mean, context.memory_for_mean(vector, grads)))
-    return Exchanged(average, Deferred(grads, lambda: spread(own, context.workspace.empty_like(vector)), error))
+    average = context.once(lambda: spread(mean, context.memory.for_mean(vector, grads)))
+    return Exchanged(average, Deferred(grads, lambda: spread(own, context.memory.like(vector)), error))
 
 
 class Sparsifier(Compressor):
@@ -309,18 +287,16 @@ class Sparsifier(Compressor):
     overrides `compressed_bytes`.
     """
 
-    selects = True
-
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._each: EachLayer | None = None  # where a share of each layer of a group is selected
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None  # encoded positions, and what they are
         self._of_groups: dict[tuple[int, ...], Any] = {}
 
-    def for_layers(self: SomeSparsifier, shapes: Sequence[Sequence[int]]) -> SomeSparsifier:
-        if len(shapes) == 1 or getattr(self.settings, "across_layers", True):
+    def for_layers(self: SomeSparsifier, layers: Sequence[Layer]) -> SomeSparsifier:
+        if len(layers) == 1 or getattr(self.settings, "across_layers", True):
             return self
-        sizes = tuple(map(math.prod, shapes))
+        sizes = Table.of(layers).numels
         if sizes not in self._of_groups:
             relative = type(self)(self.settings)
             counts = [count_of(self.settings.density, size) for size in sizes]
@@ -328,9 +304,9 @@ class Sparsifier(Compressor):
             self._of_groups[sizes] = relative
         return self._of_groups[sizes]
 
-    @property
-    def varying(self) -> bool:
-        return varies(self.settings.index_coding)
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, selects=True, varying=varies(self.settings.index_coding))
 
     @abstractmethod
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -14,191 +14,23 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cached_property
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 
+from gradlab.codec.batch import Batch, Tensors, concatenate, separate
+from gradlab.codec.context import Context, Memory
 from gradlab.codec.kept import Kept
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
-from gradlab.codec.vectors import Tensors, concatenate, consecutive, evenly_spaced, separate
 from gradlab.collectives import Coroutine, Mean, ring_sends, run_lockstep
 from gradlab.errors import BadMessage, GradlabError
-from gradlab.layout import ROLES, Layer, layer_of
-from gradlab.workspace import Workspace
+from gradlab.layout import ROLES, Layer
 
 _SMALL = 2**13  # elements of a layer whose copy costs less than a request of its own
 Own = TypeVar("Own", bound="type[Codec]")
-Result = TypeVar("Result")
-
-
-def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
-    """Make a generator whose stream follows from `key` and the kind of device alone, in every process.
-
-    >>> from gradlab.codec import seeded_generator
-    >>> one, two = seeded_generator(7, "conv.weight"), seeded_generator(7, "conv.weight")
-    >>> torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=two))
-    True
-
-    Args:
-        key: the parts of the key, such as a seed and a layer's name.
-        device: where the random numbers are drawn.
-
-    Returns:
-        A new generator, at the start of its stream.
-    """
-    return torch.Generator(device).manual_seed(stream_seed(*key))
-
-
-def stream_seed(*key: object) -> int:
-    """Return the seed of the stream that follows from `key`, see `seeded_generator`."""
-    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-@functools.lru_cache(maxsize=2**12)
-def _seeds_of(keys: tuple[str, ...]) -> np.ndarray:
-    """Return the seed of each key's stream, uint64 (keys,): worked out once, as keys stay."""
-    return np.array([stream_seed(key) for key in keys], dtype=np.uint64)
-
-
-def alone(compute: Callable[[], Result]) -> Result:
-    """Compute what all ranks compute alike, where each of them has to.
-
-    >>> from gradlab.codec import alone
-    >>> alone(lambda: 1 + 1)
-    2
-    """
-    return compute()
-
-
-@dataclass(frozen=True)
-class Context:
-    """Where and when an exchange happens.
-
-    Random streams follow from the seed, the iteration and the group, so a run resumes without saved generator states.
-
-    rank: of this process, from 0.
-    world_size: number of ranks, N.
-    iteration: synchronised steps since the start of the run, from 0. Those that a loss scaler skipped count too.
-    repeat: earlier exchanges of the same iteration, where several come between two optimizer steps.
-    group: the group's name.
-    seed: of the plan's random streams.
-    learning_rate: by layer name.
-    previous_learning_rate: by layer name, the last one that was not zero.
-    loss_scale: the run's factor on its loss. Gradients that reach a codec are already divided by it.
-    start: the first iteration that the schedule compresses.
-    plain_sgd: whether the optimizer is SGD without momentum of its own.
-    parameters: the model's parameters at this iteration, by layer name. Empty if unknown, as in a trace's replay.
-    workspace: gives the memory for results as large as gradients.
-    alike: runs a function whose result is identical on all ranks. In lockstep the ranks share one result; treat it as
-        read-only. All ranks call it as often and in the same order, whatever their data are.
-    one_round: whether the executor serves a single gather, as in a reduce-scatter, whatever the world size.
-    reuse: whether nobody reads the gradients or the codec's input after the exchange, so that their memory may be
-        written in.
-    spare: gradients' memory by layer name, in which the mean may be written.
-    """
-
-    rank: int
-    world_size: int
-    iteration: int
-    group: str = ""
-    seed: int = 0
-    learning_rate: Mapping[str, float] = field(default_factory=dict)
-    previous_learning_rate: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float = 1.0
-    start: int = 0
-    plain_sgd: bool = False
-    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    workspace: Workspace = field(default_factory=Workspace)
-    alike: Callable[[Callable[[], Any]], Any] = alone
-    one_round: bool = False
-    reuse: bool = False
-    spare: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    repeat: int = 0
-
-    def memory_for_mean(self, vector: torch.Tensor, names: Iterable[str]) -> torch.Tensor:
-        """Return memory for the mean of a group, in the shape and dtype of `vector`, the group's (numel,).
-
-        names: of the group's layers, in order.
-        """
-        spare = [self.spare[name] for name in names if name in self.spare]
-        joined = spare[0].reshape(-1) if len(spare) == 1 and spare[0].is_contiguous() else consecutive(spare)
-        if joined is not None and joined.shape == vector.shape and joined.dtype == vector.dtype:
-            return joined
-        return self.workspace.empty_like(vector)
-
-    def memory_for_layer(self, like: torch.Tensor, name: str) -> torch.Tensor:
-        """Return contiguous memory for the mean of one layer, in the shape and dtype of `like`."""
-        spare = self.spare.get(name)
-        if spare is None or spare.dtype != like.dtype or not spare.is_contiguous():
-            return self.workspace.empty_like(like)
-        return spare if spare.shape == like.shape else spare.view(like.shape)
-
-    def memory_for_stack(self, like: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """Return memory for the means of several layers of one shape, like a tensor (layers, ...)."""
-        spare = [self.spare[name] for name in names if name in self.spare]
-        fits = len(spare) == len(names) and all(one.dtype == like.dtype for one in spare)
-        together = evenly_spaced(spare) if fits else None
-        return self.workspace.empty_like(like) if together is None else together.view(like.shape)
-
-    def shared_generator(self, *key: object, every_iteration: bool = True) -> torch.Generator:
-        """Make a CPU generator that is in the same state on every rank.
-
-        key: tells apart the streams of one group, such as one per layer.
-        every_iteration: True: each iteration has its own stream. False: all iterations share one, as for a first value.
-        """
-        when = self._moment if every_iteration else "start"
-        return seeded_generator("shared", self.seed, when, self.group, *key)
-
-    def shared_seeds(self, keys: tuple[str, ...]) -> np.ndarray:
-        """Give a seed for each key in this iteration, the same on every rank: uint64 (keys,)."""
-        return _seeds_of(keys) ^ np.uint64(stream_seed("shared", self.seed, self._moment, self.group))
-
-    def rank_generator(self, *key: object) -> torch.Generator:
-        """Make a CPU generator whose stream is another one on every rank and in every iteration.
-
-        key: tells apart the streams of one group, such as one per layer.
-        """
-        return seeded_generator("rank", self.seed, self._moment, self.group, self.rank, *key)
-
-    @property
-    def _moment(self) -> object:
-        """What streams of single exchanges are told apart by."""
-        return (self.iteration, self.repeat) if self.repeat else self.iteration
-
-    def residual_ratio(self, layer: str, wanted: bool | None) -> float:
-        """Return the factor on a layer's residual, the ratio of step sizes eta_(t-1) / eta_t.
-
-        It is 1 if one of the two learning rates is unknown or zero.
-
-        layer: the layer's name.
-        wanted: the wrapper's setting, whether to use the ratio. None: only if the optimizer is SGD without momentum.
-        """
-        if not self.follows_rates(wanted):
-            return 1.0
-        now, before = self.learning_rate.get(layer, 0.0), self.previous_learning_rate.get(layer, 0.0)
-        return before / now if now > 0 and before > 0 else 1.0
-
-    def standing_still(self, layers: Iterable[str], wanted: bool | None) -> frozenset[str]:
-        """Return the layers whose learning rate is zero while residuals follow it, so that their residuals are held.
-
-        With a learning rate of zero the update is not applied, so the residual must not change either: x_t - eta e
-        stays, with parameters x_t, residual e and the last learning rate eta that was not zero.
-
-        layers: their names.
-        wanted: as in `residual_ratio`.
-        """
-        if not self.follows_rates(wanted):
-            return frozenset()
-        return frozenset(layer for layer in layers if self.learning_rate.get(layer) == 0)
-
-    def follows_rates(self, wanted: bool | None) -> bool:
-        """Return whether residuals follow the learning rate. wanted: as in `residual_ratio`."""
-        return self.plain_sgd if wanted is None else wanted
 
 
 class Deferred(Mapping[str, torch.Tensor]):
@@ -309,23 +141,6 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class About:
-    """A short description of a codec, for tables.
-
-    family: such as "sparsification".
-    formula: of payload bytes, from n elements, N ranks and settings by their names.
-    paper: authors, venue and year. The module's docstring names the paper in full.
-
-    >>> codecs.get("natural").about.formula
-    'n + ceil(n / 8)'
-    """
-
-    family: str
-    formula: str
-    paper: str = "-"
-
-
-@dataclass(frozen=True)
 class PlanDefaults:
     """How `Plan.uniform` applies a codec by default.
 
@@ -337,7 +152,7 @@ class PlanDefaults:
     warmup_steps: dense iterations before the first compressed one.
     error_feedback, two_way: whether these wrappers are put around the codec.
 
-    >>> defaults = codecs.make("topk").defaults
+    >>> defaults = codecs.make("topk").about.defaults
     >>> defaults.error_feedback, defaults.minimum_dimensions, defaults.minimum_numel
     (True, 2, 256)
     """
@@ -349,6 +164,82 @@ class PlanDefaults:
     warmup_steps: int = 0
     error_feedback: bool = True
     two_way: bool = False
+
+
+@dataclass(frozen=True)
+class About:
+    """A description of a codec, for tables, plans and planners.
+
+    family: such as "sparsification".
+    formula: of payload bytes, from n elements, N ranks and settings by their names.
+    paper: authors, venue and year. The module's docstring names the paper in full.
+    candidates: settings worth comparing, for a planner.
+    defaults: how `Plan.uniform` applies the codec. An instance may have its own, if they follow from its settings.
+    learns: whether the codec is fitted on gradients.
+
+    >>> codecs.get("natural").about.formula
+    'n + ceil(n / 8)'
+    """
+
+    family: str
+    formula: str
+    paper: str = "-"
+    candidates: Sequence[Mapping[str, Any]] = ({},)
+    defaults: PlanDefaults = PlanDefaults()
+    learns: bool = False
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a codec under its settings, whatever the layers and the gradients are.
+
+    selects: whether it sends some elements and nothing of the others.
+    varying: whether message sizes depend on the gradients' values, so that forecasts of bytes are estimates.
+    frees_gradients: whether `exchange` reads gradients only before its first request, or has copied what it reads
+        later.
+    rotatable: whether it quantizes every value, so that a rotation may stand around it.
+    keeps_dtype: whether gradients travel in their own dtype, with the loss scale on them.
+    coarse: whether quantizing a mean once more would cost too much for it to be the default.
+    group_state: names of state entries that belong to the whole group, not to a layer.
+    refuses_feedback: why error feedback would diverge around it, whatever its input is multiplied by, and what to do.
+    needs_feedback: why it makes no sense without error feedback, and what to do.
+    whole_layers: why it cannot work on shards of its layers, as a part of a sentence.
+    """
+
+    selects: bool = False
+    varying: bool = False
+    frees_gradients: bool = False
+    rotatable: bool = False
+    keeps_dtype: bool = False
+    coarse: bool = False
+    group_state: frozenset[str] = frozenset()
+    refuses_feedback: str = ""
+    needs_feedback: str = ""
+    whole_layers: str = ""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Forecast of one exchange of float32 gradients, in bytes without padding, means over ranks.
+
+    payload: that a rank contributes.
+    sent: that a rank sends.
+    positions: of the payload, those that name the elements whose values are sent.
+    codes: of the payload, those that an autoencoder made.
+
+    >>> codecs.make("topk", density=0.01).forecast([Layer("w", (1000,))], world_size=4)
+    Bytes(payload=53, sent=159, positions=13, codes=0.0)
+    """
+
+    payload: float
+    sent: float
+    positions: float = 0.0
+    codes: float = 0.0
+
+    @classmethod
+    def of_means(cls, payload: float, world_size: int) -> Bytes:
+        """Return the bytes of an exchange that asks for means alone: they travel along a ring."""
+        return cls(payload, ring_sends(world_size) * payload)
 
 
 @dataclass(frozen=True)
@@ -385,11 +276,11 @@ class Codec(ABC):
     """One compression method with its settings.
 
     A subclass sets `name` (the file's name), `about` and `Settings`, a frozen dataclass. It defines `exchange` and
-    `payload_bytes`. A codec's state has the same keys on every rank, and the same values where decoding or collectives
+    `forecast`. A codec's state has the same keys on every rank, and the same values where decoding or collectives
     depend on them; ecsq's step, which travels in messages, is each rank's (wrappers: see `gradlab.codec.wrapper`).
 
     >>> codec = codecs.make("topk", density=0.5)
-    >>> codec == codecs.make("topk", density=0.5), codec.payload_bytes([Layer("w", (8,))], world_size=2)
+    >>> codec == codecs.make("topk", density=0.5), codec.forecast([Layer("w", (8,))], world_size=2).payload
     (True, 17)
     >>> codec.apply([torch.tensor([3.0, 1.0]), torch.tensor([0.0, 4.0])]).decoded.tolist()
     [1.5, 2.0]
@@ -403,21 +294,8 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    about: ClassVar[About]
-    defaults: PlanDefaults = PlanDefaults()  # an instance may set its own, where they follow from its settings
-    learns: ClassVar[bool] = False
-    selects: ClassVar[bool] = False  # whether it sends some of the elements and nothing of the others
-    # Whether `exchange` reads gradients only before its first request, or has put what it reads later elsewhere.
-    frees_gradients: ClassVar[bool] = False
-    rotatable: ClassVar[bool] = False  # whether it quantizes every value, so that a rotation may stand around it
-    keeps_dtype: ClassVar[bool] = False  # whether gradients travel in their own dtype, with the loss scale on them
-    group_state: ClassVar[frozenset[str]] = frozenset()  # names of state entries that are the group's, not a layer's
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # settings worth comparing, for a planner
+    about: About
     Settings: ClassVar[type]
-    roles: Mapping[str, str] = MappingProxyType({})  # of an instance, by layer name: see `bind`
-    # What `layers_of` was last asked: names, shapes and roles. And its answer.
-    _seen: tuple[tuple[Any, ...], Mapping[str, str], tuple[Layer, ...]] = ((), MappingProxyType({}), ())
-    _guaranteed: tuple[tuple[Layer, ...], Guarantees] | None = None  # the same of `guarantees_of`
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -446,11 +324,11 @@ class Codec(ABC):
         return self.name, self.settings, tuple(sorted((key, hash_tensor(t)) for key, t in self.learned.items()))
 
     @abstractmethod
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Compress, exchange and decompress one group on one rank.
 
         Args:
-            grads: this rank's gradients by layer name, of the layers' shapes, contiguous, float32 or float64.
+            grads: this rank's gradients, of the layers' shapes, contiguous, float32 or float64.
             state: the state that the last exchange returned, empty at first.
             context: where and when the exchange happens.
 
@@ -458,81 +336,30 @@ class Codec(ABC):
             A coroutine that yields the collectives it needs and returns an `Exchanged`.
         """
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """Average the gradients uncompressed, in iterations that the schedule does not compress; keep the state.
-
-        Arguments and result are those of `exchange`.
-        """
-        done = yield from mean_only(grads)
-        return replace(done, state=state)
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        """Return whether `dense_exchange` does more than average, so that the executor has to run it."""
-        return False
+    def run(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        """Run `exchange`; in a dense iteration, average the gradients uncompressed and keep the state."""
+        if context.dense:
+            return replace((yield from mean_only(grads)), state=state)
+        return (yield from self.exchange(grads, state, context))
 
     @abstractmethod
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Forecast the payload bytes of one exchange, for float32 gradients.
-
-        Args:
-            layers: of the group.
-            world_size: number of ranks.
-
-        Returns:
-            Bytes that a rank contributes, mean over the ranks and over a run.
-        """
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Forecast the bytes that a rank sends in one exchange, for float32 gradients and without padding.
-
-        A codec that asks for anything but means overrides this: a gathered byte is sent N - 1 times.
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        """Forecast the bytes of one exchange.
 
         Args:
             layers: of the group.
             world_size: number of ranks N.
-
-        Returns:
-            Bytes, mean over the ranks and over a run.
+            state: that the exchange starts from. None: the mean over a run.
         """
-        return ring_sends(world_size) * self.payload_bytes(layers, world_size)
-
-    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Return how many of `payload_bytes` name the elements whose values are sent; 0 unless positions travel."""
-        return 0.0
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        """Forecast the payload bytes of the exchange that starts from `state`.
-
-        Only codecs that work in phases return another number than `payload_bytes`.
-        """
-        return self.payload_bytes(layers, world_size)
 
     def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
-        """Return the state from which most exchanges of a run start, for forecasts; empty if all are alike."""
+        """Return the state from which most exchanges of a run start, for dry runs; empty if all are similar."""
         return {}
 
-    @property
-    def refuses_error_feedback(self) -> str:
-        """Why error feedback would diverge around this codec, whatever its input is multiplied by, and what to do.
-
-        Empty if it does not, as by default.
-        """
-        return ""
-
-    @property
-    def needs_error_feedback(self) -> str:
-        """Why this codec makes no sense in a plan without error feedback, and what to do; empty if it does."""
-        return ""
-
-    @property
-    def needs_whole_layers(self) -> str:
-        """Why this codec cannot work on shards of its layers, as a part of a sentence; empty if it can."""
-        return "its learned tensors were fitted on whole layers" if self.learned else ""
-
-    @property
-    def varying(self) -> bool:
-        """Whether message sizes depend on the gradients' values, so that forecasts of bytes are estimates."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """Facts about the codec under its settings."""
+        return Traits(whole_layers="its learned tensors were fitted on whole layers" if self.learned else "")
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         """Return what holds for a group of these layers, whatever their gradients are."""
@@ -588,41 +415,13 @@ class Codec(ABC):
             relative_error=error / norm if norm else 0.0 if error == 0.0 else float("inf"),
         )
 
-    def bind(self, layers: Sequence[Layer]) -> None:
-        """Tell the codec the roles of the layers it is for.
-
-        A codec that sees matrices needs them, because an expert stack and a convolution of one dimension have shapes
-        alike. A layer without a role is what its shape says.
-        """
-        self.roles = {layer.name: layer.role for layer in layers}
-
-    def layers_of(self, grads: Mapping[str, torch.Tensor]) -> tuple[Layer, ...]:
-        """List the layers that gradients belong to, with the roles that `bind` was told.
-
-        A codec is asked for one group's layers in every step: it returns the same tuple until they are others, so that
-        what follows from layers need not be worked out again.
-        """
-        asked, roles = (*grads, *[grad.shape for grad in grads.values()]), self.roles
-        before, with_roles, layers = self._seen
-        if asked != before or roles is not with_roles:
-            layers = tuple(layer_of(name, grad.shape, roles.get(name, "other")) for name, grad in grads.items())
-            self._seen = asked, roles, layers
-        return layers
-
-    def guarantees_of(self, grads: Mapping[str, torch.Tensor]) -> Guarantees:
-        """Return what holds for the layers that gradients belong to, worked out once for the same layers."""
-        layers, known = self.layers_of(grads), self._guaranteed
-        if known is None or known[0] is not layers:
-            known = self._guaranteed = layers, self.guarantees(layers)
-        return known[1]
-
     def check(self, layers: Sequence[Layer]) -> None:
         """Refuse layers that the learned tensors do not fit.
 
         Raises:
             GradlabError: naming the layer, what came and what was expected.
         """
-        if self.learned and not self.learns:
+        if self.learned and not self.about.learns:
             raise GradlabError(f"codec {self.name} learns nothing, but came with {sorted(self.learned)}")
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept] | None:
@@ -656,9 +455,7 @@ class Codec(ABC):
 
     def with_settings(self, **changes: Any) -> Codec:
         """Return a codec with some settings changed, which shares the learned tensors."""
-        changed = type(self)(replace(self.settings, **changes), self.learned)
-        changed.roles = self.roles
-        return changed
+        return type(self)(replace(self.settings, **changes), self.learned)
 
     def adopted_state(self, state: Tensors) -> Tensors:
         """Return the part of a state, left by other settings of this method, that this codec continues from.
@@ -703,7 +500,7 @@ def register(codec: Own) -> Own:
     another = known is not None and (known.__module__, known.__qualname__) != (codec.__module__, codec.__qualname__)
     if codec.name in CODECS.files or another:
         raise GradlabError(f"codecs.register: there is a codec {codec.name!r} already")
-    for settings in codec.candidates:
+    for settings in codec.about.candidates:
         build_settings(codec, settings)
     CODECS.registered[codec.name] = codec
     return codec
@@ -714,9 +511,9 @@ def _named(gradients: Any) -> bool:
     return isinstance(gradients[0] if isinstance(gradients, (list, tuple)) and gradients else gradients, Mapping)
 
 
-def _by_rank(gradients: Any) -> list[Tensors]:
+def _by_rank(gradients: Any) -> list[Any]:
     ranks = gradients if isinstance(gradients, (list, tuple)) else [gradients]
-    grads = [dict(rank) if isinstance(rank, Mapping) else {"gradient": rank} for rank in ranks]
+    grads = [rank if isinstance(rank, Mapping) else {"gradient": rank} for rank in ranks]
     if not grads or not all(isinstance(grad, torch.Tensor) for own in grads for grad in own.values()):
         raise GradlabError(
             f"codec.apply: gradients = {str(gradients)[:80]}, expected a tensor, tensors by layer name, or a list of "
@@ -766,7 +563,6 @@ def exchange_group(
     context: Context,
     *,
     scaled_by: float = 1.0,
-    dense: bool = False,
     reuse: bool = False,
 ) -> Coroutine[Exchanged]:
     """Run a codec on one group as an executor does: in float32, and without the loss scale.
@@ -775,11 +571,10 @@ def exchange_group(
     float32 without the loss scale, so that a state remains valid when the loss scale changes.
 
     codec: with its wrappers.
-    grads: this rank's gradients by layer name, of any floating-point dtype.
+    grads: this rank's gradients by layer name, of any floating-point dtype; a `Batch` if layers have roles.
     state: the state that the last exchange returned, empty at first.
     context: where and when the exchange happens.
     scaled_by: the loss scale that the gradients are multiplied by.
-    dense: whether the schedule leaves this iteration uncompressed.
     reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their memory.
 
     >>> from gradlab.codec import Context, exchange_group
@@ -789,15 +584,13 @@ def exchange_group(
     >>> [result.value.mean["w"].tolist() for result in run_lockstep(ranks)]
     [[2.0], [2.0]]
     """
-    if codec.keeps_dtype:
-        working, scaled_by = {name: grad.contiguous() for name, grad in grads.items()}, 1.0
-    else:
-        working = {name: _working(grad, scaled_by) for name, grad in grads.items()}
-    if reuse and codec.frees_gradients:
-        context = replace(context, reuse=True, spare=working)
-    run = codec.dense_exchange if dense else codec.exchange
+    scaled_by = 1.0 if codec.traits.keeps_dtype else scaled_by
+    prepared = torch.Tensor.contiguous if codec.traits.keeps_dtype else functools.partial(_working, scaled_by=scaled_by)
+    working = Batch({name: prepared(grad) for name, grad in grads.items()}, Batch.of(grads).table)
+    if reuse and codec.traits.frees_gradients:
+        context = replace(context, memory=Memory(context.memory.workspace, working, overwrites=True))
     try:
-        done = yield from run(working, state, context)
+        done = yield from codec.run(working, state, context)
     except BadMessage as wrong:
         raise BadMessage(f"codec {described(codec)} on {context.group}: {wrong}") from wrong
     mean = {name: _rescaled(value, scaled_by, grads[name].dtype) for name, value in done.mean.items()}
@@ -814,8 +607,7 @@ def described(codec: Codec) -> str:
 
 
 def _squared_error(codec: Codec, layer: Layer, gradient: torch.Tensor, context: Context) -> float:
-    codec.bind([layer])
-    [result] = run_lockstep([exchange_group(codec, {layer.name: gradient}, {}, context)])
+    [result] = run_lockstep([exchange_group(codec, Batch.of({layer.name: gradient}, [layer]), {}, context)])
     done = result.value
     return float((done.compressor_input[layer.name] - done.own[layer.name]).double().norm()) ** 2
 

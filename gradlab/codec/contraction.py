@@ -16,20 +16,20 @@ as C(a x) = a C(x). Before the first exchange C runs once on this rank alone, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.blockwise import CACHED
-from gradlab.codec.contract import Codec, Context, Exchanged, alone
+from gradlab.codec.context import Context, Memory, alone
+from gradlab.codec.contract import Codec, Exchanged
 from gradlab.codec.settings import setting
-from gradlab.codec.vectors import Tensors
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import Coroutine, run_lockstep
-from gradlab.workspace import Workspace
 
 CONTRACTIONS = ("measured", "none")
 _WEIGHT = 0.1  # of an iteration's zeta in the mean over iterations, where it is below that mean
@@ -47,35 +47,32 @@ def contraction_setting() -> Any:
     )
 
 
-def needs_scaling(codec: Codec, grads: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether feedback has to scale a codec's input, for tensors of the shapes of the group's layers."""
-    holds = innermost(codec).guarantees_of(grads)
+def needs_scaling(codec: Codec, table: Table) -> bool:
+    """Return whether feedback has to scale a codec's input, for a group's layers."""
+    holds = innermost(codec).guarantees(table)
     return not holds.contracts and (holds.unbiased or holds.homogeneous)
 
 
 def exchange_scaled(
-    codec: Codec, inputs: Tensors, state: Tensors, zeta: torch.Tensor, context: Context
+    codec: Codec, inputs: Batch, state: Tensors, zeta: torch.Tensor, context: Context
 ) -> Coroutine[tuple[Exchanged, Tensors, torch.Tensor]]:
     """Run a codec on inputs / zeta; return its result, the compression errors x - C(x / zeta) by layer, and the next
     zeta."""
-    scaled = {name: scale_down(value, zeta, context) for name, value in inputs.items()}
+    scaled = inputs.like({name: scale_down(value, zeta, context) for name, value in inputs.items()})
     done = yield from codec.exchange(scaled, state, context)
-    errors = {
-        name: torch.sub(value, done.own[name], out=context.workspace.empty_like(value))
-        for name, value in inputs.items()
-    }
+    errors = {name: torch.sub(value, done.own[name], out=context.memory.like(value)) for name, value in inputs.items()}
     return done, errors, next_zeta(zeta, inputs.values(), done.own.values())
 
 
 def scale_down(value: torch.Tensor, zeta: torch.Tensor, context: Context) -> torch.Tensor:
     """Return value / zeta."""
-    return torch.div(value, zeta.to(value.dtype), out=context.workspace.empty_like(value))
+    return torch.div(value, zeta.to(value.dtype), out=context.memory.like(value))
 
 
-def first_zeta(codec: Codec, inputs: Tensors, context: Context) -> torch.Tensor:
+def first_zeta(codec: Codec, inputs: Batch, context: Context) -> torch.Tensor:
     """Measure zeta of inputs by one exchange on this rank alone, of which nothing is sent or kept, ()."""
     group = f"{context.group}/contraction"
-    by_itself = replace(context, rank=0, world_size=1, group=group, workspace=Workspace(), alike=alone)
+    by_itself = replace(context, rank=0, world_size=1, group=group, memory=Memory(), once=alone)
     [result] = run_lockstep([innermost(codec).exchange(inputs, {}, by_itself)])
     one = torch.ones((), device=next(iter(inputs.values())).device)
     return next_zeta(one, inputs.values(), result.value.own.values())

@@ -2,28 +2,34 @@
 
 Compressed as a whole, a vector takes as many calls as one shard would. So its payload is cut where shards end, if the
 codec can do that (`PiecewiseCompressor.cut`); else every shard is compressed by itself.
+
+Every rank decodes what a gather or a broadcast brings, so that all refuse a bad message. A rank that is sent one alone,
+as in an all-to-all, refuses it alone: the executor tells the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradlab.codec.contract import Context, Deferred, Exchanged
+from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.context import Context
+from gradlab.codec.contract import Deferred, Exchanged
 from gradlab.codec.pieces import Pieces
-from gradlab.codec.received import average_of_ranks, most_bytes, sent_by
-from gradlab.codec.vectors import Tensors, separate
 from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
+from gradlab.errors import BadMessage, GradlabError
 
 if TYPE_CHECKING:
     from gradlab.codec.compressor import Compressor
 
 Shard = tuple[int, int]
 Payload = tuple[torch.Tensor, ...]
+_BYTES_A_VALUE, _BESIDE = 16, 2**16  # no honest message of varying size comes near
 
 
 class Shards(Sequence[Shard]):
@@ -76,7 +82,7 @@ class Sharded:
         held: torch.Tensor | None = None,
     ) -> None:
         self._codec, self._vector, self._shards, self._context = codec, vector, shards, context
-        generator = context.rank_generator("shards")
+        generator = context.random.of_rank("shards")
         self._payload: Payload = ()
         if shards.whole:
             self._payload = codec.at(held).compress(vector, generator)
@@ -100,9 +106,9 @@ class Sharded:
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
         most = most_bytes(self._vector.numel())
-        received = yield tuple(AllToAll(part, self._codec.varying, most) for part in self._parts())
+        received = yield tuple(AllToAll(part, self._codec.traits.varying, most) for part in self._parts())
         start, stop = self._shards[self._context.rank]
-        average = self._context.workspace.empty_like(self._vector[start:stop])
+        average = self._context.memory.like(self._vector[start:stop])
         if start == stop:
             return average
         if isinstance(received[0], Received):
@@ -122,32 +128,32 @@ class Sharded:
 
     def _average_of_whole(self, columns: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """Average the whole vector, in as many calls as one rank takes for its shard, and with the same bits."""
-        out = self._context.workspace.empty_like(self._vector)
+        out = self._context.memory.like(self._vector)
         return average_of_ranks(self._codec, out, zip(*columns, strict=True), 1.0 / self._context.world_size)
 
     def gathers(self, answer: Payload) -> tuple[Gather, ...]:
         """Request all ranks' answers. Unless sizes vary, each has the sizes of what was sent to its rank."""
-        if self._codec.varying:
+        if self._codec.traits.varying:
             return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
         return tuple(Gather(part, lengths=known) for part, known in zip(answer, self._lengths, strict=True))
 
-    def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
+    def mean(self, answers: Sequence[Payload], grads: Batch) -> Tensors:
         """Decode one answer per shard, by layer."""
-        out = self._context.memory_for_mean(self._vector, grads)
+        out = self._context.memory.for_mean(self._vector, grads)
         if self._shards.whole:
-            return separate(self._codec.decompress_into(out, self._codec.join(answers)), grads)
-        return separate(self._decoded_into(out, answers), grads)
+            return grads.cut(self._codec.decompress_into(out, self._codec.join(answers)))
+        return grads.cut(self._decoded_into(out, answers))
 
-    def own(self, grads: Tensors) -> Deferred:
+    def own(self, grads: Batch) -> Deferred:
         """Return this rank's decoded contribution, by layer."""
 
         def decoded() -> Tensors:
-            out = self._context.workspace.empty_like(self._vector)
+            out = self._context.memory.like(self._vector)
             if self._shards.whole:
-                return separate(self._codec.decompress_into(out, self._payload), grads)
-            return separate(self._decoded_into(out, self.sent), grads)
+                return grads.cut(self._codec.decompress_into(out, self._payload))
+            return grads.cut(self._decoded_into(out, self.sent))
 
-        return Deferred(grads, decoded, lambda: separate(self._residual(), grads))
+        return Deferred(grads, decoded, lambda: grads.cut(self._residual()))
 
     def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
         for rank in self._shards.occupied:
@@ -157,7 +163,7 @@ class Sharded:
 
     def _residual(self) -> torch.Tensor:
         vector = self._vector
-        out = vector if self._context.reuse else self._context.workspace.empty_like(vector)
+        out = self._context.memory.over(vector)
         if self._shards.whole:
             return self._codec.residual_into(out, vector, self._payload)
         for rank in self._shards.occupied:
@@ -174,57 +180,55 @@ class Spread:
         self, codec: Compressor, vector: torch.Tensor, pieces: Pieces, context: Context, held: torch.Tensor | None
     ) -> None:
         self._codec, self._vector, self._pieces, self._context = codec, vector, pieces, context
-        self.sent, self._add_own = codec.at(held).compress_pieces(vector, pieces, context.rank_generator("shards"))
+        self.sent, self._add_own = codec.at(held).compress_pieces(vector, pieces, context.random.of_rank("shards"))
 
     @property
     def codec(self) -> Compressor:
         """The compressor of this rank's shard."""
-        return self._codec.for_layers(self._pieces.shapes(self._context.rank))
+        return self._codec.for_layers(Table.of_shapes(self._pieces.shapes(self._context.rank)))
 
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
         most = most_bytes(self._vector.numel())
         received = yield tuple(AllToAll(column, True, most) for column in zip(*self.sent, strict=True))
         numel = self._pieces.numel(self._context.rank)
-        average = self._context.workspace.empty((numel,), self._vector)
+        average = self._context.memory.workspace.empty((numel,), self._vector)
         return average_of_ranks(self.codec, average, zip(*received, strict=True), 1.0 / self._context.world_size)
 
     def gathers(self, answer: Payload) -> tuple[Gather, ...]:
         """Request all ranks' answers."""
         return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
 
-    def mean(self, answers: Sequence[Payload], grads: Tensors) -> Tensors:
+    def mean(self, answers: Sequence[Payload], grads: Batch) -> Tensors:
         """Decode one answer per shard, by layer."""
-        out = self._context.memory_for_mean(self._vector, grads).zero_()
+        out = self._context.memory.for_mean(self._vector, grads).zero_()
         for rank, answer in enumerate(answers):
             with sent_by(rank):
                 self._codec.add_pieces(out, answer, rank, self._pieces)
-        return separate(out, grads)
+        return grads.cut(out)
 
-    def own(self, grads: Tensors) -> Deferred:
+    def own(self, grads: Batch) -> Deferred:
         """Return this rank's decoded contribution, by layer."""
 
         def decoded() -> Tensors:
-            return separate(self._add_own(self._context.workspace.zeros_like(self._vector), 1.0), grads)
+            return grads.cut(self._add_own(self._context.memory.workspace.zeros_like(self._vector), 1.0))
 
         def missed() -> Tensors:
             vector = self._vector
-            out = vector if self._context.reuse else self._context.workspace.empty_like(vector).copy_(vector)
-            return separate(self._add_own(out, -1.0), grads)
+            out = self._context.memory.copy(vector)
+            return grads.cut(self._add_own(out, -1.0))
 
         return Deferred(grads, decoded, missed)
 
 
-def averaged_in_shards(
-    codec: Compressor, vector: torch.Tensor, grads: Tensors, context: Context
-) -> Coroutine[Exchanged]:
+def averaged_in_shards(codec: Compressor, vector: torch.Tensor, grads: Batch, context: Context) -> Coroutine[Exchanged]:
     """Average in two rounds: an all-to-all of shards, and a gather of their means, quantized once more; there is no
     state."""
     sharded = Sharded(codec, vector, codec.shards(vector.numel(), context.world_size, context.group), context)
     average = yield from sharded.average()
-    answer = sharded.codec.compress(average, context.rank_generator("mean"))
+    answer = sharded.codec.compress(average, context.random.of_rank("mean"))
     answers = yield sharded.gathers(answer)
-    mean = context.alike(lambda: sharded.mean(list(zip(*answers, strict=True)), grads))
+    mean = context.once(lambda: sharded.mean(list(zip(*answers, strict=True)), grads))
     return Exchanged(mean, sharded.own(grads))
 
 
@@ -256,3 +260,34 @@ def _compressed_around(
         if rank >= len(done):
             sent[rank] = shards.part(rank).at(held).compress(vector[slice(*shards[rank])], generator)
     return sent
+
+
+def most_bytes(numel: int) -> int:
+    """Bound the bytes of a message of varying size about a vector (numel,)."""
+    return _BYTES_A_VALUE * numel + _BESIDE
+
+
+@contextmanager
+def sent_by(rank: int) -> Iterator[None]:
+    """Name the rank in the error that decoding its message raises."""
+    try:
+        yield
+    except BadMessage:
+        raise
+    except GradlabError as wrong:
+        raise BadMessage(f"what rank {rank} sent cannot be decoded: {wrong}") from wrong
+
+
+def average_of_ranks(
+    codec: Compressor, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float
+) -> torch.Tensor:
+    """Decode and average payloads in rank order as `Compressor.average_into`; a refused one raises BadMessage with its
+    rank."""
+    every = list(payloads)
+    try:
+        return codec.average_into(out, every, scale)
+    except GradlabError:
+        for rank, payload in enumerate(every):  # apart, to see whose it was
+            with sent_by(rank):
+                codec.decompress_into(out, payload)
+        raise

@@ -10,14 +10,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec.contract import About, Codec, shown_settings
+from gradlab.codec.batch import Batch, Tensors
+from gradlab.codec.context import Context
+from gradlab.codec.contract import About, Bytes, Codec, Exchanged, Traits, shown_settings
 from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.settings import setting
-from gradlab.codec.vectors import Tensors
+from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -25,6 +29,30 @@ POLICIES = ("sum", "split", "drop")
 # Of a wrapped codec, see `gradlab.codec.contraction` and `Compressor.held`.
 MEASURED = ("zeta", "server_zeta", "sent_held", "server_held")
 _BLOCK = 256  # elements that share one scale in an int8 buffer
+
+
+@dataclass(frozen=True)
+class Effects:
+    """The effects of a wrapper, by which stacks of wrappers and optimizers are checked.
+
+    keeps_residual: whether it adds a residual to the compressor's input.
+    server_residual: whether it has servers that may keep a residual, see `Exchanged.server_input`.
+    applies_momentum: whether it applies momentum.
+    before_compression: whether that momentum changes the compressor's input.
+    applies_weight_decay: whether it applies weight decay.
+    replaces_optimizer: whether it makes gradients another optimizer's updates, for SGD without momentum.
+    changes_mean: whether it adds to the mean that the codec returned.
+    acts_when_dense: whether it acts in dense iterations before it has a state.
+    """
+
+    keeps_residual: bool = False
+    server_residual: bool = False
+    applies_momentum: bool = False
+    before_compression: bool = False
+    applies_weight_decay: bool = False
+    replaces_optimizer: bool = False
+    changes_mean: bool = False
+    acts_when_dense: bool = False
 
 
 class Wrapper(Codec):
@@ -41,13 +69,7 @@ class Wrapper(Codec):
 
     about = About("wrapper", "")
     keys: ClassVar[tuple[str, ...]] = ()
-    keeps_residual: ClassVar[bool] = False
-    server_residual: ClassVar[bool] = False  # whether it has servers that may keep one, see `Exchanged.server_input`
-    applies_momentum: ClassVar[bool] = False
-    before_compression: ClassVar[bool] = False  # of momentum: whether it changes the compressor's input
-    applies_weight_decay: ClassVar[bool] = False
-    replaces_optimizer: ClassVar[bool] = False  # whether it makes gradients another optimizer's updates, for bare SGD
-    changes_mean = False  # whether it adds to what the codec averaged, by its settings
+    effects = Effects()
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
         super().__init__(settings)
@@ -55,7 +77,7 @@ class Wrapper(Codec):
         for inner in wrappers_of(codec):
             self._refuse(inner)
         asked = getattr(self.settings, "contraction", "measured")
-        if self.keeps_residual and asked != "none" and (why := innermost(codec).refuses_error_feedback):
+        if self.effects.keeps_residual and asked != "none" and (why := innermost(codec).traits.refuses_feedback):
             raise GradlabError(f"wrapper {self.name} around {why}")
 
     def __repr__(self) -> str:
@@ -67,15 +89,15 @@ class Wrapper(Codec):
     def _refuse(self, inner: Wrapper) -> None:
         if inner.name == self.name:
             raise GradlabError(f"wrapper {self.name} stacked on itself: what it does would be done twice")
-        if self.keeps_residual and inner.keeps_residual:
+        if self.effects.keeps_residual and inner.effects.keeps_residual:
             raise GradlabError(f"wrappers {self.name} and {inner.name} both add the residual: use one of them")
-        if self.applies_momentum and inner.applies_momentum:
+        if self.effects.applies_momentum and inner.effects.applies_momentum:
             raise GradlabError(f"wrappers {self.name} and {inner.name} both apply momentum: use one of them")
-        if self.keeps_residual and inner.applies_momentum and inner.before_compression:
+        if self.effects.keeps_residual and inner.effects.applies_momentum and inner.effects.before_compression:
             raise GradlabError(
                 f"wrapper {inner.name} inside {self.name}: feedback would take momentum for an error; name it first"
             )
-        if inner.applies_weight_decay:
+        if inner.effects.applies_weight_decay:
             raise GradlabError(f"wrapper {inner.name} inside {self.name}: it is part of the gradient, name it first")
 
     def inner_state(self, state: Tensors) -> Tensors:
@@ -108,27 +130,15 @@ class Wrapper(Codec):
                     found |= kept_buffer(layer.name, what, layer.shape, kind)
         return found
 
-    @property
-    def needs_whole_layers(self) -> str:
-        return self.codec.needs_whole_layers
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(whole_layers=self.codec.traits.whole_layers)
 
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return bool(self.own_state(state)) or self.codec.acts_when_dense(self.inner_state(state))
+    def run(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return self.exchange(grads, state, context)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.codec.payload_bytes(layers, world_size)
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.codec.sent_bytes(layers, world_size)
-
-    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self.codec.position_bytes(layers, world_size)
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        return self.codec.next_payload_bytes(layers, world_size, self.inner_state(state))
-
-    def bind(self, layers: Sequence[Layer]) -> None:
-        self.codec.bind(layers)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        return self.codec.forecast(layers, world_size, None if state is None else self.inner_state(state))
 
     def check(self, layers: Sequence[Layer]) -> None:
         self.codec.check(layers)
@@ -203,15 +213,20 @@ def innermost(codec: Codec) -> Codec:
     return codec
 
 
+def acts_when_dense(codec: Codec, state: Tensors) -> bool:
+    """Return whether a codec does more than average in dense iterations, so that the executor has to run it."""
+    return any(wrapper.effects.acts_when_dense or wrapper.own_state(state) for wrapper in wrappers_of(codec))
+
+
 def applies_earlier_gradients(codec: Codec) -> bool:
     """Say whether a codec applies in one iteration what it was given in earlier ones: a residual, or momentum.
 
     The mean of a single iteration's gradients is then not what it is meant to apply in that iteration.
     """
     return any(
-        wrapper.keeps_residual
-        or wrapper.applies_momentum
-        or (wrapper.server_residual and wrapper.settings.error_feedback)
+        wrapper.effects.keeps_residual
+        or wrapper.effects.applies_momentum
+        or (wrapper.effects.server_residual and wrapper.settings.error_feedback)
         for wrapper in wrappers_of(codec)
     )
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec import About, Guarantees, PlanDefaults, Traits
 from gradlab.codec.blockwise import (
     BYTES,
     OF_BLOCKS,
@@ -67,8 +68,8 @@ class BlockScaled(BlockCompressor):
         "quantization",
         "4 * ceil(n / block_size) + (n if bits == 8 else bits * ceil(n / 8))",
         "Dettmers, ICLR 2016; Dettmers et al., ICLR 2022; Micikevicius et al., 2022; Xie et al., TPAMI 2025",
+        candidates=tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS)),
     )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"dtype": dtype} for dtype in (*INTEGERS, *FLOATS))
 
     @dataclass(frozen=True)
     class Settings:
@@ -86,23 +87,28 @@ class BlockScaled(BlockCompressor):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.defaults = PlanDefaults(error_feedback=self.settings.dtype == "int4" and not self.settings.stochastic)
-        self.block = self.block_of(())
+        feedback = self.settings.dtype == "int4" and not self.settings.stochastic
+        self.about = replace(type(self).about, defaults=PlanDefaults(error_feedback=feedback))
+        self.block = self._block
         self.bits = INTEGERS.get(self.settings.dtype, 8)
         whole = self.settings.dtype in INTEGERS
         self.largest = float(2 ** (self.bits - 1) - 1) if whole else torch.finfo(FLOATS[self.settings.dtype]).max
 
-    def block_of(self, shape: Sequence[int]) -> int:
-        return self.settings.block_size if self.settings.scale is None else 8
-
-    def for_layers(self, shapes: Sequence[Sequence[int]]) -> BlockScaled:
-        return self if len(shapes) == 1 or self.settings.scale is not None else super().for_layers(shapes)
+    def block_of(self, layer: Layer) -> int:
+        return self._block
 
     @property
-    def averages_coarsely(self) -> bool:
+    def _block(self) -> int:
+        return self.settings.block_size if self.settings.scale is None else 8
+
+    def for_layers(self, layers: Sequence[Layer]) -> BlockScaled:
+        return self if len(layers) == 1 or self.settings.scale is not None else super().for_layers(layers)
+
+    @cached_property
+    def traits(self) -> Traits:
         # What four bits, or a scale made for single gradients, round to zero in every mean no residual brings back.
         nearest = self.bits == 4 and not self.settings.stochastic
-        return nearest or self.settings.scale is not None
+        return replace(super().traits, coarse=nearest or self.settings.scale is not None)
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.scale is not None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import About, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.collectives import AllToAll, Coroutine, Gather, Mean, ring_sends
@@ -46,9 +45,13 @@ class Cast(Codec):
     """
 
     name = "cast"
-    about = About("quantization", "2 * n", "Micikevicius et al., ICLR 2018; Kalamkar et al., 2019")
-    defaults = PlanDefaults(error_feedback=False)
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"dtype": "float16"}, {"dtype": "bfloat16"})
+    about = About(
+        "quantization",
+        "2 * n",
+        "Micikevicius et al., ICLR 2018; Kalamkar et al., 2019",
+        candidates=({"dtype": "float16"}, {"dtype": "bfloat16"}),
+        defaults=PlanDefaults(error_feedback=False),
+    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -63,23 +66,21 @@ class Cast(Codec):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         dtype = DTYPES[self.settings.dtype]
-        scale = context.loss_scale if dtype == torch.float16 else 1.0
-        sent = [_narrowed(grad, dtype, scale, context.workspace) for grad in grads.values()]
+        scale = context.training.loss_scale if dtype == torch.float16 else 1.0
+        sent = [_narrowed(grad, dtype, scale, context.memory.workspace) for grad in grads.values()]
         if self.settings.accumulate == "float32":
             answers = yield from _mean_of_shards(sent, context)
         else:
             answers = yield tuple(Mean(tensor) for tensor in sent)
-        mean = context.alike(lambda: _widened(answers, grads, scale, context.workspace))
-        return Exchanged(mean, Deferred(grads, lambda: _widened(sent, grads, scale, context.workspace)))
+        mean = context.once(lambda: _widened(answers, grads, scale, context.memory.workspace))
+        return Exchanged(mean, Deferred(grads, lambda: _widened(sent, grads, scale, context.memory.workspace)))
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        nbytes = 2 * sum(layer.numel for layer in layers)
         shard = 1 / world_size if self.settings.accumulate == "float32" else 0.0  # of the mean, which is sent too
-        return 2 * (1 + shard) * sum(layer.numel for layer in layers)
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 2 * ring_sends(world_size) * sum(layer.numel for layer in layers)  # however it is summed
+        return Bytes((1 + shard) * nbytes, ring_sends(world_size) * nbytes)  # however it is summed
 
 
 def _mean_of_shards(sent: Sequence[torch.Tensor], context: Context) -> Coroutine[list[torch.Tensor]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -44,8 +44,8 @@ class ChunkTopK(Compressor):
         "sparsification",
         "k * (bits + ceil(log2(chunk))) / 8 + 2 * 2^bits, k = ceil(count * n / chunk)",
         "Sarfi et al., 2025",
+        candidates=tuple({"count": count} for count in (16, 32, 64, 128, 256)),
     )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"count": count} for count in (16, 32, 64, 128, 256))
 
     @dataclass(frozen=True)
     class Settings:

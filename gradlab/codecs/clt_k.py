@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from gradlab.codec import About, Codec, Context, Exchanged, Tensors, concatenate
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Traits
 from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
-from gradlab.codec.received import sent_by
 from gradlab.codec.settings import setting
+from gradlab.codec.shards import sent_by
 from gradlab.codec.sparsifier import (
     across_layers_setting,
     coding_setting,
@@ -52,13 +52,12 @@ class CLTK(Codec):
 
     name = "clt_k"
     about = About(
-        "sparsification", "4 * k + index_bytes(k, n) / N, k = ceil(density * n)", "Chen et al., NeurIPS 2020"
+        "sparsification",
+        "4 * k + index_bytes(k, n) / N, k = ceil(density * n)",
+        "Chen et al., NeurIPS 2020",
+        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
     )  # with chunks ceil(n / ceil(1 / density))
-    selects = True
-    frees_gradients = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
-    )
+    traits = Traits(selects=True, frees_gradients=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -87,13 +86,13 @@ class CLTK(Codec):
         """Return the rank whose positions are taken in this iteration."""
         if self.settings.leader == "rotating":
             return context.iteration % context.world_size
-        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+        return int(torch.randint(context.world_size, (), generator=context.random.shared("leader")))
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, leader = concatenate(grads), self.leader(context)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector, leader = grads.vector, self.leader(context)
         known = self._places([grad.numel() for grad in grads.values()])
         if context.rank == leader:
             encoded = known.encode(known.select(vector, self._select))
@@ -101,7 +100,7 @@ class CLTK(Codec):
             encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
         with sent_by(leader):
-            positions = context.alike(lambda: known.decode([encoded])[0])
+            positions = context.once(lambda: known.decode([encoded])[0])
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
         return exchanged_at(positions, mean, own, vector, grads, context)
 
@@ -135,22 +134,14 @@ class CLTK(Codec):
         if self.settings.values == "float32":
             mean = yield Mean(values)
             return mean, values
-        payload = _INT8.compress(values, context.rank_generator())
+        payload = _INT8.compress(values, context.random.of_rank())
         answers = yield tuple(Gather(part) for part in payload)
         mean = _INT8.average_into(torch.empty_like(values), zip(*answers, strict=True), 1.0 / context.world_size)
         return mean, _INT8.decompress(payload, values)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        count = self._places([layer.numel for layer in layers]).count
-        int8 = self.settings.values == "int8"
-        values = _INT8.payload_bytes([Layer("values", (count,))], world_size) if int8 else 4 * count
-        return values + self.position_bytes(layers, world_size)
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        positions = self.position_bytes(layers, world_size)
-        values = self.payload_bytes(layers, world_size) - positions
-        gathered = self.settings.values == "int8"
-        return (world_size - 1) * positions + (world_size - 1 if gathered else ring_sends(world_size)) * values
-
-    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._places([layer.numel for layer in layers]).nbytes / world_size
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        places, int8 = self._places([layer.numel for layer in layers]), self.settings.values == "int8"
+        positions, size = places.nbytes / world_size, [Layer("values", (places.count,))]
+        values = _INT8.forecast(size, world_size).payload if int8 else 4 * places.count
+        sent = (world_size - 1) * positions + (world_size - 1 if int8 else ring_sends(world_size)) * values
+        return Bytes(values + positions, sent, positions)

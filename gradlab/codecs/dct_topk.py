@@ -11,16 +11,17 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from gradlab.codec import About, Compressor, Context, Exchanged, Guarantees, Tensors
+from gradlab.codec import About, Batch, Compressor, Context, Exchanged, Guarantees, Table, Tensors
+from gradlab.codec.batch import stacks_apart
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.coding.positions import below
 from gradlab.collectives import Coroutine
-from gradlab.layout import Layer, matrix_shapes
+from gradlab.layout import Layer
 
 AVERAGES = ("ranks", "senders")
 Tiles = tuple[int, int, int, int]
@@ -46,8 +47,8 @@ class DCTTopK(Compressor):
         "sparsification",
         "chunks of h * w elements: (4 * k + ceil(log2(h * w)) / 8 * k) each, k = min(count, h * w)",
         "Peng, Quesnelle, Kingma, 2024",
+        candidates=tuple({"count": count} for count in (1, 2, 4, 8, 16, 32, 64)),
     )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"count": count} for count in (1, 2, 4, 8, 16, 32, 64))
 
     @dataclass(frozen=True)
     class Settings:
@@ -63,18 +64,21 @@ class DCTTopK(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._chunks: list[AlikeChunks] | None = None
+        self._of_layers: dict[Table, DCTTopK] = {}
         self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
 
-    def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
-        return matrix_shapes(layers)
+    def for_layers(self, layers: Sequence[Layer]) -> DCTTopK:
+        table = Table.of(layers)
+        if table not in self._of_layers:
+            self._of_layers[table] = codec = DCTTopK(self.settings)
+            codec._chunks = alike_chunks(self._tiles(table))
+        return self._of_layers[table]
 
-    def for_layers(self, shapes: Sequence[Sequence[int]]) -> DCTTopK:
-        codec = DCTTopK(self.settings)
-        codec._chunks = alike_chunks([tiles(shape, self.settings.chunk) for shape in shapes])
-        return codec
+    def _tiles(self, layers: Sequence[Layer]) -> list[tuple[int, int, int, int]]:
+        return [tiles(layer.shape, self.settings.chunk) for layer in stacks_apart(Table.of(layers))]
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        sizes = [h * w for _, h, _, w in (tiles(shape, self.settings.chunk) for shape in self.shapes_of(layers))]
+        sizes = [h * w for _, h, _, w in self._tiles(layers)]
         return Guarantees(delta=min([1.0, *(self._kept(size) / size for size in sizes if size)]))
 
     @property
@@ -133,12 +137,12 @@ class DCTTopK(Compressor):
             first = stop
         return out
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         done = yield from super().exchange(grads, state, context)
         if not self.settings.sign:
             return done
         # NaN has the sign 0.
-        signs = context.alike(
+        signs = context.once(
             lambda: {name: torch.where(mean.isnan(), mean, mean.sign()) for name, mean in done.mean.items()}
         )
         return replace(done, mean=signs)

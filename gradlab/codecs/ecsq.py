@@ -15,28 +15,30 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from gradlab.codec import (
     About,
+    Batch,
     Compressor,
     Context,
     Deferred,
     Exchanged,
     PlanDefaults,
+    Table,
     Tensors,
+    Traits,
     concatenate,
-    separate,
 )
 from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.pieces import Pieces
-from gradlab.codec.received import most_bytes, sent_by
 from gradlab.codec.settings import require, setting
-from gradlab.codec.shards import Payload
+from gradlab.codec.shards import Payload, most_bytes, sent_by
 from gradlab.codec.sparsifier import at_least
 from gradlab.coding.level_steps import sample_of, searched_step
 from gradlab.coding.level_tables import CLASSES, LevelTables, advanced, nothing_known, running
@@ -88,14 +90,14 @@ class ECSQ(Compressor):
     """
 
     name = "ecsq"
-    about = About("quantization", "ceil(bits * n / 8) + 11", "Gish & Pierce, 1968; Sullivan, 1996")
-    varying = True
-    spreads = True
-    defaults = PlanDefaults(group_bytes=2**62)
-    group_state = frozenset({"step"})
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"bits": bits} for bits in (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+    about = About(
+        "quantization",
+        "ceil(bits * n / 8) + 11",
+        "Gish & Pierce, 1968; Sullivan, 1996",
+        candidates=tuple({"bits": bits} for bits in (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)),
+        defaults=PlanDefaults(group_bytes=2**62),
     )
+    spreads = True
 
     @dataclass(frozen=True)
     class Settings:
@@ -134,12 +136,16 @@ class ECSQ(Compressor):
         self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
 
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, varying=True, group_state=frozenset({"step"}))
+
     @property
     def gathered(self) -> bool:
         return self.settings.tables == "message"  # a shard's tables would be those of whoever sent it
 
-    def for_layers(self, shapes: Sequence[Sequence[int]]) -> ECSQ:
-        sizes = tuple(map(math.prod, shapes))
+    def for_layers(self, layers: Sequence[Layer]) -> ECSQ:
+        sizes = Table.of(layers).numels
         if sizes not in self._of_groups:
             relative = type(self)(self.settings)
             relative._sizes = sizes
@@ -160,8 +166,8 @@ class ECSQ(Compressor):
         after = self.next_step([message for (message,) in sent], numel)
         return held if after is None else torch.tensor(after, dtype=torch.float64)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = concatenate(grads), self.of_group(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector, codec = grads.vector, self.for_layers(grads.table)
         codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
         unit = _mean_magnitude(vector)  # the unit of steps from one iteration to the next
@@ -173,21 +179,21 @@ class ECSQ(Compressor):
         after = codec.next_step([message], vector.numel())
 
         def mean() -> tuple[Tensors, Tensors]:
-            total, seen = context.memory_for_mean(vector, grads).zero_(), nothing_known(len(grads))
+            total, seen = context.memory.for_mean(vector, grads).zero_(), nothing_known(len(grads))
             for rank, message in enumerate(answers):
                 with sent_by(rank):
                     sent = codec._decoded((message,), total, codec._sizes, seen)
                 sent.added_to(total, 1.0 / context.world_size)
-            return separate(total, grads), codec._tables_after(list(grads), seen)
+            return grads.cut(total), codec._tables_after(list(grads), seen)
 
         def own() -> Tensors:
-            return separate(quantized.added_to(context.workspace.zeros_like(vector), 1.0), grads)
+            return grads.cut(quantized.added_to(context.memory.workspace.zeros_like(vector), 1.0))
 
         def error() -> Tensors:
-            out = vector if context.reuse else context.workspace.empty_like(vector).copy_(vector)
-            return separate(quantized.added_to(out, -1.0), grads)
+            out = context.memory.copy(vector)
+            return grads.cut(quantized.added_to(out, -1.0))
 
-        average, tables = context.alike(mean)
+        average, tables = context.once(mean)
         kept = tables
         if self.settings.step is None and len(vector):
             kept = tables | {key: last}
@@ -256,7 +262,7 @@ class ECSQ(Compressor):
             return self
         names, seen = [layer.name for layer in layers], nothing_known(len(layers))
         bare = LevelTables(nothing_known(len(layers)), np.zeros((len(layers), CLASSES), np.int64))
-        codec = self.for_layers(self.shapes_of(layers))._knowing(bare)
+        codec = self.for_layers(layers)._knowing(bare)
         offsets, counts, step = np.zeros_like(bare.centroids, float), np.zeros_like(bare.centroids), None
         for grads in contributions:
             vector = concatenate({name: grads[name].to(torch.float32) for name in names})

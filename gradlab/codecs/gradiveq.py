@@ -17,15 +17,15 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
 from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
-from gradlab.codec.received import sent_by
 from gradlab.codec.settings import require, setting
+from gradlab.codec.shards import sent_by
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, ring_sends, together
 from gradlab.collectives.ring import SummedRing
@@ -92,13 +92,11 @@ class GradiVeQ(Codec):
         "learned linear",
         "while compressing 4 * sum of slices * d + tail over layers; while sampling QSGD's or 4 * n",
         "Yu et al., NeurIPS 2018",
+        candidates=tuple({"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)),
+        defaults=PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False),
+        learns=True,
     )
     # Bases hold the gradients of all of them well, as measured (docs/gradiveq.md).
-    defaults = PlanDefaults(roles=WEIGHTS, warmup_steps=2500, error_feedback=False)
-    learns = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"ratio": ratio} for ratio in (4.0, 8.0, 16.0, 32.0, 64.0)
-    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -200,7 +198,7 @@ class GradiVeQ(Codec):
 
     # --- the exchange ---
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         states = _by_layer(state)
         batches = [batch for alike in self._flattened(grads, context) for batch in self._opened(alike, states)]
         parts = yield from together([self._exchanged(batch, context) for batch in batches])
@@ -243,10 +241,10 @@ class GradiVeQ(Codec):
             if value is not self.learned.get(f"{name}/{key}")
         }
 
-    def _views_of(self, grads: Tensors) -> list[tuple[Layer, int, tuple[str, ...]]]:
+    def _views_of(self, grads: Batch) -> list[tuple[Layer, int, tuple[str, ...]]]:
         """List each layer as slices see it, K where no basis says otherwise, and its names, several for small layers of
         one dtype."""
-        layers, dtypes = self.layers_of(grads), [grad.dtype for grad in grads.values()]
+        layers, dtypes = grads.table, [grad.dtype for grad in grads.values()]
         if self._views[0] is not layers or self._views[1] != dtypes:
             alike: dict[Any, list[Layer]] = {}
             for layer, dtype in zip(layers, dtypes, strict=True):
@@ -260,11 +258,11 @@ class GradiVeQ(Codec):
             self._views = layers, dtypes, seen
         return self._views[2]
 
-    def _flattened(self, grads: Tensors, context: Context) -> Iterator[SlicedGradients]:
+    def _flattened(self, grads: Batch, context: Context) -> Iterator[SlicedGradients]:
         """Flatten gradients in GradiVeQ's order, those of alike layers together. States are yet to be looked at."""
         for view, size, names in self._views_of(grads):
             seen = [_shaped(grads[name], view.shape) for name in names]
-            vectors = flatten_alike(seen, context.workspace, view.role)
+            vectors = flatten_alike(seen, context.memory.workspace, view.role)
             yield SlicedGradients(names, view, vectors, size, [{}] * len(names), self._first({}), 0)
 
     def _unflattened(
@@ -273,7 +271,7 @@ class GradiVeQ(Codec):
         """Turn vectors of batches, in GradiVeQ's order, into tensors of the gradients' shapes, by layer name."""
         found: Tensors = {}
         for batch, of_batch in zip(batches, vectors, strict=True):
-            shaped = unflatten_alike(of_batch, batch.view.shape, context.workspace, batch.view.role)
+            shaped = unflatten_alike(of_batch, batch.view.shape, context.memory.workspace, batch.view.role)
             found |= zip(batch.names, shaped, strict=True)
         return {name: _shaped(found[name], grad.shape) for name, grad in grads.items()}
 
@@ -338,7 +336,7 @@ class GradiVeQ(Codec):
         chosen = [m for run in self.fitted_slices(len(slices)) for m in run]
         layer_state = layer_state | {f"sample {number}": slices[chosen]}
         if self.settings.whitening:
-            total = context.workspace.empty_like(slices)
+            total = context.memory.like(slices)
             layer_state["sum"] = torch.add(slices, layer_state["sum"], out=total) if number else total.copy_(slices)
         return layer_state
 
@@ -350,7 +348,9 @@ class GradiVeQ(Codec):
             mean = yield Mean(vector)
             return mean, lambda: vector
         quantizer = QSGD(self._sample_settings)
-        done = yield from quantizer.exchange({name: vector}, {}, replace(context, group=f"{context.group}/{name}"))
+        done = yield from quantizer.exchange(
+            Batch.of({name: vector}), {}, replace(context, group=f"{context.group}/{name}")
+        )
         return done.mean[name], lambda: done.own[name]
 
     @property
@@ -403,7 +403,7 @@ class GradiVeQ(Codec):
         code = self._code_of(batch, states, context)
         means = [state["mean"].to(slices.dtype) for state in states if "mean" in state]
         mean = (means[0] if len(means) == 1 else torch.cat(means)) if means else None
-        coded = CodedSlices(slices, code, mean, context.workspace)
+        coded = CodedSlices(slices, code, mean, context.memory.workspace)
         request, decoded, own = self._asked(coded, batch.names[0], context)
         requests = [request]
         if tail.numel():
@@ -411,7 +411,7 @@ class GradiVeQ(Codec):
         if self.settings.monitor != "off":
             requests.append(Mean(self._votes(batch, slices, own())))
         summed, *others = yield tuple(requests)
-        average = context.alike(lambda: decoded(summed))
+        average = context.once(lambda: decoded(summed))
         outvoted = [vote > 0.5 for vote in others[-1].tolist()] if self.settings.monitor != "off" else []
         new: Sequence[Tensors] = [{}] * len(states)
         if self.settings.complement < 1 or any(outvoted):  # else nothing is fitted, and nothing kept
@@ -466,7 +466,7 @@ class GradiVeQ(Codec):
         key = (context.seed, context.iteration, context.group, names, bases, size, count, basis.device)
         last = self._last_coordinates.get(names[0])
         if last is None or last[0] != key:  # ranks that are played in one process share them, too
-            drawn = random_coordinates(context.shared_seeds(names), bases, size, count)
+            drawn = random_coordinates(context.random.seeds(names), bases, size, count)
             # The host goes on: memory that is not pinned is read before the call returns.
             last = self._last_coordinates[names[0]] = (key, drawn.to(basis.device, non_blocking=True))
         return last[1]
@@ -517,28 +517,30 @@ class GradiVeQ(Codec):
                 mean = slices.double().mean(0).to(slices.dtype) if self.settings.whitening else None
                 bases = self.bases(slices[:, chosen], mean, slices.shape[1])
                 learned |= {f"{layer.name}/{key}": value for key, value in bases.items()}
-        fitted = GradiVeQ(self.settings, learned)
-        fitted.bind(layers)
-        return fitted
+        return GradiVeQ(self.settings, learned)
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         return Guarantees(linear=True)  # while it compresses
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._over_a_cycle(layers, lambda layer, state: self._bytes(layer, state, world_size))
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        if state is None:
+            return Bytes(
+                self._over_a_cycle(layers, lambda layer, held: self._bytes(layer, held, world_size)),
+                self._over_a_cycle(layers, lambda layer, held: self._sent_bytes(layer, held, world_size)),
+            )
+        states = _by_layer(state)
+        held = [(layer, self._of(layer.name, states.get(layer.name, {}))) for layer in layers]
+        return Bytes(
+            sum(self._bytes(*one, world_size) for one in held), sum(self._sent_bytes(*one, world_size) for one in held)
+        )
 
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        quantizer = QSGD(self._sample_settings)
-
-        def sent(layer: Layer, state: Tensors) -> float:
-            payload = ring_sends(world_size) * self._bytes(layer, state, world_size)
-            sampled = int(state["clock"][0]) == SAMPLING and layer.numel >= self.slice_size(layer)
-            if not sampled or not self.settings.sample_bits:
-                return payload
-            samples = quantizer.payload_bytes([layer], world_size)
-            return payload - ring_sends(world_size) * samples + quantizer.sent_bytes([layer], world_size)
-
-        return self._over_a_cycle(layers, sent)
+    def _sent_bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> float:
+        sent = ring_sends(world_size) * self._bytes(layer, layer_state, world_size)
+        sampled = int(layer_state["clock"][0]) == SAMPLING and layer.numel >= self.slice_size(layer)
+        if not sampled or not self.settings.sample_bits:
+            return sent
+        samples = QSGD(self._sample_settings).forecast([layer], world_size)
+        return sent - ring_sends(world_size) * samples.payload + samples.sent
 
     def _over_a_cycle(self, layers: Sequence[Layer], bytes_of: Callable[[Layer, Tensors], float]) -> float:
         """Average bytes over a cycle. A layer without bases and with unknown d counts as sampled."""
@@ -561,10 +563,6 @@ class GradiVeQ(Codec):
                 total += sampling
         return total
 
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        states = _by_layer(state)
-        return sum(self._bytes(layer, self._of(layer.name, states.get(layer.name, {})), world_size) for layer in layers)
-
     def _bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> float:
         size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
         whole, tail = divmod(layer.numel, size)
@@ -578,7 +576,7 @@ class GradiVeQ(Codec):
             return 4 * (codes + tail + (settings.monitor != "off")) + _DIGEST_BYTES * fits
         bits = settings.sample_bits
         quantizer = QSGD(replace(self._sample_settings, bits=bits or 8))
-        sampled = quantizer.payload_bytes([layer], world_size) if bits else 4 * layer.numel
+        sampled = quantizer.forecast([layer], world_size).payload if bits else 4 * layer.numel
         return sampled + _DIGEST_BYTES * (position + 1 >= settings.sample_steps)
 
     def check(self, layers: Sequence[Layer]) -> None:

@@ -9,15 +9,16 @@ import torch
 
 from gradlab.codec import (
     About,
+    Batch,
+    Bytes,
     Codec,
     Context,
     Exchanged,
     Guarantees,
     PlanDefaults,
     Tensors,
-    concatenate,
+    Traits,
     mean_only,
-    separate,
 )
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
@@ -34,9 +35,12 @@ class Identity(Codec):
     """
 
     name = "identity"
-    about = About("dense", "4 * n")
-    defaults = PlanDefaults(error_feedback=False, group_bytes=0)
-    keeps_dtype = True
+    about = About(
+        "dense",
+        "4 * n",
+        defaults=PlanDefaults(error_feedback=False, group_bytes=0),
+    )
+    traits = Traits(keeps_dtype=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -52,14 +56,14 @@ class Identity(Codec):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.ring:
             return (yield from mean_only(grads))
-        vector = concatenate(grads)
+        vector = grads.vector
         bounds = segment_bounds(vector.numel(), context.world_size)
         code = SummedRing(bounds, lambda a, b: vector[a:b], lambda a, b, summed: summed, 1, vector.dtype)
         segments = yield Ring(code)
-        return Exchanged(separate(torch.cat(segments), grads), dict(grads))
+        return Exchanged(grads.cut(torch.cat(segments)), dict(grads))
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 4 * sum(layer.numel for layer in layers)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)

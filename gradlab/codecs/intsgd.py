@@ -11,11 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec import (
+    About,
+    Batch,
+    Bytes,
+    Codec,
+    Context,
+    Deferred,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Tensors,
+    Traits,
+)
 from gradlab.codec.contract import mean_only
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
@@ -49,11 +61,14 @@ class IntSGD(Codec):
     """
 
     name = "intsgd"
-    about = About("quantization", "n * bits / 8, and 4 a layer", "Mishchenko et al., ICLR 2022; Li et al., NSDI 2024")
-    defaults = PlanDefaults(error_feedback=False)
-    frees_gradients = True
-    rotatable = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"bits": 8}, {"bits": 32, "scale": "running"})
+    about = About(
+        "quantization",
+        "n * bits / 8, and 4 a layer",
+        "Mishchenko et al., ICLR 2022; Li et al., NSDI 2024",
+        candidates=({"bits": 8}, {"bits": 32, "scale": "running"}),
+        defaults=PlanDefaults(error_feedback=False),
+    )
+    traits = Traits(frees_gradients=True, rotatable=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -76,7 +91,7 @@ class IntSGD(Codec):
             return Guarantees(homogeneous=exact)
         return Guarantees(unbiased=True, omega=max([1, *(layer.numel for layer in layers)]) / 4, homogeneous=True)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         keys = {name: f"{name}/energy" for name in grads}
         most, largest = self._most(context.world_size), None
         if not self._runs:
@@ -88,7 +103,7 @@ class IntSGD(Codec):
             done = yield from mean_only(grads)
             energies = [float(mean.double().square().sum()) for mean in done.mean.values()]
             return Exchanged(done.mean, done.own, _kept(keys.values(), energies))
-        bits = RandomBits(context.rank_generator(), next(iter(grads.values())).device) if grads else None
+        bits = RandomBits(context.random.of_rank(), next(iter(grads.values())).device) if grads else None
         dtype = _DTYPES[self.settings.bits]
         codes = {
             name: self._codes(grad, alpha, most, bits, dtype)
@@ -112,7 +127,7 @@ class IntSGD(Codec):
             kept = self._energies_after(keys, state, sums, alphas, context.world_size)
             return decoded(sums, context.world_size), kept
 
-        mean, kept = context.alike(averaged)
+        mean, kept = context.once(averaged)
         return Exchanged(mean, Deferred(grads, lambda: decoded(list(codes.values()), 1)), kept)
 
     @property
@@ -174,14 +189,11 @@ class IntSGD(Codec):
         """Continue from the norms of other settings."""
         return dict(state) if self._runs else {}
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return sum(layer.numel * self.settings.bits // 8 + 4 for layer in layers)
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        known = all(f"{layer.name}/energy" in state for layer in layers)
-        if known or not self._runs:
-            return self.payload_bytes(layers, world_size)
-        return 4 * sum(layer.numel for layer in layers)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        unknown = state is not None and any(f"{layer.name}/energy" not in state for layer in layers)
+        if unknown and self._runs:
+            return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)
+        return Bytes.of_means(sum(layer.numel * self.settings.bits // 8 + 4 for layer in layers), world_size)
 
     def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
         return _kept([f"{layer.name}/energy" for layer in layers], [1.0] * len(layers)) if self._runs else {}

@@ -6,13 +6,13 @@ sections IV-B and V-B.2, eqs. (8) to (11) and (17) to (19), Algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from gradlab.codec import About, Context, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import About, Batch, Context, Exchanged, Tensors, Traits
 from gradlab.codec.settings import setting
 from gradlab.coding.positions import index_bytes
 from gradlab.collectives import Coroutine, Gather, Mean, ring_sends, sum_in_rank_order
@@ -21,6 +21,7 @@ from gradlab.layout import Layer
 from gradlab.learning.autoencoder import Architecture, Loss, ring_loss
 from gradlab.learning.selection import (
     COMPRESSING,
+    DEFAULTS,
     ORDERS,
     SELECTING,
     TRAINING,
@@ -50,9 +51,13 @@ class LgcRing(LearnedSelection):
 
     name = "lgc_ring"
     about = About(
-        "learned", "4 values for 16 of k selected, and their positions / N", "Abrahamyan et al., IEEE TNNLS 2021"
+        "learned",
+        "4 values for 16 of k selected, and their positions / N",
+        "Abrahamyan et al., IEEE TNNLS 2021",
+        candidates=({"density": 0.001}, {"density": 0.01}),
+        defaults=DEFAULTS,
+        learns=True,
     )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.001}, {"density": 0.01})
 
     @dataclass(frozen=True)
     class Settings(LearnedSettings):
@@ -104,8 +109,8 @@ class LgcRing(LearnedSelection):
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
         return self._selected_alike(vectors, sizes, self.leader(context), self.settings.order)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        prefix, vector = next(iter(grads)), concatenate(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        prefix, vector = next(iter(grads)), grads.vector
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
         entries = self._first_entries(state, prefix, context)
@@ -123,10 +128,10 @@ class LgcRing(LearnedSelection):
             kept = yield from self._trained(entries, self.task(torch.stack(every), selected.scale), vector, context)
 
         def spread(values: torch.Tensor) -> Tensors:
-            whole = context.workspace.zeros_like(vector)
-            return separate(whole.index_copy_(0, selected.positions, values.to(vector.dtype)), grads)
+            whole = context.memory.workspace.zeros_like(vector)
+            return grads.cut(whole.index_copy_(0, selected.positions, values.to(vector.dtype)))
 
-        average = context.alike(lambda: spread(mean))
+        average = context.once(lambda: spread(mean))
         return Exchanged(average, average if own is mean else spread(own), prefixed(prefix, kept))
 
     def _averaged_codes(self, selected: Selection, weights: torch.Tensor, context: Context) -> Coroutine[torch.Tensor]:
@@ -134,7 +139,7 @@ class LgcRing(LearnedSelection):
         architecture, count = self.architecture(), len(selected.values)
         code = yield Mean(architecture.encode(weights, padded(selected.values / selected.scale, architecture)))
         dtype, scale = selected.values.dtype, selected.scale
-        return context.alike(lambda: architecture.decode(weights, code)[:count].to(dtype) * scale)
+        return context.once(lambda: architecture.decode(weights, code)[:count].to(dtype) * scale)
 
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
         count, _ = self._selected(layers)
@@ -146,17 +151,16 @@ class LgcRing(LearnedSelection):
         led += last * 4 * (self.architecture().numel + 1)
         return values + self._position_bytes(layers, world_size, mode) + led / world_size
 
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        positions = self.position_bytes(layers, world_size)  # which the leader sends; codes are averaged
-        codes = self.payload_bytes(layers, world_size) - positions
-        return ring_sends(world_size) * codes + (world_size - 1) * positions
+    def _sent_bytes(self, payload: float, positions: float, world_size: int) -> float:
+        return ring_sends(world_size) * (payload - positions) + (world_size - 1) * positions  # which the leader sends
 
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
-        return (index_bytes(self.coding, *self._selected(layers)) + 8 * self.varying) / world_size
+        return (index_bytes(self.coding, *self._selected(layers)) + 8 * self.traits.varying) / world_size
 
     def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 4 * self.architecture().code_numel(self._selected(layers)[0])
 
-    @property
-    def varying(self) -> bool:
-        return self.settings.order == "position" and super().varying
+    @cached_property
+    def traits(self) -> Traits:
+        selection = super().traits
+        return replace(selection, varying=self.settings.order == "position" and selection.varying)

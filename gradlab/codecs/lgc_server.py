@@ -6,15 +6,14 @@ sections IV-A and V-B.1, eqs. (2) to (7), (12) and (13), Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import About, Context, Deferred, Exchanged, Tensors, concatenate, separate
-from gradlab.codec.received import most_bytes, sent_by
+from gradlab.codec import About, Batch, Context, Deferred, Exchanged, Tensors
 from gradlab.codec.settings import setting
+from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import count_of, largest
 from gradlab.coding.positions import decode, encode, index_bytes, varies
 from gradlab.collectives import Broadcast, Coroutine, Gather
@@ -23,6 +22,7 @@ from gradlab.layout import Layer
 from gradlab.learning.autoencoder import Architecture, Loss, server_loss
 from gradlab.learning.selection import (
     COMPRESSING,
+    DEFAULTS,
     TRAINING,
     LearnedSelection,
     LearnedSettings,
@@ -60,8 +60,10 @@ class LgcServer(LearnedSelection):
         "learned",
         "positions of k selected, values and places of the innovation, 4 values for 16 / N",
         "Abrahamyan et al., IEEE TNNLS 2021",
+        candidates=({"density": 0.001}, {"density": 0.01}),
+        defaults=DEFAULTS,
+        learns=True,
     )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"density": 0.001}, {"density": 0.01})
 
     @dataclass(frozen=True)
     class Settings(LearnedSettings):
@@ -102,8 +104,8 @@ class LgcServer(LearnedSelection):
 
     # --- the exchange ---
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        prefix, vector = next(iter(grads)), concatenate(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        prefix, vector = next(iter(grads)), grads.vector
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
         sizes, entries = [grad.numel() for grad in grads.values()], self._first_entries(state, prefix, context)
@@ -123,16 +125,16 @@ class LgcServer(LearnedSelection):
                 kept = yield from self._trained(entries, task, vector, context)
 
         def mean() -> Tensors:
-            total = context.workspace.zeros_like(vector)
+            total = context.memory.workspace.zeros_like(vector)
             for selection, part in zip(every, values, strict=True):
                 total.index_add_(0, selection.positions, part.to(vector.dtype) / context.world_size)
-            return separate(total, grads)
+            return grads.cut(total)
 
         def decoded() -> Tensors:
-            whole = context.workspace.zeros_like(vector)
-            return separate(whole.index_copy_(0, own.positions, values[context.rank].to(vector.dtype)), grads)
+            whole = context.memory.workspace.zeros_like(vector)
+            return grads.cut(whole.index_copy_(0, own.positions, values[context.rank].to(vector.dtype)))
 
-        return Exchanged(context.alike(mean), Deferred(grads, decoded), prefixed(prefix, kept))
+        return Exchanged(context.once(mean), Deferred(grads, decoded), prefixed(prefix, kept))
 
     @property
     def compares_codes(self) -> bool:
@@ -201,7 +203,7 @@ class LgcServer(LearnedSelection):
             whole = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
             return whole.to(own.values.dtype) * every[k].scale
 
-        return context.alike(lambda: [decoded(k) for k in range(context.world_size)])
+        return context.once(lambda: [decoded(k) for k in range(context.world_size)])
 
     # --- learning ---
 
@@ -222,7 +224,7 @@ class LgcServer(LearnedSelection):
         scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
         apart = innovations_of(values, counts, innovations)
         vectors, apart = padded(values / scale, architecture), padded(apart / scale, architecture)
-        common = int(torch.randint(len(values), (), generator=context.shared_generator("common")))
+        common = int(torch.randint(len(values), (), generator=context.random.shared("common")))
         loss = Loss(self.settings.loss, self.settings.similarity)
 
         def missed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,15 +261,15 @@ class LgcServer(LearnedSelection):
         learned = last * 4 * (self.architecture(world_size).numel + 1) / world_size
         return values + scales + self._position_bytes(layers, world_size, mode) + learned
 
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return (world_size - 1) * self.payload_bytes(layers, world_size)
+    def _sent_bytes(self, payload: float, positions: float, world_size: int) -> float:
+        return (world_size - 1) * payload
 
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
         """Those of the selected values, and in the third phase the innovation's among them."""
         coding, (count, numel) = self.settings.index_coding, self._selected(layers)
         named = index_bytes(coding, count, numel)
         innovation = index_bytes(coding, self._innovations(layers), count) if mode == COMPRESSING else 0
-        return ((named + 8 * self.varying) / world_size if self.shared else named) + innovation
+        return ((named + 8 * self.traits.varying) / world_size if self.shared else named) + innovation
 
     def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
         return 4 * self.architecture(world_size).code_numel(self._selected(layers)[0]) / world_size

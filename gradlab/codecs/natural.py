@@ -6,9 +6,9 @@ Definition 1 and Theorem 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -46,10 +46,14 @@ class Natural(PiecewiseCompressor):
     """
 
     name = "natural"
-    about = About("quantization", "n + ceil(n / 8)", "Horvath et al., MSML 2022")
-    defaults = PlanDefaults(error_feedback=False)
+    about = About(
+        "quantization",
+        "n + ceil(n / 8)",
+        "Horvath et al., MSML 2022",
+        candidates=({},),
+        defaults=PlanDefaults(error_feedback=False),
+    )
     block = 8  # whole bytes of signs
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
     @dataclass(frozen=True)
     class Settings:

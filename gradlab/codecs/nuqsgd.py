@@ -9,12 +9,13 @@ ones (Elias).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec import About, Guarantees, PlanDefaults, Traits
 from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind
 from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import setting
@@ -40,9 +41,13 @@ class NUQSGD(BlockCompressor):
     """
 
     name = "nuqsgd"
-    about = About("quantization", "4 * ceil(n / bucket_size) + bits * ceil(n / 8)", "Ramezani-Kebrya et al., JMLR 2021")
-    defaults = PlanDefaults(error_feedback=False)
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"bits": bits} for bits in range(2, 6))
+    about = About(
+        "quantization",
+        "4 * ceil(n / bucket_size) + bits * ceil(n / 8)",
+        "Ramezani-Kebrya et al., JMLR 2021",
+        candidates=tuple({"bits": bits} for bits in range(2, 6)),
+        defaults=PlanDefaults(error_feedback=False),
+    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -56,7 +61,7 @@ class NUQSGD(BlockCompressor):
         self.block = self.settings.bucket_size
         self.levels = (1 << self.settings.bits - 1) - 1  # beside zero, so s + 1
 
-    def block_of(self, shape: Sequence[int]) -> int:
+    def block_of(self, layer: Layer) -> int:
         return self.settings.bucket_size
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
@@ -65,9 +70,10 @@ class NUQSGD(BlockCompressor):
         omega = 1 / 8 + min(least**2 * longest / 4, least * longest**0.5)
         return Guarantees(unbiased=True, omega=omega, homogeneous=True)
 
-    @property
-    def averages_coarsely(self) -> bool:
-        return True  # most values of a mean are below the least level, as they are in QSGD's l2 form
+    @cached_property
+    def traits(self) -> Traits:
+        # Most values of a mean are below the least level, as they are in QSGD's l2 form.
+        return replace(super().traits, coarse=True)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""

@@ -8,19 +8,20 @@ of speech DNNs", Interspeech 2014, section 3.2 (quantization with error feedback
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec import About, Guarantees, PlanDefaults, Table
+from gradlab.codec.batch import stacks_apart
 from gradlab.codec.blockwise import CACHED, PAIRS_OF_BLOCKS, WHOLE, BlockCompressor, Kind
 from gradlab.codec.settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
-from gradlab.layout import Layer, matrix_shapes
+from gradlab.layout import Layer
 
 BLOCKS = ("unit", "tensor")
 _LEAST = 16  # weights into a unit that are worth two values of their own
@@ -45,9 +46,13 @@ class OneBit(BlockCompressor):
     """
 
     name = "one_bit"
-    about = About("quantization", "8 * blocks + ceil(n / 8)", "Seide et al., Interspeech 2014")
-    defaults = PlanDefaults(two_way=True)
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({"block": "unit"}, {"block": "tensor"})
+    about = About(
+        "quantization",
+        "8 * blocks + ceil(n / 8)",
+        "Seide et al., Interspeech 2014",
+        candidates=({"block": "unit"}, {"block": "tensor"}),
+        defaults=PlanDefaults(two_way=True),
+    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -58,15 +63,16 @@ class OneBit(BlockCompressor):
             f'a vector or of a layer with fewer than {_LEAST} such weights; "tensor", all of a layer',
         )
 
-    def shapes_of(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
-        return matrix_shapes(layers) if self.settings.block == "unit" else super().shapes_of(layers)
+    def for_layers(self, layers: Sequence[Layer]) -> OneBit:
+        table = Table.of(layers)
+        return super().for_layers(stacks_apart(table) if self.settings.block == "unit" else table)
 
-    def block_of(self, shape: Sequence[int]) -> int:
-        inputs = math.prod(shape[1:]) if len(shape) > 1 else 0
+    def block_of(self, layer: Layer) -> int:
+        inputs = math.prod(layer.shape[1:]) if len(layer.shape) > 1 else 0
         return inputs if self.settings.block == "unit" and inputs >= _LEAST else WHOLE
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        lengths = [min(math.prod(shape), self.block_of(shape)) for shape in self.shapes_of(layers)]
+        lengths = [min(layer.numel, self.block_of(layer)) for layer in stacks_apart(Table.of(layers))]
         return Guarantees(delta=1 / max([1, *lengths]))
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from gradlab.codec import About, Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Table, Tensors
+from gradlab.codec.batch import stacked
 from gradlab.codec.contract import means_of
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import require, setting
-from gradlab.codec.vectors import stacked
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer, layer_of
 from gradlab.layout import matrices as matrices_of
@@ -55,8 +55,8 @@ class PowerSGD(Codec):
         "low rank",
         "4 * sum of r * (n + m) over matrices, r = min(rank, n, m); alternating: of r * n and r * m in turn",
         "Vogels et al., NeurIPS 2019 and 2020",
+        candidates=tuple({"rank": rank} for rank in (1, 2, 4, 8, 16, 32, 64)),
     )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"rank": rank} for rank in (1, 2, 4, 8, 16, 32, 64))
 
     @dataclass(frozen=True)
     class Settings:
@@ -87,9 +87,8 @@ class PowerSGD(Codec):
         rank = min(n, m, self.settings.rank)
         return (n, m, rank) if n * m > self.settings.minimum_ratio * rank * (n + m) else None
 
-    def matrix_shapes(self, grads: Tensors) -> Shapes:
+    def matrix_shapes(self, layers: Table) -> Shapes:
         """Return the shapes (n, m), or (B, n, m) of an expert stack, of layers that are compressed, by name."""
-        layers = self.layers_of(grads)
         if self._shapes[0] is not layers:
             shapes = {}
             for layer in layers:
@@ -99,8 +98,8 @@ class PowerSGD(Codec):
             self._shapes = layers, shapes
         return self._shapes[1]
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        shapes = self.matrix_shapes(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        shapes = self.matrix_shapes(grads.table)
         stacks = {names[0]: _Stack.of(names, shape, grads) for names, shape in self._alike(shapes, grads, state)}
         dense = {name: grad for name, grad in grads.items() if name not in shapes}
         run = self._alternate if self.settings.alternating else self._iterate
@@ -116,13 +115,13 @@ class PowerSGD(Codec):
             return {first: torch.matmul(left[first], right[first], out=out(stack)) for first, stack in stacks.items()}
 
         def memory(stack: _Stack) -> torch.Tensor:
-            return context.workspace.empty_like(stack.matrices)
+            return context.memory.like(stack.matrices)
 
         def errors() -> Tensors:
             found: Tensors = {}
             for first, stack in stacks.items():
                 # What is written between other layers is rounded in another way, and a replay has it elsewhere.
-                in_place = context.reuse and stack.matrices.is_contiguous()
+                in_place = context.memory.overwrites and stack.matrices.is_contiguous()
                 out = stack.matrices if in_place else memory(stack)
                 less_product = torch.addmm if out.ndim == 2 else torch.baddbmm
                 found[first] = less_product(stack.matrices, own[0][first], own[1][first], alpha=-1, out=out)
@@ -132,7 +131,7 @@ class PowerSGD(Codec):
             return separated(products(*means, lambda stack: stack.memory_for_mean(context)), sent_dense)
 
         own_contributions = Deferred(grads, lambda: separated(products(*own, memory), dense), errors)
-        return Exchanged(context.alike(mean), own_contributions, kept)
+        return Exchanged(context.once(mean), own_contributions, kept)
 
     def _alike(self, shapes: Shapes, grads: Tensors, state: Tensors) -> Sequence[Alike]:
         """List the layers of each stack, with the shape of each one's matrix, or matrices. On a CPU a large matrix is
@@ -162,11 +161,11 @@ class PowerSGD(Codec):
         unit = _together(normalized, start)
         left = multiplied(unit, {first: matrix.mT for first, matrix in matrices.items()})
         means = yield from means_of({**left, **dense})
-        left = context.alike(lambda: orthogonalized({first: means[first] for first in left}))
+        left = context.once(lambda: orthogonalized({first: means[first] for first in left}))
         right = multiplied(left, matrices)
         mean = yield from means_of(right)
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
-        kept = context.alike(lambda: _together(_with_spares, mean, start))
+        kept = context.once(lambda: _together(_with_spares, mean, start))
         columns = {first: rows.mT for first, rows in left.items()}
         sent_dense = {name: means[name] for name in dense}
         return (columns, mean), (columns, right), _by_layer(stacks, kept, lambda first: "q"), sent_dense
@@ -178,12 +177,12 @@ class PowerSGD(Codec):
         matrices = {first: stack.matrices for first, stack in stacks.items()}
         flipped = {first for first in stacks if _key(first, "p") in state}  # those whose turn it is to compute Q
         start = {first: self._starts(stack, state, context, first in flipped) for first, stack in stacks.items()}
-        basis = context.alike(lambda: orthogonalized(start))
+        basis = context.once(lambda: orthogonalized(start))
         factors = multiplied(basis, {first: m if first in flipped else m.mT for first, m in matrices.items()})
         means = yield from means_of({**factors, **dense})
         mean = {first: means[first] for first in factors}
         spares = {first: self._spare(first, factor, context) for first, factor in mean.items()}
-        kept = context.alike(lambda: _together(_with_spares, mean, spares))
+        kept = context.once(lambda: _together(_with_spares, mean, spares))
 
         def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
             """Return the left and right factors of each product."""
@@ -228,7 +227,7 @@ class PowerSGD(Codec):
         return dict(state) if self.settings.warm_start else {}
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
-        generator = context.shared_generator(name, every_iteration=not self.settings.warm_start)
+        generator = context.random.shared(name, every_iteration=not self.settings.warm_start)
         rank = min(*like.shape[-2:], self.settings.rank)
         return torch.randn(*like.shape[:-2], rank, columns, generator=generator, dtype=like.dtype).to(like.device)
 
@@ -236,7 +235,7 @@ class PowerSGD(Codec):
         """Return substitutes for rows of zeros, the same in all iterations, as new ones would be copied to a GPU."""
         key = (name, like.shape, like.dtype, like.device)
         if key not in self._spares:
-            generator = context.shared_generator(name, "spare", every_iteration=False)
+            generator = context.random.shared(name, "spare", every_iteration=False)
             self._spares[key] = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
         return self._spares[key]
 
@@ -249,20 +248,19 @@ class PowerSGD(Codec):
         ranks = sorted({shape[2] for shape in shapes if shape})
         if not ranks:
             return [0.0] * len(codecs)
-        generator = context.shared_generator(layer.name)
+        generator = context.random.shared(layer.name)
         by_matrix = [low_rank_errors(m, ranks, generator=generator) for m in gradient.reshape(matrices_of(layer))]
         errors = {rank: sum(row) for rank, row in zip(ranks, zip(*by_matrix, strict=True), strict=True)}
         return [errors[shape[2]] if shape else 0.0 for shape in shapes]
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._bytes(layers, lambda n, m: (n + m) / (2 if self.settings.alternating else 1))
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        if not self.settings.alternating:
-            return self.payload_bytes(layers, world_size)
-        flipped = [layer for layer in layers if _key(layer.name, "p") in state]
-        others = [layer for layer in layers if layer not in flipped]
-        return self._bytes(flipped, lambda n, m: m) + self._bytes(others, lambda n, m: n)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        if state is None or not self.settings.alternating:
+            payload = self._bytes(layers, lambda n, m: (n + m) / (2 if self.settings.alternating else 1))
+        else:
+            flipped = [layer for layer in layers if _key(layer.name, "p") in state]
+            others = [layer for layer in layers if layer not in flipped]
+            payload = self._bytes(flipped, lambda n, m: m) + self._bytes(others, lambda n, m: n)
+        return Bytes.of_means(payload, world_size)
 
     def _bytes(self, layers: Sequence[Layer], sent: Callable[[int, int], float]) -> float:
         """Count payload bytes; `sent` gives the elements of one column of the factors from n and m."""
@@ -414,9 +412,7 @@ class _Stack:
 
     def memory_for_mean(self, context: Context) -> torch.Tensor:
         """Return memory for the mean of all matrices."""
-        if len(self.names) == 1:
-            return context.memory_for_layer(self.matrices, self.names[0])
-        return context.memory_for_stack(self.matrices, self.names)
+        return context.memory.for_mean(self.matrices, self.names)
 
 
 def _by_layer(stacks: Mapping[str, _Stack], kept: Tensors, side: Callable[[str], str]) -> Tensors:

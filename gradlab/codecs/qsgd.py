@@ -7,29 +7,31 @@ one width here; the paper shortens frequent ones (Elias). Two bits are TernGrad'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from gradlab.codec import (
     About,
+    Batch,
+    Bytes,
     Context,
     Exchanged,
     Guarantees,
     PlanDefaults,
     Tensors,
-    concatenate,
-    separate,
+    Traits,
 )
 from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind, largest_of_rows
 from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
-from gradlab.collectives import Coroutine, Ring, ring_sends
+from gradlab.collectives import Coroutine, Ring
 from gradlab.collectives.ring import RingCode, segment_bounds
 from gradlab.layout import Layer
 
@@ -62,9 +64,13 @@ class QSGD(BlockCompressor):
     """
 
     name = "qsgd"
-    about = About("quantization", "4 * ceil(n / bucket_size) + bits * ceil(n / 8)", "Alistarh et al., NeurIPS 2017")
-    defaults = PlanDefaults(error_feedback=False)
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple({"bits": bits} for bits in range(2, 9))
+    about = About(
+        "quantization",
+        "4 * ceil(n / bucket_size) + bits * ceil(n / 8)",
+        "Alistarh et al., NeurIPS 2017",
+        candidates=tuple({"bits": bits} for bits in range(2, 9)),
+        defaults=PlanDefaults(error_feedback=False),
+    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -106,13 +112,15 @@ class QSGD(BlockCompressor):
     def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
         super().__init__(settings, learned)
         bits: int = self.settings.bits
-        self.defaults = replace(type(self).defaults, error_feedback=self.settings.contraction != "none")
+        self.about = replace(
+            type(self).about, defaults=PlanDefaults(error_feedback=self.settings.contraction != "none")
+        )
         self.block = self.settings.bucket_size
         self.levels = max(1, (1 << bits - 1) - 1)  # s
         # From one code to the next, in steps of norm / s: at one bit two, from -norm to norm.
         self._stride = 2 if bits == 1 else 1
 
-    def block_of(self, shape: Sequence[int]) -> int:
+    def block_of(self, layer: Layer) -> int:
         return self.settings.bucket_size
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -165,14 +173,17 @@ class QSGD(BlockCompressor):
         energy = sum_of_rows(scaled.square_())
         return (energy / (energy + variance).masked_fill_(energy == 0, 1.0)).float()
 
-    @property
-    def needs_error_feedback(self) -> str:
-        if self.settings.contraction == "none":
-            return ""
-        return (
+    @cached_property
+    def traits(self) -> Traits:
+        shrinks = self.settings.contraction != "none"
+        # With fewer bits, or few values that are not zero, the mean's own error would be as large as the mean. A
+        # contraction would shrink it once more, and no residual makes up for that.
+        coarse = self.settings.bits < _FINE or self.settings.norm == "l2" or shrinks
+        needs = (
             f"qsgd with contraction = {self.settings.contraction!r} sends a fraction of every gradient, and without "
             "error feedback never the rest: put error feedback around it, or leave the contraction out"
         )
+        return replace(super().traits, coarse=coarse, needs_feedback=needs if shrinks else "")
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
@@ -196,12 +207,6 @@ class QSGD(BlockCompressor):
     def gathered(self) -> bool:
         return super().gathered and not self.settings.ring
 
-    @property
-    def averages_coarsely(self) -> bool:
-        # With fewer bits, or few values that are not zero, the mean's own error would be as large as the mean. A
-        # contraction would shrink it once more, and no residual makes up for that.
-        return self.settings.bits < _FINE or self.settings.norm == "l2" or self.settings.contraction != "none"
-
     def kinds(self) -> tuple[Kind, ...]:
         return (OF_BLOCKS, self.settings.bits)
 
@@ -216,23 +221,18 @@ class QSGD(BlockCompressor):
             values.mul_(self._stride)
         return self.scale(values.sub_(self.levels), steps, start)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.ring:
             return (yield from super().exchange(grads, state, context))
-        vector = concatenate(grads)
+        vector = grads.vector
         segments = yield Ring(QuantizedRing(self, vector, context))
-        return Exchanged(separate(torch.cat(segments), grads), dict(grads))
+        return Exchanged(grads.cut(torch.cat(segments)), dict(grads))
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        numel = sum(layer.numel for layer in layers)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         if not self.settings.ring:
-            return super().payload_bytes(layers, world_size)
-        return sum(self.compressed_bytes(b - a) for a, b in pairwise(ring_edges(numel, world_size)))
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        if not self.settings.ring:
-            return super().sent_bytes(layers, world_size)
-        return ring_sends(world_size) * self.payload_bytes(layers, world_size)
+            return super().forecast(layers, world_size, state)
+        edges = ring_edges(sum(layer.numel for layer in layers), world_size)
+        return Bytes.of_means(sum(self.compressed_bytes(b - a) for a, b in pairwise(edges)), world_size)
 
     def compressed_bytes(self, numel: int) -> int:
         """Count the bytes of a vector's norms and codes."""
@@ -256,7 +256,7 @@ class QuantizedRing(RingCode):
     def add(self, segment: int, received: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
         total = own if received is None else own + self._decompressed(segment, received)
         # A stream for each segment, because ranks come to them in different orders.
-        norms, codes = self._quantizer.compress(total, self._context.rank_generator("segment", segment))
+        norms, codes = self._quantizer.compress(total, self._context.random.of_rank("segment", segment))
         return torch.cat([norms.view(torch.uint8), codes])
 
     def finish(self, segment: int, message: torch.Tensor) -> torch.Tensor:

@@ -7,20 +7,22 @@ numel / k: Wangni, Wang, Liu, Zhang, "Gradient sparsification", NeurIPS 2018.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from gradlab.codec import (
     About,
+    Batch,
+    Bytes,
     Codec,
     Context,
     Exchanged,
     Guarantees,
     PlanDefaults,
     Tensors,
-    concatenate,
+    Traits,
 )
 from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.kept import Kept
@@ -51,13 +53,12 @@ class RandomK(Codec):
 
     name = "random_k"
     about = About(
-        "sparsification", "4 * k, k = ceil(density * n)", "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018"
+        "sparsification",
+        "4 * k, k = ceil(density * n)",
+        "Stich et al., NeurIPS 2018; Wangni et al., NeurIPS 2018",
+        candidates=tuple({"density": density} for density in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)),
     )
-    selects = True
-    frees_gradients = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"density": density} for density in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
-    )
+    traits = Traits(selects=True, frees_gradients=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -66,7 +67,7 @@ class RandomK(Codec):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.defaults = PlanDefaults(error_feedback=not self.settings.unbiased)
+        self.about = replace(type(self).about, defaults=PlanDefaults(error_feedback=not self.settings.unbiased))
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         share = self._share(layers)
@@ -81,17 +82,17 @@ class RandomK(Codec):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector = concatenate(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        vector = grads.vector
         count = count_of(self.settings.density, vector.numel())
-        positions = distinct(vector.numel(), count, context.shared_generator(), vector.device)
+        positions = distinct(vector.numel(), count, context.random.shared(), vector.device)
         factor = vector.numel() / count if self.settings.unbiased and count else 1.0
         values = with_non_finite(vector[positions].mul_(factor), vector)
         mean = yield Mean(values)
         return exchanged_at(positions, mean, values, vector, grads, context)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 4 * count_of(self.settings.density, sum(layer.numel for layer in layers))
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        return Bytes.of_means(4 * count_of(self.settings.density, sum(one.numel for one in layers)), world_size)
 
 
 def distinct(numel: int, count: int, generator: torch.Generator, device: torch.device | None = None) -> torch.Tensor:

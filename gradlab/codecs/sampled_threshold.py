@@ -8,13 +8,12 @@ follow their code. Inside `momentum_correction` with `sparsity_warmup` it is DGC
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from gradlab.codec import About, Sparsifier
+from gradlab.codec import About, Sparsifier, Traits
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import across_layers_setting, at_least, coding_setting, count_of, density_setting, largest
 
@@ -44,11 +43,10 @@ class SampledThreshold(Sparsifier):
 
     name = "sampled_threshold"
     about = About(
-        "sparsification", "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n", "Lin et al., ICLR 2018"
-    )
-    varying = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+        "sparsification",
+        "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n",
+        "Lin et al., ICLR 2018",
+        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
     )
 
     @dataclass(frozen=True)
@@ -60,6 +58,10 @@ class SampledThreshold(Sparsifier):
         )
         index_coding: str = coding_setting()
         across_layers: bool = across_layers_setting()
+
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, varying=True)
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         numel, density = vector.numel(), self.settings.density

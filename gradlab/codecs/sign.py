@@ -8,14 +8,15 @@ Bernstein, Wang, Azizzadenesheli, Anandkumar, "signSGD", ICML 2018; inside `two_
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec import About, Guarantees, PlanDefaults, Traits
 from gradlab.codec.blockwise import CACHED, NOTHING, OF_BLOCKS, WHOLE, BlockCompressor, Kind
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import fold_by_torch, packed_bytes
@@ -47,10 +48,10 @@ class Sign(BlockCompressor):
         "quantization",
         "(4 * blocks if scale == 'mean' else 0) + ceil(n / 8)",
         "Zheng, Huang, Kwok, NeurIPS 2019; Bernstein et al., ICML 2018",
+        candidates=({}, {"block_size": 4096}, {"block_size": 256}),
+        defaults=PlanDefaults(two_way=True, minimum_dimensions=0, minimum_numel=1, group_bytes=4 * 2**20),
     )
     # The paper compresses every tensor, vectors too. Together, as each costs the same work beside its arithmetic.
-    defaults = PlanDefaults(two_way=True, minimum_dimensions=0, minimum_numel=1, group_bytes=4 * 2**20)
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
 
     @dataclass(frozen=True)
     class Settings:
@@ -73,18 +74,19 @@ class Sign(BlockCompressor):
 
     def __init__(self, settings: Sign.Settings | None = None, learned: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.defaults = replace(type(self).defaults, error_feedback=self.settings.scale == "mean")
+        about = type(self).about
+        defaults = replace(about.defaults, error_feedback=self.settings.scale == "mean")
+        self.about = replace(about, defaults=defaults)
         # Without scales it may be cut anywhere, in whole bytes.
         self.block = self.settings.block_size or (8 if self.settings.scale == "one" else WHOLE)
 
-    @property
-    def refuses_error_feedback(self) -> str:
-        if self.settings.scale == "mean":
-            return ""
-        return (
+    @cached_property
+    def traits(self) -> Traits:
+        refuses = (
             'sign with scale = "one", whose message does not follow the size of its input: the residual is as large as '
             'the signs, however small gradients are. Set scale = "mean", or leave error feedback out'
         )
+        return replace(super().traits, refuses_feedback=refuses if self.settings.scale == "one" else "")
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.scale == "one":
@@ -93,13 +95,13 @@ class Sign(BlockCompressor):
         lengths = [numel] if self.settings.across_layers else [layer.numel for layer in layers]
         return Guarantees(delta=1 / max([1, *(min(length, self.settings.block_size or WHOLE) for length in lengths)]))
 
-    def block_of(self, shape: Sequence[int]) -> int:
+    def block_of(self, layer: Layer) -> int:
         return self.settings.block_size or WHOLE
 
-    def for_layers(self, shapes: Sequence[Sequence[int]]) -> Sign:
-        if len(shapes) == 1 or self.settings.across_layers or self.settings.scale == "one":
+    def for_layers(self, layers: Sequence[Layer]) -> Sign:
+        if len(layers) == 1 or self.settings.across_layers or self.settings.scale == "one":
             return self
-        return super().for_layers(shapes)
+        return super().for_layers(layers)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return scales (blocks,), float32, none with scale = "one", and signs (ceil(numel / 8),), uint8."""

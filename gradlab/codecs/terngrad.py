@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from gradlab.codec import About, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, concatenate, separate
+from gradlab.codec import (
+    About,
+    Batch,
+    Bytes,
+    Context,
+    Deferred,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Tensors,
+)
 from gradlab.codec.blockwise import (
     CACHED,
     OF_BLOCKS,
@@ -56,9 +66,9 @@ class TernGrad(BlockCompressor):
         "quantization",
         "4 * blocks + 2 * ceil(n / 8)",
         "Wen et al., NeurIPS 2017",
+        candidates=({}, {"block_size": 4096}, {"block_size": 256}),
+        defaults=PlanDefaults(error_feedback=False),
     )
-    defaults = PlanDefaults(error_feedback=False)
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"block_size": 4096}, {"block_size": 256})
 
     @dataclass(frozen=True)
     class Settings:
@@ -74,13 +84,13 @@ class TernGrad(BlockCompressor):
         super().__init__(settings, learned)
         self.block = self.settings.block_size or WHOLE
 
-    def block_of(self, shape: Sequence[int]) -> int:
+    def block_of(self, layer: Layer) -> int:
         return self.settings.block_size or WHOLE
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.clip:
             return Guarantees(homogeneous=True)
-        longest = max([1, *(min(layer.numel, self.block_of(layer.shape)) for layer in layers)])
+        longest = max([1, *(min(layer.numel, self.block_of(layer)) for layer in layers)])
         return Guarantees(unbiased=True, omega=longest**0.5 - 1, homogeneous=True)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -152,14 +162,13 @@ class TernGrad(BlockCompressor):
         values.copy_(codes(start, start + values.numel())).sub_(zero)
         return self.scale(values, factors, start)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.shared_scale:
             return (yield from super().exchange(grads, state, context))
-        vector, ranks = concatenate(grads), context.world_size
-        codec = self.of_group(grads)
+        vector, ranks, codec = grads.vector, context.world_size, self.for_layers(grads.table)
         everyone = yield Gather(codec.scales(vector))
         scales = torch.stack(everyone).amax(0)
-        codes = codec.ternary(vector, scales, context.rank_generator(), everyone[context.rank])
+        codes = codec.ternary(vector, scales, context.random.of_rank(), everyone[context.rank])
         sizes = shard_sizes(vector.numel(), ranks)
         received = yield AllToAll(tuple(pack(part, 2) for part in codes.split(sizes)))
         shard, bits = sizes[context.rank], (2 * ranks).bit_length()
@@ -171,12 +180,12 @@ class TernGrad(BlockCompressor):
         total = torch.cat([unpack(part, bits)[:size] for part, size in zip(parts, sizes, strict=True)])
 
         def filled(codes: torch.Tensor, zero: int, factor: float) -> Tensors:
-            out, factors = context.workspace.empty_like(vector), scales.to(vector.dtype) * factor
+            out, factors = context.memory.like(vector), scales.to(vector.dtype) * factor
             for start, stop in codec.spans(out):
                 codec.fill(out[start:stop], (lambda a, b: codes[a:b], zero, factors), start)
-            return separate(out, grads)
+            return grads.cut(out)
 
-        mean = context.alike(lambda: filled(total, ranks, 1 / ranks))
+        mean = context.once(lambda: filled(total, ranks, 1 / ranks))
         return Exchanged(mean, Deferred(grads, lambda: filled(codes, 1, 1.0)))
 
     @property
@@ -186,22 +195,16 @@ class TernGrad(BlockCompressor):
     def compressed_bytes(self, numel: int) -> int:
         return 4 * self.blocks(numel) + packed_bytes(numel, 2)
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         if not self.settings.shared_scale:
-            return super().payload_bytes(layers, world_size)
+            return super().forecast(layers, world_size, state)
         numel = sum(layer.numel for layer in layers)
-        scales = 4 * self.for_layers(self.shapes_of(layers)).blocks(numel)
-        sizes, bits = shard_sizes(numel, world_size), (2 * world_size).bit_length()
+        scales, bits = 4 * self.for_layers(layers).blocks(numel), (2 * world_size).bit_length()
+        sizes = shard_sizes(numel, world_size)
         codes = sum(packed_bytes(size, 2) for size in sizes)
-        return scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        if not self.settings.shared_scale:
-            return super().sent_bytes(layers, world_size)
-        numel = sum(layer.numel for layer in layers)
-        scales = 4 * self.for_layers(self.shapes_of(layers)).blocks(numel)
-        codes = packed_bytes(numel, 2) + packed_bytes(numel, (2 * world_size).bit_length())
-        return (world_size - 1) * (scales + codes / world_size)
+        payload = scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size
+        both = packed_bytes(numel, 2) + packed_bytes(numel, bits)
+        return Bytes(payload, (world_size - 1) * (scales + both / world_size))
 
 
 def shard_sizes(numel: int, world_size: int) -> list[int]:

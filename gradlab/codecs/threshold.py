@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import cached_property
 
 import torch
 
-from gradlab.codec import About, Context, Exchanged, Sparsifier, Tensors, concatenate
+from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, Tensors, Traits
 from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
@@ -42,10 +42,7 @@ class Threshold(Sparsifier):
         "sparsification",
         "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda",
         "Sahu et al., NeurIPS 2021",
-    )
-    varying = True
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
     )
 
     @dataclass(frozen=True)
@@ -56,18 +53,22 @@ class Threshold(Sparsifier):
         density: float = density_setting(help="sent in the first exchange, if it measures lambda, and in the forecast")
         index_coding: str = coding_setting()
 
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, varying=True)
+
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         # A measured lambda may be as small as it likes, but not zero: zeros are never sent.
         least = self.settings.threshold or torch.finfo(vector.dtype).tiny
         return at_least(vector, least)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if self.settings.threshold is not None:
             return (yield from super().exchange(grads, state, context))
         key, wanted = f"{next(iter(grads))}/threshold", self.settings.density
         known = state[key].cpu() if key in state else None
         if known is None or float(known[1]) != torch.tensor(wanted, dtype=known.dtype):  # a warm-up lowers the density
-            vector = concatenate(grads)
+            vector = grads.vector
             measured = yield Mean(self._measured(vector))
             # In the host's memory, so that no later step waits for a GPU to tell it.
             known = torch.cat([measured.cpu(), torch.tensor([wanted], dtype=vector.dtype)])
@@ -86,6 +87,7 @@ class Threshold(Sparsifier):
         positions = largest(vector, count_of(self.settings.density, vector.numel()))
         return vector[positions].abs().min().view(1)
 
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        measures = self.settings.threshold is None and not state
-        return self.payload_bytes(layers, world_size) + (4 if measures else 0)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        found = super().forecast(layers, world_size)
+        measures = self.settings.threshold is None and state is not None and not state
+        return replace(found, payload=found.payload + 4) if measures else found

@@ -6,9 +6,8 @@ Stich, Cordonnier, Jaggi, "Sparsified SGD with memory" (MEM-SGD), NeurIPS 2018.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 
@@ -35,9 +34,7 @@ class TopK(Sparsifier):
         "sparsification",
         "4 * k + index_bytes(k, n), k = ceil(density * n)",
         "Aji & Heafield, EMNLP 2017; Stich et al., NeurIPS 2018",
-    )
-    candidates: ClassVar[tuple[Mapping[str, Any], ...]] = tuple(
-        {"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
     )
 
     @dataclass(frozen=True)

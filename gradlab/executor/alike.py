@@ -19,7 +19,7 @@ class Shared:
         self._results: dict[int, tuple[object, int]] = {}  # by number of the call: the result, and who still wants it
 
     def of_a_rank(self) -> Callable[[Callable[[], Result]], Result]:
-        """Make the function of one rank that computes what is alike, see `Context.alike`."""
+        """Make the function of one rank that computes what is alike, see `Context.once`."""
         number = -1
 
         def alike(compute: Callable[[], Result]) -> Result:

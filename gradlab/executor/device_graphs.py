@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import Coroutine, Ring, as_requests
 from gradlab.executor.fixed_context import Draws, NotRecordable, fixed, reason
 
@@ -116,12 +116,12 @@ class GroupGraphs:
         return any(kind.recorded is not None for kind in self._kinds.values())
 
     def exchange(
-        self, codec: Codec, grads: Tensors, state: Tensors, context: Context, *, scaled_by: float = 1.0
+        self, codec: Codec, grads: Batch, state: Tensors, context: Context, *, scaled_by: float = 1.0
     ) -> Coroutine[Exchanged]:
         """Run a compressed exchange whose gradients nobody reads afterwards, by graphs if there are any. The result's
         tensors but the state are overwritten by the group's next exchange."""
 
-        def plainly(context: Context, grads: Tensors, state: Tensors) -> Coroutine[Exchanged]:
+        def plainly(context: Context, grads: Batch, state: Tensors) -> Coroutine[Exchanged]:
             return exchange_group(codec, grads, state, context, scaled_by=scaled_by, reuse=True)
 
         kind = self._kind(codec, _key(grads, state, context, scaled_by))
@@ -169,7 +169,7 @@ def _key(grads: Tensors, state: Tensors, context: Context, scaled_by: float) -> 
     """Return the key of an exchange's kernels, but for what `fixed` hides: they are the same while it is."""
     tensors = [*grads.items(), *state.items()]
     shapes = tuple((name, one.shape, one.stride(), one.dtype, one.device) for name, one in tensors)
-    return shapes, len(grads), scaled_by, context.loss_scale
+    return shapes, len(grads), scaled_by, context.training.loss_scale
 
 
 class _Failed(Exception):
@@ -212,15 +212,24 @@ class _Recorded:
         return self._result()
 
     def record(
-        self, exchange: Callable[[Context, Tensors, Tensors], Coroutine[Exchanged]], context: Context, *given: Tensors
+        self,
+        exchange: Callable[[Context, Batch, Tensors], Coroutine[Exchanged]],
+        context: Context,
+        given: Batch,
+        before: Tensors,
     ) -> Coroutine[Exchanged]:
-        """Exchange, and record it on the way. given: gradients and states. Raises _Failed if it cannot be recorded."""
+        """Exchange, and record it on the way. Raises _Failed if it cannot be recorded.
+
+        given: gradients. before: states.
+        """
         answers: list[Any] = []
         try:
-            grads, state = ({name: one.detach().clone() for name, one in tensors.items()} for tensors in given)
+            grads, state = (
+                {name: one.detach().clone() for name, one in tensors.items()} for tensors in (given, before)
+            )
             self._read([*grads.values(), *state.values()])
             self.draws.begin(context)
-            coroutine, answer = exchange(fixed(context, self.draws), grads, state), None
+            coroutine, answer = exchange(fixed(context, self.draws), given.like(grads), state), None
             while (request := self._stretch(coroutine, answer)) is not None:
                 answers.append((yield request))
                 self.requests.append(request)

@@ -6,12 +6,12 @@ whenever the recording runs, as they would have been without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 import torch
 
-from gradlab.codec import Context, alone
+from gradlab.codec.context import Context, Streams, alone
 from gradlab.coding.random_bits import Redrawn, next_seed
 from gradlab.errors import GradlabError
 
@@ -61,7 +61,7 @@ class Draws:
 
     def __init__(self, watched: Draws | None = None) -> None:
         self._watched = watched
-        self._keys: list[tuple[object, ...]] = []  # by stream, of `Context.rank_generator`
+        self._keys: list[tuple[object, ...]] = []  # by stream, of `Streams.of_rank`
         self._stretches: list[list[tuple[int, torch.device]]] = []  # what seeds each generator, and where that is
         self._generators: list[list[torch.Generator]] = []
         self._given = 0  # in the stretch at hand
@@ -110,8 +110,24 @@ class Draws:
         if stream not in self._sources:
             assert self._context is not None
             keys = self._keys if self._watched is None else self._watched._keys
-            self._sources[stream] = self._context.rank_generator(*keys[stream])
+            self._sources[stream] = self._context.random.of_rank(*keys[stream])
         return self._sources[stream]
+
+
+@dataclass(frozen=True)
+class _FixedStreams(Streams):
+    """Streams of a recorded exchange."""
+
+    draws: Draws
+
+    def shared(self, *key: object, every_iteration: bool = True) -> Any:
+        return _Changing(_RANDOM_NUMBERS) if every_iteration else super().shared(*key, every_iteration=False)
+
+    def seeds(self, keys: tuple[str, ...]) -> Any:
+        return _Changing(_RANDOM_NUMBERS)
+
+    def of_rank(self, *key: object) -> Any:
+        return self.draws.stream(key)
 
 
 @dataclass(frozen=True)
@@ -120,28 +136,21 @@ class _FixedContext(Context):
 
     draws: Draws = field(default_factory=Draws)
 
-    def shared_generator(self, *key: object, every_iteration: bool = True) -> Any:
-        if every_iteration:
-            return _Changing(_RANDOM_NUMBERS)
-        return super().shared_generator(*key, every_iteration=False)
-
-    def shared_seeds(self, keys: tuple[str, ...]) -> Any:
-        return _Changing(_RANDOM_NUMBERS)
-
-    def rank_generator(self, *key: object) -> Any:
-        return self.draws.stream(key)
+    @property
+    def random(self) -> Any:
+        return _FixedStreams((self.seed, "", self.group), self.rank, self.draws)
 
 
 def fixed(context: Context, draws: Draws) -> Context:
     """Hide what changes from step to step. Raises NotRecordable if results are shared between ranks."""
-    if context.alike is not alone:
+    if context.once is not alone:
         raise NotRecordable("what ranks compute alike is shared between them")
     values = {one.name: getattr(context, one.name) for one in fields(Context)}
+    rates, parameters = _Changing("learning rates"), _Changing("parameters")
+    changing: Any = {"learning_rate": rates, "previous_learning_rate": rates, "parameters": parameters}
     hidden: dict[str, Any] = {
         "iteration": _Changing("the iteration"),
-        "learning_rate": _Changing("learning rates"),
-        "previous_learning_rate": _Changing("learning rates"),
-        "parameters": _Changing("parameters"),
+        "training": replace(context.training, **changing),
     }
     return _FixedContext(**{**values, **hidden, "draws": draws})
 

@@ -198,7 +198,7 @@ class LockstepPlan:
             sum(cost.codec_wall_seconds for cost in costs.values()),
             costs,
             agreed.held,
-            agreed.context.learning_rate,
+            agreed.context.training.learning_rate,
         )
 
     def _refresh(self, bill: _Bill) -> None:

@@ -79,6 +79,4 @@ def forecast_payload(plan: Plan, ownership: Ownership, local_rank: int, nodes: i
     owned = ownership.owned(local_rank)
     dense = {layer.name for layer in plan.dense_layers} if plan.compressed_groups else set(ownership.pieces)
     total = 4.0 * sum(ownership.numel(name, local_rank) for name in dense) + (FINITE_FLAG_BYTES if owned else 0)
-    return total + sum(
-        plan.group_payload_bytes(group, nodes) for group in plan.compressed_groups if group.name in owned
-    )
+    return total + sum(plan.forecast(group, nodes).payload for group in plan.compressed_groups if group.name in owned)

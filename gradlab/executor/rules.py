@@ -224,10 +224,10 @@ class Feedback:
 def feedback_of(codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> Feedback | None:
     """Return how a group keeps its residual; None if it keeps none."""
     wrappers = list(wrappers_of(codec))
-    keeper = next((wrapper for wrapper in wrappers if wrapper.keeps_residual), None)
+    keeper = next((wrapper for wrapper in wrappers if wrapper.effects.keeps_residual), None)
     if keeper is None:
         return None
-    gain = math.prod(1 / (1 - w.settings.momentum) for w in wrappers if w.applies_momentum and _amplifies(w))
+    gain = math.prod(1 / (1 - w.settings.momentum) for w in wrappers if w.effects.applies_momentum and _amplifies(w))
     wanted = getattr(keeper.settings, "step_size_ratio", None)
     return Feedback(expected_delta(codec, layers), gain, plain_sgd if wanted is None else wanted)
 
@@ -235,14 +235,16 @@ def feedback_of(codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> Feedb
 def server_feedback_of(codec: Codec, layers: Sequence[Layer], plain_sgd: bool) -> Feedback | None:
     """Say how the servers of two-way compression keep their residual; None if they keep none. Arguments as above."""
     for wrapper in wrappers_of(codec):
-        if wrapper.server_residual and wrapper.settings.error_feedback:
+        if wrapper.effects.server_residual and wrapper.settings.error_feedback:
             wanted = wrapper.settings.step_size_ratio
             return Feedback(expected_delta(codec, layers), follows=plain_sgd if wanted is None else wanted)
     return None
 
 
 def _amplifies(wrapper: Any) -> bool:
-    return (wrapper.before_compression or wrapper.keeps_residual) and hasattr(wrapper.settings, "momentum")
+    return (wrapper.effects.before_compression or wrapper.effects.keeps_residual) and hasattr(
+        wrapper.settings, "momentum"
+    )
 
 
 def expected_delta(codec: Codec, layers: Sequence[Layer]) -> float | None:
@@ -250,7 +252,7 @@ def expected_delta(codec: Codec, layers: Sequence[Layer]) -> float | None:
     number of elements is not set (threshold) sends a residual whenever it is large enough: 0."""
     method = innermost(codec)
     delta = method.guarantees(layers).delta
-    if delta is None and method.selects:
+    if delta is None and method.traits.selects:
         delta = getattr(method.settings, "density", 0.0)
     return delta
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors, alone, exchange_group
+from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Table, Tensors, Training, alone, exchange_group
 from gradlab.codec.measures import all_finite, is_finite, largest_magnitudes
-from gradlab.codec.wrapper import in_own_memory, innermost, wrappers_of
+from gradlab.codec.wrapper import acts_when_dense, in_own_memory, innermost, wrappers_of
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
@@ -64,6 +64,7 @@ class PlanRun:
     Attributes:
         plan: as it is now; a refresh may have changed its settings.
         groups: by name, those whose codecs run.
+        tables: by group name, the layers.
         codecs: by group name.
         states: by group name, the codec's state after the last committed step.
         iteration: of the next step, from 0.
@@ -100,6 +101,7 @@ class PlanRun:
         self.replanner = None if plan.refresh is None else Replanner(plan, rank, world_size, beside=beside)
         chosen = plan.compressed_groups if codecs is None else [group for group in plan.groups if group.name in codecs]
         self.groups: dict[str, Group] = {group.name: group for group in chosen}
+        self.tables = {group.name: Table.of(plan.members(group)) for group in chosen}
         self.group_of = {layer: group.name for group in chosen for layer in group.layers}
         self.codecs: dict[str, Codec] = {g.name: self._built(g) for g in chosen} if codecs is None else dict(codecs)
         self.states: dict[str, Tensors] = {}
@@ -122,7 +124,7 @@ class PlanRun:
         if self.compresses:
             return frozenset(self.groups)
         return frozenset(
-            name for name in self.groups if self.codecs[name].acts_when_dense(self.states.get(name, {}))
+            name for name in self.groups if acts_when_dense(self.codecs[name], self.states.get(name, {}))
         )  # fmt: skip
 
     def refresh(self) -> Coroutine[str]:
@@ -174,20 +176,17 @@ class PlanRun:
         Returns:
             The step.
         """
-        rates = dict(learning_rates or {})
+        rates, start = dict(learning_rates or {}), self.plan.schedule.warmup_steps
+        plain, before = self.settings.plain_sgd, {**rates, **self.learning_rates}
         context = Context(
             rank=self.rank,
             world_size=self.world_size,
             iteration=self.iteration,
             repeat=self.open_step.repeats,
             seed=self.plan.seed,
-            learning_rate=rates,
-            previous_learning_rate={**rates, **self.learning_rates},
-            loss_scale=loss_scale,
-            start=self.plan.schedule.warmup_steps,
-            plain_sgd=self.settings.plain_sgd,
-            parameters=parameters or {},
-            workspace=self.workspace,
+            training=Training(rates, before, plain, loss_scale, start, parameters or {}),
+            memory=Memory(self.workspace),
+            dense=not self.compresses,
         )
         return Step(self, context, loss_scale if scaled else 1.0)
 
@@ -207,7 +206,7 @@ class PlanRun:
             if step.active:
                 self._commit(step)
         if self.replanner is not None and self.fresh:
-            self.replanner.end(self.iteration, step.context.learning_rate)
+            self.replanner.end(self.iteration, step.context.training.learning_rate)
         self.iteration += 1
         self._fresh_from = max(self._fresh_from, self.iteration)
 
@@ -271,9 +270,11 @@ class PlanRun:
             if name not in step.staged:
                 continue
             before = self.states.get(name, {})
-            step.staged[name] = _held_back(layer, step.staged[name], before, innermost(self.codecs[name]).group_state)
+            step.staged[name] = _held_back(
+                layer, step.staged[name], before, innermost(self.codecs[name]).traits.group_state
+            )
         self.states.update(step.staged)
-        rates = step.context.learning_rate
+        rates = step.context.training.learning_rate
         moved = {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
         self.learning_rates = {**self.learning_rates, **moved}  # a new dict: an open step keeps the old one
 
@@ -368,40 +369,36 @@ class Step:
         group_of, active = self._run.group_of, self.active
         return {name: gradient for name, gradient in gradients.items() if group_of.get(name) not in active}
 
-    def layers_of(self, group: str) -> Tensors:
+    def batch(self, group: str) -> Batch:
         """Return the gradients of a complete group.
 
         Args:
             group: the group's name.
-
-        Returns:
-            Gradients by layer name.
         """
-        return {layer: self.gradients[layer] for layer in self._run.groups[group].layers}
+        table = self._run.tables[group]
+        return Batch({name: self.gradients[name] for name in table.names}, table)
 
     def exchange(
-        self, group: str, alike: Callable[[Callable[[], Any]], Any] = alone, *, reuse: bool = False
+        self, group: str, once: Callable[[Callable[[], Any]], Any] = alone, *, reuse: bool = False
     ) -> Coroutine[Exchanged]:
         """Run a complete group's codec, and stage its new state.
 
         Args:
             group: the group's name.
-            alike: computes what all ranks compute alike, see `Context`.
+            once: computes what is identical on all ranks, see `Context`.
             reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their
                 memory.
 
         Returns:
             The codec's result.
         """
-        given = self._run.codecs[group], self.layers_of(group), self._run.states.get(group, {})
-        context = replace(self.context, group=group, alike=alike)
+        given = self._run.codecs[group], self.batch(group), self._run.states.get(group, {})
+        context = replace(self.context, group=group, once=once)
         if reuse and self.compressing and group in self._run.graphs:
             graphs = self._run.graphs[group]
             done = yield from graphs.exchange(*given, context, scaled_by=self._scaled_by)
         else:
-            done = yield from exchange_group(
-                *given, context, scaled_by=self._scaled_by, dense=not self.compressing, reuse=reuse
-            )
+            done = yield from exchange_group(*given, context, scaled_by=self._scaled_by, reuse=reuse)
         self.staged[group] = done.state
         return done
 

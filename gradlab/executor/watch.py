@@ -55,14 +55,14 @@ def measure(
 ) -> GroupMeasures:
     """Measure an exchange for the rules, from `residual_norms` and `gradient_norms` by layer and the mean's loss
     scale."""
-    keeps = any(wrapper.keeps_residual for wrapper in wrappers_of(codec))
+    keeps = any(wrapper.effects.keeps_residual for wrapper in wrappers_of(codec))
     kept = [load_buffer(done.state, layer, "server_residual") for layer in done.server_input]
     return GroupMeasures(
         residual=math.hypot(*residuals.values()) if keeps else 0.0,
         gradient=math.hypot(*gradients.values()) if keeps else 0.0,
         server_residual=_norm(piece for piece in kept if piece is not None),
         server_input=_norm(done.server_input.values()) if any(piece is not None for piece in kept) else 0.0,
-        sent=None if keeps else _sent(codec, done, 1.0 if codec.keeps_dtype else scale, ranks),
+        sent=None if keeps else _sent(codec, done, 1.0 if codec.traits.keeps_dtype else scale, ranks),
     )
 
 
@@ -77,7 +77,7 @@ def gradient_norms(
 ) -> dict[str, float]:
     """Compute the norms of gradients of layers that have a residual, with weight decay of the given parameters, by
     layer."""
-    decays = [one for one in wrappers_of(codec) if one.applies_weight_decay and not one.changes_mean]
+    decays = [one for one in wrappers_of(codec) if one.effects.applies_weight_decay and not one.effects.changes_mean]
     rate = sum(wrapper.settings.rate for wrapper in decays)
     layers = list(done.compression_error)
     squares = squared_norms(gradients[layer] for layer in layers)
@@ -93,10 +93,13 @@ def _sent(codec: Codec, done: Exchanged, scale: float, ranks: int) -> Sent:
     inputs = done.compressor_input
     energy, contributed = sum(squared_norms(inputs.values())), _products(inputs, done.own)
     around = list(wrappers_of(codec))
-    if any(one.changes_mean or (one.applies_momentum and not one.before_compression) for one in around):
+    if any(
+        one.effects.changes_mean or (one.effects.applies_momentum and not one.effects.before_compression)
+        for one in around
+    ):
         return Sent(energy, contributed)
     mean_product = _products(inputs, done.mean) / scale
-    if any(wrapper.server_residual and wrapper.settings.error_feedback for wrapper in around):
+    if any(wrapper.effects.server_residual and wrapper.settings.error_feedback for wrapper in around):
         # The mean holds the server's residual. The ranks' own errors are taken as independent.
         error = energy - 2 * contributed + sum(squared_norms(done.own[layer] for layer in inputs))
         return Sent(energy, contributed, mean_product + error / ranks, mean_product)

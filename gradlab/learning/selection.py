@@ -11,15 +11,16 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, PlanDefaults, Tensors
+from gradlab.codec import Bytes, Codec, Context, PlanDefaults, Tensors, Traits
 from gradlab.codec.kept import FLOATS, Kept, for_any
-from gradlab.codec.received import most_bytes, sent_by
 from gradlab.codec.settings import setting
+from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
 from gradlab.collectives import Broadcast, Coroutine
@@ -36,6 +37,9 @@ _OPTIMIZER = "optimizer "  # prefix of the optimizer's entries in the state
 _FLOAT = (torch.float32,)
 _MOST_WEIGHT = 1e4  # trained ones are near 1; values far above make codes of them that are not finite
 _OPTIMIZER_KEYS = tuple(f"{_OPTIMIZER}{key}" for keys in OPTIMIZERS.values() for key in keys)
+GROUP_STATE = frozenset({"clock", "autoencoder", "error", "coded", "codes", *_OPTIMIZER_KEYS})
+#: What LGC's codecs share in tables and plans.
+DEFAULTS = PlanDefaults(warmup_steps=200, group_bytes=0)
 _LOST = 1e30  # stands for NaN and infinity, so that a checkpoint can be read again
 
 
@@ -106,10 +110,6 @@ class LearnedSelection(Codec):
     error so far. On ranks that do not train, these and the weights are empty.
     """
 
-    learns = True
-    selects = True
-    group_state = frozenset({"clock", "autoencoder", "error", "coded", "codes", *_OPTIMIZER_KEYS})
-    defaults = PlanDefaults(warmup_steps=200, group_bytes=0)
     settings: Any
 
     @abstractmethod
@@ -123,7 +123,7 @@ class LearnedSelection(Codec):
 
     def leader(self, context: Context) -> int:
         """Return the rank whose positions all ranks take in this iteration, if `shared`."""
-        return int(torch.randint(context.world_size, (), generator=context.shared_generator("leader")))
+        return int(torch.randint(context.world_size, (), generator=context.random.shared("leader")))
 
     def sender(self, context: Context) -> int:
         """Return the rank whose code all ranks decode, if the codec has one."""
@@ -134,9 +134,10 @@ class LearnedSelection(Codec):
         """Whether the loss draws the codes of ranks together, which may make all codes the same."""
         return False
 
-    @property
-    def varying(self) -> bool:
-        return varies(self.settings.index_coding)
+    @cached_property
+    def traits(self) -> Traits:
+        varying = varies(self.settings.index_coding)
+        return replace(super().traits, selects=True, varying=varying, group_state=GROUP_STATE)
 
     # --- state ---
 
@@ -304,7 +305,7 @@ class LearnedSelection(Codec):
         """Return the training rank's weights, optimizer state and error after one step; always finite."""
         architecture, weights = self.architecture(context.world_size), entries.get("autoencoder")
         if weights is None:
-            generator = context.shared_generator("autoencoder", every_iteration=False)
+            generator = context.random.shared("autoencoder", every_iteration=False)
             weights = architecture.initial(generator).to(like.device)
         error = entries.get("error", weights.new_zeros(2, dtype=torch.float64))
         codes = entries.get("codes", weights.new_zeros(2, dtype=torch.float64))
@@ -351,20 +352,20 @@ class LearnedSelection(Codec):
 
     # --- forecasts and checks ---
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._bytes(layers, world_size, self._lasting_mode, 0)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        mode, position = self._lasting_mode, 0
+        if state is not None:
+            mode, position = map(int, self._entries(state, layers[0].name)["clock"].tolist())
+        payload = self._bytes(layers, world_size, mode, position)
+        if not self._selected(layers)[0]:
+            return Bytes(payload, self._sent_bytes(payload, 0.0, world_size))
+        positions = self._position_bytes(layers, world_size, mode)
+        codes = self._code_bytes(layers, world_size) if mode == COMPRESSING else 0.0
+        return Bytes(payload, self._sent_bytes(payload, positions, world_size), positions, codes)
 
-    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return self._position_bytes(layers, world_size, self._lasting_mode) if self._selected(layers)[0] else 0.0
-
-    def code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Return how many of `payload_bytes` are codes of the autoencoder."""
-        compresses = self._lasting_mode == COMPRESSING and self._selected(layers)[0]
-        return self._code_bytes(layers, world_size) if compresses else 0.0
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        mode, position = map(int, self._entries(state, layers[0].name)["clock"].tolist())
-        return self._bytes(layers, world_size, mode, position)
+    @abstractmethod
+    def _sent_bytes(self, payload: float, positions: float, world_size: int) -> float:
+        """Forecast the bytes that a rank sends from its payload and the positions in it."""
 
     @abstractmethod
     def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:

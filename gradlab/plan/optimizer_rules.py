@@ -38,7 +38,7 @@ class Conflict:
 def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
     """Return what a plan and an optimizer would both apply to some layer, momentum before weight decay; None: they go
     together. With several optimizers, the one that trains a layer counts for it."""
-    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.replaces_optimizer)):
+    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.replaces_optimizer)):
         if plan.replaces_optimizer and one.name != "SGD":
             message = (
                 f"the plan makes gradients the updates of an optimizer ({plan.replaces_optimizer}), for {one.name}"
@@ -49,10 +49,10 @@ def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
         if plan.residual_is_momentum and (setting := one.momentum) and not one.adaptive:
             message = f"the plan's residual is a momentum (error_feedback, carried) and the optimizer has {setting}"
             return Conflict(message, "set the optimizer's to 0", True)
-    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.applies_momentum)):
+    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.applies_momentum)):
         if conflict := conflict_between(plan.applies_momentum, False, one):
             return conflict
-    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.applies_weight_decay)):
+    for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.applies_weight_decay)):
         if conflict := conflict_between(None, plan.applies_weight_decay, one):
             return conflict
     return None
@@ -82,7 +82,7 @@ def layers_that_may_follow(plan: Plan) -> tuple[str, ...]:
 
     def may(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
         made = build_settings(wrapper, settings)
-        keeps = wrapper.keeps_residual or getattr(made, "error_feedback", False)
+        keeps = wrapper.effects.keeps_residual or getattr(made, "error_feedback", False)
         return bool(keeps) and getattr(made, "step_size_ratio", False) is None
 
     return layers_under(plan, may)
@@ -95,11 +95,11 @@ def needs_of(plan: Plan) -> dict[str, tuple[str, ...]]:
             plan, lambda _, settings: bool(settings.get("step_size_ratio"))
         ),
         f"makes gradients the updates of an optimizer ({plan.replaces_optimizer})": layers_under(
-            plan, lambda wrapper, _: wrapper.replaces_optimizer
+            plan, lambda wrapper, _: wrapper.effects.replaces_optimizer
         ),
-        f"applies momentum ({plan.applies_momentum})": layers_under(plan, lambda one, _: one.applies_momentum),
+        f"applies momentum ({plan.applies_momentum})": layers_under(plan, lambda one, _: one.effects.applies_momentum),
         "keeps a momentum as its residual (error_feedback, carried)": layers_under(plan, _fades),
-        "applies weight decay": layers_under(plan, lambda wrapper, _: wrapper.applies_weight_decay),
+        "applies weight decay": layers_under(plan, lambda wrapper, _: wrapper.effects.applies_weight_decay),
     }
     return {need: layers for need, layers in needs.items() if layers}
 

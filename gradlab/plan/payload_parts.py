@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from gradlab.codec.wrapper import innermost
-from gradlab.learning.selection import LearnedSelection
 from gradlab.plan.plan import FINITE_FLAG_BYTES, Plan
 
 
@@ -50,14 +48,10 @@ def payload_parts(plan: Plan, world_size: int) -> PayloadParts:
     code = positions = values = 0.0
     dense = 4.0 * sum(layer.numel for layer in plan.dense_layers) + FINITE_FLAG_BYTES * bool(plan.compressed_groups)
     for group in plan.compressed_groups:
-        layers, total = plan.members(group), plan.group_payload_bytes(group, world_size)
-        codec = plan.build(group)
-        learned = innermost(codec)
-        coded = learned.code_bytes(layers, world_size) if isinstance(learned, LearnedSelection) else 0.0
-        named = codec.position_bytes(layers, world_size)
-        code, positions = code + coded, positions + named
-        if learned.name == "identity":
-            dense += total
+        found = plan.forecast(group, world_size)
+        code, positions = code + found.codes, positions + found.positions
+        if group.codec == "identity":
+            dense += found.payload
         else:
-            values += total - coded - named
+            values += found.payload - found.codes - found.positions
     return PayloadParts(code, positions, values, dense)

@@ -16,7 +16,7 @@ from torch import nn
 
 from gradlab import codecs
 from gradlab import wrappers as wrapper_registry
-from gradlab.codec import Codec, PlanDefaults, Tensors, hash_tensor
+from gradlab.codec import Bytes, Codec, PlanDefaults, Tensors, hash_tensor
 from gradlab.codec.settings import build_settings, plain
 from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
@@ -279,7 +279,7 @@ class Plan:
             "roles": None if roles is None else known_roles(roles),
             "group_bytes": group_bytes,
         }
-        choice = replace(built.defaults, **{name: value for name, value in given.items() if value is not None})
+        choice = replace(built.about.defaults, **{name: value for name, value in given.items() if value is not None})
         alone = choice.group_bytes is None and _may_span(built)
         if (
             group_bytes is None
@@ -341,10 +341,9 @@ class Plan:
         """
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
-        why = codec.needs_error_feedback
-        if why and not any(wrapper_registry.get(wrap.name).keeps_residual for wrap in group.wrappers):
+        why = codec.traits.needs_feedback
+        if why and not any(wrapper_registry.get(wrap.name).effects.keeps_residual for wrap in group.wrappers):
             raise GradlabError(f"group {group.name}: {why}")
-        codec.bind(self.members(group))
         codec.check(self.members(group))
         for wrap in reversed(group.wrappers):
             wrapper = wrapper_registry.get(wrap.name)
@@ -359,12 +358,12 @@ class Plan:
     @property
     def applies_momentum(self) -> str | None:
         """The name of a wrapper that applies momentum, which the optimizer must then not do; or None."""
-        return next((name for name in self._wrappers() if wrapper_registry.get(name).applies_momentum), None)
+        return next((name for name in self._wrappers() if wrapper_registry.get(name).effects.applies_momentum), None)
 
     @property
     def replaces_optimizer(self) -> str | None:
         """The name of the wrapper that turns gradients into an optimizer's updates, or None."""
-        return next((name for name in self._wrappers() if wrapper_registry.get(name).replaces_optimizer), None)
+        return next((name for name in self._wrappers() if wrapper_registry.get(name).effects.replaces_optimizer), None)
 
     @property
     def residual_is_momentum(self) -> bool:
@@ -375,7 +374,7 @@ class Plan:
     @property
     def applies_weight_decay(self) -> bool:
         """Whether a wrapper applies weight decay, which the optimizer must then not do."""
-        return any(wrapper_registry.get(name).applies_weight_decay for name in self._wrappers())
+        return any(wrapper_registry.get(name).effects.applies_weight_decay for name in self._wrappers())
 
     @property
     def follows_learning_rate(self) -> str | None:
@@ -390,7 +389,7 @@ class Plan:
     def varying(self) -> tuple[str, ...]:
         """Ids of codecs whose messages vary in size with the gradients, so that forecasts of bytes are estimates."""
         groups = self.compressed_groups
-        return tuple(sorted({group.codec for group in groups if innermost(self._forecasting(group)).varying}))
+        return tuple(sorted({group.codec for group in groups if innermost(self._forecasting(group)).traits.varying}))
 
     @functools.cached_property
     def dense_layers(self) -> tuple[Layer, ...]:
@@ -415,37 +414,19 @@ class Plan:
             return 4 * sum(layer.numel for layer in self.layers)
         dense = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
         return dense + sum(
-            self.group_payload_bytes(group, world_size, None if states is None else states.get(group.name, {}))
+            self.forecast(group, world_size, None if states is None else states.get(group.name, {})).payload
             for group in self.compressed_groups
         )
 
-    def group_payload_bytes(self, group: Group, world_size: int, state: Tensors | None = None) -> float:
-        """Forecast the bytes that a rank contributes for one group in a compressed step, mean over ranks.
+    def forecast(self, group: Group, world_size: int, state: Tensors | None = None) -> Bytes:
+        """Forecast the bytes of one group in a compressed step.
 
         Args:
             group: group of the plan.
             world_size: number of ranks.
             state: state that the step starts from. None: the mean over a run.
-
-        Returns:
-            Bytes.
         """
-        codec, members = self._forecasting(group), self.members(group)
-        if state is None:
-            return codec.payload_bytes(members, world_size)
-        return codec.next_payload_bytes(members, world_size, state)
-
-    def group_sent_bytes(self, group: Group, world_size: int) -> float:
-        """Forecast the bytes that a rank sends for one group in a compressed step, see `Codec.sent_bytes`.
-
-        Args:
-            group: group of the plan.
-            world_size: number of ranks.
-
-        Returns:
-            Bytes.
-        """
-        return self._forecasting(group).sent_bytes(self.members(group), world_size)
+        return self._forecasting(group).forecast(self.members(group), world_size, state)
 
     @property
     def digest(self) -> str:
@@ -534,8 +515,8 @@ def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[
     Returns:
         The wrappers, outermost first.
     """
-    feedback = codec.defaults.error_feedback if error_feedback is None else error_feedback
-    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.defaults.two_way else ()))
+    feedback = codec.about.defaults.error_feedback if error_feedback is None else error_feedback
+    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.about.defaults.two_way else ()))
 
 
 def _check_wrappers(wrappers: Any, error_feedback: bool | None) -> None:
@@ -587,7 +568,7 @@ _EACH_BY_ITSELF = {"across_layers": False}
 
 def _may_span(codec: Codec) -> bool:
     """Whether a codec can select from all layers of a group together."""
-    return codec.selects and any(field.name == "across_layers" for field in fields(codec.settings))
+    return codec.traits.selects and any(field.name == "across_layers" for field in fields(codec.settings))
 
 
 def _on_gpu(group_bytes: float | None) -> float:
@@ -630,11 +611,11 @@ def groups_of_the_rest(layers: Sequence[Layer], compressed: Sequence[Layer], aro
 def _without_compression(around: Sequence[Wrap]) -> Iterator[Wrap]:
     for wrap in around:
         wrapper = wrapper_registry.get(wrap.name)
-        if wrapper.applies_weight_decay:
+        if wrapper.effects.applies_weight_decay:
             yield wrap
-        if wrapper.replaces_optimizer:
+        if wrapper.effects.replaces_optimizer:
             yield wrap
-        elif wrapper.applies_momentum:
+        elif wrapper.effects.applies_momentum:
             values = asdict(build_settings(wrapper, wrap.settings))  # defaults too: Nesterov's form is not one's only
             yield Wrap("momentum", {key: values[key] for key in ("momentum", "nesterov", "dampening") if key in values})
 

@@ -46,7 +46,7 @@ def choose(
         candidates = [Candidate(group.codec, settings) for settings in refresh.settings[group.name]]
         row = np.array(squared_errors(layer, accumulated[layer.name], candidates, seed=plan.seed + iteration))
         errors.append(np.sqrt(row) if refresh.metric == "l2" else row)
-        sizes.append([candidate.build().payload_bytes([layer], world_size) for candidate in candidates])
+        sizes.append([candidate.build().forecast([layer], world_size).payload for candidate in candidates])
         budget.append(errors[-1][choice[group.name]])
     if groups and np.isfinite(budget).all():
         smallest = allocate(errors, sizes, refresh.alpha * float(np.array(budget).sum())).choice

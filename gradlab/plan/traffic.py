@@ -39,7 +39,7 @@ def sent_bytes(plan: Plan, world_size: int, groups: Sequence[Group] | None = Non
         Bytes.
     """
     chosen = plan.compressed_groups if groups is None else groups
-    total = sum(plan.group_sent_bytes(group, world_size) for group in chosen)
+    total = sum(plan.forecast(group, world_size).sent for group in chosen)
     if groups is None:
         dense = 4.0 * sum(layer.numel for layer in plan.dense_layers)
         total += ring_sends(world_size) * (dense + FINITE_FLAG_BYTES * bool(chosen))
@@ -139,7 +139,7 @@ def excess_of(plan: Plan, world_size: int, bits: int = 16) -> Excess | None:
     over = [
         group
         for group in plan.compressed_groups
-        if plan.group_sent_bytes(group, world_size) > _SLACK[bits] * ring([group], bits)
+        if plan.forecast(group, world_size).sent > _SLACK[bits] * ring([group], bits)
     ]
     numel, everything = (sum(layer.numel for layer in layers) for layers in (theirs(over), plan.layers))
     if not ring_sends(world_size) or numel < max(_FEWEST, _MATTERS * everything):

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import Batch, Bytes, Codec, Context, Deferred, Exchanged, Tensors, Traits
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Wrapper, deal, state_names
+from gradlab.codec.wrapper import Effects, Wrapper, deal, state_names
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.powersgd import multiplied, orthogonalized
 from gradlab.collectives import Coroutine, Mean
@@ -68,11 +69,14 @@ class Dion(Wrapper):
 
     name = "dion"
     keys = ("velocity", "q", "moment")
-    keeps_residual = True
-    applies_momentum = True
-    before_compression = True
-    replaces_optimizer = True
-    changes_mean = True
+    effects = Effects(
+        acts_when_dense=True,
+        keeps_residual=True,
+        applies_momentum=True,
+        before_compression=True,
+        replaces_optimizer=True,
+        changes_mean=True,
+    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -91,25 +95,18 @@ class Dion(Wrapper):
                 "codec; put it around identity, without a ring"
             )
 
-    @property
-    def needs_whole_layers(self) -> str:
-        """Say that an orthonormalized shard is no shard of the orthonormalized matrix."""
-        return "its wrapper dion orthonormalizes whole matrices"
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(whole_layers="its wrapper dion orthonormalizes whole matrices")
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self._step(grads, state, context, compressing=True))
-
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self._step(grads, state, context, compressing=False))
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return (yield from self._step(grads, state, context, compressing=not context.dense))
 
     # Factors are kept as rows, P^T (r, m) and Q^T (r, n), those of an expert stack as (B, r, m) and (B, r, n). Of a
     # layer whose inputs come before its outputs P is the inputs' factor.
 
-    def _step(self, grads: Tensors, state: Tensors, context: Context, compressing: bool) -> Coroutine[Exchanged]:
-        seen = self._matrices(self.codec.layers_of(grads))
+    def _step(self, grads: Batch, state: Tensors, context: Context, compressing: bool) -> Coroutine[Exchanged]:
+        seen = self._matrices(grads.table)
         inputs = {name: _with_momentum(grad, state.get(f"{name}/velocity")) for name, grad in grads.items()}
         given = {name: value.view(seen[name].shape) if name in seen else value for name, value in inputs.items()}
         thin = {name: given[name] for name, one in seen.items() if compressing and one.compresses}
@@ -133,7 +130,7 @@ class Dion(Wrapper):
             projected = {name: left[name].mT @ (left[name] @ matrix) for name, matrix in thin.items()}
             return {name: projected.get(name, inputs[name]).view(grad.shape) for name, grad in grads.items()}
 
-        updates, shared = context.alike(updated)
+        updates, shared = context.once(updated)
         for name in seen:
             before = thin[name] if name in thin else means[name]
             momentum = self._momentum_after(before, left[name], right[name], context)
@@ -145,7 +142,7 @@ class Dion(Wrapper):
     ) -> torch.Tensor:
         """Compute M = B - (1 - mu) P R^T."""
         less_product = torch.addmm if before.ndim == 2 else torch.baddbmm
-        alpha, out = self.settings.momentum - 1, context.workspace.empty_like(before)
+        alpha, out = self.settings.momentum - 1, context.memory.like(before)
         return less_product(before, left.mT, right, alpha=alpha, out=out)
 
     def _lion(self, mean: torch.Tensor, moment: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +156,7 @@ class Dion(Wrapper):
         """Return the last Q^T, or Gaussian values that all ranks draw alike."""
         if (key := f"{name}/q") in state:
             return state[key].to(like.dtype)
-        generator = context.shared_generator(name, every_iteration=False)
+        generator = context.random.shared(name, every_iteration=False)
         return torch.randn(one.of_right, generator=generator, dtype=like.dtype).to(like.device)
 
     def _matrices(self, layers: Iterable[Layer]) -> dict[str, _Matrices]:
@@ -189,12 +186,10 @@ class Dion(Wrapper):
         }
         return shared | {key: tensor for key, tensor in dealt.items() if tensor is not None}
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         seen = self._matrices(layers)
-        return 4 * sum(seen[layer.name].sent if layer.name in seen else layer.numel for layer in layers)
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        return self.payload_bytes(layers, world_size)
+        values = sum(seen[layer.name].sent if layer.name in seen else layer.numel for layer in layers)
+        return Bytes.of_means(4 * values, world_size)
 
 
 @dataclass(frozen=True)
@@ -253,11 +248,11 @@ def _power_iteration(
     answers = yield tuple(Mean(tensor) for tensor in (*left.values(), *whole.values()))
     of_left, means = dict(zip(left, answers, strict=False)), dict(zip(whole, answers[len(left) :], strict=True))
     known = {name: mean for name, mean in means.items() if name in start}
-    basis = context.alike(lambda: orthogonalized({**of_left, **multiplied(_of(known, start), _turned(known))}))
+    basis = context.once(lambda: orthogonalized({**of_left, **multiplied(_of(known, start), _turned(known))}))
     right = multiplied(_of(thin, basis), thin)
     answers = (yield tuple(Mean(tensor) for tensor in right.values())) if right else ()
     of_right = dict(zip(right, answers, strict=True))
-    return basis, context.alike(lambda: {**of_right, **multiplied(_of(known, basis), known)}), means
+    return basis, context.once(lambda: {**of_right, **multiplied(_of(known, basis), known)}), means
 
 
 def _with_momentum(grad: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.contraction import contraction_setting
-from gradlab.codec.wrapper import Wrapper, deal, state_names
+from gradlab.codec.wrapper import Effects, Wrapper, deal, state_names
 from gradlab.collectives import Coroutine
 from gradlab.wrappers.error_feedback import exchange_contracting
 
@@ -43,16 +43,20 @@ class EF21(Wrapper):
 
     name = "ef21"
     keys = ("estimate", "aggregate", "zeta")
-    keeps_residual = True
+    effects = Effects(acts_when_dense=True, keeps_residual=True)
 
     @dataclass(frozen=True)
     class Settings:
         contraction: str = contraction_setting()
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.dense:
+            return (yield from self._dense(grads, state, context))
         estimates = {name: state[key] for name in grads if (key := f"{name}/estimate") in state}
-        inputs = {name: grad - estimates[name] if name in estimates else grad for name, grad in grads.items()}
-        context = replace(context, reuse=False, spare={})  # gradients are still read
+        inputs = grads.like(
+            {name: grad - estimates[name] if name in estimates else grad for name, grad in grads.items()}
+        )
+        context = replace(context, memory=context.memory.keeping(spare=False))  # gradients are still read
         done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         mean = {
             name: value + state[key] if (key := f"{name}/aggregate") in state else value
@@ -62,17 +66,14 @@ class EF21(Wrapper):
         kept = {**done.state, **_kept(own, mean), **measured}
         return replace(done, mean=mean, own=own, state=kept, compressor_input=grads, compression_error=errors)
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         # What a server kept back is missing from the estimates' mean, which is known whole now: it is not sent again.
         inner = {
             key: value for key, value in self.inner_state(state).items() if "server_" not in key.rpartition("/")[2]
         }
-        done = yield from self.codec.dense_exchange(grads, inner, context)
+        done = yield from self.codec.run(grads, inner, context)
         own = {name: grad.clone() for name, grad in grads.items()}
         return replace(done, state={**done.state, **_kept(own, done.mean)}, compressor_input=grads)
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
 
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
         state: Tensors = {}

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import Batch, Codec, Context, Deferred, Exchanged, Tensors, Traits, concatenate, separate
 from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, needs_scaling
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
+    Effects,
     Wrapper,
     buffer_setting,
     entries,
@@ -66,8 +68,7 @@ class ErrorFeedback(Wrapper):
 
     name = "error_feedback"
     keys = ("residual", "zeta")
-    keeps_residual = True
-    frees_gradients = True
+    effects = Effects(keeps_residual=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -105,38 +106,44 @@ class ErrorFeedback(Wrapper):
         super().__init__(codec, settings)
         refuse_keep(self)
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, frees_gradients=True)
+
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.dense:
+            return (yield from self._dense(grads, state, context))
         residual = self._residual(grads, state, context)
-        inputs = add(grads, residual, context)
+        inputs = grads.like(add(grads, residual, context))
         if len(residual) < len(grads):  # a gradient is the compressor's input, and its memory is still read
-            context = replace(context, reuse=False, spare={})
+            context = replace(context, memory=context.memory.keeping(spare=False))
         elif self.settings.keep == "unselected":
-            context = replace(context, reuse=False)
+            context = replace(context, memory=context.memory.keeping())
         done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
-        still = context.standing_still(grads, self.settings.step_size_ratio)
+        still = context.training.frozen(grads, self.settings.step_size_ratio)
         steps = self.settings.reset_steps
-        dropped = steps > 0 and (context.iteration - context.start + 1) % steps == 0
+        dropped = steps > 0 and (context.iteration - context.training.start + 1) % steps == 0
         new = {} if dropped else self._low_passed(without(kept_back, still), residual)
         kept = held_residuals(grads, state, still) | store_buffers(new, "residual", self.settings.buffer)
         state = {**done.state, **kept, **measured}
         return replace(done, state=state, compressor_input=inputs, compression_error=errors)
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        inputs = add(grads, self._residual(grads, state, context), context)
-        done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
-        still = context.standing_still(grads, self.settings.step_size_ratio)
+    def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        inputs = grads.like(add(grads, self._residual(grads, state, context), context))
+        done = yield from self.codec.run(inputs, self.inner_state(state), context)
+        still = context.training.frozen(grads, self.settings.step_size_ratio)
         kept = {**done.state, **held_residuals(grads, state, still)}
         return replace(done, state=kept, compressor_input=inputs)
 
     def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         residuals: Tensors = {}
         kept, factor = load_buffers(state, grads, "residual", self.settings.buffer), self.settings.carried
-        if not context.follows_rates(self.settings.step_size_ratio):
+        if not context.training.scales_residuals(self.settings.step_size_ratio):
             return kept if factor == 1.0 else {name: value * factor for name, value in kept.items()}
-        still = context.standing_still(grads, self.settings.step_size_ratio)
+        still = context.training.frozen(grads, self.settings.step_size_ratio)
         for name, residual in without(kept, still).items():
-            ratio = factor * context.residual_ratio(name, self.settings.step_size_ratio)
+            ratio = factor * context.training.residual_ratio(name, self.settings.step_size_ratio)
             residuals[name] = residual if ratio == 1.0 else residual * ratio
         return residuals
 
@@ -153,14 +160,16 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
     """Add residuals to gradients, by layer; a layer without a residual keeps its gradient."""
     if len(grads) > 1 and residual.keys() == grads.keys() and same_dtype((*grads.values(), *residual.values())):
         # Sums of all layers, which then lie one after another.
-        total = context.workspace.empty((sum(grad.numel() for grad in grads.values()),), next(iter(grads.values())))
+        total = context.memory.workspace.empty(
+            (sum(grad.numel() for grad in grads.values()),), next(iter(grads.values()))
+        )
         if total.numel() >= _WORTH_A_CALL * len(grads):
             sums = separate(total, grads)
             return {name: torch.add(grad, residual[name], out=sums[name]) for name, grad in grads.items()}
         torch.cat([grad.reshape(-1) for grad in grads.values()], out=total)
         return separate(total.add_(concatenate({name: residual[name] for name in grads})), grads)
     return {
-        name: torch.add(grad, residual[name], out=context.workspace.empty_like(grad)) if name in residual else grad
+        name: torch.add(grad, residual[name], out=context.memory.like(grad)) if name in residual else grad
         for name, grad in grads.items()
     }
 
@@ -185,12 +194,12 @@ def same_dtype(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def exchange_contracting(
-    wrapper: Wrapper, inputs: Tensors, state: Tensors, context: Context
+    wrapper: Wrapper, inputs: Batch, state: Tensors, context: Context
 ) -> Coroutine[tuple[Exchanged, Tensors, Tensors]]:
     """Run the wrapped codec on inputs, or on a multiple if it does not contract (`gradlab.codec.contraction`); return
     its result, the compression errors by layer, and state entries with what was measured."""
     codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
-    if wrapper.settings.contraction == "none" or not needs_scaling(codec, inputs):
+    if wrapper.settings.contraction == "none" or not needs_scaling(codec, inputs.table):
         done = yield from codec.exchange(inputs, inside, context)
         return done, compression_errors(inputs, done.own, context), {}
     zeta = state[key] if key in state else first_zeta(codec, inputs, context)
@@ -202,15 +211,13 @@ def compression_errors(inputs: Tensors, own: Mapping[str, torch.Tensor], context
     """Subtract this rank's decoded contributions from the compressor inputs, by layer."""
     if isinstance(own, Deferred) and own.compression_error is not None:
         return own.compression_error()
-    return {
-        name: torch.sub(value, own[name], out=context.workspace.empty_like(value)) for name, value in inputs.items()
-    }
+    return {name: torch.sub(value, own[name], out=context.memory.like(value)) for name, value in inputs.items()}
 
 
 def refuse_keep(wrapper: Wrapper) -> None:
     """Refuse keep = "unselected" around a codec that sends every element: no residual would be kept."""
     method = innermost(wrapper.codec)
-    if wrapper.settings.keep == "unselected" and not method.selects:
+    if wrapper.settings.keep == "unselected" and not method.traits.selects:
         raise GradlabError(
             f"{wrapper.name}: keep = unselected around {method.name}, which sends every element: no residual would be "
             "kept; it is for sparsifications"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors
+from gradlab.codec import Batch, Codec, Compressor, Context, Deferred, Exchanged, Tensors
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Coroutine
@@ -56,24 +56,23 @@ class Hadamard(Wrapper):
                 f"wrapper {codec.name} inside hadamard: a rotation stands next to the codec, name it last"
             )
         alone = isinstance(codec, Compressor) and codec.about.family == "quantization"
-        if not alone and not codec.rotatable:
+        if not alone and not codec.traits.rotatable:
             raise GradlabError(
                 f"wrapper hadamard around {codec.name}: a rotation is for codecs that quantize every value of a rank's "
                 "own gradient, such as block_scaled, qsgd and sign"
             )
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        signs = draw_signs(self.settings.block, context.shared_generator("hadamard", every_iteration=False))
-        rotated = {name: rotate(grad, signs.to(grad)) for name, grad in grads.items()}
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.dense:
+            return (yield from self.codec.run(grads, state, context))
+        signs = draw_signs(self.settings.block, context.random.shared("hadamard", every_iteration=False))
+        rotated = grads.like({name: rotate(grad, signs.to(grad)) for name, grad in grads.items()})
         done = yield from self.codec.exchange(rotated, state, context)
 
         def back(tensors: Mapping[str, torch.Tensor]) -> Tensors:
             return {name: rotate_back(tensors[name], signs.to(grad)) for name, grad in grads.items()}
 
         return replace(done, mean=back(done.mean), own=Deferred(grads, lambda: back(done.own)))
-
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self.codec.dense_exchange(grads, state, context))
 
 
 def draw_signs(block: int, generator: torch.Generator) -> torch.Tensor:

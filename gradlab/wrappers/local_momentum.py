@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Wrapper, buffer_setting, load_buffer, store_buffers
+from gradlab.codec.wrapper import Effects, Wrapper, buffer_setting, load_buffer, store_buffers
 from gradlab.collectives import Coroutine
 
 
@@ -31,8 +31,7 @@ class LocalMomentum(Wrapper):
 
     name = "local_momentum"
     keys = ("velocity",)
-    applies_momentum = True
-    before_compression = True
+    effects = Effects(acts_when_dense=True, applies_momentum=True, before_compression=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -46,22 +45,14 @@ class LocalMomentum(Wrapper):
         )
         buffer: str = buffer_setting("m is")
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, sent = self._accumulate(grads, state, context)
-        done = yield from self.codec.exchange(sent, self.inner_state(state), context)
+        done = yield from self.codec.run(sent, self.inner_state(state), context)
         return self._done(done, velocity, sent)
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        velocity, sent = self._accumulate(grads, state, context)
-        done = yield from self.codec.dense_exchange(sent, self.inner_state(state), context)
-        return self._done(done, velocity, sent)
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
-
-    def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
+    def _accumulate(self, grads: Batch, state: Tensors, context: Context) -> tuple[Tensors, Batch]:
         """Return the new m, and the compressor's input."""
-        mu, memory, velocity, sent = self.settings.momentum, context.workspace, {}, {}
+        mu, memory, velocity, sent = self.settings.momentum, context.memory.workspace, {}, {}
         for name, grad in grads.items():
             before = load_buffer(state, name, "velocity")
             added = grad * (1 - mu) if self.settings.dampening else grad
@@ -71,7 +62,7 @@ class LocalMomentum(Wrapper):
             # A copy where it is sent as it is: what a codec does with it must not reach the state.
             out = memory.empty_like(grad)
             sent[name] = torch.add(added, m, alpha=mu, out=out) if self.settings.nesterov else out.copy_(m)
-        return velocity, sent
+        return velocity, grads.like(sent)
 
     def _done(self, done: Exchanged, velocity: Tensors, sent: Tensors) -> Exchanged:
         kept = store_buffers(velocity, "velocity", self.settings.buffer)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Wrapper
+from gradlab.codec.wrapper import Effects, Wrapper
 from gradlab.collectives import Coroutine
 
 
@@ -26,7 +26,7 @@ class Momentum(Wrapper):
 
     name = "momentum"
     keys = ("momentum",)
-    applies_momentum = True
+    effects = Effects(acts_when_dense=True, applies_momentum=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -34,16 +34,9 @@ class Momentum(Wrapper):
         nesterov: bool = setting(False, help="look ahead along u")
         dampening: bool = setting(False, help="the weight of the mean in u is 1 - m, not 1")
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        done = yield from self.codec.exchange(grads, self.inner_state(state), context)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        done = yield from self.codec.run(grads, self.inner_state(state), context)
         return self._applied(done, state)
-
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        done = yield from self.codec.dense_exchange(grads, self.inner_state(state), context)
-        return self._applied(done, state)
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
 
     def _applied(self, done: Exchanged, state: Tensors) -> Exchanged:
         m, applied, kept = self.settings.momentum, {}, {}

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.contraction import contraction_setting
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
+    Effects,
     Wrapper,
     buffer_setting,
     innermost,
@@ -52,8 +53,7 @@ class MomentumCorrection(Wrapper):
 
     name = "momentum_correction"
     keys = ("residual", "velocity", "zeta")
-    keeps_residual = True
-    applies_momentum = True
+    effects = Effects(acts_when_dense=True, keeps_residual=True, applies_momentum=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -79,38 +79,37 @@ class MomentumCorrection(Wrapper):
         super().__init__(codec, settings)
         refuse_keep(self)
         method = innermost(codec)
-        self._masks = method.selects if self.settings.masking is None else self.settings.masking
-        if self._masks and not method.selects:
+        self._masks = method.traits.selects if self.settings.masking is None else self.settings.masking
+        if self._masks and not method.traits.selects:
             raise GradlabError(
                 f"momentum_correction: masking = true around {method.name}, which sends every element: all momentum "
                 "would be lost; masking is for sparsifications"
             )
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.dense:
+            return (yield from self._dense(grads, state, context))
         velocity, inputs = self._accumulate(grads, state, context)
         done, errors, measured = yield from exchange_contracting(self, inputs, state, context)
         if self._masks:
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
-        still = context.standing_still(grads, self.settings.step_size_ratio)
+        still = context.training.frozen(grads, self.settings.step_size_ratio)
         residual = self._kept(velocity, without(kept_back, still))
         kept = {**held_residuals(grads, state, still), **residual, **measured}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs, compression_error=errors)
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, inputs = self._accumulate(grads, state, context)
-        done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
-        still = context.standing_still(grads, self.settings.step_size_ratio)
+        done = yield from self.codec.run(inputs, self.inner_state(state), context)
+        still = context.training.frozen(grads, self.settings.step_size_ratio)
         kept = {**held_residuals(grads, state, still), **self._kept(velocity, {})}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs)
 
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
-
-    def _accumulate(self, grads: Tensors, state: Tensors, context: Context) -> tuple[Tensors, Tensors]:
+    def _accumulate(self, grads: Batch, state: Tensors, context: Context) -> tuple[Tensors, Batch]:
         """Return the new u, and the compressor's input: v with u added."""
         m, velocity, inputs = self.settings.momentum, {}, {}
-        still = context.standing_still(grads, self.settings.step_size_ratio)
+        still = context.training.frozen(grads, self.settings.step_size_ratio)
         for name, grad in clipped(grads, self.settings.clip_norm, context.world_size).items():
             before, residual = load_buffer(state, name, "velocity"), load_buffer(state, name, "residual")
             if self.settings.nesterov:
@@ -120,9 +119,9 @@ class MomentumCorrection(Wrapper):
                 velocity[name] = grad.clone() if before is None else (before * m).add_(grad)
                 inputs[name] = velocity[name].clone()
             if residual is not None and name not in still:
-                ratio = context.residual_ratio(name, self.settings.step_size_ratio)
+                ratio = context.training.residual_ratio(name, self.settings.step_size_ratio)
                 inputs[name] += residual if ratio == 1.0 else residual * ratio
-        return velocity, inputs
+        return velocity, grads.like(inputs)
 
     def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:
         kind = self.settings.buffer

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.contract import mean_only
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Wrapper
+from gradlab.codec.wrapper import Effects, Wrapper
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer
 
@@ -49,10 +49,9 @@ class OneBitAdam(Wrapper):
 
     name = "onebit_adam"
     keys = ("moment", "variance", "adam_steps")
-    applies_momentum = True
-    before_compression = True
-    replaces_optimizer = True
-    changes_mean = True
+    effects = Effects(
+        acts_when_dense=True, applies_momentum=True, before_compression=True, replaces_optimizer=True, changes_mean=True
+    )
 
     @dataclass(frozen=True)
     class Settings:
@@ -68,27 +67,25 @@ class OneBitAdam(Wrapper):
         kappa: int = setting(16, least=1, help="zero_one: updates of v before the distance between them doubles")
         mask: bool = setting(True, help="hold coordinates whose gradient was always 0; the published code asks for it")
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.dense:
+            done = yield from self.codec.run(grads, self.inner_state(state), context)
+            return self._learned(done, state)
         known = all(f"{name}/variance" in state for name in grads)
-        if not known or self._moves_variance(context.iteration - context.start):
+        if not known or self._moves_variance(context.iteration - context.training.start):
             done = yield from mean_only(grads)
             return self._learned(replace(done, state=self.inner_state(state)), state)
         beta1, moments = self.settings.beta1, {name: state[f"{name}/moment"] for name in grads}
-        inputs = {name: (moments[name] * beta1).add_(grad, alpha=1 - beta1) for name, grad in grads.items()}
-        done = yield from self.codec.exchange(inputs, self.inner_state(state), replace(context, reuse=False, spare={}))
+        inputs = grads.like({name: (moments[name] * beta1).add_(grad, alpha=1 - beta1) for name, grad in grads.items()})
+        done = yield from self.codec.exchange(
+            inputs, self.inner_state(state), replace(context, memory=context.memory.keeping(spare=False))
+        )
         new: Tensors = {}
         for name, mean in done.mean.items():
             variance, steps = state[f"{name}/variance"], state[f"{name}/adam_steps"]
             moment = torch.where(variance > 0, mean, 0) if self.settings.mask else mean.clone()
             new |= _entries(name, moment, variance, steps + steps.new_tensor([1, 0]))
         return self._applied(done, new, done.compressor_input or inputs)
-
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        done = yield from self.codec.dense_exchange(grads, self.inner_state(state), context)
-        return self._learned(done, state)
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
 
     def _learned(self, done: Exchanged, state: Tensors) -> Exchanged:
         """Take Adam's step on the mean gradient."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine
@@ -52,11 +52,8 @@ class SparsityWarmup(Wrapper):
         self.densities = [initial * (final / initial) ** (stage / stages) for stage in range(stages)]
         self._codecs = [codec.with_settings(density=density) for density in self.densities]
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self.at(context.iteration - context.start).exchange(grads, state, context))
-
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self.codec.dense_exchange(grads, state, context))
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        return (yield from self.at(context.iteration - context.training.start).run(grads, state, context))
 
     def to(self, device: torch.device | str) -> Codec:
         for codec in (self.codec, *self._codecs):

@@ -7,20 +7,32 @@ is the server of one part, so that no link carries more than the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gradlab.codec import Codec, Compressor, Context, Deferred, Exchanged, Tensors, concatenate, separate
+from gradlab.codec import (
+    Batch,
+    Bytes,
+    Codec,
+    Compressor,
+    Context,
+    Deferred,
+    Exchanged,
+    Table,
+    Tensors,
+    concatenate,
+    mean_only,
+)
 from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
 from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.pieces import piece_of, pieces_of
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Sharded, Shards, Spread
 from gradlab.codec.wrapper import (
+    Effects,
     Wrapper,
     buffer_setting,
     in_own_memory,
@@ -53,7 +65,7 @@ class TwoWay(Wrapper):
 
     name = "two_way"
     keys = ("server_residual", "server_whole", "server_zeta", "sent_held", "server_held")
-    server_residual = True
+    effects = Effects(server_residual=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -78,15 +90,17 @@ class TwoWay(Wrapper):
                 f"two_way around {codec.name} with a form of exchange of its own ({codec.settings}): inside, it would "
                 "not have that"
             )
-        if codec.varying and self.settings.server == "rank":
+        if codec.traits.varying and self.settings.server == "rank":
             raise GradlabError(
                 f"two_way around {codec.name} with messages whose sizes vary: that of one server's answer must be "
                 'known to all; choose settings that fix it, or server = "sharded"'
             )
         self.compressor = codec
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, whole = concatenate(grads), self.compressor.of_group(grads)
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        if context.dense:
+            return (yield from self._dense(grads, state, context))
+        vector, whole = grads.vector, self.compressor.for_layers(grads.table)
         sending = whole.held(vector, state.get(_key(grads, "sent_held")))
         sharded = self._sharded(whole, vector, grads, context, sending)
         average, codec = (yield from sharded.average()), sharded.codec
@@ -97,7 +111,7 @@ class TwoWay(Wrapper):
         scaled = average if zeta is None else scale_down(average, zeta, context)
         serving = codec.held(scaled, state.get(_key(grads, "server_held")))
         codec = codec.at(serving)
-        answer = codec.compress(scaled, context.rank_generator("server"))
+        answer = codec.compress(scaled, context.random.of_rank("server"))
         answers = yield self._answer_requests(answer, sharded, context)
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
         after = {
@@ -105,45 +119,43 @@ class TwoWay(Wrapper):
             "server_held": codec.held_after(serving, [answer], len(average)),
         }
         kept |= {_key(grads, what): value for what, value in after.items() if value is not None}
-        mean = context.alike(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
+        mean = context.once(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
         asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
-        total = separate(concatenate(grads).clone(), grads)
+        total = grads.like(grads.cut(grads.vector.clone()))
         held = self._server_residual(grads, state, context, next(iter(grads.values())))
         added = self._rescaled(held, context).split([piece.numel() for piece in held.values()])
-        for (name, (a, b)), piece in zip(self._cuts_of(grads, context).items(), added, strict=True):
+        for (name, (a, b)), piece in zip(
+            self._cuts(grads.table, context.rank, context.world_size, context.group).items(), added, strict=True
+        ):
             total[name].view(-1)[a:b] += context.world_size * piece
-        done = yield from self.codec.dense_exchange(total, {}, context)
+        done = yield from mean_only(total)
         kept: Tensors = {}
-        still = context.standing_still(held, self.settings.step_size_ratio)
+        still = context.training.frozen(held, self.settings.step_size_ratio)
         for name, piece in held.items() if self.settings.error_feedback else ():
             if name in still:
                 kept |= store_buffer(name, "server_residual", in_own_memory(piece), self.settings.buffer)
         return Exchanged(done.mean, dict(grads), kept)
 
-    def _shapes(self, grads: Tensors) -> list[tuple[int, ...]]:
-        return self.compressor.shapes_of(self.compressor.layers_of(grads))
-
     def _sharded(
         self,
         codec: Compressor,
         vector: torch.Tensor,
-        grads: Tensors,
+        grads: Batch,
         context: Context,
         held: torch.Tensor | None,
     ) -> Sharded | Spread:
         if codec.spreads:
-            numels = tuple(map(math.prod, self._shapes(grads)))
-            return Spread(codec, vector, pieces_of(numels, context.world_size), context, held)
+            return Spread(codec, vector, pieces_of(grads.table.numels, context.world_size), context, held)
         shards = self._shards_of(codec, vector.numel(), context.world_size, context.group)
         return Sharded(codec, vector, shards, context, held)
 
-    def shards(self, shapes: Sequence[Sequence[int]], world_size: int, group: str = "") -> Shards:
-        """Return each rank's shard (start, stop) of layers of these shapes: whole blocks, or all on one rank."""
-        return self._shards_of(self.compressor.for_layers(shapes), sum(map(math.prod, shapes)), world_size, group)
+    def shards(self, layers: Sequence[Layer], world_size: int, group: str = "") -> Shards:
+        """Return each rank's shard (start, stop) of layers: whole blocks, or all on one rank."""
+        return self._shards_of(self.compressor.for_layers(layers), Table.of(layers).numel, world_size, group)
 
     def _shards_of(self, codec: Compressor, numel: int, world_size: int, group: str) -> Shards:
         """Return the shards of a vector (numel,), of which this is the compressor."""
@@ -169,12 +181,12 @@ class TwoWay(Wrapper):
             return [tuple(answers) if rank == self.settings.server_rank else own for rank, own in enumerate(sent)]
         return list(zip(*answers, strict=True))
 
-    def _server_residual(self, grads: Tensors, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
+    def _server_residual(self, grads: Batch, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
         """The server residual of this rank's shard, by layer, (elements in the shard,), in the dtype of `like`."""
         pieces = load_buffers(state, grads, "server_residual", self.settings.buffer)
         if len(pieces) == len(grads):
             return pieces
-        for name, (a, b) in self._cuts_of(grads, context).items():
+        for name, (a, b) in self._cuts(grads.table, context.rank, context.world_size, context.group).items():
             piece, whole = pieces.get(name), load_buffer(state, name, "server_whole")
             if whole is not None:
                 piece = whole[a:b]
@@ -186,23 +198,18 @@ class TwoWay(Wrapper):
     def _rescaled(self, held: Tensors, context: Context) -> torch.Tensor:
         """Return the shard's residual at this iteration's step size, (shard elements,); zero where it is held."""
         wanted = self.settings.step_size_ratio
-        if context.follows_rates(wanted):
-            still = context.standing_still(held, wanted)
-            ratios = {name: 0.0 if name in still else context.residual_ratio(name, wanted) for name in held}
+        if context.training.scales_residuals(wanted):
+            still = context.training.frozen(held, wanted)
+            ratios = {name: 0.0 if name in still else context.training.residual_ratio(name, wanted) for name in held}
             held = {name: piece if ratios[name] == 1.0 else piece * ratios[name] for name, piece in held.items()}
         return concatenate(held)
 
-    def _cuts_of(self, grads: Tensors, context: Context) -> dict[str, Shard]:
-        numels = {name: grad.numel() for name, grad in grads.items()}
-        return self._cuts(numels, self._shapes(grads), context.rank, context.world_size, context.group)
-
-    def _cuts(
-        self, numels: Mapping[str, int], shapes: Sequence[Sequence[int]], rank: int, world_size: int, group: str
-    ) -> dict[str, Shard]:
+    def _cuts(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> dict[str, Shard]:
         """Return the part of each layer that lies in a rank's shard: (start, stop) in the layer."""
+        numels = {layer.name: layer.numel for layer in layers}
         if self.compressor.spreads:
             return {name: piece_of(numel, rank, world_size) for name, numel in numels.items()}
-        start, stop = self.shards(shapes, world_size, group)[rank]
+        start, stop = self.shards(layers, world_size, group)[rank]
         cuts, first = {}, 0
         for name, numel in numels.items():
             a, b = (max(0, min(numel, edge - first)) for edge in (start, stop))
@@ -216,26 +223,26 @@ class TwoWay(Wrapper):
         """Return this server's compression error, by layer; for a layer whose residual is held, the held one."""
         if not self.settings.error_feedback:
             return {}
-        errors = codec.residual_into(context.workspace.empty_like(average), average, answer)
+        errors = codec.residual_into(context.memory.like(average), average, answer)
         pieces = _cut_alike(errors, held)
-        for name in context.standing_still(held, self.settings.step_size_ratio):
+        for name in context.training.frozen(held, self.settings.step_size_ratio):
             pieces[name] = in_own_memory(held[name])
         return store_buffers(pieces, "server_residual", self.settings.buffer)
 
     def _zeta(
-        self, codec: Compressor, average: torch.Tensor, grads: Tensors, state: Tensors, context: Context
+        self, codec: Compressor, average: torch.Tensor, grads: Batch, state: Tensors, context: Context
     ) -> torch.Tensor | None:
         """Return the number that the server's input is divided by, (); None if it keeps no residual, or needs none."""
         asked = self.settings.error_feedback and self.settings.contraction != "none"
-        if not asked or not needs_scaling(self.compressor, grads):
+        if not asked or not needs_scaling(self.compressor, grads.table):
             return None
         if (known := state.get(_key(grads, "server_zeta"))) is not None:
             return known
-        sent = codec.decompress(codec.compress(average, context.rank_generator("server", "contraction")), average)
+        sent = codec.decompress(codec.compress(average, context.random.of_rank("server", "contraction")), average)
         return next_zeta(torch.ones((), device=average.device), [average], [sent])
 
     def _measured(
-        self, zeta: torch.Tensor | None, average: torch.Tensor, codec: Compressor, answer: Payload, grads: Tensors
+        self, zeta: torch.Tensor | None, average: torch.Tensor, codec: Compressor, answer: Payload, grads: Batch
     ) -> Tensors:
         if zeta is None:
             return {}
@@ -246,36 +253,27 @@ class TwoWay(Wrapper):
         if (held := self.compressor.kept_by_messages) is not None:
             found |= for_any(layers, "sent_held", held) | for_any(layers, "server_held", held)
         if self.settings.error_feedback:
-            numels = {layer.name: layer.numel for layer in layers}
-            cuts = self._cuts(numels, self.compressor.shapes_of(layers), rank, world_size, group)
-            for name, (a, b) in cuts.items():
-                found |= kept_buffer(name, "server_residual", (b - a,), self.settings.buffer)
-                found[f"{name}/server_whole"] = Kept((numels[name],))
+            cuts = self._cuts(layers, rank, world_size, group)
+            for layer, (a, b) in zip(layers, cuts.values(), strict=True):
+                found |= kept_buffer(layer.name, "server_residual", (b - a,), self.settings.buffer)
+                found[f"{layer.name}/server_whole"] = Kept((layer.numel,))
         return found
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        sizes = [codec.compressed_bytes(numel) for codec, numel in self._parts(layers, world_size)]
-        return sum(sizes) + sum(sizes) / world_size
-
-    def sent_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return ring_sends(world_size) * self.payload_bytes(layers, world_size) / (1 + 1 / world_size)
-
-    def position_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        sizes = [codec.compressed_position_bytes(numel) for codec, numel in self._parts(layers, world_size)]
-        return sum(sizes) + sum(sizes) / world_size
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        parts = self._parts(layers, world_size)
+        sizes = sum(codec.compressed_bytes(numel) for codec, numel in parts)
+        positions = sum(codec.compressed_position_bytes(numel) for codec, numel in parts)
+        # There, and the answer for one shard.
+        return Bytes(sizes + sizes / world_size, ring_sends(world_size) * sizes, positions + positions / world_size)
 
     def _parts(self, layers: Sequence[Layer], world_size: int) -> list[tuple[Compressor, int]]:
         """The compressor of each rank's shard, and the shard's elements."""
-        shapes = self.compressor.shapes_of(layers)
         if self.compressor.spreads:
-            pieces = pieces_of(tuple(map(math.prod, shapes)), world_size)
-            ranks = range(world_size)
-            return [(self.compressor.for_layers(pieces.shapes(rank)), pieces.numel(rank)) for rank in ranks]
-        codec = self.compressor.for_layers(shapes)
-        return [(codec.part(a, b), b - a) for a, b in self.shards(shapes, world_size)]
-
-    def next_payload_bytes(self, layers: Sequence[Layer], world_size: int, state: Tensors) -> float:
-        return self.payload_bytes(layers, world_size)
+            pieces = pieces_of(Table.of(layers).numels, world_size)
+            of_ranks = [Table.of_shapes(pieces.shapes(rank)) for rank in range(world_size)]
+            return [(self.compressor.for_layers(table), table.numel) for table in of_ranks]
+        codec = self.compressor.for_layers(layers)
+        return [(codec.part(a, b), b - a) for a, b in self.shards(layers, world_size)]
 
     def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
         """Join the shards' residuals in rank order; every rank gets the whole. residuals = "drop" forgets it."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.settings import require, setting
-from gradlab.codec.wrapper import Wrapper
+from gradlab.codec.wrapper import Effects, Wrapper
 from gradlab.collectives import Coroutine
 
 FORMS = ("gradient", "apart")
@@ -40,7 +40,7 @@ class WeightDecay(Wrapper):
 
     name = "weight_decay"
     keys = ("decay_momentum",)
-    applies_weight_decay = True
+    effects = Effects(acts_when_dense=True, applies_weight_decay=True)
 
     @dataclass(frozen=True)
     class Settings:
@@ -63,33 +63,25 @@ class WeightDecay(Wrapper):
 
     def __init__(self, codec: Codec, settings: WeightDecay.Settings | None = None) -> None:
         super().__init__(codec, settings)
-        self.changes_mean = self.settings.form == "apart"
+        self.effects = replace(type(self).effects, changes_mean=self.settings.form == "apart")
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = self._inputs(grads, context)
-        done = yield from self.codec.exchange(inputs, self.inner_state(state), context)
+        done = yield from self.codec.run(inputs, self.inner_state(state), context)
         return self._applied(done, state, context)
 
-    def dense_exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        inputs = self._inputs(grads, context)
-        done = yield from self.codec.dense_exchange(inputs, self.inner_state(state), context)
-        return self._applied(done, state, context)
-
-    def acts_when_dense(self, state: Tensors) -> bool:
-        return True
-
-    def _inputs(self, grads: Tensors, context: Context) -> Tensors:
-        if self.changes_mean or not context.parameters:
+    def _inputs(self, grads: Batch, context: Context) -> Batch:
+        if self.effects.changes_mean or not context.training.parameters:
             return grads
-        rate = self.settings.rate
-        return {name: grad.add(context.parameters[name].to(grad.dtype), alpha=rate) for name, grad in grads.items()}
+        rate, parameters = self.settings.rate, context.training.parameters
+        return grads.like({name: grad.add(parameters[name].to(grad.dtype), alpha=rate) for name, grad in grads.items()})
 
     def _applied(self, done: Exchanged, state: Tensors, context: Context) -> Exchanged:
-        if not self.changes_mean or not context.parameters:
+        if not self.effects.changes_mean or not context.training.parameters:
             return done
         applied, kept = {}, {}
         for name, mean in done.mean.items():
-            decay = context.parameters[name].detach().to(mean.dtype) * self.settings.rate
+            decay = context.training.parameters[name].detach().to(mean.dtype) * self.settings.rate
             m = decayed_momentum(decay, state.get(f"{name}/decay_momentum"), self.settings.momentum)
             if self.settings.momentum:
                 kept[f"{name}/decay_momentum"] = m

@@ -441,7 +441,7 @@ class StepDriver:
 
     def _group(self, current: Iteration, part: Part, name: str) -> tuple[Running, int]:
         """A group whose last layer came with this part."""
-        gradients, codec = current.step.layers_of(name), self.run.codecs[name]
+        gradients, codec = current.step.batch(name), self.run.codecs[name]
 
         def finish(done: Exchanged) -> None:
             if current.measured:  # before the gradients, which `done` may still refer to, are overwritten

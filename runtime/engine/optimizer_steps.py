@@ -186,7 +186,7 @@ class OptimizerSteps:
     @property
     def _momentum(self) -> bool:
         codecs = self._driver.run.codecs.values()
-        return any(wrapper.applies_momentum for codec in codecs for wrapper in wrappers_of(codec))
+        return any(wrapper.effects.applies_momentum for codec in codecs for wrapper in wrappers_of(codec))
 
     def _tell(self, found: rules.Finding) -> None:
         """Tell at once: all ranks see it at the same step."""

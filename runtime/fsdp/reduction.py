@@ -122,18 +122,18 @@ class ShardReduction:
         """One group's codec on all shards; its mean for this rank's."""
         done = yield from reduce_scatter_group(
             self.runs[self.mine].codecs[group],
-            [step.layers_of(group) for step in self._steps],
+            [step.batch(group) for step in self._steps],
             [run.states.get(group, {}) for run in self.runs],
             [replace(step.context, group=f"{group} to {place}") for place, step in enumerate(self._steps)],
             self.mine,
-            self._steps[self.mine].context.loss_scale,
+            self._steps[self.mine].context.training.loss_scale,
         )
         own = self._steps[self.mine]
         for step, result in zip(self._steps, done, strict=True):
             step.staged[group] = result.state
         if self._measure_every and self._compressed_steps % self._measure_every == 0:
-            codec, parts = self.runs[self.mine].codecs[group], [step.layers_of(group) for step in self._steps]
-            self._measured[group] = measure_parts(codec, done, parts, own.context.loss_scale)
+            codec, parts = self.runs[self.mine].codecs[group], [step.batch(group) for step in self._steps]
+            self._measured[group] = measure_parts(codec, done, parts, own.context.training.loss_scale)
         return done[self.mine].mean
 
     @property
@@ -144,7 +144,7 @@ class ShardReduction:
         """Findings of the rules on this rank in the step in progress, all of whose gradients were finite."""
         own = self._steps[self.mine]
         found = self._watch.see(
-            own.context.iteration, self._compressed_steps + 1, self._measured, own.context.learning_rate
+            own.context.iteration, self._compressed_steps + 1, self._measured, own.context.training.learning_rate
         )
         return [replace(one, group=f"{one.group} in the reduce-scatter") for one in found]
 

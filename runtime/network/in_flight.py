@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradlab.codec.vectors import cut_like
+from gradlab.codec.batch import cut_like
 from gradlab.collectives import (
     AllToAll,
     Broadcast,

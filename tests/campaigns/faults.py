@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine
 from gradlab.ddp.groups import part_of
@@ -137,7 +137,7 @@ class Breaking(TopK):
 
     victim = 0
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if dist.get_rank() == self.victim and context.iteration == 5:
             raise ArithmeticError("the defect")
         return (yield from super().exchange(grads, state, context))

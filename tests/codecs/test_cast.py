@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Context, Exchanged, Tensors, Training, exchange_group
 from gradlab.codecs.cast import Cast
 from gradlab.collectives import LockstepResult, Mean, run_lockstep, sum_in_rank_order
 from gradlab.errors import GradlabError
@@ -22,8 +22,10 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def exchange(dtype: str, grads: list[Tensors], scale: float = 1.0) -> list[LockstepResult[Exchanged]]:
-    codec, context = Cast(Cast.Settings(dtype)), Context(0, len(grads), 0, loss_scale=scale)
-    return run_lockstep([codec.exchange(each, {}, replace(context, rank=rank)) for rank, each in enumerate(grads)])
+    codec, context = Cast(Cast.Settings(dtype)), Context(0, len(grads), 0, training=Training(loss_scale=scale))
+    return run_lockstep(
+        [exchange_group(codec, each, {}, replace(context, rank=rank)) for rank, each in enumerate(grads)]
+    )
 
 
 def own(dtype: str, values: list[float], scale: float = 1.0) -> torch.Tensor:
@@ -45,12 +47,12 @@ def test_the_mean_travels_in_16_bits(dtype: str, kind: torch.dtype) -> None:
     shapes = {"a": (5, 7), "b": (), "c": (0, 3)}
     generator = torch.Generator().manual_seed(1)
     grads = [{n: torch.randn(s, generator=generator, dtype=kind) for n, s in shapes.items()} for _ in range(3)]
-    requests = next(Cast(Cast.Settings(dtype)).exchange(grads[0], {}, Context(0, 3, 0)))
+    requests = next(exchange_group(Cast(Cast.Settings(dtype)), grads[0], {}, Context(0, 3, 0)))
     assert isinstance(requests, tuple)
     assert [type(r) for r in requests] == [Mean] * 3
     assert {r.tensor.dtype for r in requests if isinstance(r, Mean)} == {DTYPES[dtype]}
     for rank, result in enumerate(exchange(dtype, grads)):
-        assert result.payload_bytes == Cast().payload_bytes([Layer(n, s) for n, s in shapes.items()], 3) == 2 * 36
+        assert result.payload_bytes == Cast().forecast([Layer(n, s) for n, s in shapes.items()], 3).payload == 2 * 36
         for name in shapes:
             narrow = [each[name].to(DTYPES[dtype]) for each in grads]
             assert torch.equal(result.value.mean[name], sum_in_rank_order(narrow).to(kind))
@@ -81,7 +83,9 @@ def test_executors_may_hand_over_scaled_gradients(exponent: int, value: float) -
     """`exchange_group` takes the scale off, the codec puts it back: the mean is the scaled gradient's cast."""
     scale = 2.0**exponent
     scaled = torch.tensor([value * scale])
-    coroutine = exchange_group(Cast(), {"a": scaled}, {}, Context(0, 1, 0, loss_scale=scale), scaled_by=scale)
+    coroutine = exchange_group(
+        Cast(), {"a": scaled}, {}, Context(0, 1, 0, training=Training(loss_scale=scale)), scaled_by=scale
+    )
     (result,) = run_lockstep([coroutine])
     assert torch.equal(result.value.mean["a"], scaled.half().float())
 
@@ -95,7 +99,7 @@ def test_a_sum_in_float32_rounds_contributions_and_the_mean_once(dtype: str, ran
     ]
     settings = Cast.Settings(dtype, "float32")
     codec, context = Cast(settings), Context(0, ranks, 0)
-    done = run_lockstep([codec.exchange(own, {}, replace(context, rank=rank)) for rank, own in enumerate(grads)])
+    done = run_lockstep([exchange_group(codec, own, {}, replace(context, rank=rank)) for rank, own in enumerate(grads)])
     for name in ("a", "b"):
         narrow = [own[name].to(DTYPES[dtype]) for own in grads]
         exact = torch.stack([value.double() for value in narrow]).mean(0)
@@ -105,7 +109,7 @@ def test_a_sum_in_float32_rounds_contributions_and_the_mean_once(dtype: str, ran
             assert torch.equal(result.value.own[name], narrow[rank].float())
     layers = [Layer("a", (size,)), Layer("b", (2, 3))]
     payload = sum(result.payload_bytes for result in done) / ranks
-    assert payload == pytest.approx(codec.payload_bytes(layers, ranks))
+    assert payload == pytest.approx(codec.forecast(layers, ranks).payload)
     all_reduced = exchange(dtype, grads)
     padding = 2 * 2 * (ranks - 1) * 2  # shards of unequal length, of each of the all-reduce's two tensors
     assert all(abs(a.wire_bytes - b.wire_bytes) <= padding for a, b in zip(done, all_reduced, strict=True))
@@ -120,7 +124,7 @@ def test_a_sum_in_16_bits_grows_worse_with_ranks_and_one_in_float32_does_not() -
             values = [(1 + torch.rand(500, generator=generator)).bfloat16().float() for _ in range(ranks)]
             codec, context = Cast(Cast.Settings("bfloat16", accumulate)), Context(0, ranks, 0)
             done = run_lockstep(
-                [codec.exchange({"a": own}, {}, replace(context, rank=rank)) for rank, own in enumerate(values)]
+                [exchange_group(codec, {"a": own}, {}, replace(context, rank=rank)) for rank, own in enumerate(values)]
             )
             errors[accumulate, ranks] = float(
                 (done[0].value.mean["a"] - torch.stack(values).mean(0)).abs().max() * 2**8

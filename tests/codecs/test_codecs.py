@@ -137,7 +137,9 @@ def test_what_was_sent_and_the_residual_are_all_gradients(codec: Codec) -> None:
     sent = [{name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in states]
     for step in range(6):
         context = Context(0, 3, step, "g")
-        results = run_lockstep([driven.exchange(draw(r, step), states[r], replace(context, rank=r)) for r in range(3)])
+        results = run_lockstep(
+            [exchange_group(driven, draw(r, step), states[r], replace(context, rank=r)) for r in range(3)]
+        )
         states = [result.value.state for result in results]
         for rank, result in enumerate(results):
             for name in SHAPES:
@@ -151,8 +153,8 @@ def test_what_was_sent_and_the_residual_are_all_gradients(codec: Codec) -> None:
 def test_the_residual_is_added_once_and_the_codecs_state_kept_apart() -> None:
     codec = PowerSGD(PowerSGD.Settings(rank=2))
     grads, state = draw(0, 0), {"matrix/residual": torch.ones(12, 9, dtype=torch.float64)}
-    (with_feedback,) = run_lockstep([ErrorFeedback(codec).exchange(grads, state, Context(0, 1, 0))])
-    (plain,) = run_lockstep([codec.exchange({**grads, "matrix": grads["matrix"] + 1}, {}, Context(0, 1, 0))])
+    (with_feedback,) = run_lockstep([exchange_group(ErrorFeedback(codec), grads, state, Context(0, 1, 0))])
+    (plain,) = run_lockstep([exchange_group(codec, {**grads, "matrix": grads["matrix"] + 1}, {}, Context(0, 1, 0))])
     assert torch.equal(with_feedback.value.mean["matrix"], plain.value.mean["matrix"])
     assert torch.equal(with_feedback.value.compressor_input["matrix"], grads["matrix"] + 1)
     assert torch.equal(with_feedback.value.state["matrix/q"], plain.value.state["matrix/q"])
@@ -162,7 +164,7 @@ def test_the_residual_is_added_once_and_the_codecs_state_kept_apart() -> None:
 
 def test_feedback_delegates() -> None:
     topk = TopK(TopK.Settings(0.1))
-    assert ErrorFeedback(topk).payload_bytes(LAYERS, 4) == topk.payload_bytes(LAYERS, 4)
+    assert ErrorFeedback(topk).forecast(LAYERS, 4).payload == topk.forecast(LAYERS, 4).payload
     samples = {name: torch.stack([draw(0, t)[name] for t in range(8)]) for name in SHAPES}
     unfitted = ErrorFeedback(GradiVeQ(GradiVeQ.Settings(0.3, slice_size=10)))
     fitted = unfitted.fit(LAYERS, samples)
@@ -227,26 +229,26 @@ def stream(generator: torch.Generator) -> list[float]:
 
 def test_shared_streams_agree_between_ranks_and_differ_otherwise() -> None:
     here = Context(0, 4, 7, "group", seed=1)
-    first = stream(here.shared_generator("layer"))
-    assert stream(replace(here, rank=3).shared_generator("layer")) == first
+    first = stream(here.random.shared("layer"))
+    assert stream(replace(here, rank=3).random.shared("layer")) == first
     changed = [replace(here, iteration=8), replace(here, group="other"), replace(here, seed=2)]
-    others = [stream(context.shared_generator("layer")) for context in changed]
-    others += [stream(here.shared_generator("another")), stream(here.shared_generator()), stream(here.rank_generator())]
+    others = [stream(context.random.shared("layer")) for context in changed]
+    others += [stream(here.random.shared("another")), stream(here.random.shared()), stream(here.random.of_rank())]
     assert len({tuple(values) for values in [first, *others]}) == len(others) + 1
 
 
 def test_start_streams_do_not_depend_on_the_iteration() -> None:
     here = Context(0, 4, 7, "group")
-    start = stream(here.shared_generator("layer", every_iteration=False))
-    assert stream(replace(here, iteration=0).shared_generator("layer", every_iteration=False)) == start
-    assert stream(here.shared_generator("layer")) != start
+    start = stream(here.random.shared("layer", every_iteration=False))
+    assert stream(replace(here, iteration=0).random.shared("layer", every_iteration=False)) == start
+    assert stream(here.random.shared("layer")) != start
 
 
 def test_rank_streams_are_a_ranks_own() -> None:
     contexts = [Context(rank, 4, step, group) for rank in range(3) for step in range(2) for group in ("a", "b")]
-    streams = [tuple(stream(context.rank_generator("layer"))) for context in contexts]
+    streams = [tuple(stream(context.random.of_rank("layer"))) for context in contexts]
     assert len(set(streams)) == len(streams)
-    assert streams == [tuple(stream(context.rank_generator("layer"))) for context in contexts]
+    assert streams == [tuple(stream(context.random.of_rank("layer"))) for context in contexts]
 
 
 def test_streams_do_not_touch_the_global_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Context, Exchanged, Table, Tensors, exchange_group
 from gradlab.codecs.ecsq import ECSQ
 from gradlab.collectives import LockstepResult, Request, observed, run_lockstep
 from gradlab.errors import GradlabError
@@ -208,7 +208,7 @@ def test_fitted_tables_are_those_of_the_contributions() -> None:
                 expected = float((scaled - levels)[which].mean()) * 128
                 assert float(codec.learned[f"{name}/centroids"][at]) == pytest.approx(expected, abs=0.6)
     (bare,), (told,) = (
-        run_lockstep([one.exchange(draw(0), {}, Context(0, 1, 0, "g"))])
+        run_lockstep([exchange_group(one, draw(0), {}, Context(0, 1, 0, "g"))])
         for one in (ECSQ(ECSQ.Settings(step=0.8)), codec)
     )
     assert told.payload_bytes < bare.payload_bytes
@@ -247,7 +247,7 @@ def test_one_step_is_near_reverse_water_filling(bits: float) -> None:
     """Gaussian layers of different variances: at most 0.3 bits above the rate-distortion function of these variances
     (a uniform quantizer with entropy coding costs 0.25 bits at high rates), and the coder's 3 percent."""
     x = torch.cat([s * torch.randn(60_000, generator=torch.Generator().manual_seed(3)) for s in (4.0, 1.0, 0.25)])
-    codec = ECSQ(ECSQ.Settings(bits=bits)).for_layers([(60_000,)] * 3)
+    codec = ECSQ(ECSQ.Settings(bits=bits)).for_layers(Table.of_shapes([(60_000,)] * 3))
     (message,) = codec.compress(x, torch.Generator())
     missed = float((codec.decompress(received((message,)), x) - x).square().mean())
     variances, low, high = np.array([16.0, 1.0, 0.0625]), 0.0, 16.0
@@ -276,12 +276,16 @@ def test_nothing_to_send_and_what_is_not_finite() -> None:
     # A rank without a gradient has no step yet, and one of zeros goes on with what it had.
     one, other = torch.zeros(1000), torch.randn(1000, generator=torch.Generator().manual_seed(1))
     contexts = [Context(rank, 2, 0, "g") for rank in range(2)]
-    first = run_lockstep([codec.exchange({"w": g}, {}, c) for g, c in zip((one, other), contexts, strict=True)])
+    first = run_lockstep([exchange_group(codec, {"w": g}, {}, c) for g, c in zip((one, other), contexts, strict=True)])
     assert float(first[0].value.state["w/step"]) == 0
     assert float(first[1].value.state["w/step"]) > 0
-    again = run_lockstep([codec.exchange({"w": one}, r.value.state, c) for r, c in zip(first, contexts, strict=True)])
+    again = run_lockstep(
+        [exchange_group(codec, {"w": one}, r.value.state, c) for r, c in zip(first, contexts, strict=True)]
+    )
     assert float(again[1].value.state["w/step"]) > 0
-    empty = run_lockstep([codec.exchange({"w": one}, {}, contexts[0]), codec.exchange({"w": one}, {}, contexts[1])])
+    empty = run_lockstep(
+        [exchange_group(codec, {"w": one}, {}, contexts[0]), exchange_group(codec, {"w": one}, {}, contexts[1])]
+    )
     assert float(empty[0].value.state["w/step"]) == 0
 
 
@@ -304,7 +308,7 @@ def test_a_size_that_cannot_be_reached_leaves_the_step_where_it_can_return() -> 
     counted = []
     for iteration in range(250):
         x = few if iteration < 200 else torch.randn(numel, generator=draw)
-        (result,) = run_lockstep([codec.exchange({"w": x}, state, Context(0, 1, iteration, "g"))])
+        (result,) = run_lockstep([exchange_group(codec, {"w": x}, state, Context(0, 1, iteration, "g"))])
         state = result.value.state
         counted.append(8 * result.payload_bytes / numel)
     assert np.mean(counted[-10:]) == pytest.approx(0.25, rel=0.05)

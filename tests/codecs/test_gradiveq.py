@@ -143,11 +143,11 @@ def test_samples_travel_as_qsgd() -> None:
     expected = torch.zeros(108)
     for rank, given in enumerate(grads):
         vector = flatten(given, "gradiveq")
-        payload = quantizer.compress(vector, replace(context, group="w/w", rank=rank).rank_generator())
+        payload = quantizer.compress(vector, replace(context, group="w/w", rank=rank).random.of_rank())
         quantizer.add_decompressed(expected, payload, 0.5)
     np.testing.assert_array_equal(slices_of(results[0].value.mean["w"]), expected.double().numpy().reshape(-1, SIZE))
     torch.testing.assert_close(run.states[0]["w/sample 0"], expected[:SIZE][None])
-    assert results[0].payload_bytes == quantizer.payload_bytes([LAYER], 2)
+    assert results[0].payload_bytes == quantizer.forecast([LAYER], 2).payload
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_forecast_is_what_is_sent(changes: dict[str, object], steps: int) ->
     method = codec(**changes)
     run = Run(method)
     for step in range(steps):
-        forecast = method.next_payload_bytes([LAYER], 2, run.states[0])
+        forecast = method.forecast([LAYER], 2, run.states[0]).payload
         for result in run.step(*(gradient(rank, step).float() for rank in range(2))):
             assert result.payload_bytes == forecast
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Tensors, concatenate, separate
+from gradlab.codec import Batch, Layer, Table, Tensors, concatenate, separate
+from gradlab.codec.batch import consecutive, stacked
 from gradlab.codec.contract import means_of
 from gradlab.codec.measures import all_finite
-from gradlab.codec.vectors import consecutive, stacked
 from gradlab.collectives import run_lockstep, sum_in_rank_order
 from support.laws import law
 
@@ -104,27 +104,28 @@ def test_means_together_are_those_of_each() -> None:
     assert run_lockstep([means_of({})])[0].value == {}
 
 
-def test_a_codec_lists_a_groups_layers_once() -> None:
+def test_equal_layers_have_one_table() -> None:
     grads: Tensors = {"w": torch.zeros(4, 5), "b": torch.zeros(4)}
-    codec = codecs.make("one_bit")
-    layers = codec.layers_of(grads)
-    assert codec.layers_of({name: grad.clone() for name, grad in grads.items()}) is layers
-    assert codec.guarantees_of(grads) is codec.guarantees_of(grads)
-    assert codec.layers_of({**grads, "b": torch.zeros(5)})[1].shape == (5,)
-    assert [layer.name for layer in codec.layers_of({"b": grads["b"]})] == ["b"]
-    codec.bind([layer.__class__(layer.name, layer.shape, "linear") for layer in layers])
-    assert [layer.role for layer in codec.layers_of(grads)] == ["linear", "linear"]
+    table = Batch.of(grads).table
+    assert Batch.of({name: grad.clone() for name, grad in grads.items()}).table is table
+    assert Batch.of({**grads, "b": torch.zeros(5)}).table[1].shape == (5,)
+    roles = [layer.role for layer in Batch.of(grads, [Layer("w", (4, 5), "linear")]).table]
+    assert roles == ["linear", "other"]
+    assert table.numel == 24
+    assert table.numels == (20, 4)
+    assert table.names == ("w", "b")
 
 
 @pytest.mark.parametrize("codec", ["sign", "one_bit", "qsgd"])
 def test_a_compressor_follows_other_layers(codec: str) -> None:
     """One that was asked for some layers is not taken for others of the same number of elements."""
     compressor = codecs.make(codec)
-    first, second = ({"w": torch.zeros(8, 32), "b": torch.zeros(8)}, {"w": torch.zeros(4, 64), "b": torch.zeros(8)})
-    of_first = compressor.of_group(first)
-    assert compressor.of_group(first) is of_first
+    first, second = (Table.of_shapes(shapes) for shapes in ([(8, 32), (8,)], [(4, 64), (8,)]))
+    assert compressor.for_layers(first) is compressor.for_layers(Table.of_shapes(first.shapes))
     vector = torch.randn(264)
-    for grads in (second, first):
-        fresh = codecs.make(codec).of_group(grads)
-        pair = [one.compress(vector, torch.Generator().manual_seed(1)) for one in (compressor.of_group(grads), fresh)]
+    for table in (second, first):
+        pair = [
+            one.for_layers(table).compress(vector, torch.Generator().manual_seed(1))
+            for one in (compressor, codecs.make(codec))
+        ]
         assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))

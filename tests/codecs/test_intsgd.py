@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Context, Exchanged, Tensors, exchange_group
 from gradlab.codecs.intsgd import IntSGD
 from gradlab.collectives import LockstepResult, Request, Sum, observed, run_lockstep
 from gradlab.errors import GradlabError
@@ -23,7 +23,7 @@ def exchange(
 ) -> list[LockstepResult[Exchanged]]:
     ranks = len(grads)
     rows = [
-        codec.exchange(own, {} if states is None else states[rank], Context(rank, ranks, 0, "g"))
+        exchange_group(codec, own, {} if states is None else states[rank], Context(rank, ranks, 0, "g"))
         for rank, own in enumerate(grads)
     ]
     return run_lockstep(rows if seen is None else [observed(rows[0], seen), *rows[1:]])
@@ -57,7 +57,7 @@ def test_it_is_right_on_average() -> None:
     codec, x, numel = IntSGD(), drawn(0, 500), 500
     total = torch.zeros(numel, dtype=torch.float64)
     for draw in range(400):
-        rows = [codec.exchange({"w": x}, {}, Context(rank, 2, draw, "g")) for rank in range(2)]
+        rows = [exchange_group(codec, {"w": x}, {}, Context(rank, 2, draw, "g")) for rank in range(2)]
         total += run_lockstep(rows)[0].value.mean["w"].double()
     step = float(x.abs().max()) / 63
     assert float((total / 400 - x).abs().max()) < 5 * step / math.sqrt(4 * 2 * 400)

@@ -21,7 +21,9 @@ def exchange(
 ) -> list[LockstepResult]:
     ranks = len(grads)
     states = states or [{}] * ranks
-    return run_lockstep([codec.exchange(grads[r], states[r], Context(r, ranks, iteration)) for r in range(ranks)])
+    return run_lockstep(
+        [exchange_group(codec, grads[r], states[r], Context(r, ranks, iteration)) for r in range(ranks)]
+    )
 
 
 def matrix(seed: int, *shape: int) -> torch.Tensor:
@@ -145,7 +147,7 @@ def test_rank_beyond_the_matrix_is_dense_and_exact(rows: int, columns: int, exce
     results = exchange(codec, grads)
     torch.testing.assert_close(results[0].value.mean["w"], (grads[0]["w"] + grads[1]["w"]) / 2)
     assert results[0].payload_bytes == 8 * rows * columns
-    assert codec.payload_bytes([Layer("w", (rows, columns))], 2) == 4 * rows * columns
+    assert codec.forecast([Layer("w", (rows, columns))], 2).payload == 4 * rows * columns
     assert results[0].value.state == {}
 
 
@@ -221,12 +223,12 @@ def test_alternating_forecasts_are_what_each_step_sends(rank: int, rows: int, co
     states: list[Tensors] = [{}] * ranks
     forecasts = []
     for step in range(4):
-        forecasts.append(codec.next_payload_bytes(layers, ranks, states[0]))
+        forecasts.append(codec.forecast(layers, ranks, states[0]).payload)
         grads = [{name: matrix(9 * step + r, *shape).float() for name, shape in shapes.items()} for r in range(ranks)]
         results = exchange(codec, grads, states, step)
         states = [result.value.state for result in results]
         assert [result.payload_bytes for result in results] == [forecasts[-1]] * ranks
-    assert sum(forecasts) / 4 == codec.payload_bytes(layers, ranks)
+    assert sum(forecasts) / 4 == codec.forecast(layers, ranks).payload
 
 
 def test_alternating_steps_find_the_best_approximation() -> None:

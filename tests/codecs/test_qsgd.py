@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from scipy import stats
 
-from gradlab.codec import Context, Tensors
+from gradlab.codec import Context, Table, Tensors, exchange_group
 from gradlab.codecs.qsgd import QSGD, norms_of_rows
 from gradlab.coding.bits import pack, unpack
 from gradlab.coding.random_bits import RandomBits
@@ -172,7 +172,7 @@ def test_feedback_around_no_contraction_diverges(bits: int, norm: str, grows: bo
     codec, vector = ErrorFeedback(quantizer(bits=bits, norm=norm), unscaled), normal(1024)
     state: Tensors = {}
     for step in range(100):
-        (result,) = run_lockstep([codec.exchange({"a": vector}, state, Context(0, 1, step))])
+        (result,) = run_lockstep([exchange_group(codec, {"a": vector}, state, Context(0, 1, step))])
         state = result.value.state
     ratio = float(state["a/residual"].norm() / vector.norm())
     assert ratio > 10 if grows else ratio < 1
@@ -183,7 +183,7 @@ def test_chance_is_independent_of_elements_ranks_and_steps() -> None:
     vector, codec = normal(2**16), quantizer(bits=4)
 
     def error(rank: int, step: int) -> torch.Tensor:
-        return decoded_with(codec, vector, Context(rank, 2, step, "g").rank_generator()) - vector
+        return decoded_with(codec, vector, Context(rank, 2, step, "g").random.of_rank()) - vector
 
     first = error(0, 0)
     pairs = [(first[1:], first[:-1]), (first, error(1, 0)), (first, error(0, 1))]
@@ -227,7 +227,7 @@ def test_what_is_not_finite_stays_so(bits: int, norm: str, bad: float, place: in
     bucket = slice(place // 50 * 50, place // 50 * 50 + 50)
     assert not got[bucket].isfinite().any()
     assert int(got.isfinite().sum()) == 220 - len(got[bucket])
-    both = [codec.exchange({"a": v}, {}, Context(rank, 2, 0)) for rank, v in enumerate([vector, normal(220)])]
+    both = [exchange_group(codec, {"a": v}, {}, Context(rank, 2, 0)) for rank, v in enumerate([vector, normal(220)])]
     results = run_lockstep(both)
     assert all(torch.equal(r.value.mean["a"].isfinite(), got.isfinite()) for r in results)
 
@@ -269,7 +269,7 @@ def test_packing_loses_nothing(bits: int, numel: int, seed: int) -> None:
 def test_forecast_is_what_is_sent(bits: int, numel: int, bucket_size: int) -> None:
     codec = quantizer(bits=bits, bucket_size=bucket_size)
     payload = codec.compress(normal(numel), generator())
-    assert sum(part.nbytes for part in payload) == codec.payload_bytes([Layer("a", (numel,))], 2)
+    assert sum(part.nbytes for part in payload) == codec.forecast([Layer("a", (numel,))], 2).payload
     assert decoded(codec, normal(numel)).shape == (numel,)
 
 
@@ -334,7 +334,7 @@ def test_the_mean_is_the_mean_of_what_ranks_sent() -> None:
     )
     grads = [{n: normal(math.prod(s), rank).reshape(s) for n, s in shapes.items()} for rank in range(3)]
     context = Context(0, 3, 4, "g")
-    results = run_lockstep([codec.exchange(grads[r], {}, replace(context, rank=r)) for r in range(3)])
+    results = run_lockstep([exchange_group(codec, grads[r], {}, replace(context, rank=r)) for r in range(3)])
     for name in shapes:
         mean = torch.stack([result.value.own[name] for result in results]).mean(0)
         torch.testing.assert_close(results[1].value.mean[name], mean, rtol=1e-5, atol=1e-6)
@@ -345,10 +345,10 @@ def test_the_mean_is_the_mean_of_what_ranks_sent() -> None:
 def test_two_way(server: str, ranks: int) -> None:
     """Shards are whole buckets; the forecast holds; ranks agree; 8 bits there and back are close to the mean."""
     codec = TwoWay(quantizer(bits=8, bucket_size=64), TwoWay.Settings(server=server))
-    assert all(start % 64 == 0 for start, _ in codec.shards([(700,), (300,)], ranks) if start < 1000)
+    assert all(start % 64 == 0 for start, _ in codec.shards(Table.of_shapes([(700,), (300,)]), ranks) if start < 1000)
     grads = [{"a": normal(700, rank), "b": normal(300, rank + 9)} for rank in range(ranks)]
-    results = run_lockstep([codec.exchange(grads[r], {}, Context(r, ranks, 0)) for r in range(ranks)])
-    forecast = codec.payload_bytes([Layer("a", (700,)), Layer("b", (300,))], ranks)
+    results = run_lockstep([exchange_group(codec, grads[r], {}, Context(r, ranks, 0)) for r in range(ranks)])
+    forecast = codec.forecast([Layer("a", (700,)), Layer("b", (300,))], ranks).payload
     assert sum(result.payload_bytes for result in results) / ranks == forecast
     for name in grads[0]:
         mean = torch.stack([of_rank[name] for of_rank in grads]).mean(0)
@@ -422,7 +422,7 @@ def residual_norms(contraction: str, steps: int) -> list[float]:
     norms = []
     for step in range(steps):
         context, grads = Context(0, 2, step, "g"), [{"w": normal(512, 2 * step + r)} for r in (0, 1)]
-        runs = [codec.exchange(grads[r], states[r], replace(context, rank=r)) for r in (0, 1)]
+        runs = [exchange_group(codec, grads[r], states[r], replace(context, rank=r)) for r in (0, 1)]
         states = [result.value.state for result in run_lockstep(runs)]
         kept = (state[f"w/{what}"] for state in states for what in ("residual", "server_residual"))
         norms.append(max(float(tensor.norm()) for tensor in kept))

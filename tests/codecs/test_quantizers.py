@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Codec, Compressor, Context, Tensors
+from gradlab.codec import Codec, Compressor, Context, Tensors, exchange_group
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.natural import Natural
 from gradlab.codecs.one_bit import OneBit, two_means, two_means_of_blocks
@@ -42,7 +42,9 @@ def flat(tensors: Any) -> np.ndarray:
 def exchange(codec: Codec, grads: list[Tensors], states: list[Tensors] | None = None, step: int = 0) -> Any:
     ranks = len(grads)
     states = states or [{}] * ranks
-    return run_lockstep([codec.exchange(grads[r], states[r], Context(r, ranks, step, "g")) for r in range(ranks)])
+    return run_lockstep(
+        [exchange_group(codec, grads[r], states[r], Context(r, ranks, step, "g")) for r in range(ranks)]
+    )
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -82,7 +84,7 @@ def test_terngrad_is_its_equations(numel: int, clip: float, seed: int) -> None:
     received = returned(codec, vector, seed + 1).numpy()
     np.testing.assert_allclose(received, expected, rtol=1e-6, atol=1e-12)
     sizes = [part.nbytes for part in codec.compress(vector, generator(0))]
-    assert sum(sizes) == codec.payload_bytes([Layer("v", (numel,))], 1)
+    assert sum(sizes) == codec.forecast([Layer("v", (numel,))], 1).payload
 
 
 def test_terngrad_scales_each_layer_and_each_block_by_itself() -> None:
@@ -114,7 +116,7 @@ def test_a_shared_scale_adds_up_whole_numbers(ranks: int, clip: float) -> None:
             clipped = [min(float(a), limit) for a, limit in zip(clipped, limits, strict=True)]
         assert float(owns.abs().max()) == pytest.approx(float(max(clipped)), rel=1e-5)
         assert len(owns.abs().unique()) <= 2
-    forecast = codec.payload_bytes(LAYERS, ranks)
+    forecast = codec.forecast(LAYERS, ranks).payload
     assert sum(result.payload_bytes for result in results) / ranks == pytest.approx(forecast)
     if ranks == 130:  # 0..260 takes 9 bits
         assert forecast < 8 + 2 * -(-221 // 8) + 2 * ranks + 9 * (-(-221 // 8) + ranks) / ranks
@@ -146,7 +148,7 @@ def test_one_bit_is_two_means_of_each_unit(rows: int, columns: int, unit: bool, 
     matrix = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
     matrix[np.random.default_rng(seed + 1).random(matrix.shape) < 0.2] = 0.0
     codec = OneBit(OneBit.Settings("unit" if unit else "tensor"))
-    (result,) = run_lockstep([codec.exchange({"w": torch.from_numpy(matrix)}, {}, Context(0, 1, 0))])
+    (result,) = run_lockstep([exchange_group(codec, {"w": torch.from_numpy(matrix)}, {}, Context(0, 1, 0))])
     by_unit = unit and columns >= 16
     expected = one_bit(matrix if by_unit else matrix.reshape(1, -1)).reshape(matrix.shape)
     np.testing.assert_allclose(result.value.own["w"].numpy(), expected, rtol=1e-5, atol=1e-6)

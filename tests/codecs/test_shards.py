@@ -11,7 +11,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Compressor, Context
+from gradlab.codec import Compressor, Context, Table, exchange_group
 from gradlab.codec.shards import Payload, Sharded, Shards
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.collectives import AllToAll, run_lockstep
@@ -52,7 +52,7 @@ def test_a_payload_cut_at_shards_decodes_to_the_parts_of_the_whole(
 ) -> None:
     shapes = list(SHAPES.values()) if grouped else [(48, 24)]
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    codec, vector = compressor(*case).for_layers(shapes), draw(numel, seed)
+    codec, vector = compressor(*case).for_layers(Table.of_shapes(shapes)), draw(numel, seed)
     bounds = codec.bounds(numel, ranks)
     assume(codec.can_be_cut(bounds))
     payload = codec.compress(vector, torch.Generator().manual_seed(seed))
@@ -72,7 +72,7 @@ def test_small_payloads_of_many_ranks_are_added_up_in_rank_order(
     """As one vector of all of them, and bit for bit what adding one after another gives."""
     shapes = list(SHAPES.values())
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    codec = compressor(*case).for_layers(shapes)
+    codec = compressor(*case).for_layers(Table.of_shapes(shapes))
     generator = torch.Generator().manual_seed(seed)
     payloads = [codec.compress(draw(numel, seed + rank), generator) for rank in range(ranks)]
     total = torch.zeros(numel)
@@ -122,7 +122,10 @@ def test_ranks_in_one_process_average_the_whole_with_the_bits_of_its_shards(
     case: tuple[str, dict[str, Any]], shapes: tuple[tuple[int, ...], ...], ranks: int, seed: int
 ) -> None:
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    codec, vectors = compressor(*case).for_layers(shapes), [draw(numel, seed + rank) for rank in range(ranks)]
+    codec, vectors = (
+        compressor(*case).for_layers(Table.of_shapes(shapes)),
+        [draw(numel, seed + rank) for rank in range(ranks)],
+    )
     together = run_lockstep([one.average() for one in sharded_of(codec, vectors, seed=seed)])
     apart = averages_apart(sharded_of(codec, vectors, seed=seed))
     for result, average, (start, stop) in zip(together, apart, codec.shards(numel, ranks, "g"), strict=True):
@@ -145,7 +148,7 @@ def test_in_one_process_payloads_are_cut_once_for_all_ranks_and_steps() -> None:
     codec = Counted(BlockScaled.Settings(block_size=16))
     for step in range(3):
         grads = [{"w": draw(16 * 24, rank).view(16, 24)} for rank in range(8)]
-        run_lockstep([codec.exchange(grads[rank], {}, Context(rank, 8, step, "w")) for rank in range(8)])
+        run_lockstep([exchange_group(codec, grads[rank], {}, Context(rank, 8, step, "w")) for rank in range(8)])
     assert Counted.cuts == 1
 
 
@@ -171,7 +174,7 @@ def test_where_one_rank_has_it_all_payloads_are_those_of_all_shards_in_turn(
     shards, vector = codec.shards_on(root, numel, ranks), draw(numel, seed)
     assume(not shards.whole)
     [sharded, *_] = sharded_of(codec, [vector] * ranks, shards, seed)
-    alone = draws_of(codec, vector, shards, Context(0, ranks, 0, "g", seed).rank_generator("shards"))
+    alone = draws_of(codec, vector, shards, Context(0, ranks, 0, "g", seed).random.of_rank("shards"))
     for one, other in zip(sharded.sent, alone, strict=True):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
 
@@ -214,10 +217,10 @@ def test_the_mean_is_the_mean_of_contributions_rounded_once_more(
     for form in ("shards", "gather"):
         codec = compressor(name, {**settings, "aggregation": form})
         results[form] = run_lockstep(
-            [codec.exchange(grads[rank], {}, Context(rank, ranks, 0, "w")) for rank in range(ranks)]
+            [exchange_group(codec, grads[rank], {}, Context(rank, ranks, 0, "w")) for rank in range(ranks)]
         )
         payload = sum(result.payload_bytes for result in results[form]) / ranks
-        assert payload == pytest.approx(codec.payload_bytes(layers, ranks))
+        assert payload == pytest.approx(codec.forecast(layers, ranks).payload)
     true = torch.stack([result.value.own["w"] for result in results["shards"]]).mean(0)
     mean = results["shards"][0].value.mean["w"]
     assert all(torch.equal(result.value.mean["w"], mean) for result in results["shards"])

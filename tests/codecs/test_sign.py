@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Codec, Compressor, Context, Exchanged, Table, Tensors, Training, exchange_group
 from gradlab.codecs.sign import Sign, pack_signs, write_signs
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
@@ -164,7 +164,7 @@ def one_step(
     codec: Codec, gradients: Sequence[Vector], states: Sequence[Tensors], step: int, rate: float, before: float
 ) -> list[LockstepResult[Exchanged]]:
     rates = {"learning_rate": {"w": rate}, "previous_learning_rate": {"w": before or rate}}
-    context = Context(0, len(gradients), step, "w", seed=5, **rates)
+    context = Context(0, len(gradients), step, "w", seed=5, training=Training(**rates))
     return run_lockstep(
         [
             exchange_group(codec, {"w": torch.from_numpy(g)}, state, replace(context, rank=rank))
@@ -336,7 +336,7 @@ def test_layers_in_one_group_are_what_each_is_alone_bit_for_bit(
             for rank in range(workers)
         ]
         rates = [{name: (0.1 + t) * (1 + i % 3) for i, name in enumerate(named)} for t in (step, max(0, step - 1))]
-        context = Context(0, workers, step, "g", learning_rate=rates[0], previous_learning_rate=rates[1])
+        context = Context(0, workers, step, "g", training=Training(rates[0], rates[1]))
         results = run_lockstep(
             [
                 exchange_group(codec, g, s, replace(context, rank=r))
@@ -358,7 +358,7 @@ def test_layers_in_one_group_are_what_each_is_alone_bit_for_bit(
                 assert torch.equal(result.value.state[f"{name}/residual"], of_all.value.state[f"{name}/residual"])
     layers = [Layer(name, shape) for name, shape in named.items()]
     counted = sum(result.payload_bytes for result in results) / workers
-    assert counted == pytest.approx(codec.payload_bytes(layers, workers))
+    assert counted == pytest.approx(codec.forecast(layers, workers).payload)
 
 
 def test_across_layers_is_equation_1_of_the_model() -> None:
@@ -375,7 +375,7 @@ def test_across_layers_is_equation_1_of_the_model() -> None:
 
 @law(st.lists(st.integers(1, 300), min_size=2, max_size=9), st.integers(1, 6))
 def test_shards_end_where_blocks_end(numels: list[int], parts: int) -> None:
-    codec = sign().for_layers([(numel,) for numel in numels])
+    codec = sign().for_layers(Table.of_shapes([(numel,) for numel in numels]))
     bounds = codec.bounds(sum(numels), parts)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, sum(numels), parts + 1)
     assert bounds == sorted(bounds)

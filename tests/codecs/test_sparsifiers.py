@@ -13,7 +13,7 @@ from hypothesis import example
 from hypothesis import strategies as st
 from scipy import fft, stats
 
-from gradlab.codec import Codec, Compressor, Context, Tensors
+from gradlab.codec import Codec, Compressor, Context, Tensors, exchange_group
 from gradlab.codec.sparsifier import at_least, count_of, largest
 from gradlab.codecs.clt_k import CLTK
 from gradlab.codecs.dct_topk import DCTTopK, alike_chunks, cosines, restore, tiles, transform
@@ -46,7 +46,9 @@ def flat(tensors: Any) -> np.ndarray:
 def exchange(codec: Codec, grads: Sequence[Tensors], states: Sequence[Tensors] | None = None, step: int = 0) -> Any:
     ranks = len(grads)
     states = states or [{}] * ranks
-    return run_lockstep([codec.exchange(grads[r], states[r], Context(r, ranks, step, "g")) for r in range(ranks)])
+    return run_lockstep(
+        [exchange_group(codec, grads[r], states[r], Context(r, ranks, step, "g")) for r in range(ranks)]
+    )
 
 
 def kept(vector: np.ndarray, positions: Any) -> np.ndarray:
@@ -106,7 +108,7 @@ def test_random_k_sends_the_same_positions_everywhere(density: float, unbiased: 
     grads = [draw(rank) for rank in range(3)]
     for step in range(3):
         results = exchange(codec, grads, step=step)
-        positions = distinct(NUMEL, count, Context(0, 3, step, "g").shared_generator()).numpy()
+        positions = distinct(NUMEL, count, Context(0, 3, step, "g").random.shared()).numpy()
         factor = NUMEL / count if unbiased else 1.0
         for rank, result in enumerate(results):
             np.testing.assert_allclose(flat(result.value.own), factor * kept(flat(grads[rank]), positions))
@@ -211,7 +213,7 @@ def test_equal_magnitudes_and_tiny_layers(codec: Compressor, numel: int) -> None
 
 
 def exchange_named(codec: Codec, grads: Sequence[Tensors], step: int = 0) -> Any:
-    return run_lockstep([codec.exchange(g, {}, Context(r, len(grads), step, "g")) for r, g in enumerate(grads)])
+    return run_lockstep([exchange_group(codec, g, {}, Context(r, len(grads), step, "g")) for r, g in enumerate(grads)])
 
 
 @law(st.integers(0, 70_000), st.floats(0.0001, 1.0), seeds, examples=60)
@@ -357,7 +359,7 @@ def test_demo_is_algorithm_1() -> None:
             {"w": torch.randn(shape, generator=generator(10 * step + r), dtype=torch.float64)} for r in range(ranks)
         ]
         results = run_lockstep(
-            [codec.exchange(g, states[r], Context(r, ranks, step, "g")) for r, g in enumerate(grads)]
+            [exchange_group(codec, g, states[r], Context(r, ranks, step, "g")) for r, g in enumerate(grads)]
         )
         states = [result.value.state for result in results]
         momentum = beta * momentum + np.stack([g["w"].numpy().reshape(-1) for g in grads])

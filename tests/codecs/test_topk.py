@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.codec import Codec, Context, Tensors
+from gradlab.codec import Codec, Context, Tensors, exchange_group
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
@@ -23,7 +23,7 @@ NUMEL = 35 + 11 + 1
 def exchange(codec: Codec, grads: list[Tensors], states: list[Tensors] | None = None) -> list[LockstepResult]:
     ranks = len(grads)
     states = states or [{}] * ranks
-    return run_lockstep([codec.exchange(grads[r], states[r], Context(r, ranks, 0)) for r in range(ranks)])
+    return run_lockstep([exchange_group(codec, grads[r], states[r], Context(r, ranks, 0)) for r in range(ranks)])
 
 
 def draw(rank: int, step: int) -> Tensors:

@@ -91,7 +91,7 @@ def test_qsgd_requantizes_at_every_hop(ranks: int, bits: int) -> None:
         for hop in range(ranks):
             here = replace(context, rank=(segment + hop) % ranks)
             total = part + total if hop else part
-            payload = codec.compress(total, here.rank_generator("segment", segment))
+            payload = codec.compress(total, here.random.of_rank("segment", segment))
             total = codec.decompress(payload, part)
         expected.append(total / ranks)
     for result in results:

@@ -11,14 +11,24 @@ import pytest
 import torch
 
 from gradlab import codecs
-from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Batch, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import Coroutine, LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
-from support.contract import SETTINGS, asks_for_means, cases, codec_of, drawn_settings, lockstep, plan_for, sizes_vary
+from support.contract import (
+    SETTINGS,
+    asks_for_means,
+    batch_of,
+    cases,
+    codec_of,
+    drawn_settings,
+    lockstep,
+    plan_for,
+    sizes_vary,
+)
 from support.laws import law
 from support.prescribed import SHAPES, gradients
 from support.process_pool import ProcessPool
@@ -52,7 +62,7 @@ def test_lockstep_laws(codec: str, grouping: str, world_size: int) -> None:
         for group in plan.groups:
             by_rank = results[group.name]
             before = states.get(group.name, {})
-            forecast = plan.build(group).next_payload_bytes(plan.members(group), world_size, before)
+            forecast = plan.build(group).forecast(plan.members(group), world_size, before).payload
             states[group.name] = by_rank[0].value.state
             counted = sum(result.payload_bytes for result in by_rank) / world_size
             assert sizes_vary(codec) or counted == pytest.approx(forecast, rel=1e-12)
@@ -74,7 +84,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(codec: str) -> None
     """The exchange itself shows it, wherever in the layer it is, in whatever phase, and whether or not it is sent."""
     plan = plan_for(codec, "layer", feedback=False)
     for group in plan.groups:
-        method, states = plan.build(group), [{}, {}]
+        states: list[Tensors] = [{}, {}]
         (name,) = group.layers
         for step in range(3):
             clean = [gradients({name: SHAPES[name]}, rank, step) for rank in range(2)]
@@ -82,20 +92,20 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(codec: str) -> None
             for rank, (place, value) in enumerate([(numel // 3, torch.nan), (numel - 1, -torch.inf)][: 2 * numel]):
                 grads = [clone(one) for one in clean]
                 grads[rank][name].view(-1)[place] = value
-                for result in exchanged(method, grads, states, step, group.name, plan.seed):
+                for result in exchanged(plan, group, grads, states, step):
                     assert not bool(result.value.mean[name].isfinite().all()), (group.name, step, rank)
-            results = exchanged(method, clean, states, step, group.name, plan.seed)
+            results = exchanged(plan, group, clean, states, step)
             states = [result.value.state for result in results]
 
 
 def exchanged(
-    codec: Codec, grads: Sequence[Tensors], states: Sequence[Tensors], step: int, group: str, seed: int
+    plan: Plan, group: Group, grads: Sequence[Tensors], states: Sequence[Tensors], step: int
 ) -> list[LockstepResult[Exchanged]]:
     """One exchange of all ranks, without what an executor does around it."""
-    context = Context(0, len(grads), step, group, seed)
+    codec, context = plan.build(group), Context(0, len(grads), step, group.name, plan.seed)
     return run_lockstep(
         [
-            exchange_group(codec, own, state, replace(context, rank=rank))
+            exchange_group(codec, batch_of(plan, group, own), state, replace(context, rank=rank))
             for rank, (own, state) in enumerate(zip(grads, states, strict=True))
         ]
     )
@@ -136,7 +146,12 @@ def test_exchange_is_pure(codec: str, feedback: bool) -> None:
         answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         results = run_lockstep(
             [
-                noting(exchange_group(method, grads[rank], states[rank], replace(context, rank=rank)), answers)
+                noting(
+                    exchange_group(
+                        method, batch_of(plan, group, grads[rank]), states[rank], replace(context, rank=rank)
+                    ),
+                    answers,
+                )
                 for rank in range(2)
             ]
         )
@@ -165,7 +180,13 @@ def test_memory_that_is_used_again_changes_no_bit(codec: str) -> None:
                 grads = [gradients(shapes, rank, step) for rank in range(3)]
                 results = run_lockstep(
                     [
-                        exchange_group(method, grads[rank], kept[rank], replace(context, rank=rank), reuse=reuse)
+                        exchange_group(
+                            method,
+                            batch_of(plan, group, grads[rank]),
+                            kept[rank],
+                            replace(context, rank=rank),
+                            reuse=reuse,
+                        )
                         for rank in range(3)
                     ]
                 )
@@ -227,14 +248,16 @@ def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> No
         except GradlabError as refused:  # what two settings have to do with each other
             assert str(refused).startswith(f"{name}: setting ")  # noqa: PT017
             return
-        around = FEEDBACK if codec.needs_error_feedback else ()
+        around = FEEDBACK if codec.traits.needs_feedback else ()
         plan = Plan((layer,), (Group("w", ("w",), name, values, around),))
         assert innermost(Plan.from_json(plan.to_json()).build(plan.groups[0])) == codec
         grads = [gradients({"w": layer.shape}, rank, 0) for rank in range(2)]
-        results = run_lockstep([codec.exchange(grads[rank], {}, Context(rank, 2, 0, "w")) for rank in range(2)])
+        results = run_lockstep(
+            [exchange_group(codec, Batch.of(grads[rank], [layer]), {}, Context(rank, 2, 0, "w")) for rank in range(2)]
+        )
         assert torch.equal(results[0].value.mean["w"], results[1].value.mean["w"])
         counted = sum(result.payload_bytes for result in results) / 2
-        assert codec.varying or counted == pytest.approx(codec.next_payload_bytes([layer], 2, {}), rel=1e-12)
+        assert codec.traits.varying or counted == pytest.approx(codec.forecast([layer], 2, {}).payload, rel=1e-12)
 
     holds()
 
@@ -248,7 +271,7 @@ def test_zero_gradients_give_zero_or_mean(codec: str) -> None:
         for by_rank in results.values():
             for mean in by_rank[0].value.mean.values():
                 assert bool(mean.isfinite().all())
-                assert codecs.get(codec_of(codec)).learns or not mean.any()
+                assert codecs.get(codec_of(codec)).about.learns or not mean.any()
 
 
 def awkward(grad: torch.Tensor, kind: str, rank: int) -> torch.Tensor:
@@ -342,8 +365,9 @@ def test_bytes_sent_are_those_forecast(codec: str) -> None:
             for name in ("payload_bytes", "wire_bytes")
         )
         within = 0.05 if sizes_vary(codec) else 1e-3
-        steady = payload == pytest.approx(built.payload_bytes(members, ranks), rel=within)  # else a mean over a cycle
-        assert not steady or sent == pytest.approx(built.sent_bytes(members, ranks), rel=1 / 30, abs=8 * ranks)
+        forecast = built.forecast(members, ranks)
+        steady = payload == pytest.approx(forecast.payload, rel=within)  # else a mean over a cycle
+        assert not steady or sent == pytest.approx(forecast.sent, rel=1 / 30, abs=8 * ranks)
 
 
 @pytest.mark.parametrize("codec", METHODS)
@@ -355,7 +379,7 @@ def test_many_ranks(codec: str) -> None:
     for group in plan.groups:
         by_rank = results[group.name]
         counted = sum(result.payload_bytes for result in by_rank) / ranks
-        forecast = plan.build(group).next_payload_bytes(plan.members(group), ranks, {})
+        forecast = plan.build(group).forecast(plan.members(group), ranks, {}).payload
         assert sizes_vary(codec) or counted == pytest.approx(forecast, rel=1e-12)
         mean = by_rank[0].value.mean["wide"]
         assert bool(mean.isfinite().all())

@@ -36,7 +36,7 @@ LAYER = Layer("w", (30, 20), "linear")
 SOURCE = """
 from dataclasses import dataclass
 from typing import Literal, Optional
-from gradlab.codec import About, Codec, mean_only, register, setting
+from gradlab.codec import About, Bytes, Codec, mean_only, register, setting
 
 class Typed(Codec):
     name = "typed"
@@ -54,8 +54,8 @@ class Typed(Codec):
     def exchange(self, grads, state, context):
         return (yield from mean_only(grads))
 
-    def payload_bytes(self, layers, world_size):
-        return 4 * sum(layer.numel for layer in layers)
+    def forecast(self, layers, world_size, state=None):
+        return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)
 
 register(Typed)
 """
@@ -213,7 +213,7 @@ def test_gradients_are_applied_as_they_come() -> None:
     done = codec.apply([{"w": w, "b": b}, {"w": b, "b": w}])
     assert {name: tensor.tolist() for name, tensor in done.decoded.items()} == {"w": [1.5, 2.0], "b": [1.5, 2.0]}
     assert done.dense_bytes == 16
-    assert done.payload_bytes == codec.payload_bytes([Layer("w", (2,)), Layer("b", (2,))], 2)
+    assert done.payload_bytes == codec.forecast([Layer("w", (2,)), Layer("b", (2,))], 2).payload
     assert done.ratio == 16 / done.payload_bytes
     assert done.ratio_to_16_bits == 8 / done.payload_bytes
     assert codecs.make("identity").apply(torch.zeros(3)).relative_error == 0.0

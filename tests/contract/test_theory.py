@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Codec, Context, Tensors
+from gradlab.codec import Codec, Context, Table, Tensors, exchange_group
 from gradlab.codec.settings import build_settings
 from gradlab.codec.sparsifier import count_of
 from gradlab.codecs.qsgd import QSGD
@@ -50,14 +50,14 @@ def settings_of() -> Iterator[tuple[str, dict[str, Any]]]:
     for case in cases():
         yield codec_of(case), SETTINGS.get(case, {})
     for name in codecs.names():
-        candidates = codecs.get(name).candidates
+        candidates = codecs.get(name).about.candidates
         for settings in (candidates[0], candidates[-1], *MORE.get(name, [])):
             yield name, dict(settings)
 
 
 def build(name: str, settings: dict[str, Any]) -> Codec:
     method = codecs.get(name)
-    tensors = learned(name, tuple(LAYERS)) if method.learns else {}
+    tensors = learned(name, tuple(LAYERS)) if method.about.learns else {}
     return method(build_settings(method, settings), tensors)
 
 
@@ -65,7 +65,7 @@ def distinct() -> dict[str, tuple[str, dict[str, Any]]]:
     """No two alike; learned ones with the contract's settings alone, as what was learned must fit."""
     methods = {}
     for name, settings in settings_of():
-        if not codecs.get(name).learns or settings == SETTINGS.get(name):
+        if not codecs.get(name).about.learns or settings == SETTINGS.get(name):
             methods[", ".join([name, *(f"{key} {value}" for key, value in settings.items())])] = (name, settings)
     return methods
 
@@ -78,7 +78,7 @@ def of_those(claim: Callable[[Codec], bool]) -> pytest.MarkDecorator:
 
 def contribution(codec: Codec, grads: Tensors, draw: int = 0) -> torch.Tensor:
     """C(x) of one rank alone, as a vector; another draw is another iteration."""
-    (result,) = run_lockstep([codec.exchange(grads, {}, Context(0, 1, draw, "group"))])
+    (result,) = run_lockstep([exchange_group(codec, grads, {}, Context(0, 1, draw, "group"))])
     return torch.cat([result.value.own[name].reshape(-1) for name in grads])
 
 
@@ -199,8 +199,10 @@ def test_what_is_said_to_be_linear_commutes_with_the_sum(name: str, settings: di
     codec = build(name, settings | STEADY.get(name, {}))
     ranks = [shaped(vector_of("normal", seed)) for seed in range(3)]
     middle = {key: torch.stack([grads[key] for grads in ranks]).mean(0) for key in SHAPES}
-    several = run_lockstep([codec.exchange(grads, {}, Context(rank, 3, 5, "g")) for rank, grads in enumerate(ranks)])
-    (alone,) = run_lockstep([codec.exchange(middle, {}, Context(0, 1, 5, "g"))])
+    several = run_lockstep(
+        [exchange_group(codec, grads, {}, Context(rank, 3, 5, "g")) for rank, grads in enumerate(ranks)]
+    )
+    (alone,) = run_lockstep([exchange_group(codec, middle, {}, Context(0, 1, 5, "g"))])
     gap = max(float((several[0].value.mean[key] - alone.value.mean[key]).abs().max()) for key in SHAPES)
     assert gap < 1e-12
 
@@ -273,7 +275,7 @@ def formula_at(ranks: int, name: str, settings: dict[str, Any]) -> None:
     if where:
         names["k"] = count_of(codec.settings.density, NUMEL)
     if "blocks" in formula:
-        names["blocks"] = codec.for_layers(list(SHAPES.values())).blocks(NUMEL)  # type: ignore[attr-defined]
+        names["blocks"] = codec.for_layers(Table.of_shapes(SHAPES.values())).blocks(NUMEL)  # type: ignore[attr-defined]
     # The formula is that of one rank's codes; on shards their means' travel too, a shard from each rank.
     rounds = 1 + 1 / ranks if getattr(codec, "sums_in_shards", lambda _: False)(ranks) else 1
-    assert codec.payload_bytes(LAYERS, ranks) == pytest.approx(rounds * value_of(formula, names))
+    assert codec.forecast(LAYERS, ranks).payload == pytest.approx(rounds * value_of(formula, names))

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
-from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Batch, Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import Coroutine
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
@@ -85,7 +85,7 @@ class LateTopK(codecs.get("topk")):  # type: ignore[misc]
 
     name = "late_topk"
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         device = next(iter(grads.values())).device
         sleep(device)
         done = yield from super().exchange(grads, state, context)
@@ -98,7 +98,7 @@ class CopyingTopK(codecs.get("topk")):  # type: ignore[misc]
 
     name = "copying_topk"
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         done = yield from super().exchange(grads, state, context)
         one = torch.tensor([1.0], device=next(iter(grads.values())).device)
         return replace(done, mean={name: mean * one for name, mean in done.mean.items()})
@@ -352,7 +352,10 @@ def driven(place: Place, case: str) -> Outcome:
     for group in plan.groups:
         context = Context(place.rank, place.world_size, 0, group.name, plan.seed)
         own = {name: grads[name] for name in group.layers}
-        done = drive(exchange_group(plan.build(group).to(place.device), own, {}, context), communicator)
+        done = drive(
+            exchange_group(plan.build(group).to(place.device), Batch.of(own, plan.members(group)), {}, context),
+            communicator,
+        )
         difference.add_all("step 0", done.mean, {name: expected[name] for name in group.layers})
     return difference.outcome(SAME_DEVICE)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from gradlab.codec import Codec, Context, Tensors, exchange_group
+from gradlab.codec import Batch, Codec, Context, Tensors, exchange_group
 from gradlab.collectives import run_lockstep
 from gradlab.plan import Plan
 from support.contract import SETTINGS, cases, codec_of, plan_for
@@ -45,7 +45,7 @@ def exchange(
         coroutines = [
             exchange_group(
                 codecs[group.name],
-                {name: own[name] for name in group.layers},
+                Batch.of({name: own[name] for name in group.layers}, plan.members(group)),
                 states[group.name][rank],
                 Context(rank, len(grads), iteration, group.name, plan.seed),
             )

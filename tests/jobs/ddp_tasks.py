@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Broadcast, Coroutine, Gather, Mean, Parts, run_lockstep
 from gradlab.ddp.model import synchronised_layers
@@ -272,7 +272,7 @@ def _large_parts(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]]:
 class Failing(Identity):
     """A codec with a defect."""
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.iteration == 2:
             raise ArithmeticError("the defect")
         return (yield from super().exchange(grads, state, context))

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.analysis.replay import lockstep_of, replay_steps
 from gradlab.capture import TraceRecorder
-from gradlab.codec import Context, Exchanged, Tensors
+from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine
 from gradlab.ddp.groups import group_like
@@ -156,7 +156,7 @@ def _begun(exchange: Exchange) -> Exchange:
 class Failing(TopK):
     """A codec with a defect on rank 0, in step 1."""
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.rank == 0 and context.iteration == 1:
             raise ArithmeticError("the defect")
         return (yield from super().exchange(grads, state, context))

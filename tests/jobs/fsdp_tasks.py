@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradlab.artifact import Artifact
-from gradlab.codec import Context, exchange_group
+from gradlab.codec import Context, Training, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.ddp.groups import part_of
@@ -789,8 +789,9 @@ class _Reductions:
         return results
 
     def _of_rank(self, group: Group, parts: list[dict[str, torch.Tensor]], rank: int, mine: int, step: int) -> Any:
+        plain = Training(plain_sgd=True)
         contexts = [
-            Context(mine, self.width if place == mine else 1, step, group=f"{group.name} to {place}", plain_sgd=True)
+            Context(mine, self.width if place == mine else 1, step, group=f"{group.name} to {place}", training=plain)
             for place in range(self.width)
         ]
         own = [{name: part[name] for name in group.layers} for part in parts]

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.codecs.lgc_server import LgcServer
 from gradlab.ddp.agreement import Ranks
 from gradlab.layout import layers_of
+from gradlab.learning.selection import GROUP_STATE
 from gradlab.runtime import CompressionState, compression_hook
 from support.image_network import image_network
 from support.stacks import STATEFUL, WRAPPINGS, Stack, valid_stacks
@@ -180,9 +180,9 @@ def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: 
     own |= {"zeta", "server_zeta", "sent_held", "server_held"}  # a rank's own, made anew
     shared = {key: tensor for key, tensor in before.items() if key.rpartition("/")[2] not in own}
     if stack.codec == "lgc_server":
-        if any(key.rpartition("/")[2] in LgcServer.group_state for kept in after.values() for key in kept):
+        if any(key.rpartition("/")[2] in GROUP_STATE for kept in after.values() for key in kept):
             return False
-        shared = {key: tensor for key, tensor in shared.items() if key.rpartition("/")[2] not in LgcServer.group_state}
+        shared = {key: tensor for key, tensor in shared.items() if key.rpartition("/")[2] not in GROUP_STATE}
     return all(torch.equal(after[key.partition("::")[0]][key.partition("::")[2]], t) for key, t in shared.items())
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from gradlab.codec import Batch
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.layout import Layer
 from gradlab.learning.slice_pca import SLICE_AXES, default_slice_size, layer_slices, slice_order, slice_view
@@ -36,9 +37,8 @@ def later_loss(layer: Layer, gradients: list[torch.Tensor], **settings: object) 
     """Energy that bases fitted on the first 60 gradients lose on the others."""
     shared = {"pooled": 100, "whitening": False, "compressed_steps": 0, **settings}
     codec = GradiVeQ(GradiVeQ.Settings(**shared))  # type: ignore[arg-type]
-    codec.bind([layer])
     codec = codec.fit([layer], {layer.name: torch.stack(gradients[:60])})
-    errors = [codec.apply({layer.name: gradient}).relative_error ** 2 for gradient in gradients[60:]]
+    errors = [codec.apply(Batch.of({layer.name: gradient}, [layer])).relative_error ** 2 for gradient in gradients[60:]]
     return sum(errors) / len(errors)
 
 
@@ -86,9 +86,8 @@ def test_slices_hold_every_element_once_whatever_the_axis(role: str, shape: list
     if axis == "auto":
         assert torch.equal(found, slice_order(layer))
     everything = GradiVeQ(GradiVeQ.Settings(ratio=1.0, complement=1.0, slice_axis=axis))
-    everything.bind([layer])
     gradient = numbers.double() + 1
-    torch.testing.assert_close(everything.apply({"w": gradient}).decoded["w"], gradient)
+    torch.testing.assert_close(everything.apply(Batch.of({"w": gradient}, [layer])).decoded["w"], gradient)
 
 
 @law(st.integers(1, 9), st.integers(1, 9), st.sampled_from(SLICE_AXES))

@@ -9,7 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA as SklearnPCA
 
-from gradlab.codec import Context, Tensors
+from gradlab.codec import Context, Tensors, exchange_group
 from gradlab.codec.measures import contribution_error
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.collectives import LockstepResult, run_lockstep
@@ -29,7 +29,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def exchange(codec: GradiVeQ, grads: list[Tensors]) -> list[LockstepResult]:
-    return run_lockstep([codec.exchange(g, {}, Context(rank, len(grads), 0)) for rank, g in enumerate(grads)])
+    return run_lockstep([exchange_group(codec, g, {}, Context(rank, len(grads), 0)) for rank, g in enumerate(grads)])
 
 
 def explicit(vector: np.ndarray, basis: np.ndarray, mean: np.ndarray, reuse: int | None) -> np.ndarray:
@@ -240,7 +240,7 @@ def test_a_layer_smaller_than_a_slice_goes_dense() -> None:
     grads = [{"big": normal(2 + r, 8, 4), "small": normal(4 + r, 3)} for r in range(2)]
     results = exchange(codec, grads)
     torch.testing.assert_close(results[0].value.mean["small"], (grads[0]["small"] + grads[1]["small"]) / 2)
-    assert codec.next_payload_bytes(layers, 2, {}) == results[0].payload_bytes / 2
+    assert codec.forecast(layers, 2, {}).payload == results[0].payload_bytes / 2
 
 
 def test_the_papers_slice_size() -> None:

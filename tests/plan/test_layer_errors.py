@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradlab import codecs
 from gradlab.analysis.replay.error_tables import ErrorTable, accumulated, measure_errors, windows_of
-from gradlab.codec import Codec, Context
+from gradlab.codec import Codec, Context, exchange_group
 from gradlab.codecs.powersgd import low_rank_errors
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
@@ -33,7 +33,7 @@ def by_exchange(codec: Codec, layer: Layer, gradient: torch.Tensor, rounds: int 
     """||x - C(x)||^2 of a rank alone, after `rounds` iterations on the same gradient."""
     state: dict[str, torch.Tensor] = {}
     for iteration in range(rounds):
-        run = codec.exchange({layer.name: gradient}, state, Context(0, 1, iteration, group=layer.name))
+        run = exchange_group(codec, {layer.name: gradient}, state, Context(0, 1, iteration, group=layer.name))
         [result] = run_lockstep([run])
         state = result.value.state
     return float((gradient - result.value.own[layer.name]).double().norm()) ** 2
@@ -100,7 +100,7 @@ def test_powersgd_comes_to_what_the_table_says() -> None:
 def test_every_codec_has_an_error_for_each_candidate(name: str) -> None:
     """Finite, and at most the delta that the codec states."""
     gradient = torch.randn(24, 20, generator=generator(5))
-    candidates = [Candidate(name, settings) for settings in codecs.get(name).candidates]
+    candidates = [Candidate(name, settings) for settings in codecs.get(name).about.candidates]
     errors = squared_errors(MATRIX, gradient, candidates)
     assert len(errors) == len(candidates)
     assert all(np.isfinite(error) and error >= 0 for error in errors)

@@ -329,7 +329,7 @@ def test_uniform_takes_the_large_layers_of_two_or_more_dimensions() -> None:
 @pytest.mark.parametrize("codec", ["identity", "topk", "powersgd"])
 def test_uniform_takes_the_codecs_own_defaults(codec: str) -> None:
     plan = Plan.uniform(LAYERS, codec)
-    assert {bool(group.wrappers) for group in plan.groups} == {codecs.get(codec)().defaults.error_feedback}
+    assert {bool(group.wrappers) for group in plan.groups} == {codecs.get(codec)().about.defaults.error_feedback}
     assert [group.name for group in plan.groups] == ["conv", "wide", "tall"]
 
 
@@ -367,7 +367,7 @@ def test_the_forecast_adds_up() -> None:
     assert Plan(LAYERS).payload_bytes(4) == dense
     assert Plan.uniform(LAYERS, "identity").payload_bytes(4) == dense
     ranked = Plan.uniform(LAYERS, "powersgd", rank=2)
-    factors = sum(PowerSGD(PowerSGD.Settings(2)).payload_bytes([layer], 4) for layer in LAYERS[:3])
+    factors = sum(PowerSGD(PowerSGD.Settings(2)).forecast([layer], 4).payload for layer in LAYERS[:3])
     assert ranked.payload_bytes(4) == factors + 4 * 10 + FINITE_FLAG_BYTES
 
 

@@ -13,7 +13,7 @@ import torch
 from gradlab import codecs
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.artifact import Artifact
-from gradlab.codec import About, Codec, Context, Exchanged, Tensors, mean_only
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Training, exchange_group, mean_only
 from gradlab.codec.registry import CODECS
 from gradlab.codecs.dct_topk import DCTTopK
 from gradlab.codecs.sampled_threshold import SampledThreshold
@@ -48,7 +48,9 @@ def test_each_method_is_a_plan_that_runs(name: str) -> None:
             for rank in range(2)
         ]
         codec = plan.build(group)
-        results = run_lockstep([codec.exchange(g, {}, Context(rank, 2, 0, group.name)) for rank, g in enumerate(grads)])
+        results = run_lockstep(
+            [exchange_group(codec, g, {}, Context(rank, 2, 0, group.name)) for rank, g in enumerate(grads)]
+        )
         for key in shapes:
             assert torch.equal(results[0].value.mean[key], results[1].value.mean[key])
 
@@ -70,7 +72,9 @@ def run(codec: Codec, steps: int, start: int = 0) -> Iterator[tuple[Tensors, Exc
     state: Tensors = {}
     for step in range(start, start + steps):
         grads = {"w": torch.randn(40, generator=torch.Generator().manual_seed(step), dtype=torch.float64)}
-        (result,) = run_lockstep([codec.exchange(grads, state, Context(0, 1, step, "g", start=start))])
+        (result,) = run_lockstep(
+            [exchange_group(codec, grads, state, Context(0, 1, step, "g", training=Training(start=start)))]
+        )
         yield grads, result.value
         state = result.value.state
 
@@ -110,11 +114,11 @@ class Mine(Codec):
     about = About("dense", "4 * n")
     Settings = NoSettings
 
-    def exchange(self, grads: Tensors, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         return (yield from mean_only(grads))
 
-    def payload_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 4 * sum(layer.numel for layer in layers)
+    def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)
 
 
 @pytest.fixture
@@ -210,16 +214,16 @@ def test_bytes_of_shards_are_forecast_as_they_are_counted(codec: str, ranks: int
     grads = [
         {n: torch.randn(s, generator=torch.Generator().manual_seed(r)) for n, s in shapes.items()} for r in range(ranks)
     ]
-    results = run_lockstep([built.exchange(g, {}, Context(r, ranks, 0)) for r, g in enumerate(grads)])
+    results = run_lockstep([exchange_group(built, g, {}, Context(r, ranks, 0)) for r, g in enumerate(grads)])
     counted = sum(result.payload_bytes for result in results) / ranks
-    assert counted == pytest.approx(built.payload_bytes(layers, ranks))
+    assert counted == pytest.approx(built.forecast(layers, ranks).payload)
 
 
 def test_momentum_of_what_is_dense_in_the_gradients_space_is_not_masked() -> None:
     """A DCT's largest coefficients are a little of every element."""
     codec = MomentumCorrection(DCTTopK(DCTTopK.Settings(8, 4)))
     grads = {"w": torch.randn(16, 16, generator=torch.Generator().manual_seed(0))}
-    (result,) = run_lockstep([codec.exchange(grads, {}, Context(0, 1, 0))])
+    (result,) = run_lockstep([exchange_group(codec, grads, {}, Context(0, 1, 0))])
     torch.testing.assert_close(result.value.state["w/velocity"], grads["w"])
 
 
@@ -231,7 +235,7 @@ def test_a_threshold_is_measured_again_when_a_warm_up_lowers_the_density() -> No
     sent, state = [], {}
     for step in range(7):
         grads = {"w": torch.randn(4000, generator=torch.Generator().manual_seed(step))}
-        (result,) = run_lockstep([stack.exchange(grads, state, Context(0, 1, step))])
+        (result,) = run_lockstep([exchange_group(stack, grads, state, Context(0, 1, step))])
         state = result.value.state
         sent.append(int((result.value.own["w"] != 0).sum()))
     assert sent[0] == 1000
@@ -253,7 +257,7 @@ def test_a_sample_does_not_follow_the_columns_of_a_matrix() -> None:
 def test_the_sign_of_what_is_not_a_number_is_not_zero() -> None:
     grads = {"w": torch.ones(8, 8)}
     grads["w"][2, 3] = torch.nan
-    (result,) = run_lockstep([DCTTopK(DCTTopK.Settings(sign=True)).exchange(grads, {}, Context(0, 1, 0))])
+    (result,) = run_lockstep([exchange_group(DCTTopK(DCTTopK.Settings(sign=True)), grads, {}, Context(0, 1, 0))])
     assert bool(result.value.mean["w"].isnan().any())
 
 
@@ -266,7 +270,7 @@ def test_a_shared_scale_leaves_each_ranks_own_clipping() -> None:
     codec, seen = TernGrad(TernGrad.Settings(shared_scale=True)), []
     for step in range(400):
         contexts = [Context(rank, 2, step, "g") for rank in range(2)]
-        coroutines = [codec.exchange({"w": w}, {}, c) for w, c in zip((small, large), contexts, strict=True)]
+        coroutines = [exchange_group(codec, {"w": w}, {}, c) for w, c in zip((small, large), contexts, strict=True)]
         seen.append(float(run_lockstep(coroutines)[0].value.own["w"][7]))
     mean, error = sum(seen) / 400, torch.tensor(seen).std().item() / 20
     assert abs(mean - limit) < 5 * error
@@ -280,7 +284,7 @@ def test_incomplete_classes_are_not_registered() -> None:
         ({"name": "a b"}, "has the name 'a b'"),
         ({"name": ""}, "has the name ''"),
         ({"Settings": int}, "Settings is no dataclass"),
-        ({"candidates": ({"bogus": 1},)}, "has no setting bogus"),
+        ({"about": About("mine", "n", candidates=({"bogus": 1},))}, "has no setting bogus"),
     ):
         with pytest.raises(GradlabError, match=message):
             codecs.register(type("Mine", (Mine,), {"__module__": __name__, **change}))

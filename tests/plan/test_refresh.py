@@ -68,7 +68,7 @@ def test_a_choice_is_what_the_planner_makes_of_the_accumulated_gradients() -> No
     names = [group.name for group in plan.compressed_groups]
     candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
     errors = [np.sqrt(squared_errors(layers[name], for_hand[name], candidates)) for name in names]
-    sizes = [[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names]
+    sizes = [[c.build().forecast([layers[name]], 2).payload for c in candidates] for name in names]
     choice = allocate(errors, sizes, float(np.array([row[2] for row in errors]).sum())).choice
     assert [group.settings for group in plans[7].compressed_groups] == [tasks.GRIDS["topk"][c] for c in choice]
     assert choose(plan, for_hand, 2, 4) == dict(zip(names, map(int, choice), strict=True))
@@ -85,7 +85,7 @@ def test_accordion_says_whose_error_is_the_budget() -> None:
     layers = {layer.name: layer for layer in plan.layers}
     candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
     names = [group.name for group in plan.compressed_groups]
-    sizes = [[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names]
+    sizes = [[c.build().forecast([layers[name]], 2).payload for c in candidates] for name in names]
     norms: dict[str, float] = {}
     expected = []
     for first in (1, 5):
@@ -268,7 +268,7 @@ def test_a_metric_sums_norms_or_their_squares() -> None:
     candidates = [Candidate("topk", settings) for settings in tasks.GRIDS["topk"]]
     names = list(plan.refresh.settings)
     squares = np.array([squared_errors(layers[name], drawn[name], candidates) for name in names])
-    sizes = np.array([[c.build().payload_bytes([layers[name]], 2) for c in candidates] for name in names])
+    sizes = np.array([[c.build().forecast([layers[name]], 2).payload for c in candidates] for name in names])
     for metric, errors in (("l2", np.sqrt(squares)), ("squared-l2", squares)):
         rows = range(len(names))
         allowed = [

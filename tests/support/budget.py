@@ -32,7 +32,7 @@ SOURCES = ("gradlab", "capture", "analysis", "runtime", "datasets")
 CLASSES = {
     "Codec": "gradlab/codec/contract.py",
     "Compressor": "gradlab/codec/compressor.py",
-    "Context": "gradlab/codec/contract.py",
+    "Context": "gradlab/codec/context.py",
     "Exchange": "runtime/exchange.py",
     "Plan": "gradlab/plan/plan.py",
     "Wrapper": "gradlab/codec/wrapper.py",

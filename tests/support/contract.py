@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
-from gradlab.codec import Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.kept import state_problem
 from gradlab.codec.settings import Field, build_settings, fields_of
 from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
@@ -88,7 +88,7 @@ def codec_of(case: str) -> str:
 def sizes_vary(case: str) -> bool:
     """Whether the bytes of a case depend on the gradients' values, so that a forecast is an estimate."""
     method = codecs.get(codec_of(case))
-    return bool(getattr(method(build_settings(method, SETTINGS.get(case, {}))), "varying", False))
+    return method(build_settings(method, SETTINGS.get(case, {}))).traits.varying
 
 
 def drawn_settings(method: type[Codec]) -> st.SearchStrategy[dict[str, Any]]:
@@ -146,7 +146,7 @@ def plan_for(
     for members in sets:
         name = "model" if grouping == "model" else members[0].name
         tensors = learned(codec, members)
-        if codecs.get(codec_of(codec)).learns and not tensors and codec_of(codec) not in STARTS_BARE:
+        if codecs.get(codec_of(codec)).about.learns and not tensors and codec_of(codec) not in STARTS_BARE:
             continue  # smaller than a slice: dense
         groups.append(
             Group(
@@ -160,6 +160,11 @@ def plan_for(
         if tensors:
             kept[name] = tensors
     return Plan(everything, tuple(groups), Schedule(warmup_steps), seed=3, learned=kept)
+
+
+def batch_of(plan: Plan, group: Group, grads: Tensors) -> Batch:
+    """A group's gradients, with the roles that the plan gives the layers."""
+    return Batch.of({name: grads[name] for name in group.layers}, plan.members(group))
 
 
 def lockstep(
@@ -176,7 +181,7 @@ def lockstep(
             coroutines = [
                 exchange_group(
                     plan.build(group),
-                    {name: grads[rank][name] for name in group.layers},
+                    batch_of(plan, group, grads[rank]),
                     states[group.name][rank],
                     replace(context, rank=rank),
                 )
@@ -254,7 +259,7 @@ def asks_for_means(case: str) -> bool:
     """Whether a codec ever asks for a Mean, whose summation order the backend may choose."""
     plan, grads, seen = plan_for(case, "layer", True), gradients(SHAPES, 0, 0), []
     for group in plan.groups:
-        own = {name: grads[name] for name in group.layers}
+        own = batch_of(plan, group, grads)
         run_lockstep([observed(exchange_group(plan.build(group), own, {}, Context(0, 1, 0, group.name)), seen)])
     return codec_of(case) in AVERAGES_LATER or any(isinstance(request, Mean) for request in seen)
 

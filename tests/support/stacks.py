@@ -98,7 +98,7 @@ class Stack:
 
     @property
     def applies_momentum(self) -> bool:
-        return any(wrappers.get(wrap.name).applies_momentum for wrap in self.wrappers)
+        return any(wrappers.get(wrap.name).effects.applies_momentum for wrap in self.wrappers)
 
     def plan(self, layers: Sequence[Layer], warmup_steps: int = 0, seed: int = 3) -> Plan:
         """The stack on every matrix of `MINIMUM_NUMEL` elements; the rest dense, or with momentum after the average.
@@ -119,7 +119,7 @@ class Stack:
                 rest = [layer for layer in layers if layer not in chosen]
                 groups += [Group(layer.name, (layer.name,), "identity", {}, (momentum,)) for layer in rest]
         kept: dict[str, Any] = {}
-        if codecs.get(codec_of(self.codec)).learns:
+        if codecs.get(codec_of(self.codec)).about.learns:
             kept = {layer.name: learned(self.codec, (layer,)) for layer in chosen}
         return Plan(tuple(layers), tuple(groups), Schedule(warmup_steps), seed, kept)
 

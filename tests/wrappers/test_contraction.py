@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradlab import codecs
-from gradlab.codec import Codec, Context, Exchanged, Tensors
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.contraction import inner_product, needs_scaling, next_zeta
 from gradlab.codec.wrapper import Wrapper
 from gradlab.codecs.random_k import RandomK
@@ -52,7 +52,7 @@ def run(codec: Codec, steps: int, at: Callable[[int, list[Exchanged]], None] | N
     history = []
     for step in range(steps):
         runs = [
-            codec.exchange(gradients(step, rank), states[rank], Context(rank, RANKS, step, "g"))
+            exchange_group(codec, gradients(step, rank), states[rank], Context(rank, RANKS, step, "g"))
             for rank in range(RANKS)
         ]
         results = [result.value for result in run_lockstep(runs)]
@@ -135,7 +135,7 @@ def test_nothing_is_added_to_the_message(case: tuple[str, dict[str, Any]]) -> No
     sizes = []
     for contraction in ("measured", "none"):
         codec = ErrorFeedback(codecs.make(case[0], **case[1]), ErrorFeedback.Settings(contraction=contraction))
-        runs = [codec.exchange(gradients(0, rank), {}, Context(rank, RANKS, 0, "g")) for rank in range(RANKS)]
+        runs = [exchange_group(codec, gradients(0, rank), {}, Context(rank, RANKS, 0, "g")) for rank in range(RANKS)]
         sizes.append([result.payload_bytes for result in run_lockstep(runs)])
     assert sizes[0] == sizes[1]
 
@@ -169,14 +169,14 @@ def test_inner_products_are_exact_for_whole_numbers_and_finite_for_large_ones() 
 def test_a_first_gradient_of_zeros_measures_nothing() -> None:
     codec = ErrorFeedback(codecs.make("qsgd", bits=2, norm="l2"))
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    (result,) = run_lockstep([codec.exchange(zeros, {}, Context(0, 1, 0, "g"))])
+    (result,) = run_lockstep([exchange_group(codec, zeros, {}, Context(0, 1, 0, "g"))])
     assert float(result.value.state["a/zeta"]) == 1.0
-    (after,) = run_lockstep([codec.exchange(gradients(1, 0), result.value.state, Context(0, 1, 1, "g"))])
+    (after,) = run_lockstep([exchange_group(codec, gradients(1, 0), result.value.state, Context(0, 1, 1, "g"))])
     assert float(after.value.state["a/zeta"]) > 5
 
 
 def test_what_is_scaled() -> None:
     for name, settings in EXPANDING.values():
-        assert needs_scaling(codecs.make(name, **settings), gradients(1, 0))
+        assert needs_scaling(codecs.make(name, **settings), Batch.of(gradients(1, 0)).table)
     for name, settings in CONTRACTING.values():
-        assert not needs_scaling(codecs.make(name, **settings), gradients(1, 0))
+        assert not needs_scaling(codecs.make(name, **settings), Batch.of(gradients(1, 0)).table)

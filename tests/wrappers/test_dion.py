@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradlab.codec import Context, Tensors
+from gradlab.codec import Batch, Context, Tensors
 from gradlab.codec.kept import state_problem
 from gradlab.codec.wrapper import Wrapper
 from gradlab.codecs.identity import Identity
@@ -105,7 +105,7 @@ class Lion:
 def first_q(layer: Layer, plan: Plan, batch: int | None = None) -> np.ndarray:
     """What all ranks draw: (n, r)."""
     shape = {"w": (3, 20), "t": (3, 12), "c": (2, 12), "e": (3, 3, 14)}[layer.name]
-    generator = Context(0, 1, 0, layer.name, plan.seed).shared_generator(layer.name, every_iteration=False)
+    generator = Context(0, 1, 0, layer.name, plan.seed).random.shared(layer.name, every_iteration=False)
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).numpy()
     return (drawn if batch is None else drawn[batch]).T
 
@@ -254,8 +254,12 @@ def test_what_is_not_finite_on_one_rank_is_not_on_any(layer: Layer, bad: float) 
     given[1][layer.name].view(-1)[3] = bad
     codec = plan.build(plan.groups[0])
     for dense in (False, True):
-        run = codec.dense_exchange if dense else codec.exchange
-        for result in run_lockstep([run(own, {}, Context(rank, 2, 0, "g")) for rank, own in enumerate(given)]):
+        for result in run_lockstep(
+            [
+                codec.run(Batch.of(own, [layer]), {}, Context(rank, 2, 0, "g", dense=dense))
+                for rank, own in enumerate(given)
+            ]
+        ):
             assert not bool(result.value.mean[layer.name].isfinite().all())
 
 

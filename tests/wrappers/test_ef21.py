@@ -96,10 +96,8 @@ def test_a_dense_iteration_applies_the_mean_whatever_a_server_kept_back() -> Non
     states: list[Tensors] = [{}, {}]
     for step, dense in enumerate([False, True, False, False]):
         grads = named(gradients(2, step))
-        contexts = [Context(rank, 2, step, "w") for rank in range(2)]
-        results = run_lockstep(
-            [exchange_group(codec, *one, dense=dense) for one in zip(grads, states, contexts, strict=True)]
-        )
+        contexts = [Context(rank, 2, step, "w", dense=dense) for rank in range(2)]
+        results = run_lockstep([exchange_group(codec, *one) for one in zip(grads, states, contexts, strict=True)])
         states = [result.value.state for result in results]
         aggregate = states[0]["w/aggregate"].reshape(-1)
         kept_back = torch.cat(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.linalg import hadamard
 
 from gradlab import codecs, wrappers
-from gradlab.codec import Context
+from gradlab.codec import Context, exchange_group
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.wrappers.hadamard import draw_signs, rotate, rotate_back, transform
@@ -72,7 +72,7 @@ def test_decoded_and_residual_are_the_gradient() -> None:
     generator = torch.Generator().manual_seed(1)
     ranks = [{"a": torch.randn(33, 20, generator=generator)} for _ in range(2)]
     contexts = [Context(rank=rank, world_size=2, group="g", iteration=0) for rank in range(2)]
-    coroutines = [codec.exchange(grads, {}, context) for grads, context in zip(ranks, contexts, strict=True)]
+    coroutines = [exchange_group(codec, grads, {}, context) for grads, context in zip(ranks, contexts, strict=True)]
     results = [rank.value for rank in run_lockstep(coroutines)]
     for grads, result in zip(ranks, results, strict=True):
         torch.testing.assert_close(result.own["a"] + result.state["a/residual"], grads["a"], rtol=0, atol=1e-5)

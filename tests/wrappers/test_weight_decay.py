@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import support.wrapper_oracles as oracles
-from gradlab.codec import Codec, Context, Tensors, concatenate, exchange_group
+from gradlab.codec import Codec, Context, Tensors, Training, concatenate, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import run_lockstep
@@ -60,10 +60,10 @@ class Run:
 
     def step(self, step: int) -> Tensors:
         """One iteration of all ranks: what is applied, which is the same on all."""
-        context = Context(0, self.ranks, step, "group", parameters=self.parameters)
+        context = Context(0, self.ranks, step, "group", training=Training(parameters=self.parameters))
         results = run_lockstep(
             [
-                exchange_group(self.codec, grads, state, replace(context, rank=rank), dense=step in self.dense)
+                exchange_group(self.codec, grads, state, replace(context, rank=rank, dense=step in self.dense))
                 for rank, (grads, state) in enumerate(zip(self.gradients(step), self.states, strict=True))
             ]
         )

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import support.wrapper_oracles as oracles
 from gradlab import codecs, wrappers
-from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, concatenate, exchange_group
+from gradlab.codec import Codec, Compressor, Context, Exchanged, Table, Tensors, Training, concatenate, exchange_group
 from gradlab.codec.settings import build_settings
 from gradlab.codec.wrapper import (
     POLICIES,
+    acts_when_dense,
     in_own_memory,
     innermost,
     load_buffer,
@@ -94,7 +95,7 @@ def valid_stacks() -> dict[str, Codec]:
             two_way, warm_up = (any(name == w for w, _ in around) for name in ("two_way", "sparsity_warmup"))
             one_server = any(wrap.get("server") == "rank" for _, wrap in around)
             built_alone = method(settings)
-            alone = isinstance(built_alone, Compressor) and not (one_server and built_alone.varying)
+            alone = isinstance(built_alone, Compressor) and not (one_server and built_alone.traits.varying)
             if (two_way and not alone) or (warm_up and not hasattr(settings, "density")):
                 with pytest.raises(GradlabError):
                     build(around, method(settings))
@@ -136,10 +137,10 @@ def run(
     codec: Codec, grads: Sequence[Tensors], states: Sequence[Tensors], step: int = 0, dense: bool = False, **at: Any
 ) -> Results:
     """One iteration on all ranks."""
-    context = Context(0, len(grads), step, "group", seed=5, **at)
+    context = Context(0, len(grads), step, "group", seed=5, training=Training(**at))
     return run_lockstep(
         [
-            exchange_group(codec, grad, state, replace(context, rank=rank), dense=dense)
+            exchange_group(codec, grad, state, replace(context, rank=rank, dense=dense))
             for rank, (grad, state) in enumerate(zip(grads, states, strict=True))
         ]
     )
@@ -348,7 +349,7 @@ def test_a_dense_iteration_sends_all_that_is_owed(name: str, ranks: int) -> None
         left = [key for state in states for key in state if key.rpartition("/")[2].removesuffix("_scale") in RESIDUALS]
         assert not (dense and left)
         assert dense or float(np.abs(owed(states, SHAPES)).max()) > 0.01  # there is something to lose
-        assert all(codec.acts_when_dense(state) for state in states) or dense
+        assert all(acts_when_dense(codec, state) for state in states) or dense
 
 
 RESIDUALS = ("residual", "server_residual", "server_whole")
@@ -379,14 +380,14 @@ def test_ranks_agree_on_whether_a_dense_iteration_needs_them(codec: Codec) -> No
     """A rank that does not take part would leave the others waiting."""
     states: list[Tensors] = [{}] * 4
     for step in range(2):
-        assert len({codec.acts_when_dense(state) for state in states}) == 1
+        assert len({acts_when_dense(codec, state) for state in states}) == 1
         states = states_of(run(codec, drawn(4, step, {"w": (2, 1), "v": (1,)}), states, step))
     assert len({tuple(state) for state in states}) == 1
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_the_warm_up_runs_what_does_more_than_average(wrapping: str) -> None:
-    """A group takes part in dense steps wherever `dense_exchange` changes the mean or the state."""
+    """A group takes part in dense steps wherever a dense exchange changes the mean or the state."""
     stacks = [stack for codec in ("topk", "sign", "identity") if not (stack := judged(Stack(codec, wrapping))).refusal]
     for stack in stacks[:1]:
         plan = stack.plan([Layer("w", (16, 20), "linear")], warmup_steps=3)
@@ -394,9 +395,9 @@ def test_the_warm_up_runs_what_does_more_than_average(wrapping: str) -> None:
         for step in range(3):
             grads = drawn(2, step, {"w": (16, 20)})
             asked, parameters = lockstep.runs[0].active, {"w": grads[0]["w"]}
-            context = Context(0, 2, step, "w", plan.seed, start=3, parameters=parameters)
+            context = Context(0, 2, step, "w", plan.seed, training=Training(start=3, parameters=parameters), dense=True)
             of_ranks = zip(grads, states, (context, replace(context, rank=1)), strict=True)
-            results = run_lockstep([exchange_group(codec, *one, dense=True) for one in of_ranks])
+            results = run_lockstep([exchange_group(codec, *one) for one in of_ranks])
             states, mean = states_of(results), (grads[0]["w"] + grads[1]["w"]) / 2
             assert asked or (not states[0] and torch.allclose(results[0].value.mean["w"], mean))
             lockstep.step(step, grads, parameters=parameters)
@@ -658,7 +659,7 @@ def test_what_servers_answer_and_keep_is_what_they_got_and_kept(
 
 @law(st.integers(0, 100), worlds, st.integers(1, 9))
 def test_shards_cover_a_vector_in_whole_blocks_of_equal_number(numel: int, ranks: int, block: int) -> None:
-    shards = two_way(QSGD(QSGD.Settings(bucket_size=block))).shards([(numel,)], ranks)
+    shards = two_way(QSGD(QSGD.Settings(bucket_size=block))).shards(Table.of_shapes([(numel,)]), ranks)
     assert [shards[0][0], *(stop for _, stop in shards)] == [*(start for start, _ in shards), numel]
     assert all(start % block == 0 or start == numel for start, _ in shards)
     blocks = [-(-(stop - start) // block) for start, stop in shards]
@@ -697,8 +698,8 @@ def test_the_forecast_is_the_count(shapes: dict[str, Any], ranks: int, name: str
     layers = [Layer(layer, tuple(shape)) for layer, shape in shapes.items()]
     results = run(codec, drawn(ranks, 9, shapes, torch.float32), [{}] * ranks, 9)
     counted = sum(result.payload_bytes for result in results) / ranks
-    if not getattr(innermost(codec), "varying", False):  # then it is an estimate
-        assert counted == pytest.approx(codec.payload_bytes(layers, ranks), rel=1e-12)
+    if not innermost(codec).traits.varying:  # then it is an estimate
+        assert counted == pytest.approx(codec.forecast(layers, ranks).payload, rel=1e-12)
 
 
 @every_stack
@@ -803,7 +804,7 @@ def test_the_warm_up_hands_states_through() -> None:
         states, expected = states_of(results), states_of(reference)
         assert all(torch.equal(states[1][key], value) for key, value in expected[1].items())
         assert states[1].keys() == expected[1].keys()
-        assert codec.acts_when_dense(states[0]) == plain.acts_when_dense(expected[0]) == (not dense)
+        assert acts_when_dense(codec, states[0]) == acts_when_dense(plain, expected[0]) == (not dense)
 
 
 # --- another number of ranks ------------------------------------------------------------------------------------------
@@ -934,7 +935,7 @@ def test_a_server_that_is_no_rank_is_refused() -> None:
     with pytest.raises(GradlabError, match="server_rank = 2 at world size 2"):
         run(codec, drawn(2, 0), [{}] * 2)
     with pytest.raises(GradlabError, match="server_rank = 2 at world size 2"):
-        codec.payload_bytes([Layer("w", (4,))], 2)
+        codec.forecast([Layer("w", (4,))], 2)
 
 
 def test_settings_of_another_wrapper_are_refused() -> None:

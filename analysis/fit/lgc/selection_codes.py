@@ -68,7 +68,7 @@ def codes_without_learning(
     ]
     for dtype in ("int8", "int4"):
         codec = BlockScaled(BlockScaled.Settings(dtype, aggregation="gather"))
-        size = codec.payload_bytes([Layer("values", (count,))], world_size)
+        size = codec.forecast([Layer("values", (count,))], world_size).payload
         wire = all_gather_wire_bytes(int(size), world_size)
         codes.append(Code(f"{dtype}, scale per 256", _quantized(codec), size, wire))
     return codes

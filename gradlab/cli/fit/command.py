@@ -82,7 +82,7 @@ class Fits(TyperGroup):
             from gradlab import codecs
 
             if name in codecs.names():
-                how = "lgc TRACE" if codecs.get(name).learns else f"uniform TRACE --codec {name}"
+                how = "lgc TRACE" if codecs.get(name).about.learns else f"uniform TRACE --codec {name}"
                 raise GradlabError(
                     f"fit {args[0]}: no kind of fit; a plan of {name} is made by: gradlab fit {how} --out FILE"
                 )

@@ -156,7 +156,7 @@ class Gradiveq(Method):
             settings=self._settings({name: value for name, value in job.settings.items() if ":" not in name}),
             layer_settings=_by_layer(job.settings),
             total_ratio=self.total_ratio,
-            roles=known_roles(self.role) or GradiVeQ.defaults.roles,
+            roles=known_roles(self.role) or GradiVeQ.about.defaults.roles,
             warmup_steps=job.warmup_steps or 0,
             seed=job.seed,
         )

@@ -203,7 +203,7 @@ def test_a_ratio_is_kept(complement: float) -> None:
     (done,) = run_lockstep(
         [exchange_group(codec, {"w": torch.randn(LAYER.shape, generator=draw)}, {}, Context(0, 1, 0))]
     )
-    assert done.payload_bytes == 4 * SLICES * 8 == codec.payload_bytes([LAYER], 1)
+    assert done.payload_bytes == 4 * SLICES * 8 == codec.forecast([LAYER], 1).payload
 
 
 def test_a_complement_takes_what_too_few_samples_leave() -> None:
@@ -258,7 +258,7 @@ def test_a_layer_that_was_not_fitted_beside_others_is_dense() -> None:
     (done,) = run_lockstep([exchange_group(codec, grads, {}, Context(0, 1, 0))])
     assert torch.equal(done.value.mean["v"], grads["v"])
     assert int(done.value.state["v/clock"][0]) == DENSE
-    assert done.payload_bytes == codec.payload_bytes([LAYER, other], 1)
+    assert done.payload_bytes == codec.forecast([LAYER, other], 1).payload
 
 
 def test_means_do_not_depend_on_the_number_of_ranks() -> None:
@@ -342,7 +342,7 @@ def test_a_paper_fit_samples_and_fits_again_in_the_run(tmp_path: Path) -> None:
         kept = fit_gradiveq(trace, samples=10, settings=replace(PAPER, **shared | {"compressed_steps": 0}))
         stale = replay(trace, kept.plan).steps
     payloads = [step.payload_bytes_mean for step in steps]
-    quantized = QSGD(QSGD.Settings(4)).payload_bytes([LAYER], 2) + FINITE_FLAG_BYTES
+    quantized = QSGD(QSGD.Settings(4)).forecast([LAYER], 2).payload + FINITE_FLAG_BYTES
     assert payloads[:10] == [4 * LAYER.numel] * 10
     assert payloads[10:25] == [fit.measured.payload_bytes] * 15
     assert payloads[25:34] == [quantized] * 9
@@ -412,7 +412,7 @@ def test_a_codecs_default_layers_and_warm_up() -> None:
     chosen = Plan.uniform(layers, "gradiveq", roles=("linear",), warmup_steps=3)
     assert [group.name for group in chosen.groups] == ["wide.weight"]
     assert chosen.schedule.warmup_steps == 3
-    assert TopK.defaults.warmup_steps == 0
+    assert TopK.about.defaults.warmup_steps == 0
     assert [group.name for group in Plan.uniform(layers, "topk").groups] == ["wide.weight", "big.weight"]
 
 

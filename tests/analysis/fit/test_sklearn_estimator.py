@@ -17,7 +17,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
 from gradlab.analysis.fit.sklearn_estimator import GradientPCA
-from gradlab.codec import Context
+from gradlab.codec import Context, exchange_group
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
@@ -83,7 +83,7 @@ def test_it_is_the_codec_bit_for_bit(
     assert np.array_equal(estimator.components_, basis[0].T.numpy())
     assert np.array_equal(estimator.mean_, codec.learned["w/mean"][0].numpy() if whitening else np.zeros(24))
     for grad in later:
-        (result,) = run_lockstep([codec.exchange({"w": torch.from_numpy(grad)}, {}, Context(0, 1, 0))])
+        (result,) = run_lockstep([exchange_group(codec, {"w": torch.from_numpy(grad)}, {}, Context(0, 1, 0))])
         restored = estimator.inverse_transform(estimator.transform(grad[None]))[0]
         np.testing.assert_allclose(restored, result.value.own["w"].numpy(), rtol=1e-6, atol=1e-6)
 

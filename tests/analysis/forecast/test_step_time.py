@@ -45,7 +45,7 @@ from gradlab.analysis.forecast.step_time import (
     ready_seconds,
 )
 from gradlab.artifact import Artifact
-from gradlab.codec import exchange_group
+from gradlab.codec import Batch, exchange_group
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import (
     AllToAll,
@@ -198,7 +198,8 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
             codec = plan.build(group)
             state = innermost(codec).running_state(plan.members(group), world_size)
             coroutines = [
-                exchange_group(codec, dict(grads), state, replace(context, rank=r)) for r in range(world_size)
+                exchange_group(codec, Batch.of(grads, plan.members(group)), state, replace(context, rank=r))
+                for r in range(world_size)
             ]
             counted = run_lockstep(coroutines)[rank].wire_bytes
             asked = [request for turn in runs.group(group).turns for request in turn.requests]

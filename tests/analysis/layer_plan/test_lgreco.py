@@ -291,7 +291,7 @@ def test_costs_are_bytes_or_seconds() -> None:
     dense, kept = Candidate("identity"), Candidate("topk", {"density": 0.1}, wrappers=())
     rows = [(layer, [dense, kept])]
     [payload] = candidate_costs(rows, 8)
-    assert payload.tolist() == [4 * 4096, kept.build().payload_bytes([layer], 8)]
+    assert payload.tolist() == [4 * 4096, kept.build().forecast([layer], 8).payload]
     [wire] = candidate_costs(rows, 8, Cost("wire"))
     parts = 410 * 4, payload[1] - 410 * 4  # values and their positions travel in messages of their own
     assert wire[0] == all_reduce_wire_bytes(4 * 4096, 8)

@@ -221,10 +221,10 @@ def test_context_carries_learning_rates_iteration_and_seed(tmp_path):
     rates = [0.1, 0.2, math.nan]
     with record(tmp_path / "t", random_gradients(7, 3, 2), indices=[4, 5, 6], learning_rates=rates) as trace:
         list(replay_steps(trace, lockstep, 0, 3))
-    carried = [(c.iteration, c.rank, c.seed, c.learning_rate.get("head.bias")) for c in listener.contexts]
+    carried = [(c.iteration, c.rank, c.seed, c.training.learning_rate.get("head.bias")) for c in listener.contexts]
     assert carried[:4] == [(4, 0, 7, 0.1), (4, 1, 7, 0.1), (5, 0, 7, 0.2), (5, 1, 7, 0.2)]
-    assert [c.previous_learning_rate.get("conv.weight") for c in listener.contexts[::2]] == [0.1, 0.1, 0.2]
-    assert listener.contexts[-1].learning_rate == {}
+    assert [c.training.previous_learning_rate.get("conv.weight") for c in listener.contexts[::2]] == [0.1, 0.1, 0.2]
+    assert listener.contexts[-1].training.learning_rate == {}
 
 
 def test_loss_scale_is_divided_out(tmp_path):

@@ -1,15 +1,121 @@
-"""A group's gradients as one vector, and back, in one call for all of them."""
+"""A group's gradients: tensors by layer name, one vector, and the table of the layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch._utils import _unflatten_dense_tensors
 
+from gradlab.layout import Layer
+from gradlab.roles import STACKS
+
 #: Tensors by name: gradients or states by layer name, or what a codec learned.
 Tensors = dict[str, torch.Tensor]
+
+
+class Table(tuple[Layer, ...]):
+    """The layers of a group, in the order in which they lie in its vector.
+
+    `Table.of` returns one object for equal layers, so that caches find it without comparing names.
+
+    >>> table = Table.of([Layer("w", (2, 3)), Layer("b", (2,))])
+    >>> table.numel, table.numels, table is Table.of([Layer("w", (2, 3)), Layer("b", (2,))])
+    (8, (6, 2), True)
+    """
+
+    @staticmethod
+    def of(layers: Iterable[Layer]) -> Table:
+        """Return the table of layers, made once."""
+        return layers if isinstance(layers, Table) else _table(tuple(layers))
+
+    @staticmethod
+    def of_shapes(shapes: Iterable[Sequence[int]]) -> Table:
+        """Return the table of nameless layers of these shapes."""
+        return Table.of(Layer("", tuple(shape)) for shape in shapes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(layer.name for layer in self)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the layers."""
+        return tuple(layer.shape for layer in self)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Number of elements of each layer."""
+        return tuple(layer.numel for layer in self)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements of the vector."""
+        return sum(self.numels)
+
+
+@functools.lru_cache(2**12)
+def stacks_apart(table: Table) -> Table:
+    """Return the table with each matrix (n, m) of an expert stack (B, n, m) as a layer of its own."""
+    apart: list[Layer] = []
+    for layer in table:
+        stacked = layer.role in STACKS and len(layer.shape) > 2
+        apart += [Layer(layer.name, layer.shape[1:])] * layer.shape[0] if stacked else [layer]
+    return Table.of(apart)
+
+
+@functools.lru_cache(2**12)
+def _table(layers: tuple[Layer, ...]) -> Table:
+    return Table(layers)
+
+
+class Batch(dict[str, torch.Tensor]):
+    """Tensors of a group's layers, by name. Treat it as read-only.
+
+    table: the layers.
+
+    >>> batch = Batch.of({"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
+    >>> batch.vector, batch.cut(2 * batch.vector)
+    (tensor([1., 2., 3.]), {'w': tensor([[2., 4.]]), 'b': tensor([6.])})
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], table: Table) -> None:
+        super().__init__(tensors)
+        self.table = table
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], layers: Iterable[Layer] = ()) -> Batch:
+        """Return a batch of tensors. layers: say the roles of those that are among them; others are "other"."""
+        if isinstance(tensors, Batch):
+            return tensors
+        roles = {layer.name: layer.role for layer in layers}
+        return cls(
+            tensors, Table.of(Layer(name, tuple(one.shape), roles.get(name, "other")) for name, one in tensors.items())
+        )
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """All elements, (numel,): a view if the tensors lie one after another in memory, else a copy."""
+        return concatenate(self)
+
+    def like(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
+        """Return other tensors of the same layers as a batch."""
+        return Batch(tensors, self.table)
+
+    def cut(self, vector: torch.Tensor) -> Tensors:
+        """Cut a vector (numel,) into views with the layers' names and shapes."""
+        return separate(vector, self)
 
 
 def concatenate(grads: Tensors) -> torch.Tensor:
@@ -68,7 +174,7 @@ def cut_like(vector: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[tor
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack tensors of one shape (...) to (len(tensors), ...): a view where they lie at equal distances in memory.
 
-    >>> from gradlab.codec.vectors import stacked
+    >>> from gradlab.codec.batch import stacked
     >>> stacked([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
     tensor([[1., 2.],
             [3., 4.]])
