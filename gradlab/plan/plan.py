@@ -256,7 +256,7 @@ class Plan:
             warmup_steps: dense iterations before the first compressed one.
             minimum_dimensions: dimensions that a layer needs to be compressed.
             minimum_numel: elements that a layer needs to be compressed.
-            roles: roles of the layers that are compressed, such as ("convolution",); () compresses none. Where roles
+            roles: roles of the layers that are compressed, such as ("convolution",); () compresses none. If roles
                 leave more than half of the model's bytes dense, a warning names them.
             group_bytes: bytes of gradients up to which consecutive layers share a group, small or not. 0: one group
                 per layer, math.inf: one group of all layers. Such groups are one to a codec that selects, unless it is
