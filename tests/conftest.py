@@ -27,7 +27,7 @@ settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 
 # The files that take longest are begun first, so that no core is left without work at the end.
-LONGEST = ("cli", "faults", "integrations", "resume", "report", "contract", "capture", "lgreco", "step_time", "runtime")
+LONGEST = ("contract", "recommendation", "cli", "integrations", "fsdp", "faults", "resume", "report", "pilot", "docs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

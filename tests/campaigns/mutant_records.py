@@ -21,7 +21,7 @@ class Mutant:
     select: str = ""
 
 
-MUTANTS = (
+MUTANTS: tuple[Mutant, ...] = (
     # devices
     Mutant(
         file="gradlab/executor/step.py",
@@ -1276,7 +1276,7 @@ MUTANTS = (
         new="                break",
         tests=("tests/runtime/test_fsdp.py",),
         what="A unit without a compressed layer is still on its way when FSDP's hook returns.",
-        select="however_gradients_are_used",
+        select="native_hsdp",
     ),
     Mutant(
         file="analysis/forecast/link.py",
@@ -1433,5 +1433,178 @@ MUTANTS = (
         tests=("tests/analysis/report/test_questions.py",),
         what="Reports of other data have the same id.",
         select="cite",
+    ),
+)
+
+
+def _faults(file: str, tests: str, *rows: tuple[str, str, str, str]) -> tuple[Mutant, ...]:
+    """Faults of one file that one file of tests notices. rows: text, what takes its place, select, what is wrong."""
+    return tuple(Mutant(file, old, new, (tests,), what, select) for old, new, select, what in rows)
+
+
+MUTANTS += (
+    *_faults(
+        "runtime/outer/step.py",
+        "tests/runtime/test_outer_step.py",
+        (
+            "lands = self.local_steps + self.delay",
+            "lands = self.local_steps + 1",
+            "in_turn",
+            "What was sent lands early.",
+        ),
+        ("(number + 1) * self.every //", "number * self.every //", "in_turn", "Fragments are sent in other steps."),
+        ("torch.sub(one, own[name]", "torch.sub(own[name], one", "published", "Pseudo-gradients have the other sign."),
+        (" and all_finite(unseen)", "", "finite", "Dense pseudo-gradients that are not finite are applied."),
+        ("self.delay and arrival.finite", "self.delay", "finite", "Workers keep a share of what is not finite."),
+        (
+            'None if flight is None else {"finite": flight.finite, "means": copied(flight.means)}',
+            "None",
+            "resumed",
+            "Fragments on their way are not saved.",
+        ),
+        ('self.local_steps = state["local_steps"]', "self.local_steps = 0", "resumed", "A resumed run counts anew."),
+        ("if self.delay >= self.every:", "if self.delay > self.every:", "wrong_use", "A delay of a round is taken."),
+        ("self.workers.hand_on(list(pseudo.values()))", "pass", "ranks_in_ddp", "A worker's other ranks get no mean."),
+    ),
+    *_faults(
+        "runtime/outer/optimizer_steps.py",
+        "tests/runtime/test_outer_step.py",
+        ("self._stepped += self._since", "self._stepped += 1", "micro_batches", "Micro-batches count as steps."),
+        ("first in self._parameters", "True", "micro_batches or front", "Any optimizer's step counts."),
+    ),
+    *_faults(
+        "runtime/outer/workers.py",
+        "tests/runtime/test_outer_step.py",
+        ("**dict(model.named_buffers())", "**{}", "one_model", "Workers begin with other buffers."),
+        ("if sharded or topology.local_rank == 0 else None", "", "ranks_in_ddp", "All ranks of a worker exchange."),
+    ),
+    *_faults(
+        "runtime/outer/workers.py",
+        "tests/runtime/test_layouts.py",
+        (
+            "if added := [name for",
+            "if added := [] and [name for",
+            "others_than",
+            "Layers that were added are not exchanged.",
+        ),
+    ),
+    *_faults(
+        "runtime/fsdp/state.py",
+        "tests/runtime/test_fsdp.py",
+        ("flat.div_(later)", "pass", "divides_after", "Codecs see sums where FSDP divides afterwards."),
+        ("shard.fill_gradient(torch.nan)", "pass", "lockstep_does_with", "After an overflow gradients are finite."),
+        (
+            "current.step.mixed or bool(rows[:, 2:]",
+            "current.step.mixed and bool(rows[:, 2:]",
+            "other_modules",
+            "Units mix.",
+        ),
+        ("if not has_hooks(unit, *hooks)]", "if False]", "drift", "A hook that was replaced is not noticed."),
+        ("require_whole_backward(self._units)", "pass", "drift", "Backward passes in parts are taken for whole ones."),
+        (
+            'None if self.inside is None else self.inside.resumptions([state["inside"]])',
+            "None",
+            "resumed_by",
+            "Residuals of reduce-scatters begin anew.",
+        ),
+        ("if self._driver.current is None:", "if True:", "lockstep_does_with", "Every unit begins a step."),
+    ),
+    *_faults(
+        "runtime/fsdp/reduction.py",
+        "tests/runtime/test_fsdp.py",
+        ('group=f"{group} to {place}"', "group=group", "compressed_reduce", "All shards draw the same numbers."),
+        ("step.staged[group] = result.state", "step.staged[group] = {}", "compressed_reduce", "No residual is kept."),
+        ("    checkpoint.verify(part)", "    pass", "residuals_of", "A damaged shard's state is loaded."),
+        (
+            '[replace(one, group=f"{one.group} in the reduce-scatter") for one in found]',
+            "found",
+            "rules",
+            "Groups mix.",
+        ),
+        ("if not all(whole) or not all(", "if not all(", "residuals_of", "States of fewer shards are taken."),
+    ),
+    *_faults(
+        "runtime/fsdp/levels.py",
+        "tests/runtime/test_fsdp.py",
+        ("        check_alone(inside)\n", "", "construction", "Codecs that take means run in a reduce-scatter."),
+    ),
+    *_faults(
+        "gradlab/ddp/agreement.py",
+        "tests/runtime/test_runtime.py",
+        (
+            ' if all(other == text for other in problems) else f"rank {rank}: {text}"',
+            "",
+            "bad_option",
+            "No rank is named.",
+        ),
+        ("if other[name] != value:", "if False:", "wrong_use", "Ranks with other settings go on."),
+    ),
+    *_faults(
+        "gradlab/ddp/averaged.py",
+        "tests/runtime/test_reducer.py",
+        (
+            "if model.find_unused_parameters or model.static_graph:",
+            "if True:",
+            "frozen_after",
+            "A hang is not foreseen.",
+        ),
+        ("DistributedDataParallel) and divides_by_inputs(model):", "()):", "with_input", "Uneven averages are taken."),
+        (
+            "if id(p) not in self._trained and self._has(p)",
+            "if self._has(p)",
+            "frozen_after",
+            "All layers are told of.",
+        ),
+    ),
+    *_faults(
+        "gradlab/ddp/bucket_layouts.py",
+        "tests/runtime/test_layouts.py",
+        ("known.lies != known.read and self._rearrange", "False", "seen_in", "DDP reads an average by other strides."),
+    ),
+    *_faults(
+        "gradlab/ddp/optimizer_steps.py",
+        "tests/runtime/test_optimizer_steps.py",
+        (
+            "(closure is not None) == with_closure",
+            "not with_closure",
+            "closure",
+            "A closure's gradients come too late.",
+        ),
+        (
+            "any(bool(gradient.detach().any()) for gradient in applied)",
+            "False",
+            "did_not_average",
+            "Drift is not told.",
+        ),
+    ),
+    *_faults(
+        "gradlab/ddp/model.py",
+        "tests/runtime/test_runtime.py",
+        (" if name not in ignored}", "}", "ddp_skips", "Layers that DDP skips are compressed."),
+    ),
+    *_faults(
+        "capture/emulated/mean.py",
+        "tests/capture/test_emulated.py",
+        ("before if total is None else total", "total", "marked", "A parameter that no node used loses its gradient."),
+        ("if parameter.requires_grad and not known.get(id(parameter)):", "if False:", "", "Layers come unnoticed."),
+    ),
+    *_faults(
+        "capture/emulated/nodes.py",
+        "tests/capture/test_emulated.py",
+        ("self._buffers.keep_first()", "pass", "node_0", "Buffers are those of the last node."),
+        ("with self._streams.of(rank):", "with self._streams.of(0):", "stream", "All nodes draw the same numbers."),
+        ("self._mean.discard_node()", "pass", "repeated", "A node that failed leaves gradients."),
+    ),
+    *_faults(
+        "capture/repair.py",
+        "tests/capture/test_repair.py",
+        ("problems += _copy_singly(reader", "problems = _copy_singly(reader", "", "A problem is forgotten."),
+        ("lost = len(np.setdiff1d(due, held))", "lost = 0", "as_lost", "Repair says that nothing is lost."),
+        ("for suffix in (NEW, REPAIR):", "for suffix in (NEW,):", "interrupted", "Half a copy stays beside a trace."),
+    ),
+    *_faults(
+        "capture/writing/rank_writer.py",
+        "tests/capture/test_blocks.py",
+        ("self._written, self._filled)", "0, self._filled)", "bit_for_bit", "Rows that were flushed come twice."),
     ),
 )

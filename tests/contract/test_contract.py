@@ -39,7 +39,7 @@ CODECS = cases()
 METHODS = [codec for codec in CODECS if codec == codec_of(codec)]
 RINGS = [codec for codec in CODECS if codec.endswith(", ring")]
 # One of each kind of request: means, a gather, one of lengths that differ, shards, a broadcast, sums of integers.
-KINDS = ["identity", "topk", "ecsq", "qsgd", "clt_k", "intsgd", "lgc_ring"]
+KINDS = ["identity", "topk", "ecsq", "qsgd", "clt_k", "intsgd", "lgc_ring, by value"]
 AWKWARD = ("equal", "one value", "zero on a rank", "tiny", "huge")
 
 

@@ -52,13 +52,6 @@ def test_the_inline_driver_does_what_lockstep_does(pool: ProcessPool, at_once: b
         assert result["payload"][0] == result["payload"][1]
 
 
-@pytest.mark.parametrize("case", ["lgc_ring, by value", "lgc_server"])
-def test_what_was_learned_is_used_alike(pool: ProcessPool, case: str) -> None:
-    """A convolution's last bits depend on where its weights begin in memory."""
-    for same in pool.run("jobs.executor_tasks:learned", 2, case=case):
-        assert same == [True] * 6
-
-
 def test_wrong_use_of_the_inline_driver_is_named(pool: ProcessPool) -> None:
     for messages in pool.run("jobs.executor_tasks:refused", 2):
         assert "tall [200, 18]: expected, not in the model" in messages["other parameters"]

@@ -24,9 +24,7 @@ from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.runtime import CompressionState, Exchange, compression_hook
 from gradlab.trace import Trace
 from jobs.matrix_cells import Network
-from support.contract import lockstep, plan_for
 from support.pool_groups import SPARE
-from support.prescribed import SHAPES as ALL_SHAPES
 from support.prescribed import Prescribed, gradients
 from support.stacks import Stack, Stacks, several_plan, several_shapes
 
@@ -83,24 +81,6 @@ def inline(group: dist.ProcessGroup, stacks: Stacks, at_once: bool) -> dict[str,
 
 def _whole(gradients: Tensors, without: bool) -> Tensors:
     return {name: torch.zeros_like(g) if without and name == "wide" else g for name, g in gradients.items()}
-
-
-def learned(group: dist.ProcessGroup, case: str) -> list[bool]:
-    """Under DDP, past the steps in which a codec learns: gradients equal lockstep's, step by step."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    model = DistributedDataParallel(Prescribed(ALL_SHAPES), process_group=group, bucket_cap_mb=0.01)
-    plan = plan_for(case, "layer", feedback=True)
-    expected = lockstep(plan, world_size, STEPS, lambda r, t: gradients(ALL_SHAPES, r, t))
-    same = []
-    with CompressionState(plan, model, deterministic=True, process_group=SPARE.get(world_size)) as state:
-        model.register_comm_hook(state, compression_hook)
-        for step in range(STEPS):
-            model.zero_grad()
-            model(gradients(ALL_SHAPES, rank, step)).backward()
-            means = [results[rank].value.mean for results in expected[step].values()]
-            given = {name: p.grad for name, p in model.module.named_parameters()}
-            same.append(all(torch.equal(given[name], mean[name]) for mean in means for name in mean))
-    return same
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:

@@ -188,6 +188,7 @@ def test_windows_follow_each_other_to_the_end(first: int, count: int, length: in
     assert [b for _, b in windows] == [a + length for a, _ in windows]
 
 
+@pytest.mark.thorough
 def test_workers_measure_what_one_process_does(trace: Trace) -> None:
     windows = windows_of(0, 11, 5)
     seen: list[tuple[int, int]] = []

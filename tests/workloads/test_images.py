@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -205,27 +204,3 @@ def test_the_segmenting_network_labels_every_pixel_and_learns(tmp_path: Path) ->
         optimizer.step()
         losses.append(loss.detach().item())
     assert losses[-1] < 0.6 * losses[0]
-
-
-@pytest.mark.thorough
-def test_the_convolutional_network_learns_from_a_file(tmp_path: Path) -> None:
-    """Bright squares, at a place of its own for every class, in noise: learnt from 120 images, told on 40 others."""
-    rng, workload = np.random.default_rng(0), datasets.get("fashion_mnist")
-    arrays = {"y_train": np.arange(120) % 10, "y_test": np.arange(40) % 10}
-    for split in ("train", "test"):
-        labels = arrays[f"y_{split}"]
-        pixels = arrays[f"x_{split}"] = rng.integers(0, 128, (len(labels), 28, 28), dtype=np.uint8)
-        for image, label in zip(pixels, labels, strict=True):
-            row, column = 5 * (label // 5) + 8, 5 * (label % 5) + 1
-            image[row : row + 4, column : column + 4] = 255
-    data = workload.load(_npz(tmp_path / "a.npz", arrays))
-    model, recipe = workload.model(0), dataclasses.replace(workload.recipe, steps=30, warmup_steps=5)
-    optimizer = datasets.build_optimizer(recipe, model.parameters())
-    before = workload.score(model, data.test_x, data.test_y)
-    for step, indices in enumerate(datasets.batches(120, 30, 0, 1, 0, recipe.steps)):
-        optimizer.param_groups[0]["lr"] = datasets.learning_rate_at(recipe, step)
-        optimizer.zero_grad()
-        workload.loss(model(data.train_x[indices]), data.train_y[indices]).backward()
-        optimizer.step()
-    assert before < 0.4
-    assert workload.score(model, data.test_x, data.test_y) >= 0.9

@@ -366,31 +366,6 @@ def test_the_transformer_learns_more_than_frequencies(level: str, tmp_path: Path
     assert workload.score(model, data.test_x, data.test_y) < 0.6 * frequencies
 
 
-@pytest.mark.thorough
-def test_a_text_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
-    """Recorded, fitted and trained compressed by the commands; reports speak of bits per byte, not of accuracy."""
-    text, trace, artifact = _periodic(tmp_path / "a.txt"), tmp_path / "trace", tmp_path / "powersgd.safetensors"
-    words = ["train", "text_bytes", "--data", text, "--steps", 6, "--batch-size", 2]
-    code, out, err = gradlab(*words, "--emulate", 2, "--capture", trace, "--json")
-    assert code == 0, err
-    dense = json.loads(out)
-    assert dense["metric"] == {"name": "bits per byte", "better": "lower", "form": "number"}
-    assert dense["final_score"] == dense["scores"][-1][1] < 8
-    fit = ["fit", "uniform", trace, "--codec", "powersgd", "--set", "rank=2", "--warmup-steps", 3]
-    code, out, err = gradlab(*fit, "--out", artifact)
-    assert code == 0, err
-    report = tmp_path / "run.json"
-    code, out, err = gradlab(*words, "--compress", artifact, "--out", report)
-    assert code == 0, err
-    assert "final bits per byte" in out
-    assert "accuracy" not in out
-    compressed = json.loads(report.read_text())
-    assert compressed["losses"][:4] == dense["losses"][:4]
-    assert compressed["losses"][4:] != dense["losses"][4:]
-    assert compressed["compression_ratio"] > 10
-    assert compressed["payload_bytes_per_step"]["mean"] == compressed["forecast_payload_bytes"]
-
-
 def test_clipping_and_weight_decay_of_a_recipe_are_the_same_on_ranks_and_on_emulated_nodes(
     gradlab: Command, tmp_path: Path
 ) -> None:

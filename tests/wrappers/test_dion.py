@@ -136,7 +136,7 @@ class Oracle:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "warmup_steps"), [(1, 0), (2, 0), (4, 0), (4, 10)])
+@pytest.mark.parametrize(("ranks", "warmup_steps"), [(1, 0), (4, 10)])
 def test_ranks_do_what_one_rank_does_with_the_mean_gradient(ranks: int, warmup_steps: int) -> None:
     """30 steps, to rounding, whatever the schedule leaves dense: the updates, and the mean of the ranks' momenta."""
     plan = plan_of(warmup_steps=warmup_steps)
@@ -222,9 +222,9 @@ def test_zero_gradients_move_nothing_and_the_next_ones_do() -> None:
     assert all(bool(update.isfinite().all()) and bool(update.any()) for update in lockstep.applied.values())
 
 
-@pytest.mark.parametrize("fraction", [0.25, 1.0])
-@pytest.mark.parametrize("factor", [1e-40, 1e-30, 1.0, 1e33])
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("rank", "factor", "fraction"), [(1, 1e-40, 1.0), (2, 1e-30, 0.25), (1, 1.0, 0.25), (2, 1.0, 1.0), (2, 1e33, 1.0)]
+)
 def test_of_a_gradient_of_low_rank_its_directions_are_applied(rank: int, factor: float, fraction: float) -> None:
     """float32, the gradient of a lower rank than the factors, 3 or 12: no rounding error becomes a direction."""
     draw = torch.Generator().manual_seed(3)
