@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqFit, GradiveqOptions, fit_gradiveq
     from gradlab.analysis.fit.lgc.fit import LgcFit, LgcOptions, fit_lgc
     from gradlab.analysis.fit.signs import BlockFit, fit_block_sizes
-    from gradlab.analysis.fit.sklearn_estimator import GradientPCA
     from gradlab.analysis.forecast import Network
     from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco
     from gradlab.analysis.replay import replay_plans
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockFit",
     "Examination",
-    "GradientPCA",
     "GradiveqFit",
     "GradiveqOptions",
     "LgcFit",
@@ -52,7 +50,6 @@ __getattr__, __dir__ = lazy_names(
     {
         "BlockFit": "gradlab.analysis.fit.signs",
         "Examination": "gradlab.analysis.report.trace_report",
-        "GradientPCA": "gradlab.analysis.fit.sklearn_estimator",
         "GradiveqFit": "gradlab.analysis.fit.gradiveq",
         "GradiveqOptions": "gradlab.analysis.fit.gradiveq",
         "LgcFit": "gradlab.analysis.fit.lgc.fit",

@@ -153,16 +153,6 @@ def plug_in(x: np.ndarray | Variable, y: np.ndarray | Variable, bins: int = PAPE
     return _plug_in(x.equal_bins(bins), y.equal_bins(bins))
 
 
-def entropy(x: np.ndarray, bins: int) -> float:
-    """Plug-in marginal entropy in bits of samples (n,) on `bins` of equal width over their range (LGC, section III)."""
-    return plug_in(x, x, bins).entropy_x
-
-
-def conditional_entropy(y: np.ndarray, x: np.ndarray, bins: int) -> float:
-    """Plug-in H(y | x) in bits of paired samples (n,): the entropy of y once x is known (LGC, section III)."""
-    return plug_in(x, y, bins).conditional
-
-
 def gaussian_information(correlation: float | np.ndarray) -> float | np.ndarray:
     """-log2(1 - rho^2) / 2: the information of a bivariate normal pair, in bits; infinity at |rho| = 1."""
     with np.errstate(divide="ignore"):
@@ -189,22 +179,6 @@ def neighbor_information(
 
 
 # --- nulls ----------------------------------------------------------------------------------------------------------
-
-
-def shuffled_information(
-    x: np.ndarray | Variable,
-    y: np.ndarray | Variable,
-    method: str,
-    generator: np.random.Generator,
-    *,
-    repeats: int = 1,
-    bins: int | None = None,
-) -> float:
-    """Average the estimate over randomly permuted pairs, in bits: 0 for an estimator without bias."""
-    first, second = _pair(x, y)
-    return float(
-        np.mean([mutual_information(first, second.permuted(generator), method, bins=bins) for _ in range(repeats)])
-    )
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def test_importing_the_analysis_loads_a_name_when_it_is_asked_for() -> None:
 
 FRONT_DOORS = {
     "gradlab": "Artifact GradlabError Layer Plan Trace Wrap __version__ codecs compress wrappers",
-    "gradlab.analysis": "GradientPCA examine fit_block_sizes fit_gradiveq fit_lgc fit_lgreco forecast replay "
+    "gradlab.analysis": "examine fit_block_sizes fit_gradiveq fit_lgc fit_lgreco forecast replay "
     "replay_plans write_comparison write_trace_report",
     "gradlab.codec": "Codec Compressor Context Exchanged Sparsifier register setting",
     "gradlab.capture": "EmulatedNodes TraceRecorder TraceWriter repair",

@@ -18,15 +18,12 @@ from gradlab.analysis.measure.information import (
     METHODS,
     PAPER_BINS,
     Variable,
-    conditional_entropy,
-    entropy,
     estimate_information,
     excess_information,
     gaussian_information,
     mutual_information,
     neighbor_information,
     plug_in,
-    shuffled_information,
 )
 from gradlab.errors import GradlabError
 from support.laws import law
@@ -76,10 +73,10 @@ def test_the_error_of_nearest_neighbours_is_how_far_they_vary() -> None:
 
 @pytest.mark.parametrize("method", CORRECTED)
 def test_an_interval_holds_the_known_value_at_its_rate(method: str) -> None:
-    """95 % of 60: at least 51 with probability 0.998."""
+    """95 % of 30: at least 25 with probability 0.997."""
     true = float(gaussian_information(0.6))
-    estimates = [estimate_information(*normal_pairs(0.6, 500, seed), method) for seed in range(60)]
-    assert sum(one.low <= true <= one.high for one in estimates) >= 51
+    estimates = [estimate_information(*normal_pairs(0.6, 500, seed), method) for seed in range(30)]
+    assert sum(one.low <= true <= one.high for one in estimates) >= 25
     narrow = estimate_information(*normal_pairs(0.6, 500, 0), method, level=0.5)
     assert narrow.high - narrow.low < estimates[0].high - estimates[0].low
 
@@ -120,8 +117,6 @@ def test_plug_in_quantities_add_up(seed: int, count: int, bins: int) -> None:
     joint = counts[counts > 0] / count
     both = float(-(joint * np.log2(joint)).sum())
     assert estimate.entropy_x + estimate.entropy_y - estimate.information == pytest.approx(both, abs=1e-6)
-    assert entropy(x, bins) == pytest.approx(estimate.entropy_x)
-    assert conditional_entropy(y, x, bins) == pytest.approx(estimate.conditional)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.9])
@@ -151,7 +146,8 @@ def test_bins_that_outnumber_the_data_are_refused() -> None:
 def test_shuffled_pairs_share_nothing_by_a_corrected_estimator() -> None:
     x, y = normal_pairs(0.9, 4000, 0)
     for method in CORRECTED:
-        assert shuffled_information(x, y, method, np.random.default_rng(0), repeats=3) == pytest.approx(0.0, abs=0.03)
+        shuffled = Variable.of(y).permuted(np.random.default_rng(0))
+        assert mutual_information(x, shuffled, method) == pytest.approx(0.0, abs=0.05)
 
 
 @pytest.mark.parametrize(

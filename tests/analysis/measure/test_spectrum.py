@@ -148,9 +148,9 @@ def test_cosine_is_the_mean_over_pairs():
 
 def test_agreement_of_planted_gradients(tmp_path):
     model = GradientModel(PLANTED.numel, (4.0, 2.0, 1.0), (0.1, 0.1, 0.1), shared=0.7)
-    values = draw(model, 1500, np.random.default_rng(1)).values
+    values = draw(model, 500, np.random.default_rng(1)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        spectrum = measure_spectrum(trace, SpectrumOptions(max_samples=1500)).layers[0]
+        spectrum = measure_spectrum(trace, SpectrumOptions(max_samples=500)).layers[0]
     common, own = 0.7 * 7.0, 0.3 * 7.0 + PLANTED.numel * 0.01
     assert spectrum.signal_to_noise == pytest.approx(common / own, rel=0.1)
     units = values / np.linalg.norm(values, axis=2, keepdims=True)

@@ -240,14 +240,13 @@ def test_a_full_disk_leaves_the_older_report(tmp_path):
         assert not (disk / "new").exists()
 
 
-def test_two_processes_draw_what_one_draws(tmp_path, made):
+def test_equal_charts_give_equal_files(tmp_path, made):
     drawings = over_time_drawings(json.loads((made["analysis"].parent / "report.json").read_text())["spectrum"])
-    page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings)]), {}
-    for workers in (1, 2):
-        folder = write_page(page, tmp_path / str(workers), workers=workers).parent / "figures"
-        assert len(list(folder.glob("*.pdf"))) == 2  # whose fonts the suite leaves out in its own process
-        folders[workers] = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix != ".pdf"}
-    assert folders[1] == folders[2]
+    page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings)]), []
+    for name in ("a", "b"):
+        folder = write_page(page, tmp_path / name).parent / "figures"
+        folders.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert folders[0] == folders[1]
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
@@ -377,12 +376,10 @@ def test_importing_and_drawing_never_load_pyplot():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_gradients_that_never_change_get_a_report(tmp_path, value):
-    """Nothing varies, and at 0 nothing is positive either: no figure may fail on a logarithmic axis, or warn."""
+def test_gradients_that_never_change_get_a_report(tmp_path):
+    """Nothing varies, and nothing is positive: no figure may fail on a logarithmic axis, or warn."""
     constant = [
-        [{name: np.full_like(g, value) for name, g in rank.items()} for rank in step]
-        for step in random_gradients(0, 30, 2)
+        [{name: np.zeros_like(g) for name, g in rank.items()} for rank in step] for step in random_gradients(0, 30, 2)
     ]
     with record(tmp_path / "trace", constant) as trace:
         fit = fit_gradiveq(trace, samples=10)

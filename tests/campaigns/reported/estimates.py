@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from campaigns.reported import Workplace, report
-from gradlab.analysis.fit.sklearn_estimator import GradientPCA
 from gradlab.analysis.intervals import rank_correlation
-from gradlab.analysis.measure.information import METHODS, entropy, estimate_information, mutual_information
+from gradlab.analysis.measure.information import METHODS, estimate_information, mutual_information, plug_in
 
 
 @report("scikit-learn/scikit-learn#30772", "a constant shares more information with a rare label than the label has")
@@ -17,7 +16,7 @@ def constant_and_rare(work: Workplace) -> str:
     for method in METHODS:
         assert mutual_information(constant, rare, method) == 0.0, method
     assert estimate_information(constant, rare, "mixed").high == 0.0
-    bits, most = mutual_information(rare, rare, "mixed"), entropy(rare, 2)
+    bits, most = mutual_information(rare, rare, "mixed"), plug_in(rare, rare, 2).entropy_x
     assert abs(bits - most) < 0.002, (bits, most)
     return f"held: 0 bits, and {bits:.4f} of the label in itself, whose entropy is {most:.4f}"
 
@@ -68,17 +67,6 @@ def mostly_zero(work: Workplace) -> str:
     found = {method: mutual_information(values, values, method) for method in ("histogram", "mixed")}
     assert all(abs(bits - most) < 0.01 for bits in found.values()), (found, most)
     return f"held: {found['mixed']:.3f} bits of {most:.3f}"
-
-
-@report("scikit-learn/scikit-learn#11492", "axes of the identity matrix: variances of 1 and 1e-34 surprise")
-def identity(work: Workplace) -> str:
-    """The identity of 8, whose centred rows have seven variances that are alike and one of zero."""
-    fitted = GradientPCA(8).fit(np.eye(8))
-    wanted = np.linalg.svd(np.eye(8) - 1 / 8, compute_uv=False) ** 2
-    ratio = fitted.explained_variance_ / fitted.explained_variance_[0]
-    assert np.allclose(ratio, wanted[: len(ratio)], atol=1e-12), ratio
-    assert np.allclose(fitted.inverse_transform(fitted.transform(np.eye(8))), np.eye(8))
-    return f"held: {len(ratio)} axes, as numpy's SVD has them, and the rows come back"
 
 
 @report("pola-rs/polars#29315", "a constant column has a rank correlation of 0.85 with another")
