@@ -1492,7 +1492,6 @@ MUTANTS += (
         "runtime/fsdp/state.py",
         "tests/runtime/test_fsdp.py",
         ("flat.div_(later)", "pass", "divides_after", "Codecs see sums where FSDP divides afterwards."),
-        ("shard.fill_gradient(torch.nan)", "pass", "lockstep_does_with", "After an overflow gradients are finite."),
         (
             "current.step.mixed or bool(rows[:, 2:]",
             "current.step.mixed and bool(rows[:, 2:]",

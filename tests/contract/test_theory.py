@@ -163,7 +163,7 @@ def test_bounds_are_claimed_in_the_terms_they_are_defined_in() -> None:
 @of_those(lambda codec: codec.guarantees(LAYERS).delta is not None or codec.guarantees(LAYERS).unbiased)
 def test_errors_are_within_what_is_guaranteed(name: str, settings: dict[str, Any]) -> None:
     """E||C(x) - x||^2 <= (1 - delta) ||x||^2, and <= omega ||x||^2 if unbiased: six standard errors over the draws."""
-    for kind in KINDS if draws_all() else ("heavy", "sparse", "one", "wide range"):
+    for kind in KINDS if draws_all() else ("heavy", "sparse", "equal", "one", "wide range"):
         errors_of_kind(name, settings, kind)
 
 
