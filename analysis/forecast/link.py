@@ -118,25 +118,18 @@ def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
     return Transfer(wire, depth * nbytes, depth)
 
 
-def all_to_all(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
-    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j. If ranks share a link, its bytes count."""
-    parts = _by_link(sizes, ranks_per_link)
-    received = max(parts) * (len(sizes) - ranks_per_link)
-    sent, most_sent = (ranks_per_link * (sum(sizes) - own) for own in (parts[rank // ranks_per_link], min(parts)))
-    return Transfer(sent, max(most_sent, received), 1 if len(parts) > 1 else 0, gathered=True)
+def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
+    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j."""
+    received = max(sizes) * (len(sizes) - 1)
+    sent, most_sent = (sum(sizes) - own for own in (sizes[rank], min(sizes)))
+    return Transfer(sent, max(most_sent, received), 1 if len(sizes) > 1 else 0, gathered=True)
 
 
-def gather_of_lengths(sizes: Sequence[int], rank: int, ranks_per_link: int = 1) -> Transfer:
+def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
     """Describe a gather: every rank sends sizes[rank] bytes to all. The largest part slows its sender's link."""
-    parts = _by_link(sizes, ranks_per_link)
-    others = len(sizes) - ranks_per_link
-    path = max(others * max(parts), ranks_per_link * (sum(sizes) - min(parts)))
-    return Transfer(others * parts[rank // ranks_per_link], path, 1 if others else 0, gathered=True)
-
-
-def _by_link(sizes: Sequence[int], ranks_per_link: int) -> list[int]:
-    """Bytes of the ranks of each link together."""
-    return [sum(sizes[first : first + ranks_per_link]) for first in range(0, len(sizes), ranks_per_link)]
+    others = len(sizes) - 1
+    path = max(others * max(sizes), sum(sizes) - min(sizes))
+    return Transfer(others * sizes[rank], path, 1 if others else 0, gathered=True)
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
@@ -145,21 +138,19 @@ def ring(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
-def transfers(requests: Sequence[Request], rank: int, world_size: int, ranks_per_link: int = 1) -> list[Transfer]:
-    """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
-    A ring passes a link of `ranks_per_link` ranks once; each of these ranks sends its all-to-all parts over it.
-    """
+def transfers(requests: Sequence[Request], rank: int, world_size: int) -> list[Transfer]:
+    """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one."""
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
-    fused = [_fused(together, rank, world_size, ranks_per_link) for together in alike]
+    fused = [_fused(together, rank, world_size) for together in alike]
     return [transfer for transfer in fused if transfer.path_bytes]
 
 
-def _fused(together: Sequence[Any], rank: int, world_size: int, ranks_per_link: int) -> Transfer:
+def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
     first = together[0]
     if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
-        values = _all_to_all_of(together, rank, world_size, ranks_per_link)
+        values = _all_to_all_of(together, rank, world_size)
         varying = isinstance(first, AllToAll) and first.varying
-        told = all_to_all([8 * len(together)] * world_size, rank, ranks_per_link)
+        told = all_to_all([8 * len(together)] * world_size, rank)
         return _after(told, values) if varying else values
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
@@ -183,15 +174,15 @@ def _after(lengths: Transfer, values: Transfer) -> Transfer:
     )
 
 
-def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size: int, ranks_per_link: int) -> Transfer:
+def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size: int) -> Transfer:
     """All-to-alls, and gathers of known lengths, as one all-to-all."""
     parts = [request for request in together if isinstance(request, AllToAll)]
     gathers = [request for request in together if isinstance(request, Gather)]
     ranks = range(world_size)
     sizes = [request.sizes for request in parts]
-    scattered = all_to_all([sum(of_request[j] for of_request in sizes) for j in ranks], rank, ranks_per_link)
+    scattered = all_to_all([sum(of_request[j] for of_request in sizes) for j in ranks], rank)
     lengths = [sum((r.lengths or ())[j] * r.tensor.element_size() for r in gathers) for j in ranks]
-    gathered = gather_of_lengths(lengths, rank, ranks_per_link)
+    gathered = gather_of_lengths(lengths, rank)
     return Transfer(
         scattered.wire_bytes + gathered.wire_bytes,
         scattered.path_bytes + gathered.path_bytes,

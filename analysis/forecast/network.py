@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
-from gradlab.analysis.forecast.simulator import EVERY_RANK, Node
+from gradlab.analysis.forecast.simulator import Node
 from gradlab.errors import GradlabError
 
 #: Most nodes of a forecast: the fabricated answers of one exchange hold something of each.
@@ -50,10 +50,6 @@ class Network:
         for count in self.nodes:
             if not 1 <= count <= MOST_NODES:
                 raise GradlabError(f"nodes = {count}, expected 1 to {MOST_NODES}")
-        if self.node is not None and self.node.plans == EVERY_RANK:
-            ranks = max(self.nodes) * self.node.local_ranks
-            if ranks > MOST_NODES:
-                raise GradlabError(f"{ranks} ranks that compress for themselves, expected at most {MOST_NODES}")
         if not 0 < self.cores < math.inf:
             raise GradlabError(f"cores = {self.cores:g} per rank, expected above 0")
 

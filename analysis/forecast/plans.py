@@ -14,7 +14,7 @@ from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Bucket
+from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Bucket
 from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
 from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay import methods_of, refresh_remark
@@ -29,7 +29,6 @@ _FEW_NODES = 16
 _HOW_PLANS_RUN = {
     BETWEEN: "between nodes (compress(within=))",
     SHARDS: "on FSDP2's shards (compress_fsdp)",
-    EVERY_RANK: "on every rank for itself (compress(within=None))",
 }
 _CURVE_POINTS, _CURVE_SPAN = 61, 30.0
 
@@ -238,11 +237,9 @@ def _job(runs: DryRuns, network: Network, scan: float) -> Job:
 def _rank_buckets(
     runs: Callable[[int], DryRuns], network: Network, nodes: int, scan: float
 ) -> tuple[Bucket, ...] | None:
-    """A rank's buckets where the plan does not run between nodes: its units under FSDP2, or those at all ranks."""
+    """A rank's buckets if the plan does not run between nodes: its units under FSDP2."""
     if network.node is None or network.node.plans == BETWEEN:
         return None
-    if network.node.plans == EVERY_RANK:
-        return _job(runs(nodes * network.node.local_ranks), network, scan).buckets
     cut, units = cut_for_shards(runs(nodes).plan, network.node.local_ranks, network.bucket_cap_mb)
     return make_job(
         cut, runs(nodes).of(cut), network.profile.compute_seconds, scan_seconds=scan, assigned=units

@@ -23,9 +23,9 @@ from gradlab.errors import GradlabError
 from gradlab.executor import Ticks
 from gradlab.executor.ticks import SEGMENT_BYTES
 
-# What plans run on where a node has several ranks: on the means of nodes that DDP's ranks have averaged
-# (`gradlab.compress(within=)`), on FSDP2's shards (`gradlab.runtime.compress_fsdp`), or on what each rank has.
-PLANS = BETWEEN, SHARDS, EVERY_RANK = "between nodes", "shards", "every rank"
+# The gradients that plans run on if a node has several ranks: means of nodes that DDP's ranks have averaged
+# (`gradlab.compress(within=)`), or FSDP2's shards (`gradlab.runtime.compress_fsdp`).
+PLANS = BETWEEN, SHARDS = "between nodes", "shards"
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,6 @@ def simulate(
     speed: float = 1.0,
     segment_bytes: int = SEGMENT_BYTES,
     within: Within | None = None,
-    ranks_per_link: int = 1,
 ) -> Step:
     """Simulate one step. Buckets without any exchange are plain DDP."""
     _check(compute_seconds, world_size, speed)
@@ -305,7 +304,7 @@ def simulate(
     in_place: list[tuple[int, float]] = []  # bytes of a bucket, and the moment at which its average is there
 
     def issue(requests: Sequence[Request]) -> Arriving:
-        together = transfers(requests, rank, world_size, ranks_per_link)
+        together = transfers(requests, rank, world_size)
         ends = [wire.send(transfer, clock.now) for transfer in together]
         return Arriving(max(ends, default=0.0), len(requests), clock)
 

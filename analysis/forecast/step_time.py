@@ -15,7 +15,7 @@ from typing import Any
 
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.simulator import SHARDS, Bucket, Exchange, Node, Step, Within, simulate
+from gradlab.analysis.forecast.simulator import Bucket, Exchange, Node, Step, Within, simulate
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
@@ -74,8 +74,7 @@ class Job:
     compute_seconds: forward and backward, alone.
     buckets: DDP's buckets under the plan.
     dense_buckets: the same buckets under plain DDP.
-    rank_buckets: where the plan does not run between nodes, a rank's: those of its shards (`cut_for_shards`), or its
-        own at the ranks of all nodes. None: it does, or nodes have one rank.
+    rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
     """
 
     world_size: int
@@ -252,17 +251,10 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
     if node is None:
         return Comparison(link, step(job.buckets), dense, half)
 
-    def of_plan() -> Step:
-        if job.rank_buckets is None:
-            return step(job.shared_out(node.local_ranks).buckets, within=Within(node))
-        if node.plans == SHARDS:
-            return _unit_by_unit(job.rank_buckets, job, link, node)
-        ranks = job.world_size * node.local_ranks
-        return simulate(
-            job.rank_buckets, job.compute_seconds, link, ranks, speed=speed, ranks_per_link=node.local_ranks
-        )
-
-    return Comparison(link, of_plan(), dense, half, in_32_bits)
+    if job.rank_buckets is not None:
+        return Comparison(link, _unit_by_unit(job.rank_buckets, job, link, node), dense, half, in_32_bits)
+    own = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
+    return Comparison(link, own, dense, half, in_32_bits)
 
 
 @functools.lru_cache(maxsize=1024)  # one for each speed of a forecast's curve: they are the same for all plans

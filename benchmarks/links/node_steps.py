@@ -301,7 +301,7 @@ def add_predictions(rows: list[Row]) -> None:
     from gradlab.analysis.forecast.calibration import ALL_REDUCE, Observation, calibrate_link
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.profile import Profile
-    from gradlab.analysis.forecast.simulator import BETWEEN, EVERY_RANK, SHARDS, Node
+    from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
     from gradlab.analysis.forecast.step_time import FLAT, HIERARCHICAL, HSDP
 
     timed = [row for row in rows if "measured" in row]
@@ -324,7 +324,7 @@ def add_predictions(rows: list[Row]) -> None:
         kind, _, codec = row["way"].partition(", ")
         on_shards = kind in ("FSDP2", NATIVE)
         compute = statistics.median(row["base_seconds"])
-        plans = {"FSDP2": SHARDS, NATIVE: SHARDS, "every rank": EVERY_RANK}.get(kind, BETWEEN)
+        plans = {"FSDP2": SHARDS, NATIVE: SHARDS}.get(kind, BETWEEN)
         # What FSDP does inside a node is in the time of its step.
         node = Node(row["local_ranks"], Link(1e14) if on_shards else inside, plans, on_cpus=True)
         links = [Link(parse_bandwidth(row["rate"]), 1e-4)]

@@ -1269,7 +1269,7 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A layer that is held gets the new state all the same.",
         select="without_a_gradient",
     ),
-    # FSDP2 and links that ranks share
+    # FSDP2
     Mutant(
         file="runtime/engine/driver.py",
         old="                current.dense.popitem()[1].answers()",
@@ -1280,11 +1280,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/forecast/link.py",
-        old="    received = max(parts) * (len(sizes) - ranks_per_link)",
-        new="    received = max(parts) * (len(sizes) - 1)",
+        old="    received = max(sizes) * (len(sizes) - 1)",
+        new="    received = sum(sizes)",
         tests=("tests/analysis/forecast/test_step_time.py",),
-        what="Ranks of one node receive over its link what they send each other.",
-        select="share_a_link",
+        what="An all-to-all's ranks receive parts of all sizes.",
+        select="parts_of_any_sizes",
     ),
     Mutant(
         file="runtime/pilot/race.py",

@@ -31,7 +31,7 @@ from gradlab.analysis.forecast.link import (
     transfers,
 )
 from gradlab.analysis.forecast.profile import CodecTime, Profile, profile_of
-from gradlab.analysis.forecast.simulator import EVERY_RANK, SHARDS, Bucket, Exchange, Node, Turn, Within, simulate
+from gradlab.analysis.forecast.simulator import SHARDS, Bucket, Exchange, Node, Turn, Within, simulate
 from gradlab.analysis.forecast.step_time import (
     FLAT,
     HIERARCHICAL,
@@ -159,6 +159,16 @@ def test_a_server_that_all_send_to_is_the_busiest_link() -> None:
     assert all_to_all([10], rank=0) == Transfer(0, 0, 0, gathered=True)
 
 
+@law(st.lists(st.integers(0, 9), min_size=1, max_size=12), examples=60)
+def test_parts_of_any_sizes_against_a_list_of_all_messages(sizes: list[int]) -> None:
+    ranks = range(len(sizes))
+    for describe, nbytes in ((all_to_all, lambda _, j: sizes[j]), (gather_of_lengths, lambda i, _: sizes[i])):
+        sent = [sum(nbytes(i, j) for j in ranks if i != j) for i in ranks]
+        received = [sum(nbytes(i, j) for i in ranks if i != j) for j in ranks]
+        assert [describe(sizes, rank).wire_bytes for rank in ranks] == sent
+        assert {describe(sizes, rank).path_bytes for rank in ranks} == {max(*sent, *received)}
+
+
 def test_requests_of_a_kind_travel_as_one() -> None:
     half = torch.empty(6, dtype=torch.float16)
     requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Mean(torch.empty(7)), Mean(half), Gather(half)]
@@ -168,13 +178,6 @@ def test_requests_of_a_kind_travel_as_one() -> None:
     assert joined[3:5] == [broadcast(12, 0, 1, 3), all_to_all([12, 12, 12], 0)]
     assert joined[5].wire_bytes == wire_bytes(requests[-1], 0, 3, longest=12)
     assert transfers([Mean(torch.empty(0))], 0, 3) == []
-
-
-def tree_parent(rank: int, world_size: int) -> int:
-    """NCCL's binary tree: rank 0 on top, odd ranks leaves. The lowest bit moves up, or goes where that is no rank."""
-    bit = rank & -rank
-    above = (rank - bit) | 2 * bit
-    return above if above < world_size else rank - bit
 
 
 def test_the_slower_of_link_and_processors_sets_the_pace() -> None:
@@ -455,44 +458,6 @@ def test_a_step_of_native_hsdp_on_cpus_by_hand() -> None:
     pair = compare(Job(2, 1.0, buckets, buckets), Link(8e3, header_share=0.0), node=replace(NODE, on_cpus=True))
     assert pair.ways[HSDP].seconds == pytest.approx(1 + 1 + 4 + 1)
     assert pair.ways[HSDP].wire_bytes == 4000
-
-
-@law(
-    st.integers(1, 4).flatmap(
-        lambda local: st.integers(1, 3).flatmap(
-            lambda nodes: st.tuples(
-                st.just(local), st.lists(st.integers(0, 9), min_size=nodes * local, max_size=nodes * local)
-            )
-        )
-    ),
-    examples=60,
-)
-def test_ranks_that_share_a_link_against_a_list_of_all_messages(case: tuple[int, list[int]]) -> None:
-    local, sizes = case
-    ranks, links = range(len(sizes)), range(len(sizes) // local)
-    crossing = [(i, j) for i in ranks for j in ranks if i // local != j // local]
-    for describe, nbytes in ((all_to_all, lambda _, j: sizes[j]), (gather_of_lengths, lambda i, _: sizes[i])):
-        sent = [sum(nbytes(i, j) for i, j in crossing if i // local == link) for link in links]
-        received = [sum(nbytes(i, j) for i, j in crossing if j // local == link) for link in links]
-        for rank in ranks:
-            transfer = describe(sizes, rank, local)
-            assert transfer.path_bytes == max(*sent, *received)
-            assert transfer.wire_bytes == sent[rank // local]
-
-
-@pytest.mark.parametrize(
-    ("codec", "settings"), [("powersgd", {"rank": 2}), ("block_scaled", {"aggregation": "gather"})]
-)
-def test_every_rank_for_itself_is_forecast(codec: str, settings: dict[str, Any]) -> None:
-    """Round a ring of all ranks, which passes a node's link once; codecs' work is not shared out."""
-    plan = Plan.uniform(LAYERS, codec, **settings)
-    node = Node(2, Link(4e11), EVERY_RANK)
-    (flat,) = forecast(plan, Network([Link(1e8)], [3], node=node)).nodes
-    (of_six,) = forecast(plan, Network([Link(1e8)], [6])).nodes
-    assert flat.links[0].compressed.wire_bytes == of_six.links[0].compressed.wire_bytes
-    assert flat.job.world_size == 3
-    with pytest.raises(GradlabError, match="32768 ranks that compress for themselves, expected at most 16384"):
-        Network([Link(1e8)], [16384], node=node)
 
 
 def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> None:
