@@ -1,6 +1,7 @@
 """The parts that an author of a codec subclasses: the contract, compressors, blocks, sparsifiers, settings."""
 
 from gradlab.codec.batch import Batch, Table, Tensors, concatenate, separate
+from gradlab.codec.check import check_codec
 from gradlab.codec.compressor import Compressor, Sparsifier
 from gradlab.codec.context import Context, Memory, Training, alone, seeded_generator
 from gradlab.codec.contract import (
@@ -51,6 +52,7 @@ __all__ = [
     "Training",
     "Traits",
     "alone",
+    "check_codec",
     "concatenate",
     "count_of",
     "decode",

@@ -1,4 +1,4 @@
-"""Where and when an exchange happens: ranks, random streams, the training around it, and memory."""
+"""The surroundings of an exchange: ranks, random streams, training and memory."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Streams:
 
 @dataclass(frozen=True)
 class Context:
-    """Where and when an exchange happens.
+    """The surroundings of an exchange.
 
     rank: number of this process, from 0.
     world_size: number of ranks, N.

@@ -97,7 +97,7 @@ MUTANTS: tuple[Mutant, ...] = (
         new="context = replace(context, memory=replace(context.memory, overwrites=True))",
         tests=("tests/contract/test_contract.py",),
         what="A mean is written over a gradient that error feedback still reads.",
-        select="memory_that",
+        select="feedback_keeps",
     ),
     Mutant(
         file="gradlab/codecs/qsgd.py",

@@ -1,0 +1,206 @@
+"""Check that a codec keeps the contract, for authors of codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.context import Context
+from gradlab.codec.contract import Codec, Exchanged, exchange_group
+from gradlab.codec.kept import state_problem
+from gradlab.codec.wrapper import innermost
+from gradlab.collectives import Coroutine, LockstepResult, run_lockstep
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+
+#: Shapes that codecs meet: a convolution, matrices, a stack of them, vectors, a scalar, an empty layer, one element.
+LAYERS = Table.of(
+    [
+        Layer("conv", (16, 8, 3, 3), "convolution"),
+        Layer("wide", (12, 300)),
+        Layer("tall", (300, 7)),
+        Layer("experts", (3, 14, 22), "experts"),
+        Layer("transposed", (15, 20), "transposed_linear"),
+        Layer("vector", (65,)),
+        Layer("scalar", ()),
+        Layer("empty", (0, 4)),
+        Layer("one", (1, 1)),
+    ]
+)
+_SEEDS = {"gradients": 1_000, "codec": 7}
+
+
+def check_codec(codec: Codec, layers: Sequence[Layer] = LAYERS, *, world_sizes: Sequence[int] = (1, 3)) -> None:
+    """Check the laws of the contract in lockstep, in this process.
+
+    On one group of all layers, and for the last number of ranks on a group of each layer: all ranks get the same finite
+    mean, in the gradients' shapes and dtypes. Bytes are those forecast, unless messages vary in size. No argument and
+    no message is changed. A state has the keys and shapes that `kept` says, in memory of its own. Memory that is used
+    again changes no bit. A value that is not finite on one rank is finite on none. Zeros give zeros, unless the codec
+    learns.
+
+    >>> from gradlab.codec import check_codec
+    >>> check_codec(codecs.make("topk", density=0.1))
+
+    Args:
+        codec: codec to check, with wrappers or without. One with learned tensors needs the layers that they fit.
+        layers: layers of the groups.
+        world_sizes: numbers of ranks.
+
+    Raises:
+        GradlabError: for the first law that does not hold, with the layer, the number of ranks and the step.
+    """
+    fitted = bool(innermost(codec).learned)
+    together = Table.of(layers)
+    cases = [(together, world_size) for world_size in world_sizes]
+    cases += [] if fitted else [(Table.of([one]), world_sizes[-1]) for one in layers]
+    for table, world_size in cases:
+        codec.check(table)
+        _Check(codec, table, world_size).all()
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The laws for one group and one number of ranks."""
+
+    codec: Codec
+    table: Table
+    world_size: int
+
+    @property
+    def _method(self) -> Codec:
+        return innermost(self.codec)
+
+    def all(self) -> None:
+        states: list[Tensors] = [{}] * self.world_size
+        reused = states
+        for step in range(3):
+            self._overflow(states, step)
+            before, grads = states, self._gradients(step)
+            results = self._pure(grads, before, step)
+            self._means(results, grads, step)
+            self._bytes(results, before[0], step)
+            states = [result.value.state for result in results]
+            self._states(states, step)
+            overwritten = self._gradients(step)
+            again = self._exchange(overwritten, reused, step, reuse=True)
+            self._memory(results, grads, step)
+            self._memory(again, overwritten, step)
+            reused = [result.value.state for result in again]
+            self._same_bits(results, again, step)
+        zeros = [{layer.name: torch.zeros(layer.shape) for layer in self.table} for _ in states]
+        means = self._exchange(zeros, [{}] * self.world_size, 0)[0].value.mean
+        learns = self._method.about.learns
+        self._require(learns or not any(bool(one.any()) for one in means.values()), "zeros do not give zeros", 0)
+
+    def _gradients(self, step: int) -> list[Tensors]:
+        draws = [torch.Generator().manual_seed(_SEEDS["gradients"] * (step + 1) + r) for r in range(self.world_size)]
+        return [{layer.name: torch.randn(layer.shape, generator=draw) for layer in self.table} for draw in draws]
+
+    def _exchange(
+        self,
+        grads: Sequence[Tensors],
+        states: Sequence[Tensors],
+        step: int,
+        *,
+        reuse: bool = False,
+        answers: Any = None,
+    ) -> list[LockstepResult[Exchanged]]:
+        context = Context(0, self.world_size, step, self.table[0].name, _SEEDS["codec"])
+        runs = [
+            exchange_group(self.codec, Batch(own, self.table), state, replace(context, rank=rank), reuse=reuse)
+            for rank, (own, state) in enumerate(zip(grads, states, strict=True))
+        ]
+        return run_lockstep(runs if answers is None else [_noting(run, answers) for run in runs])
+
+    def _pure(self, grads: Sequence[Tensors], states: Sequence[Tensors], step: int) -> list[LockstepResult[Exchanged]]:
+        given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for tensors in (*grads, *states, self._method.learned):
+            given += [(one, one.clone()) for one in tensors.values()]
+        results = self._exchange(grads, states, step, answers=given)
+        self._require(all(_same(*pair) for pair in given), "an argument or a message was changed", step)
+        return results
+
+    def _means(self, results: Sequence[LockstepResult[Exchanged]], grads: Sequence[Tensors], step: int) -> None:
+        for result in results:
+            for name, grad in grads[0].items():
+                mean, own = result.value.mean[name], result.value.own[name]
+                fits = (mean.shape, own.shape, mean.dtype) == (grad.shape, grad.shape, grad.dtype)
+                self._require(fits, f"{name}: the mean is not of the gradient's shape and dtype", step)
+                self._require(_same(mean, results[0].value.mean[name]), f"{name}: ranks get different means", step)
+                self._require(bool(mean.isfinite().all()), f"{name}: the mean of finite gradients is not finite", step)
+
+    def _bytes(self, results: Sequence[LockstepResult[Exchanged]], before: Tensors, step: int) -> None:
+        counted = sum(result.payload_bytes for result in results) / self.world_size
+        forecast = self.codec.forecast(self.table, self.world_size, before).payload
+        exact = abs(counted - forecast) <= 1e-9 * max(1.0, counted)
+        self._require(
+            self._method.traits.varying or exact, f"{counted:g} bytes were counted, {forecast:g} were forecast", step
+        )
+
+    def _states(self, states: Sequence[Tensors], step: int) -> None:
+        for rank, state in enumerate(states):
+            kept = self.codec.kept(self.table, rank, self.world_size, self.table[0].name)
+            problem = state_problem(kept, state) or self.codec.missing(state)
+            self._require(problem is None, f"the state's {problem}", step)
+            self._require(state.keys() == states[0].keys(), "ranks' states have different keys", step)
+
+    def _memory(self, results: Sequence[LockstepResult[Exchanged]], grads: Sequence[Tensors], step: int) -> None:
+        lent = {one.untyped_storage().data_ptr() for own in grads for one in own.values() if one.numel()}
+        kept = [one for result in results for one in result.value.state.values() if one.numel()]
+        shared = any(one.untyped_storage().data_ptr() in lent for one in kept)
+        self._require(not shared, "a state is in the memory of gradients", step)
+
+    def _same_bits(self, one: Sequence[LockstepResult[Exchanged]], other: Any, step: int) -> None:
+        for a, b in zip(one, other, strict=True):
+            pairs = ((a.value.mean, b.value.mean), (a.value.state, b.value.state))
+            same = all(x.keys() == y.keys() and all(_same(x[key], y[key]) for key in x) for x, y in pairs)
+            self._require(same, "memory that is used again changes the result", step)
+
+    def _overflow(self, states: Sequence[Tensors], step: int) -> None:
+        """Exchange what is not finite in one place of one rank: at each step in another layer."""
+        layers = [layer for layer in self.table if layer.numel]
+        if not layers:
+            return
+        layer, grads = layers[step % len(layers)], self._gradients(step)
+        place = layer.numel // 3 if step % 2 else layer.numel - 1
+        grads[-1][layer.name].view(-1)[place] = torch.nan if step % 2 else -torch.inf
+        for result in self._exchange(grads, states, step):
+            finite = bool(result.value.mean[layer.name].isfinite().all())
+            self._require(not finite, f"{layer.name}: what is not finite on one rank is finite on another", step)
+
+    def _require(self, holds: bool, what: str, step: int) -> None:
+        if not holds:
+            names = ", ".join(self.table.names[:3]) + (", ..." if len(self.table) > 3 else "")
+            raise GradlabError(f"codec {self.codec!r} on {names}, {self.world_size} ranks, step {step}: {what}")
+
+
+def _noting(run: Coroutine[Exchanged], answers: list[tuple[torch.Tensor, torch.Tensor]]) -> Coroutine[Exchanged]:
+    """Run an exchange, and note every tensor that it is sent, with a copy."""
+    answer: Any = None
+    while True:
+        try:
+            request = run.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield request
+        answers += [(tensor, tensor.clone()) for tensor in _tensors_in(answer)]
+
+
+def _tensors_in(answer: Any) -> Iterator[torch.Tensor]:
+    if isinstance(answer, torch.Tensor):
+        yield answer
+    else:
+        for part in answer:
+            yield from _tensors_in(part)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors have the same bits, any NaN counting as NaN."""
+    if one.is_floating_point():
+        return torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
+    return torch.equal(one, other)

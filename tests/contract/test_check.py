@@ -1,0 +1,86 @@
+"""`check_codec` names the law that a codec breaks: one fault for each law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradlab.codec import Exchanged, Tensors, check_codec
+from gradlab.codecs.identity import Identity
+from gradlab.codecs.topk import TopK
+from gradlab.errors import GradlabError
+
+
+class Counts(TopK):
+    def compressed_bytes(self, numel):
+        return super().compressed_bytes(numel) + 1
+
+
+class Changes(TopK):
+    def compress(self, vector, generator):
+        vector[:1] = 0
+        return super().compress(vector, generator)
+
+
+class Hides(TopK):
+    def compress(self, vector, generator):
+        return super().compress(vector.nan_to_num(0.0, 0.0, 0.0), generator)
+
+
+class Loses(Identity):
+    """An identity whose result `spoil` changes."""
+
+    def exchange(self, grads, state, context):
+        done = yield from super().exchange(grads, state, context)
+        mean = {name: self.spoil(one, context) for name, one in done.mean.items()}
+        return Exchanged(mean, done.own, self.kept_after(grads))
+
+    def spoil(self, mean, context):
+        return mean
+
+    def kept_after(self, grads) -> Tensors:
+        return {}
+
+
+class Differs(Loses):
+    def spoil(self, mean, context):
+        return mean + context.rank
+
+
+class Invents(Loses):
+    def spoil(self, mean, context):
+        return mean + 1
+
+
+class Keeps(Loses):
+    def kept_after(self, grads):
+        return {f"{name}/mine": torch.zeros(1) for name in grads}
+
+
+class Shares(Loses):
+    def kept(self, layers, rank, world_size, group):
+        return None
+
+    def kept_after(self, grads):
+        return {f"{name}/mine": grad for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize(
+    ("codec", "law"),
+    [
+        (Counts, "bytes were counted"),
+        (Changes, "an argument or a message was changed"),
+        (Hides, "what is not finite on one rank is finite on another"),
+        (Differs, "ranks get different means"),
+        (Invents, "zeros do not give zeros"),
+        (Shares, "a state is in the memory of gradients"),
+        (Keeps, "is nothing that its codec keeps"),
+    ],
+)
+def test_a_broken_law_is_named(codec, law: str) -> None:
+    with pytest.raises(GradlabError, match=law):
+        check_codec(codec())
+
+
+def test_a_sound_codec_passes() -> None:
+    check_codec(TopK(TopK.Settings(density=0.1)), world_sizes=[2])
