@@ -120,9 +120,9 @@ class LocalSpeed:
         each = ", ".join(f"{item.where} from H = {item.local_steps} on ({item.plan})" for item in self.configurations)
         return (
             f"Where no plan brings waiting to {format_percent(MOST_WAITING, 0)} of a step, local steps are the next "
-            f"thing to try: by forecast they bring it there {each}. `gradlab train WORKLOAD --emulate N "
-            "-s local_steps=H --capture DIR` records their pseudo-gradients, on which plans lose another share than on "
-            "these gradients, and `OuterStep` trains so."
+            f"thing to try: by forecast they bring it there {each}. `EmulatedNodes` records their "
+            "pseudo-gradients (docs/local-steps.md), on which plans lose another share than on these gradients, and "
+            "`OuterStep` trains so."
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gradlab.jsonable import read_json
 
 _HOW = (
     "give --compute-seconds, the time of a step without gradient exchange (of a run in one process, or under "
-    "DDP.no_sync), or --run, the report of a compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
+    "DDP.no_sync), or the report of a compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
 )
 
 

@@ -75,7 +75,7 @@ def require_computing(profile: Profile) -> None:
     if profile == NOT_MEASURED:
         raise GradlabError(
             "whether compression pays depends on how long a step computes, which is not known: give --compute-seconds "
-            "(a step on one rank, without gradient exchange) or --run (the report of a training run)"
+            "(a step on one rank, without gradient exchange, or the report of a training run)"
         )
 
 

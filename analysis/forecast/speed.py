@@ -191,7 +191,7 @@ class SpeedForecast:
         if self.compute_seconds is None:
             return (
                 "Whether compression pays depends on how long a step computes, which is not known: give "
-                "--compute-seconds or --run, or move the slider in report.html."
+                "--compute-seconds, or move the slider in report.html."
             )
         first, *others = self.decisions
         lines = [first.text, *(one.short for one in others[:1])]
@@ -294,6 +294,6 @@ def _exchange_verdict(configurations: Sequence[Configuration]) -> str:
         )
     text = "; ".join(parts)
     return (
-        f"Whether compression pays cannot be told without the time of computing (--compute-seconds or --run): {text}. "
+        f"Whether compression pays cannot be told without the time of computing (--compute-seconds): {text}. "
         "What of it computing hides is not known."
     )

@@ -5,7 +5,7 @@
     python benchmarks lgc_figures --rows rows.jsonl --table --information fig12.svg
 
 Figure 4: a row per layer, from the report that `gradlab analyze TRACE --only between --out report` writes of ResNet-20,
-`gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 -s every=2 --seed 0 --capture TRACE`.
+`gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 -s every=2 --capture TRACE`.
 Figures 3 and 12 are of ResNet-8 on images halved to 16 x 16: for each number of emulated nodes, which share a batch of
 about 128 images, every tenth of 400 iterations is recorded, and entropy and information are measured of pairs of nodes
 as `gradlab analyze` does. Rows in --rows are not made again.

@@ -5,15 +5,14 @@
     python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars] [--figure losses.svg]
 
 text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is its
-images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. They are
-emulated in one process by the code of `gradlab train --emulate 4 -s local_steps=H`; "streaming" is
-`gradlab.runtime.OuterStep` in 4 processes, with 3 fragments that are applied 5 local steps late, half and half. "sync"
-averages gradients in every step, through the named codec or uncompressed. The others take H local steps and DiLoCo's
-outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer optimizer is SGD of
-rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a local step, with its
-share of the exchange, from `forecast_local_steps` for machines on which computing takes so many seconds a step. A row
-keeps the training loss, too: "losses" are means over twentieths of the run. The figure has those of seed 0 over local
-steps, over what a worker has sent, and over predicted time.
+images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. Each is a
+process with `gradlab.runtime.OuterStep`; "streaming" has 3 fragments that are applied 5 local steps late, half and
+half. "sync" averages gradients in every step, through the named codec or uncompressed. The others take H local steps
+and DiLoCo's outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer
+optimizer is SGD of rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a
+local step, with its share of the exchange, from `forecast_local_steps` for machines on which computing takes so many
+seconds a step. A row keeps the training loss, too: "losses" are means over twentieths of the run. The figure has those
+of seed 0 over local steps, over what a worker has sent, and over predicted time.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,9 @@ from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link, parse_bandwidth, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.profile import Profile
-from gradlab.artifact import Artifact
-from gradlab.cli.train.emulate import emulate
-from gradlab.cli.train.local_steps import Worker, emulate_local_steps, make_worker
 from gradlab.cli.train.settings import TrainSettings
-from gradlab.datasets import Cifar10, get
+from gradlab.codec import seeded_generator
+from gradlab.datasets import Cifar10, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, method_plan
@@ -54,7 +52,10 @@ WORKERS, BATCH = 4, {"text_chars": 3, "cifar10": 16}
 FRAGMENTS, DELAY = 3, 5  # of streaming
 RATES = ("50mbit", "1gbit", "25gbit")
 WAYS: dict[str, Any] = {
-    "DiLoCo": None,
+    "DiLoCo": Plan,
+    "sync": Plan,
+    "streaming": Plan,
+    "averaging": Plan,
     "int8": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int8"),
     "int4": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int4"),
     "ecsq 0.5 bits": lambda layers: Plan.uniform(layers, "ecsq", bits=0.5),
@@ -65,7 +66,6 @@ WAYS: dict[str, Any] = {
     "PowerSGD 2": lambda layers: Plan.uniform(layers, "powersgd", rank=2),
     "SparseLoCo": lambda layers: method_plan(layers, "SparseLoCo"),
 }
-PLAIN_OUTER = {"outer_learning_rate": 1.0, "outer_momentum": 0.0}
 KEPT = 20  # means of losses in a row
 
 
@@ -88,28 +88,12 @@ def plan_of(way: str, task: str) -> Plan:
 
 
 def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
-    """Train one cell."""
-    task = options.task
-    settings = TrainSettings(
-        task, str(options.data), WORKERS, options.steps, BATCH[task], seed=seed, emulate=True, local_steps=every
-    )
-    times = predicted(way, every, options)
-    if way.startswith(("streaming", "sync, ")):
-        return in_processes(way, settings) | {"times": times}
+    """Train one cell, in a process per worker: score, losses, payload."""
+    settings = TrainSettings(options.task, str(options.data), WORKERS, options.steps, BATCH[options.task], seed=seed)
     with tempfile.TemporaryDirectory() as folder:
-        if way == "sync":  # recorded once, as emulated nodes are there to be recorded
-            report = emulate(replace(settings, capture=f"{folder}/trace", every=10**6))
-        else:
-            outer: dict[str, Any] = PLAIN_OUTER if way.startswith(("SparseLoCo", "averaging")) else {}
-            if way not in ("DiLoCo", "averaging"):
-                Artifact(plan_of(way, task)).save(f"{folder}/plan.safetensors")
-                outer = outer | {"artifact": f"{folder}/plan.safetensors"}
-            report = emulate_local_steps(replace(settings, **outer))
-    done = report.measured.compression
-    payload = report.header.dense_payload_bytes if done is None else done.payload_bytes_per_step.mean
-    score, loss = report.measured.final_score, report.measured.final_loss
-    losses = twentieths(report.measured.losses)
-    return {"score": score, "loss": loss, "losses": losses, "payload": payload, "times": times}
+        torch.multiprocessing.spawn(_worker, (way, every, settings, folder), nprocs=WORKERS)
+        done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
+    return done | {"times": predicted(way, every, options)}
 
 
 def twentieths(losses: Sequence[float]) -> list[float]:
@@ -118,49 +102,78 @@ def twentieths(losses: Sequence[float]) -> list[float]:
     return [round(statistics.fmean(losses[a:b]), 4) for a, b in pairwise(edges)]
 
 
-def in_processes(way: str, settings: TrainSettings) -> Row:
-    """Train in a process per worker, with `OuterStep`, or with gradients through a plan: score, losses, payload."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_worker, (way, settings, folder), nprocs=WORKERS)
-        done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
-    return done
+@dataclass
+class Worker:
+    """A worker of a run: its model, its samples, its draws, and its losses."""
+
+    settings: TrainSettings
+    rank: int
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings, self.workload = self.settings, get(self.settings.workload)
+        self.recipe, self.data = settings.applied_to(self.workload.recipe), self.workload.load(settings.data)
+        self.model = self.workload.model(settings.seed)
+        self.optimizer = build_optimizer(self.recipe, self.model.parameters())
+        self.order: Iterator[torch.Tensor] = batches(
+            len(self.data.train_x), self.recipe.batch_size, self.rank, WORKERS, settings.seed, self.recipe.steps
+        )
+        self.generator = seeded_generator("augmentation", settings.seed, self.rank)
+
+    def step(self, step: int, exchange: Callable[[], object] = lambda: None) -> None:
+        """Take an optimizer step. exchange: called after backward."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.recipe, step)
+        indices = next(self.order)
+        self.optimizer.zero_grad()
+        inputs = self.workload.augment(self.data.train_x[indices], self.generator)
+        loss = self.workload.loss(self.model(inputs), self.data.train_y[indices])
+        loss.backward()
+        exchange()
+        clip_gradients(self.recipe, self.model.parameters())
+        self.optimizer.step()
+        self.losses.append(float(loss.detach()))
 
 
-def _worker(rank: int, way: str, settings: TrainSettings, folder: str) -> None:
+def _worker(rank: int, way: str, every: int, settings: TrainSettings, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
-    workload = get(settings.workload)
-    recipe, data = settings.applied_to(workload.recipe), workload.load(settings.data)
     torch.manual_seed(settings.seed)
-    worker = make_worker(settings, workload, recipe, data, rank)
-    kind = way.rpartition(" ")[2]
-    plan = Plan(layers_of(worker.model)) if kind == "streaming" else plan_of(way, settings.workload)
-    if way.startswith("sync, "):
-        payload = _gradients_exchanged(worker, plan, workload, recipe, data)
-    else:
-        outer = OuterStep(plan, worker.model, every=settings.local_steps, fragments=FRAGMENTS, delay=DELAY)
-        for step in range(recipe.steps // settings.local_steps * settings.local_steps):
-            worker.train(workload, recipe, data, range(step, step + 1))
-            outer.step()
-        dense = 4 * sum(parameter.numel() for parameter in worker.model.parameters())
-        exchanges = [one.exchange for one in outer.fragments if one.exchange is not None]
-        sent = sum(one.statistics.steps[-1].payload_bytes for one in exchanges)
-        payload = sent if kind != "streaming" else dense
-        common = {name: one for part in outer.fragments for name, one in part.parameters.items()}
-        outer.wait()
-        worker.begin(common)
-        outer.close()
-    losses = torch.tensor(worker.outcome.losses)
+    worker = Worker(settings, rank)
+    exchanged = _gradients_exchanged if way.startswith("sync") else partial(_local_steps, way=way, every=every)
+    payload = exchanged(worker, plan_of(way, settings.workload))
+    losses = torch.tensor(worker.losses)
     dist.all_reduce(losses)
     if rank == 0:
-        score = workload.score(worker.model, data.test_x, data.test_y)
-        row = {"score": score, "losses": twentieths((losses / WORKERS).tolist()), "payload": payload}
+        score = worker.workload.score(worker.model, worker.data.test_x, worker.data.test_y)
+        means = (losses / WORKERS).tolist()
+        row = {"score": score, "loss": statistics.fmean(means[-10:]), "losses": twentieths(means), "payload": payload}
         Path(folder, "0.json").write_text(json.dumps(row), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _gradients_exchanged(worker: Worker, plan: Plan, workload: Any, recipe: Any, data: Any) -> float:
+def _local_steps(worker: Worker, plan: Plan, way: str, every: int) -> float:
+    """Train with `OuterStep`; the worker's model ends with the common parameters. Returns the bytes of an exchange."""
+    how: dict[str, Any] = {"fragments": FRAGMENTS, "delay": DELAY} if way.startswith("streaming") else {}
+    if way.startswith(("SparseLoCo", "averaging")):
+        how["outer_optimizer"] = partial(torch.optim.SGD, lr=1.0)
+    outer = OuterStep(plan, worker.model, every=every, **how)
+    for step in range(worker.recipe.steps // every * every):
+        worker.step(step)
+        outer.step()
+    exchanges = [one.exchange for one in outer.fragments if one.exchange is not None]
+    payload = sum(one.statistics.steps[-1].payload_bytes for one in exchanges)
+    common = {name: one for part in outer.fragments for name, one in part.parameters.items()}
+    outer.wait()
+    with torch.no_grad():
+        for layer, parameter in named_layers(worker.model):
+            parameter.copy_(common[layer.name])
+    outer.close()
+    return payload or 4 * sum(parameter.numel() for parameter in worker.model.parameters())
+
+
+def _gradients_exchanged(worker: Worker, plan: Plan) -> float:
     """Train with gradients through a plan in every step; the bytes of a step."""
     parameters = {layer.name: parameter for layer, parameter in named_layers(worker.model)}
     exchange = Exchange(plan, parameters.items(), optimizer=worker.optimizer)
@@ -168,7 +181,8 @@ def _gradients_exchanged(worker: Worker, plan: Plan, workload: Any, recipe: Any,
     def all_ranks() -> None:
         exchange.step({name: one.grad for name, one in parameters.items() if one.grad is not None})
 
-    worker.train(workload, recipe, data, range(recipe.steps), all_ranks)
+    for step in range(worker.recipe.steps):
+        worker.step(step, all_ranks)
     payload = exchange.statistics.steps[-1].payload_bytes
     exchange.close()
     return payload
@@ -233,8 +247,8 @@ def main() -> None:
     parser.add_argument(
         "--ways",
         nargs="+",
-        default=["sync", *WAYS],
-        help='also "averaging", "averaging, WAY", "sync, WAY", "streaming" and "streaming WAY"',
+        default=list(WAYS),
+        help='also "averaging, WAY", "sync, WAY" and "streaming WAY"',
     )
     parser.add_argument("--local-steps", nargs="+", type=int, default=[8, 30, 100])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])

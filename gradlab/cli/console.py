@@ -7,16 +7,17 @@ import shlex
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from gradlab.cli.streams import encodable
@@ -39,13 +40,50 @@ _UNBROKEN = 12  # characters of a number with its unit
 _BEGINNING = 150  # characters of a warning that is printed in short
 
 
+class Table(NamedTuple):
+    """Rows of text cells. The first text_columns may be broken; the others hold numbers, which are never cut."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: int = 1
+
+
+class Tabular(Protocol):
+    """A `Table`, or one of a report."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def columns(self) -> Sequence[str]: ...
+    @property
+    def rows(self) -> Sequence[Sequence[str]]: ...
+    @property
+    def text_columns(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command says, from top to bottom."""
+
+    lines: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    tables: Sequence[Tabular] = ()
+    notes: Sequence[str] = ()
+
+    def print(self) -> None:
+        """Print it. No text is markup: paths have brackets."""
+        for line in (*self.lines, *(f"warning: {line}" for line in self.warnings)):
+            OUT.print(line, markup=False)
+        for table in self.tables:
+            print_table(table)
+        for line in self.notes:
+            OUT.print(line, markup=False)
+
+
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Yield a function (what, done, total) that draws a bar per kind of work, or nothing without a terminal.
-
-    A bar shows the share that is done, the time since it began and the time left. What is counted differs from work to
-    work (values, iterations, figures), so that no numbers are shown.
-    """
+    """Yield a function (what, done, total) that draws a bar per kind of work, or nothing without a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -66,10 +104,8 @@ def progress_bars() -> Iterator[Progress]:
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """Within, a Python warning is one line on standard error, once, without the file and the line that raised it.
-
-    Nothing is shown of numpy's warnings of single operations: results say where they are not finite.
-    """
+    """Show each Python warning once, as one line on standard error, and none of numpy's: results name what is not
+    finite."""
     shown: set[str] = set()
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
@@ -85,77 +121,50 @@ def warnings_as_lines() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print the result for scripts: one JSON document without NaN, nothing else on standard output.
-
-    Args:
-        value: plain JSON.
-    """
+    """Print the result for scripts: one JSON document without NaN, nothing else on standard output."""
     from gradlab.jsonable import plain
 
     print(json.dumps(plain(value), indent=1, allow_nan=False))
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table, in which numbers are never cut: on a narrow terminal it is wider than that.
-
-    Args:
-        title: above the table.
-        header: the heads of the columns.
-        rows: text cells.
-        left: number of leading columns that hold text. The others hold numbers.
-    """
-    # What the encoding lacks is replaced before columns are measured. No text is markup: paths have brackets.
+def print_table(table: Tabular) -> None:
+    """Print a table, wider than a terminal if its numbers need that."""
+    # What the encoding lacks is replaced before columns are measured.
     named, *cells = (
         [Text(encodable(printable(cell, one_line=True), OUT.encoding)) for cell in row]
-        for row in ((title, *header), *rows)
+        for row in ((table.title, *table.columns), *table.rows)
     )
-    table = Table(title=named[0] if title else None, title_justify="left", header_style="bold")
+    drawn = RichTable(title=named[0] if table.title else None, title_justify="left", header_style="bold")
     for column, head in enumerate(named[1:]):
         least = max(_least_width(one) for one in (head, *(row[column] for row in cells)))
-        if column < left:  # names may be broken
-            table.add_column(head, min_width=min(least, _UNBROKEN), overflow="fold")
+        if column < table.text_columns:
+            drawn.add_column(head, min_width=min(least, _UNBROKEN), overflow="fold")
         else:
-            table.add_column(head, justify="right", min_width=least)
+            drawn.add_column(head, justify="right", min_width=least)
     for row in cells:
-        table.add_row(*row)
+        drawn.add_row(*row)
     # A log has no width, also where FORCE_COLOR calls it a terminal.
     console = OUT if OUT.file.isatty() else Console(highlight=False, width=200)
-    console.print(table, markup=False, crop=False)
+    console.print(drawn, markup=False, crop=False)
 
 
 def _least_width(cell: Text) -> int:
-    """Return the width of a number that must not be cut: all of it, or its longest word where it is a sentence."""
+    """The width of a number, or of the longest word of a sentence."""
     words = [cell] if cell.cell_len <= _UNBROKEN else cell.split(" ")
     return max(word.cell_len for word in words)
 
 
-def print_warnings(lines: Iterable[str]) -> None:
-    """Print what a reader must know before the numbers that follow. It is part of the result.
-
-    Args:
-        lines: one warning each.
-    """
-    for line in lines:
-        OUT.print(f"warning: {line}", markup=False)
-
-
-def tell_of_report(page: Path, as_json: bool) -> None:
-    """Print what a report says in short, how its warnings begin, and what was written; or all of it as JSON.
-
-    Args:
-        page: its report.html, beside which report.json lies.
-        as_json: whether to print the JSON.
-    """
+def print_report(page: Path, as_json: bool) -> None:
+    """Print a report's answer, how its warnings begin, and what was written; or all of it as JSON."""
     written = json.loads((page.parent / "report.json").read_text("utf-8"))
     if as_json:
         print_json(written)
         return
-    OUT.print(written["brief"], markup=False)
-    print_warnings(textwrap.shorten(line, _BEGINNING, placeholder=" ...") for line in written["warnings"])
-    for path in (page, page.parent / "report.json"):
-        OUT.print(str(path), markup=False)
+    files = [str(page), str(page.parent / "report.json")]
     if written["figures"]:
-        OUT.print(f"{page.parent / 'figures'}/ ({format_counted(len(written['figures']), 'figure')})", markup=False)
+        files.append(f"{page.parent / 'figures'}/ ({format_counted(len(written['figures']), 'figure')})")
+    shortened = [textwrap.shorten(line, _BEGINNING, placeholder=" ...") for line in written["warnings"]]
+    Answer([written["brief"]], shortened, notes=files).print()
 
 
 def command_line() -> str:
@@ -164,9 +173,5 @@ def command_line() -> str:
 
 
 def say(text: str) -> None:
-    """Print a remark for people, on standard error.
-
-    Args:
-        text: the remark.
-    """
+    """Print a remark for people, on standard error."""
     ERR.print(text, markup=False)

@@ -1,15 +1,21 @@
-"""`gradlab demo`: the whole loop on the bundled data set."""
+"""Record a training on two ranks, analyse it, fit compressors, train compressed, compare; about two minutes.
+
+Example:
+
+  gradlab demo --out gradlab-demo
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table, progress_bars, say
+from gradlab.cli.console import Answer, print_json, progress_bars, say
+from gradlab.cli.options import AsJson
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
 
@@ -17,10 +23,9 @@ if TYPE_CHECKING:
     from gradlab.analysis.fit.gradiveq import GradiveqFit
     from gradlab.analysis.measure.spectrum import TraceSpectrum
     from gradlab.analysis.replay.result import Replay
-    from gradlab.cli.train.outcome import TrainReport
     from gradlab.trace import Trace
 
-WORKLOAD = "digits"
+WORKLOAD, RANKS = "digits", 2
 
 
 @dataclass(frozen=True)
@@ -38,26 +43,16 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for everything the demo makes; new or empty.")
     ] = Path("gradlab-demo"),
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 240,
-    seed: Annotated[int, typer.Option(help="Of every run: same model, same data order.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Record a run, analyse it, fit compressors, train compressed, compare; about two minutes.
-
-    Example:
-
-      gradlab demo --out gradlab-demo
-    """
-    if ranks < 2:
-        raise GradlabError(f"ranks = {ranks}: one rank exchanges no gradients, the demo needs at least 2")
     if steps < 30:
         raise GradlabError(f"steps = {steps}: the demo records, fits and compresses, it needs at least 30")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GradlabError(f"{out} exists and is not empty: choose another folder with --out")
     out.mkdir(parents=True, exist_ok=True)
     with progress_bars() as progress:
-        runs, offline = _loop(out, ranks, steps, seed, progress)
+        runs, offline = _loop(out, steps, progress)
         page = _report(out, runs, offline, progress)
     if as_json:
         print_json({"report": str(page), "runs": runs})
@@ -65,18 +60,18 @@ def demo(
         _print(runs, offline, page)
 
 
-def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Progress) -> tuple[dict[str, TrainReport], Offline]:
+def _loop(out: Path, steps: int, progress: Progress) -> tuple[dict[str, dict[str, Any]], Offline]:
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
     from gradlab.cli.train.launch import launch, save_report
     from gradlab.cli.train.settings import TrainSettings
     from gradlab.trace import Trace
 
-    common: dict[str, Any] = {"workload": WORKLOAD, "ranks": ranks, "steps": steps, "seed": seed}
-    say(f"1/4 recording {steps} steps of {WORKLOAD} on {ranks} ranks")
+    common: dict[str, Any] = {"workload": WORKLOAD, "ranks": RANKS, "steps": steps}
+    say(f"1/4 recording {steps} steps of {WORKLOAD} on {RANKS} ranks")
     launch(TrainSettings(**common, name="recording", capture=str((out / "trace").absolute())), progress)
     say("2/4 measuring, fitting and replaying")
     with Trace(out / "trace") as trace:
-        offline = _offline(trace, out, steps // 4, seed, progress)
+        offline = _offline(trace, out, steps // 4, progress)
     say(f"3/4 training again, compressed: {', '.join(offline.artifacts)}")
     runs = {}
     for name, artifact in offline.artifacts.items():
@@ -86,7 +81,7 @@ def _loop(out: Path, ranks: int, steps: int, seed: int, progress: Progress) -> t
     return runs, offline
 
 
-def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress) -> Offline:
+def _offline(trace: Trace, out: Path, warmup: int, progress: Progress) -> Offline:
     from gradlab.analysis.fit.gradiveq import RECOMMENDED, fit_gradiveq
     from gradlab.analysis.fit.uniform import uniform_artifact
     from gradlab.analysis.measure.spectrum import measure_spectrum
@@ -96,27 +91,27 @@ def _offline(trace: Trace, out: Path, warmup: int, seed: int, progress: Progress
 
     # PCA sees the end of the dense phase: the freshest gradients it can have before it is needed.
     samples = max(2, min(100, warmup - warmup // 4))
-    fit = fit_gradiveq(trace, samples=samples, settings=RECOMMENDED, warmup_steps=warmup, seed=seed, progress=progress)
+    fit = fit_gradiveq(trace, samples=samples, settings=RECOMMENDED, warmup_steps=warmup, progress=progress)
     plans = {
-        "dense": Plan.uniform(trace.layers, "identity", warmup_steps=warmup, seed=seed),
+        "dense": Plan.uniform(trace.layers, "identity", warmup_steps=warmup),
         "gradiveq": fit.plan,
-        "topk": Plan.uniform(trace.layers, "topk", density=0.01, warmup_steps=warmup, seed=seed),
-        "powersgd": Plan.uniform(trace.layers, "powersgd", rank=2, warmup_steps=warmup, seed=seed),
+        "topk": Plan.uniform(trace.layers, "topk", density=0.01, warmup_steps=warmup),
+        "powersgd": Plan.uniform(trace.layers, "powersgd", rank=2, warmup_steps=warmup),
     }
     replays = {name: replay(trace, plan, progress=progress) for name, plan in plans.items()}
-    made = {name: uniform_artifact(plan, replays[name]) for name, plan in plans.items() if name != "gradiveq"}
+    made = {name: uniform_artifact(plan, replays[name]) for name, plan in plans.items()}
     made["gradiveq"] = fit.artifact()
     paths = {name: made[name].save(out / f"{name}.safetensors") for name in plans}
     spectrum = measure_spectrum(trace, progress=progress)
     return Offline(paths, replays, fit, spectrum, summarize_trace(trace))
 
 
-def _report(out: Path, runs: Mapping[str, TrainReport], offline: Offline, progress: Progress) -> Path:
+def _report(out: Path, runs: dict[str, dict[str, Any]], offline: Offline, progress: Progress) -> Path:
     from gradlab.analysis.report.trace_report import write_comparison
 
     return write_comparison(
         out / "report",
-        runs={name: run.to_json() for name, run in runs.items()},
+        runs=runs,
         replays=offline.replays,
         fits={"gradiveq": offline.fit},
         trace_summary=offline.summary,
@@ -125,16 +120,10 @@ def _report(out: Path, runs: Mapping[str, TrainReport], offline: Offline, progre
     )
 
 
-def _print(runs: Mapping[str, TrainReport], offline: Offline, page: Path) -> None:
-    import json
-
+def _print(runs: dict[str, dict[str, Any]], offline: Offline, page: Path) -> None:
     from gradlab.analysis.questions.runs import comparison_table
 
-    OUT.print(json.loads((page.parent / "report.json").read_text("utf-8"))["verdict"], markup=False)
-    for line in offline.fit.warnings:
-        OUT.print(f"gradiveq: {line}", markup=False)
-    ran = {name: run.to_json() for name, run in runs.items()}
-    table = comparison_table(ran, {name: replayed.to_json() for name, replayed in offline.replays.items()})
-    print_table(table.title, table.columns, table.rows)
-    OUT.print(table.note, markup=False)
-    OUT.print(f"Report: {page}", markup=False)
+    verdict = json.loads((page.parent / "report.json").read_text("utf-8"))["verdict"]
+    table = comparison_table(runs, {name: replayed.to_json() for name, replayed in offline.replays.items()})
+    lines = [verdict, *(f"gradiveq: {line}" for line in offline.fit.warnings)]
+    Answer(lines, tables=[table], notes=[table.note, f"Report: {page}"]).print()

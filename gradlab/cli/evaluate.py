@@ -1,24 +1,44 @@
-"""`gradlab evaluate`: replay methods on a trace, side by side, or on the recordings of a corpus."""
+"""Replay methods on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
+
+With several methods it also says whether they keep their order all through the recording.
+
+Errors of an artifact fitted on this trace are those of iterations after its fit, with in-sample errors beside them.
+
+On a corpus each method is replayed on every recording, and stands beside the methods that were trained there:
+docs/corpus.md.
+
+Examples:
+
+  gradlab evaluate trace topk.safetensors gradiveq.safetensors
+
+  gradlab evaluate trace topk:density=0.01 "QSGD, max norm:bits=4" my_codec.py
+
+  gradlab evaluate corpus my_codec.py:density=0.05
+
+  gradlab evaluate trace gradiveq.safetensors --cycle iterations.svg
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, command_line, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.console import Answer, command_line, print_json, progress_bars
 from gradlab.cli.evaluate_corpus import evaluate_corpus
-from gradlab.cli.figures import require_figure, write_figure
-from gradlab.cli.named_method import named_methods, plans_for, replays_of
-from gradlab.cli.trace_options import AverageRanks
-from gradlab.cli.worker_options import Dask, Processes, workers_of
+from gradlab.cli.figures import require_figure, write_chart
+from gradlab.cli.named_method import NamedMethod, named_methods, plans_for, replays_of
+from gradlab.cli.options import AsJson, AverageRanks, Overwrite, SharedBy, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.analysis.parallel import Workers
     from gradlab.analysis.replay.result import Replay
     from gradlab.plan import Plan
+    from gradlab.progress import Progress
+    from gradlab.trace import Trace
 
 
 def evaluate(
@@ -35,49 +55,28 @@ def evaluate(
     ],
     start: Annotated[int, typer.Option(help="Position of the first recorded step to replay, from 0.")] = 0,
     stop: Annotated[int | None, typer.Option(help="Position after the last one; default: to the end.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Write a report with plots here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="REPORT", help="Folder for a report with plots.")] = None,
     cycle: Annotated[
         Path | None,
         typer.Option(
             metavar="FIGURE",
-            help="Of one method: draw which iterations are dense, sampled and compressed, after GradiVeQ's Fig. 6 "
-            "(.svg, .pdf).",
+            help="Drawing of one method's dense, sampled and compressed iterations, after GradiVeQ's Fig. 6 (.svg, "
+            ".pdf).",
         ),
     ] = None,
-    workers: Processes = None,
-    dask: Dask = None,
+    workers: SharedBy = None,
     average_ranks: AverageRanks = 1,
-    overwrite: Annotated[bool, typer.Option(help="Replace a report that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every step.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Replay methods on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
-
-    With several methods it also says whether they keep their order all through the recording.
-
-    Errors of an artifact fitted on this trace are those of iterations after its fit, with in-sample errors beside them.
-
-    On a corpus each method is replayed on every recording, and stands beside the methods that were trained there:
-    docs/corpus.md.
-
-    Examples:
-
-      gradlab evaluate trace topk.safetensors gradiveq.safetensors
-
-      gradlab evaluate trace topk:density=0.01 "QSGD, max norm:bits=4" my_codec.py
-
-      gradlab evaluate corpus my_codec.py:density=0.05
-
-      gradlab evaluate trace gradiveq.safetensors --cycle iterations.svg
-    """
     from gradlab.analysis.corpus.manifest import is_corpus
     from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.report.trace_report import Examination, write_trace_report
     from gradlab.trace import Trace
 
-    sharing = workers_of(workers, dask)
+    sharing = workers_of(workers)
     if is_corpus(trace):
         _refuse_of_corpus(trace, start=start, stop=stop, out=out, cycle=cycle, average_ranks=average_ranks)
-        few = 1 if workers is None and dask is None else sharing  # replays take less time than processes to start
+        few = 1 if workers is None else sharing  # replays take less time than processes to start
         evaluate_corpus(trace, named_methods(methods, not_in=trace), few, as_json)
         return
     if out is not None:
@@ -88,35 +87,51 @@ def evaluate(
             raise GradlabError(f"--cycle draws the iterations of one method, not of {len(methods)}")
     named = named_methods(methods)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
-        plans = _required(plans_for(named, opened, start, stop))  # before the first replay, not after it
-        found = replays_of(named, plans, opened, start=start, stop=stop, workers=sharing, progress=progress)
-        replays = {one.title: found[one.words] for one in named}
-        if cycle is not None:
-            from gradlab.analysis.chart import draw
-            from gradlab.analysis.questions.slices import cycle_chart
-            from gradlab.analysis.replay.cycle import training_cycle
-
-            [plan] = plans.values()
-            iterations = training_cycle(opened, plan, start=start, stop=stop, progress=progress)
-            write_figure(lambda: draw(cycle_chart(iterations)), cycle)
-        page = None
-        if out is not None:
-            page = write_trace_report(
-                opened,
-                out,
-                Examination(replays=replays),
-                overwrite=overwrite,
-                full=True,
-                repeat=command_line(),
-                workers=sharing,
-                progress=progress,
-            )
+        replays = _replayed(opened, named, start, stop, sharing, progress, cycle)
+        page = out and _written(opened, out, replays, overwrite, sharing, progress)
     if as_json:
         print_json(replays)
-    else:
-        print_replays(replays)
-        if page:
-            OUT.print(str(page), markup=False)
+        return
+    answer_of(replays, [str(page)] if page else ()).print()
+
+
+def _replayed(
+    trace: Trace,
+    named: Sequence[NamedMethod],
+    start: int,
+    stop: int | None,
+    workers: Workers,
+    progress: Progress,
+    cycle: Path | None,
+) -> dict[str, Replay]:
+    """Replay the methods, by their titles, and draw the cycle of one."""
+    plans = _required(plans_for(named, trace, start, stop))  # before the first replay, not after it
+    found = replays_of(named, plans, trace, start=start, stop=stop, workers=workers, progress=progress)
+    if cycle is not None:
+        from gradlab.analysis.questions.slices import cycle_chart
+        from gradlab.analysis.replay.cycle import training_cycle
+
+        [plan] = plans.values()
+        iterations = training_cycle(trace, plan, start=start, stop=stop, progress=progress)
+        write_chart(cycle_chart(iterations), cycle)
+    return {one.title: found[one.words] for one in named}
+
+
+def _written(
+    trace: Trace, out: Path, replays: dict[str, Replay], overwrite: bool, workers: Workers, progress: Progress
+) -> Path:
+    from gradlab.analysis.report.trace_report import Examination, write_trace_report
+
+    return write_trace_report(
+        trace,
+        out,
+        Examination(replays=replays),
+        overwrite=overwrite,
+        full=True,
+        repeat=command_line(),
+        workers=workers,
+        progress=progress,
+    )
 
 
 def _required(plans: Mapping[str, Plan | GradlabError]) -> dict[str, Plan]:
@@ -138,20 +153,13 @@ def _refuse_of_corpus(path: Path, **options: object) -> None:
             raise GradlabError(f"{option} is for one trace, and {path} is a corpus: name one of its recordings")
 
 
-def print_replays(replays: Mapping[str, Replay]) -> None:
-    """Print what replays say, with their warnings, then one row per replayed plan.
-
-    Args:
-        replays: by the plan's name.
-    """
+def answer_of(replays: Mapping[str, Replay], notes: Sequence[str] = ()) -> Answer:
+    """The answer of replays by name, with their warnings, and one row per plan."""
     from gradlab.analysis.questions.accuracy import ranking_line, replay_table, replay_verdict
     from gradlab.analysis.replay.ranking import ranking_stability
 
     written = {name: result.to_json() for name, result in replays.items()}
-    OUT.print(replay_verdict(written), markup=False)
     ranking = ranking_stability(replays)
-    if ranking is not None:
-        OUT.print(ranking_line(ranking.to_json()), markup=False)
-    print_warnings(f"{name}: {line}" for name, result in replays.items() for line in result.warnings)
-    table = replay_table(written)
-    print_table(table.title, table.columns, table.rows, left=table.text_columns)
+    lines = [replay_verdict(written), *([ranking_line(ranking.to_json())] if ranking else ())]
+    warnings = [f"{name}: {line}" for name, result in replays.items() for line in result.warnings]
+    return Answer(lines, warnings, [replay_table(written)], notes)

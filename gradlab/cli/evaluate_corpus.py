@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradlab.cli.console import OUT, print_json, print_table, print_warnings, progress_bars
+from gradlab.cli.console import OUT, Answer, Table, print_json, progress_bars
 from gradlab.cli.named_method import NamedMethod, plans_for, replays_of
 from gradlab.errors import GradlabError
 from gradlab.formatting import ABSENT, format_bytes, format_number, format_percent, format_seconds
@@ -50,17 +50,7 @@ Judgements = Mapping[str, Mapping[str, "Judgement | GradlabError"]]
 
 
 def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: Workers, as_json: bool) -> None:
-    """Judge methods by a corpus, and print their figures beside those of its own methods.
-
-    Args:
-        path: the corpus's folder, or the packed file, which is unpacked into a folder that is removed.
-        methods: to be judged.
-        workers: that share the replays.
-        as_json: whether to print JSON.
-
-    Raises:
-        GradlabError: for a damaged corpus, or a method that can be replayed on none of its recordings.
-    """
+    """Judge methods by a corpus, a folder or the packed file, and print their figures beside its own methods'."""
     from gradlab.analysis.corpus.archive import unpack
     from gradlab.analysis.corpus.manifest import read_corpus
 
@@ -91,13 +81,10 @@ def _judged(
         fitting = {words: plan for words, plan in plans.items() if not isinstance(plan, GradlabError)}
         replays = replays_of(methods, fitting, trace, workers=workers, progress=progress)
     outcomes = corpus.outcomes_of(recording)
-    judgements = {words: judge(replay, outcomes) for words, replay in replays.items()}
-    return {words: judgements[words] if words in judgements else _reason(plan) for words, plan in plans.items()}
-
-
-def _reason(plan: object) -> GradlabError:
-    assert isinstance(plan, GradlabError)
-    return plan
+    judged: dict[str, Judgement | GradlabError] = {
+        words: plan for words, plan in plans.items() if isinstance(plan, GradlabError)
+    }
+    return judged | {words: judge(replay, outcomes) for words, replay in replays.items()}
 
 
 def _as_json(corpus: Corpus, judgements: Judgements) -> dict[str, Any]:
@@ -115,25 +102,25 @@ def _as_json(corpus: Corpus, judgements: Judgements) -> dict[str, Any]:
 
 
 def _first_line(reason: GradlabError) -> str:
-    """What a refusal says before it goes into layers: another recording's model is no news."""
+    """A refusal without the layers of another recording's model."""
     return str(reason).splitlines()[0].rstrip(":")
 
 
 def _print(corpus: Corpus, methods: Sequence[NamedMethod], judgements: Judgements) -> None:
-    lines = [
+    warnings = [
         f"{recording}: {line}"
         for recording, of in judgements.items()
         for found in of.values()
         if not isinstance(found, GradlabError)
         for line in found.warnings
     ]
-    print_warnings(dict.fromkeys(lines))
     rows = [
         [method.title, one.name, *_judged_cells(judgements[one.name][method.words])]
         for method in methods
         for one in corpus.recordings
     ]
-    print_table("what is judged", _JUDGED_COLUMNS, rows, left=2)
+    judged = Table("what is judged", _JUDGED_COLUMNS, rows, 2)
+    Answer((), list(dict.fromkeys(warnings)), [judged]).print()
     for one in corpus.recordings:
         OUT.print()
         own = [
@@ -141,9 +128,12 @@ def _print(corpus: Corpus, methods: Sequence[NamedMethod], judgements: Judgement
             for method in methods
             if not isinstance(found := judgements[one.name][method.words], GradlabError)
         ]
-        known = [(row.payload_bytes, _outcome_cells(row)) for row in corpus.outcomes_of(one.name)]
+        known = [
+            (row.payload_bytes, [row.method, *_figures(row), _range(row.predicted), _signed(row.excess)])
+            for row in corpus.outcomes_of(one.name)
+        ]
         ordered = [cells for _, cells in sorted([*own, *known], key=lambda pair: pair[0])]
-        print_table(f"{one.name}: {one.title}", _CORPUS_COLUMNS, ordered, left=1)
+        Answer(tables=[Table(f"{one.name}: {one.title}", _CORPUS_COLUMNS, ordered)]).print()
 
 
 def _judged_cells(found: Judgement | GradlabError) -> list[str]:
@@ -158,12 +148,8 @@ def _judged_cells(found: Judgement | GradlabError) -> list[str]:
     ]
 
 
-def _outcome_cells(row: Outcome) -> list[str]:
-    return [row.method, *_figures(row), _range(row.predicted), _signed(row.excess)]
-
-
 def _figures(of: Judgement | Outcome) -> list[str]:
-    """What both a judged method and one of the corpus have."""
+    """The figures that both a judged method and one of the corpus have."""
     error = format_percent(of.aggregate_error)
     return [format_bytes(of.payload_bytes), *of.saving.cells, format_number(of.cosine), error]
 

@@ -1,29 +1,20 @@
-"""Write one figure as a command's result: checked before the work, drawn after it."""
+"""Write one chart as a command's result: checked before the work, drawn after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from gradlab.analysis.chart import Chart
 
 FIGURES = (".svg", ".pdf")
 
 
 def require_figure(out: Path, overwrite: bool) -> None:
-    """Refuse a name that no figure can have, or that is taken.
-
-    Args:
-        out: the figure's file.
-        overwrite: whether a file that is there may be replaced.
-
-    Raises:
-        GradlabError: for another ending than those in `FIGURES`, or a file that is there if overwrite is false.
-    """
+    """Refuse a name that no figure can have, or that is taken."""
     from gradlab.analysis.outputs import require_free
 
     if out.suffix not in FIGURES:
@@ -31,17 +22,13 @@ def require_figure(out: Path, overwrite: bool) -> None:
     require_free(out, overwrite)
 
 
-def write_figure(draw: Callable[[], Figure], out: Path) -> None:
-    """Draw a figure and write it, whole or not at all.
-
-    Args:
-        draw: makes the figure.
-        out: the file, whose ending is the format.
-    """
+def write_chart(chart: Chart, out: Path) -> None:
+    """Draw a chart and write it in the format of the file's ending, whole or not at all."""
+    from gradlab.analysis.chart import draw
     from gradlab.analysis.figures.style import drawing, render
     from gradlab.files import write_whole
 
     with drawing():
-        files = render(draw(), out.stem)
+        files = render(draw(chart), out.stem)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, files[out.suffix.removeprefix(".")])

@@ -1,15 +1,30 @@
-"""`gradlab inspect`: what an artifact holds, or where the time of an iteration went."""
+"""Show what an artifact does to which layer, where it came from, and the bytes it will send.
+
+Files of gradlab train --chrome-trace show where an iteration's time went: how long the network was busy, and how
+much of that was hidden, because the rank computed gradients, compressed or decompressed meanwhile. Time begins with
+the arrival of DDP's first bucket. Several files are drawn below each other on one axis.
+
+Examples:
+
+  gradlab inspect plan.safetensors
+
+  gradlab inspect spans.json other.json --out timeline.svg
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table
-from gradlab.cli.figures import require_figure, write_figure
+from gradlab.cli.console import Answer, Table, print_json
+from gradlab.cli.figures import require_figure, write_chart
+from gradlab.cli.options import AsJson, Overwrite
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.plan import Plan
 
 
 def inspect(
@@ -18,26 +33,16 @@ def inspect(
         typer.Argument(metavar="FILE...", help="An artifact (.safetensors), or files of gradlab train --chrome-trace."),
     ],
     ranks: Annotated[int, typer.Option(min=1, help="World size for the forecast of an artifact's bytes.")] = 2,
-    out: Annotated[Path | None, typer.Option(metavar="FIGURE", help="Draw the spans (.svg, .pdf).")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FIGURE", help="Drawing of the spans (.svg, .pdf).")] = None,
     step: Annotated[int | None, typer.Option(help="Iteration of the spans; default: each file's first.")] = None,
     rank: Annotated[int, typer.Option(help="Rank of the spans.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace a figure that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what an artifact does to which layer, where it came from, and the bytes it will send.
-
-    Files of gradlab train --chrome-trace show where an iteration's time went: how long the network was busy, and how
-    much of that was hidden, because the rank computed gradients, compressed or decompressed meanwhile. Time begins with
-    the arrival of DDP's first bucket. Several files are drawn below each other on one axis.
-
-    Examples:
-
-      gradlab inspect plan.safetensors
-
-      gradlab inspect spans.json other.json --out timeline.svg
-    """
     if all(file.suffix == ".json" for file in files):
-        _show_spans(files, rank, step, out, overwrite, as_json)
+        if out is not None:
+            require_figure(out, overwrite)
+        _show_spans(files, rank, step, out, as_json)
         return
     if len(files) > 1 or out is not None or step is not None:
         raise GradlabError(f"{files[0]}: an artifact is inspected alone; --out and --step are for spans (.json)")
@@ -45,12 +50,10 @@ def inspect(
 
 
 def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
-    from gradlab.analysis.replay import methods_of
     from gradlab.artifact import Artifact
     from gradlab.collectives import ring_sends
     from gradlab.formatting import format_bytes
     from gradlab.plan import most_ranks, pays_up_to, saving_of_sent, sent_bytes
-    from gradlab.saving import Saving
 
     loaded = Artifact.load(artifact)
     plan = loaded.plan
@@ -69,6 +72,29 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
         }
         print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.provenance, "expected": sizes})
         return
+    notes = [
+        f"sent per step and rank at {ranks} ranks: {format_bytes(sent)} instead of "
+        f"{format_bytes(ring_sends(ranks) * dense)}, {saving.text('fewer')}, after {plan.schedule.warmup_steps} dense "
+        f"steps; made by {loaded.provenance.get('method', 'hand')}"
+    ]
+    if limit := pays_up_to(plan):
+        notes.append(f"this plan {limit}")
+    if plan.varying:
+        notes.append(
+            f"messages of {', '.join(plan.varying)} vary in size with the gradients: their bytes are an estimate, "
+            "which `gradlab evaluate` replaces by a count"
+        )
+    columns = ("group", "method", "dense", "payload", "wire", "ratio", "vs 16 bits")
+    table = Table(f"{artifact} ({plan.digest[:12]})", columns, _rows(plan, ranks), 2)
+    Answer(tables=[table], notes=notes).print()
+
+
+def _rows(plan: Plan, ranks: int) -> list[tuple[str, ...]]:
+    """A row per group, and per layer that stays dense."""
+    from gradlab.analysis.replay import methods_of
+    from gradlab.collectives import ring_sends
+    from gradlab.formatting import format_bytes
+    from gradlab.saving import Saving
 
     def row(name: str, method: str, before: float, payload: float, sent: float) -> tuple[str, ...]:
         saved = Saving.of_sent(sent, before, ranks)
@@ -79,43 +105,25 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
         before = 4 * sum(layer.numel for layer in plan.members(group))
         payload, sends = plan.forecast(group, ranks).payload, plan.forecast(group, ranks).sent
         rows.append(row(group.name, methods_of([group])[0], before, payload, sends))
-    rows += [
-        row(layer.name, "dense", 4 * layer.numel, 4 * layer.numel, ring_sends(ranks) * 4 * layer.numel)
-        for layer in plan.dense_layers
-        if not any(layer.name in group.layers for group in plan.groups)
-    ]
-    columns = ("group", "method", "dense", "payload", "wire", "ratio", "vs 16 bits")
-    print_table(f"{artifact} ({plan.digest[:12]})", columns, rows, left=2)
-    OUT.print(
-        f"sent per step and rank at {ranks} ranks: {format_bytes(sent)} instead of "
-        f"{format_bytes(ring_sends(ranks) * dense)}, {saving.text('fewer')}, after {plan.schedule.warmup_steps} dense "
-        f"steps; made by {loaded.provenance.get('method', 'hand')}",
-        markup=False,
-    )
-    if limit := pays_up_to(plan):
-        OUT.print(f"this plan {limit}", markup=False)
-    if plan.varying:
-        OUT.print(
-            f"messages of {', '.join(plan.varying)} vary in size with the gradients: their bytes are an estimate, "
-            "which `gradlab evaluate` replaces by a count",
-            markup=False,
-        )
+    grouped = {name for group in plan.groups for name in group.layers}
+    for layer in plan.dense_layers:
+        if layer.name not in grouped:
+            nbytes = 4 * layer.numel
+            rows.append(row(layer.name, "dense", nbytes, nbytes, ring_sends(ranks) * nbytes))
+    return rows
 
 
-def _show_spans(
-    files: list[Path], rank: int, step: int | None, out: Path | None, overwrite: bool, as_json: bool
-) -> None:
+def _show_spans(files: list[Path], rank: int, step: int | None, out: Path | None, as_json: bool) -> None:
     from gradlab.chrome_trace import read_step
     from gradlab.formatting import format_seconds
 
+    stems = {file.stem: file for file in files}
+    named = stems if len(stems) == len(files) else {str(file): file for file in files}
+    steps = {name: read_step(file, rank, step) for name, file in named.items()}
     if out is not None:
-        require_figure(out, overwrite)
-    steps = {name: read_step(file, rank, step) for name, file in _named(files).items()}
-    if out is not None:
-        from gradlab.analysis.chart import draw
         from gradlab.analysis.questions.timeline import timelines_chart
 
-        write_figure(lambda: draw(timelines_chart(steps)), out)
+        write_chart(timelines_chart(steps), out)
     times = {name: spans.times for name, spans in steps.items()}
     if as_json:
         print_json(times)
@@ -126,12 +134,4 @@ def _show_spans(
         network = (row.network_seconds, row.hidden_seconds, row.exposed_seconds)
         rows.append((name, str(row.step), str(row.rank), *map(format_seconds, (*own, *network))))
     columns = ("trace", "step", "rank", "time", "backward", "codec", "network", "of it hidden", "exposed")
-    print_table("", columns, rows)
-    if out is not None:
-        OUT.print(str(out), markup=False)
-
-
-def _named(files: list[Path]) -> dict[str, Path]:
-    """Files by their stems, or by their paths if two stems are equal."""
-    stems = {file.stem: file for file in files}
-    return stems if len(stems) == len(files) else {str(file): file for file in files}
+    Answer(tables=[Table("", columns, rows)], notes=[] if out is None else [str(out)]).print()

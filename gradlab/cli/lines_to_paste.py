@@ -20,17 +20,7 @@ _FSDP = (
 
 
 def lines_to_paste(artifact: Path | None, nodes: int, ranks: int, fsdp: bool) -> str:
-    """Write what goes into a training script.
-
-    Args:
-        artifact: of the plan; None: PyTorch's own 16 bits under DDP.
-        nodes: number of nodes.
-        ranks: ranks of a node.
-        fsdp: whether FSDP2 shards the model among these.
-
-    Returns:
-        Lines of Python that take `ddp_model` or, under FSDP2, `model` and `mesh`, and `optimizer`.
-    """
+    """Write what goes into a training script, for nodes of so many ranks; without an artifact PyTorch's 16 bits."""
     if artifact is None:
         return _FP16
     lines = _FSDP if fsdp else _NODES if ranks > 1 else _DDP

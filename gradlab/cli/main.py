@@ -1,5 +1,8 @@
-"""The command `gradlab`. Bad input is one line on standard error and exit code 2, never a traceback; so is a warning,
-with whatever exit code the command has."""
+"""The command `gradlab`, whose commands' helps are the docstrings of their modules.
+
+Bad input is one line on standard error and exit code 2, never a traceback; so is a warning, with whatever exit code the
+command has.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (methods.methods, "List codecs, wrappers and published methods"),
 )
 for _command, _about in _COMMANDS:
-    app.command(_command.__name__, short_help=_about)(_command)
+    app.command(_command.__name__, short_help=_about, help=sys.modules[_command.__module__].__doc__)(_command)
 app.add_typer(trace.app, name="trace", short_help="Look at, check and repair a recording")
 app.add_typer(fit.app, name="fit", short_help="Make an artifact from a recording")
 

@@ -1,4 +1,11 @@
-"""`gradlab methods`: codecs, wrappers and methods by name."""
+"""List codecs with their guarantees, collectives and bytes, wrappers, and methods by name.
+
+Examples:
+
+  gradlab methods
+
+  gradlab methods powersgd
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table
+from gradlab.cli.console import Answer, Table, print_json
+from gradlab.cli.options import AsJson
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -19,30 +27,16 @@ def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="A codec, wrapper or method; all of them if none.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print all as a page (docs/methods.md).")] = False,
 ) -> None:
-    """List codecs with their guarantees, collectives and bytes, wrappers, and methods by name.
-
-    Examples:
-
-      gradlab methods
-
-      gradlab methods powersgd
-    """
     from gradlab import codecs, wrappers
     from gradlab.catalog import codec_facts, wrapper_facts
 
     if markdown and (name is not None or as_json):
         raise GradlabError("--markdown prints all methods as a page: leave the name and --json out")
     if name is not None:
-        if name not in (*codecs.names(), *wrappers.names()) and (method := _method(name)):
-            print_json({"name": method, "made_of": by_name()[method]}) if as_json else OUT.print(
-                f"{method}: {by_name()[method]}", markup=False
-            )
-            return
-        facts = wrapper_facts(name) if name in wrappers.names() else codec_facts(name)
-        print_json(facts) if as_json else OUT.print(_one(facts), markup=False)
+        _show(name, as_json)
         return
     codec_rows = [codec_facts(codec) for codec in codecs.names()]
     around = [wrapper_facts(wrapper) for wrapper in wrappers.names()]
@@ -51,11 +45,28 @@ def methods(
     elif markdown:
         print(page(codec_rows, around), end="")
     else:
-        print_table("codecs, with default settings", HEADER, [_row(facts) for facts in codec_rows], left=len(HEADER))
-        rows = [(wrapper.name, _around(wrapper), wrapper.title) for wrapper in around]
-        print_table("wrappers", ("wrapper", "around", "what it does"), rows, left=3)
-        methods = list(by_name().items())
-        print_table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), methods, left=2)
+        of_codecs = [_row(facts) for facts in codec_rows]
+        of_wrappers = [(wrapper.name, _around(wrapper), wrapper.title) for wrapper in around]
+        tables = [
+            Table("codecs, with default settings", HEADER, of_codecs, len(HEADER)),
+            Table("wrappers", ("wrapper", "around", "what it does"), of_wrappers, 3),
+            Table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), list(by_name().items()), 2),
+        ]
+        Answer(tables=tables).print()
+
+
+def _show(name: str, as_json: bool) -> None:
+    """Show one codec, wrapper or method, which may be in another case."""
+    from gradlab import codecs, wrappers
+    from gradlab.catalog import codec_facts, wrapper_facts
+
+    method = next((known for known in by_name() if known.lower() == name.lower()), None)
+    if method and name not in (*codecs.names(), *wrappers.names()):
+        made_of = by_name()[method]
+        print_json({"name": method, "made_of": made_of}) if as_json else Answer([f"{method}: {made_of}"]).print()
+        return
+    facts = wrapper_facts(name) if name in wrappers.names() else codec_facts(name)
+    print_json(facts) if as_json else Answer([_one(facts)]).print()
 
 
 INTRODUCTION = """# Methods
@@ -86,11 +97,6 @@ HEADER = (
 )
 
 
-def _method(name: str) -> str | None:
-    """The method of that name, in whatever case."""
-    return next((known for known in by_name() if known.lower() == name.lower()), None)
-
-
 def _row(facts: CodecFacts) -> tuple[str, ...]:
     wire = list(facts.wire_bits.values())
     return (
@@ -109,7 +115,7 @@ def _row(facts: CodecFacts) -> tuple[str, ...]:
 
 
 def _around(facts: WrapperFacts) -> str:
-    """Which codecs a wrapper takes, with default settings: "all codecs", or "2 of 18: qsgd, sign"."""
+    """Codecs that a wrapper takes, with default settings: "all codecs", or "2 of 18: qsgd, sign"."""
     if not facts.refused:
         return "all codecs"
     return f"{len(facts.around)} of {len(facts.around) + len(facts.refused)}: {', '.join(facts.around)}"
@@ -135,11 +141,7 @@ def _one(facts: CodecFacts | WrapperFacts) -> str:
 
 
 def by_name() -> dict[str, str]:
-    """Describe what each method of `gradlab.plan.recipes` is made of.
-
-    Returns:
-        One line by the method's name.
-    """
+    """Describe in a line what each method of `gradlab.plan.recipes` is made of, by its name."""
     from gradlab.plan.recipes import METHODS
 
     return {name: _made_of(method) for name, method in METHODS.items()}
@@ -212,7 +214,7 @@ def _section(facts: CodecFacts | WrapperFacts) -> list[str]:
 
 
 def _meaning(row: SettingRow) -> str:
-    """What a setting is: its unit, what it does, and the paper's symbol for it."""
+    """A setting's unit, meaning, and symbol in the paper."""
     symbol = f"({row.symbol})" if row.symbol else ""
     return " ".join(part for part in (row.unit, row.help, symbol) if part)
 

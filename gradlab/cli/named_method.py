@@ -20,6 +20,7 @@ from gradlab.errors import GradlabError
 if TYPE_CHECKING:
     from gradlab.analysis.parallel import Workers
     from gradlab.analysis.replay.result import Replay
+    from gradlab.artifact import Artifact
     from gradlab.layout import Layer
     from gradlab.plan import Plan
     from gradlab.progress import Progress
@@ -29,49 +30,46 @@ EXPECTED = (
     "an artifact (plan.safetensors), a codec or a published method with settings (topk:density=0.01), or a Python file "
     "that defines a codec (my_codec.py)"
 )
+PlanOf = Callable[[Sequence["Layer"]], "Plan"]  # raises GradlabError for layers that the plan does not fit
 
 
 @dataclass(frozen=True)
 class NamedMethod:
-    """A method that a command's words name.
+    """A method by the words that were typed, with its title in tables.
 
-    Attributes:
-        words: as they were typed.
-        title: what tables call it.
-        plan_of: makes the plan for a model's layers; raises GradlabError where it does not fit them.
-        provenance: of an artifact.
-        file: the Python file that its codec comes from; None: the codec is gradlab's.
+    provenance: an artifact's.
+    file: the Python file that defines its codec; None: the codec is gradlab's.
     """
 
     words: str
     title: str
-    plan_of: Callable[[Sequence[Layer]], Plan]
+    plan_of: PlanOf
     provenance: Mapping[str, Any] = field(default_factory=dict)
     file: Path | None = None
 
 
 def parse_method(words: str, not_in: Path | None = None) -> NamedMethod:
-    """Read the words that name a method, without a look at any model. A Python file that they name is run.
-
-    Args:
-        words: that were typed.
-        not_in: a folder of which no code is run, because somebody else may have written it; None: there is none.
-
-    Raises:
-        GradlabError: for words that name nothing, a file that cannot be used, or settings out of range.
-    """
+    """Read the words that name a method. A Python file that they name is run, unless it lies in the folder not_in."""
     if words.endswith(".safetensors") or (Path(words).is_file() and not words.endswith(".py")):
         return _artifact(words)
     name, _, rest = words.partition(":")
-    file = _file_of(name)
+    file, settings = _file_of(name), parse_settings(split_settings(rest), f"{words}:")
     if file is None:
-        return _built_in(words, name, _settings(words, rest))
+        return NamedMethod(words, words, _built_in(words, name, settings))
     from gradlab.codec.from_file import codec_from_file
 
     if not_in is not None and file.resolve().is_relative_to(not_in.resolve()):
         raise GradlabError(f"{file}: lies in {not_in}, of which no code is run: move it elsewhere if it is yours")
-    codec = codec_from_file(file)
-    return NamedMethod(words, words, _uniform(words, codec.name, _settings(words, rest)), file=file)
+    return NamedMethod(words, words, _uniform(words, codec_from_file(file).name, settings), file=file)
+
+
+def loaded_plans(paths: Sequence[Path], taken: Sequence[str] = ()) -> dict[str, Artifact]:
+    """Load artifacts by their files' stems; by their paths if two stems are equal, or one is taken."""
+    from gradlab.artifact import Artifact
+
+    stems = {path.stem for path in paths}.union(taken)
+    apart = len(stems) == len(paths) + len(taken)
+    return {path.stem if apart else str(path): Artifact.load(path) for path in paths}
 
 
 def _artifact(words: str) -> NamedMethod:
@@ -97,30 +95,23 @@ def _file_of(name: str) -> Path | None:
     return beside if name not in METHODS and name not in codecs.names() and beside.is_file() else None
 
 
-def _built_in(words: str, name: str, settings: dict[str, Any]) -> NamedMethod:
-    from gradlab import codecs
-    from gradlab.plan.recipes import METHODS
-
-    if name in METHODS:
-        return NamedMethod(words, words, _published(name, settings))
-    if name not in codecs.names():
-        close = difflib.get_close_matches(name, [*METHODS, *codecs.names()], n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise GradlabError(f"{name[:80]}: names no method{hint}; expected {EXPECTED}")
-    return NamedMethod(words, words, _uniform(words, name, settings))
-
-
-def _published(name: str, settings: dict[str, Any]) -> Callable[[Sequence[Layer]], Plan]:
+def _built_in(words: str, name: str, settings: dict[str, Any]) -> PlanOf:
     from gradlab import codecs
     from gradlab.codec.settings import build_settings
     from gradlab.plan.recipes import METHODS, method_plan
 
-    method = METHODS[name]
-    build_settings(codecs.get(method.codec), {**method.settings, **settings})
-    return lambda layers: method_plan(layers, name, **settings)
+    if name in METHODS:
+        method = METHODS[name]
+        build_settings(codecs.get(method.codec), {**method.settings, **settings})
+        return lambda layers: method_plan(layers, name, **settings)
+    if name not in codecs.names():
+        close = difflib.get_close_matches(name, [*METHODS, *codecs.names()], n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise GradlabError(f"{name[:80]}: names no method{hint}; expected {EXPECTED}")
+    return _uniform(words, name, settings)
 
 
-def _uniform(words: str, codec: str, settings: dict[str, Any]) -> Callable[[Sequence[Layer]], Plan]:
+def _uniform(words: str, codec: str, settings: dict[str, Any]) -> PlanOf:
     """A uniform plan of a codec; error_feedback may stand among the settings, and is no setting of the codec."""
     from gradlab import codecs
     from gradlab.codec.settings import build_settings
@@ -133,20 +124,8 @@ def _uniform(words: str, codec: str, settings: dict[str, Any]) -> Callable[[Sequ
     return lambda layers: Plan.uniform(layers, codec, error_feedback=feedback, warmup_steps=0, **settings)
 
 
-def _settings(words: str, rest: str) -> dict[str, Any]:
-    return parse_settings(split_settings(rest), f"{words}:")
-
-
 def named_methods(words: Sequence[str], not_in: Path | None = None) -> list[NamedMethod]:
-    """Read the words of several methods; artifacts of one name in several folders are told apart by their paths.
-
-    Args:
-        words: of each method.
-        not_in: as for `parse_method`.
-
-    Raises:
-        GradlabError: as `parse_method`, and for words that are there twice.
-    """
+    """Read the words of several methods; artifacts of one name in several folders are told apart by their paths."""
     if len(set(words)) < len(words):
         raise GradlabError(f"{next(each for each in words if words.count(each) > 1)}: is named twice")
     methods = [parse_method(each, not_in) for each in words]
@@ -157,19 +136,7 @@ def named_methods(words: Sequence[str], not_in: Path | None = None) -> list[Name
 def plans_for(
     methods: Sequence[NamedMethod], trace: Trace, start: int = 0, stop: int | None = None
 ) -> dict[str, Plan | GradlabError]:
-    """Make the methods' plans for a recording.
-
-    Args:
-        methods: by their words.
-        trace: the recording.
-        start, stop: positions that are to be replayed.
-
-    Returns:
-        By words, a plan, or why it cannot be replayed there.
-
-    Raises:
-        GradlabError: for a recording of one rank.
-    """
+    """By words, a plan for the recording, or why it cannot be replayed from position start to stop."""
     if trace.world_size == 1:
         raise GradlabError(f"{trace.path}: recorded on one rank: there is no exchange to replay")
     last = len(trace.steps) if stop is None else stop
@@ -197,21 +164,9 @@ def replays_of(
     workers: Workers,
     progress: Progress | None = None,
 ) -> dict[str, Replay]:
-    """Replay methods on a recording, judged on iterations that no plan was fitted on.
+    """Replay those methods that have a plan, judged on iterations that no plan was fitted on, by words.
 
     Codecs of the user's are replayed in this process: others do not know them.
-
-    Args:
-        methods: to replay, as far as they have a plan.
-        plans: by words, from `plans_for`.
-        trace: the recording.
-        start, stop, workers, progress: as `replay_plans` takes them.
-
-    Returns:
-        By words, in the order of the methods.
-
-    Raises:
-        GradlabError: for a plan that cannot be replayed, and for a codec of the user's that fails, naming the line.
     """
     from gradlab.analysis.replay import replay_plans
     from gradlab.codec.registry import CODECS
@@ -234,7 +189,7 @@ def _held_out(found: Replay | GradlabError, method: NamedMethod) -> Replay:
 
 @contextmanager
 def _failures_of(file: Path | None) -> Iterator[None]:
-    """Tell of what a user's codec raises in one line, which names the line of its file."""
+    """Raise an error of a user's codec as one line, which names the line of its file."""
     from gradlab.codec.from_file import told_at
 
     try:

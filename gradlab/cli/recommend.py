@@ -1,44 +1,68 @@
-"""`gradlab recommend`: from a recording to an artifact and the lines to paste, or "do not compress"."""
+"""Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
+
+Replays on the recording search each method that needs no fit for the setting that sends the fewest bytes within
+--max-loss. Plans given by --plan are replayed beside them. The fastest is taken, as `gradlab analyze` forecasts it,
+of the plans whose similar methods ended within --max-loss of dense training in nine of ten cases. If plain 16-bit
+reduction is about as fast, that is the answer. If no plan saves more than a forecast can tell, it is "do not
+compress", and no artifact is written. Faster plans, which may lose more, are written beside the artifact for
+`gradlab pilot`, which tries them on your own training.
+
+Examples:
+
+  gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit --compute-seconds 0.36s
+
+  gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --compute-seconds run.json
+
+  gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit --compute-seconds 0.36s
+"""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_warnings, progress_bars
+from gradlab.cli.console import Answer, print_json, progress_bars
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
-from gradlab.cli.network_options import (
+from gradlab.cli.named_method import loaded_plans
+from gradlab.cli.options import (
     MAX_LOSS_TEXT,
+    AsJson,
+    AverageRanks,
     ComputeSeconds,
     InsideLink,
     Latency,
     MaxLoss,
-    TimedRun,
-    node_of,
+    Overwrite,
+    Plans,
+    SharedBy,
+    TraceFolder,
+    links_of,
+    nodes_of,
     profile_of_step,
     share_of_loss,
-    whole_numbers,
+    workers_of,
 )
-from gradlab.cli.trace_options import AverageRanks
-from gradlab.cli.worker_options import Dask, Processes, workers_of
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
+    from gradlab.analysis.forecast import Network
+    from gradlab.analysis.forecast.frontier import Tried
     from gradlab.analysis.forecast.recommendation import Recommendation
-    from gradlab.analysis.report.examine import Tried
+    from gradlab.analysis.parallel import Workers
     from gradlab.artifact import Artifact
     from gradlab.ddp.optimizers import OptimizerSettings
     from gradlab.plan import Plan
+    from gradlab.progress import Progress
     from gradlab.trace import Trace
 
 
 def recommend(
-    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
+    trace: TraceFolder,
     out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the plan, if there is one to train with.")],
     nodes: Annotated[
         str, typer.Option(metavar="N[xR]", help="Number of nodes, and of ranks on each: 8, or 8x8.")
@@ -49,156 +73,170 @@ def recommend(
     latency: Latency = "100us",
     max_loss: MaxLoss = MAX_LOSS_TEXT,
     compute_seconds: ComputeSeconds = None,
-    run: TimedRun = None,
-    plan: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="ARTIFACT", help="Choose from this plan too; may be given several times."),
-    ] = None,
-    quick: Annotated[bool, typer.Option(help="Replay a few steps only, which the answer then says.")] = False,
-    workers: Processes = None,
-    dask: Dask = None,
+    plan: Plans = None,
+    quick: Annotated[bool, typer.Option(help="A replay of a few steps only, which the answer then says.")] = False,
+    workers: SharedBy = None,
     average_ranks: AverageRanks = 1,
-    overwrite: Annotated[bool, typer.Option(help="Replace an artifact that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the decision and the lines as JSON.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Choose a plan for your nodes and your link, write its artifact, and print the lines that train with it.
-
-    Replays on the recording search each method that needs no fit for the setting that sends the fewest bytes within
-    --max-loss. Plans given by --plan are replayed beside them. The fastest is taken, as `gradlab analyze` forecasts it,
-    of the plans whose similar methods ended within --max-loss of dense training in nine of ten cases. If plain 16-bit
-    reduction is about as fast, that is the answer. If no plan saves more than a forecast can tell, it is "do not
-    compress", and no artifact is written. Faster plans, which may lose more, are written beside the artifact for
-    `gradlab pilot`, which tries them on your own training.
-
-    Examples:
-
-      gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit --compute-seconds 0.36s
-
-      gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --max-loss 1% --run run.json
-
-      gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit --compute-seconds 0.36s
-    """
     from gradlab.analysis.forecast import Network
-    from gradlab.analysis.forecast.candidates import without
-    from gradlab.analysis.forecast.decide import NOTHING
-    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
     from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, require_computing
     from gradlab.analysis.forecast.recommendation import recommend as choose
     from gradlab.analysis.outputs import require_free
-    from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
-    from gradlab.analysis.report.look import QUICK, THOROUGH
-    from gradlab.artifact import Artifact
-    from gradlab.cli.fit.options import optimizer_of_training
     from gradlab.trace import Trace
 
     for path in (out, _beside(out, LIKELY), _beside(out, BOLD)):
         require_free(path, overwrite)
-    sharing, allowed, (count, ranks) = workers_of(workers, dask), share_of_loss(max_loss), _nodes_and_ranks(nodes)
-    profile = profile_of_step(run, compute_seconds)
+    for option, words in (("nodes", nodes), ("bandwidth", bandwidth)):
+        if "," in words:
+            raise GradlabError(f"--{option} {words!r}: expected one, to recommend a plan for it")
+    sharing, allowed, profile = workers_of(workers), share_of_loss(max_loss), profile_of_step(compute_seconds)
     require_computing(profile)
-    if fsdp and ranks == 1:
-        raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
-    network = Network(
-        [Link(parse_bandwidth(bandwidth), parse_seconds(latency))],
-        (count,),
-        profile,
-        node=node_of(ranks, inside, fsdp=fsdp),
-    )
-    paths, look = plan or [], QUICK if quick else THOROUGH
-    stems = len({path.stem for path in paths}) == len(paths)
-    given = {path.stem if stems else str(path): Artifact.load(path) for path in paths}
+    counts, node = nodes_of(nodes, inside, fsdp=fsdp)
+    network, given = Network(links_of(bandwidth, latency), counts, profile, node=node), loaded_plans(plan or ())
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
-        _check_recording(opened)
-        optimizer = optimizer_of_training(opened, None)
-        families, plans = families_of(opened, look), {name: artifact.plan for name, artifact in given.items()}
-        named = {one.name: one.plan for family in families.values() for one in family.candidates} | plans
-        conflicts = {name: why for name, one in named.items() if (why := _conflict(one, optimizer, ranks, fsdp))}
-        tried = try_recorded(
-            opened,
-            without(families, conflicts),
-            {name: one for name, one in plans.items() if name not in conflicts},
-            provenances={name: artifact.provenance for name, artifact in given.items()},
-            network=network,
-            max_loss=allowed,
-            look=look,
-            workers=sharing,
-            progress=progress,
-        )
-        remarks = [*remarks_on(opened, look), *tried.remarks, *_left_out(conflicts)]
+        search = _Search(opened, given, network, fsdp, quick)
+        tried, remarks = search.tried(allowed, sharing, progress)
     if tried.speed is None:
         raise GradlabError(" ".join(remarks) or f"{trace}: no plan could be forecast")
     found = choose(tried.speed)
-    chosen = _plan_to_write(found, tried.plans, nodes_of_several=ranks > 1)
-    if chosen is not None:
-        _artifact_of(chosen, tried, given, optimizer).save(out, overwrite)
-    artifact_path = None if chosen is None else out
-    to_try = _proposed(found, tried, given, out, optimizer, overwrite)
-    pilot = _pilot_command(trace, out, to_try, artifact_path)
-    dense_first = 0 if chosen is None else tried.plans[chosen].schedule.warmup_steps
-    lines = "" if found.decision == NOTHING else lines_to_paste(artifact_path, count, ranks, fsdp)
+    saved = search.save(found, tried, out, overwrite)
     if as_json:
-        written: dict[str, Any] = {"paste": lines, "remarks": remarks}
-        written |= {"artifact": artifact_path and str(artifact_path)}
-        written |= {"pilot": pilot, "artifacts_to_try": [str(path) for path in to_try], "warmup_steps": dense_first}
-        print_json({**found.to_json(), **written, "frontier": [row.to_json() for row in tried.frontier]})
-        return
-    _tell(
-        found,
-        remarks,
-        where_to_paste(fsdp),
-        lines,
-        [*_beginning_line(dense_first), *_pilot_lines(pilot)],
-        artifact_path,
-    )
+        written = {"remarks": remarks, "frontier": [row.to_json() for row in tried.frontier]}
+        print_json({**found.to_json(), **saved.to_json(), **written})
+    else:
+        Answer([found.text], remarks, notes=saved.lines()).print()
 
 
-def _artifact_of(
-    name: str, tried: Tried, given: Mapping[str, Artifact], optimizer: OptimizerSettings | None
-) -> Artifact:
-    from gradlab.analysis.fit.uniform import uniform_artifact
+@dataclass(frozen=True)
+class _Saved:
+    """What to do with the answer: the artifact, others for a pilot, and the lines to paste."""
 
-    return given.get(name) or uniform_artifact(tried.plans[name], tried.replays[name], optimizer=optimizer)
+    trace: Path
+    out: Path
+    artifact: Path | None
+    to_try: Sequence[Path]
+    warmup_steps: int
+    paste: str
+    fsdp: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "paste": self.paste,
+            "artifact": self.artifact and str(self.artifact),
+            "pilot": self.pilot,
+            "artifacts_to_try": [str(path) for path in self.to_try],
+            "warmup_steps": self.warmup_steps,
+        }
+
+    @property
+    def pilot(self) -> str:
+        """The command that tries plans on the user's own training; empty if there is none to try."""
+        plans = [path for path in (self.artifact, *self.to_try) if path is not None]
+        if not plans:
+            return ""
+        words = ["gradlab", "pilot", str(self.trace), "--out", str(_beside(self.out, "best"))]
+        words += [word for path in plans for word in ("--plan", str(path))]
+        return f"{shlex.join(words)} -- torchrun ..."
+
+    def lines(self) -> list[str]:
+        """The lines to paste, not indented, what else there is to say, and the artifact."""
+        lines = [f"\n{where_to_paste(self.fsdp)}\n\n{self.paste}"] if self.paste else []
+        if self.warmup_steps:
+            lines.append(f"\nThe plan compresses after {self.warmup_steps} dense steps: it was judged from there on.")
+        if self.pilot:
+            lines.append(
+                "\nTo try it on your own training, with the command that made the recording in place of `torchrun ...`:"
+            )
+            lines.append(f"\n{self.pilot}")
+        return [*lines, f"\n{self.artifact or 'No artifact is written: there is no plan to load.'}"]
 
 
-def _proposed(
-    found: Recommendation,
-    tried: Tried,
-    given: Mapping[str, Artifact],
-    out: Path,
-    optimizer: OptimizerSettings | None,
-    overwrite: bool,
-) -> list[Path]:
-    """Write what a pilot is to try beside the artifact: plan.likely.safetensors, plan.bold.safetensors."""
-    paths = []
-    for one in found.proposals:
-        paths.append(_artifact_of(one.plan, tried, given, optimizer).save(_beside(out, one.risk), overwrite))
-    return paths
+@dataclass(frozen=True)
+class _Search:
+    """Plans to choose from: those of the recording's model, and those given."""
 
+    trace: Trace
+    given: Mapping[str, Artifact]
+    network: Network
+    fsdp: bool
+    quick: bool
 
-def _beside(out: Path, which: str) -> Path:
-    return out.with_name(f"{out.stem}.{which}{out.suffix}")
+    def tried(self, max_loss: float, workers: Workers, progress: Progress) -> tuple[Tried, list[str]]:
+        """Replay and forecast the plans that can train here. Returns remarks, too."""
+        from gradlab.analysis.forecast.candidates import without
+        from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
+        from gradlab.analysis.report.look import QUICK, THOROUGH
 
+        trace, look = self.trace, QUICK if self.quick else THOROUGH
+        if trace.world_size == 1:
+            raise GradlabError(f"{trace.path}: recorded on one rank: what plans do to an exchange is not known")
+        if trace.local_steps:
+            raise GradlabError(f"{trace.path}: holds {trace.local_steps}, for which gradlab analyze has the answer")
+        families, plans = families_of(trace, look), {name: artifact.plan for name, artifact in self.given.items()}
+        named = {one.name: one.plan for family in families.values() for one in family.candidates} | plans
+        conflicts = {name: why for name, plan in named.items() if (why := self._conflict(plan))}
+        tried = try_recorded(
+            trace,
+            without(families, conflicts),
+            {name: plan for name, plan in plans.items() if name not in conflicts},
+            provenances={name: artifact.provenance for name, artifact in self.given.items()},
+            network=self.network,
+            max_loss=max_loss,
+            look=look,
+            workers=workers,
+            progress=progress,
+        )
+        return tried, [*remarks_on(trace, look), *tried.remarks, *_left_out(conflicts)]
 
-def _pilot_command(trace: Path, out: Path, to_try: Sequence[Path], artifact: Path | None) -> str:
-    """Write the command that tries plans on the user's own training; empty where there is none to try."""
-    plans = [path for path in (artifact, *to_try) if path is not None]
-    if not plans:
-        return ""
-    words = ["gradlab", "pilot", str(trace), "--out", str(_beside(out, "best"))]
-    words += [word for path in plans for word in ("--plan", str(path))]
-    return f"{shlex.join(words)} -- torchrun ..."
+    def save(self, found: Recommendation, tried: Tried, out: Path, overwrite: bool) -> _Saved:
+        """Write the artifact, and beside it what a pilot is to try: plan.likely.safetensors, plan.bold.safetensors."""
+        from gradlab.analysis.fit.uniform import uniform_artifact
+        from gradlab.analysis.forecast.candidates import HALF_PLAN
+        from gradlab.analysis.forecast.decide import HALF, NOTHING
 
+        def write(name: str, path: Path) -> Path:
+            plan, replay = tried.plans[name], tried.replays[name]
+            made = self.given.get(name) or uniform_artifact(plan, replay, optimizer=self._optimizer)
+            return made.save(path, overwrite)
 
-def _conflict(plan: Plan, optimizer: OptimizerSettings | None, ranks: int, fsdp: bool) -> str:
-    """Say why the lines to paste would be refused with a plan; empty: they train."""
-    from gradlab.plan.node_rules import conflict_between_nodes, conflict_on_shards
-    from gradlab.plan.optimizer_rules import conflict_of
+        # Between nodes of several ranks 16 bits are those of codec `cast`.
+        half = found.decision == HALF and self._ranks > 1 and HALF_PLAN in tried.plans
+        chosen = HALF_PLAN if half else found.plan
+        artifact = None if chosen is None else write(chosen, out)
+        to_try = [write(one.plan, _beside(out, one.risk)) for one in found.proposals]
+        paste = lines_to_paste(artifact, self.network.nodes[0], self._ranks, self.fsdp)
+        return _Saved(
+            trace=self.trace.path,
+            out=out,
+            artifact=artifact,
+            to_try=to_try,
+            warmup_steps=0 if chosen is None else tried.plans[chosen].schedule.warmup_steps,
+            paste="" if found.decision == NOTHING else paste,
+            fsdp=self.fsdp,
+        )
 
-    if optimizer is not None and (conflict := conflict_of(plan, optimizer)):
-        return str(conflict)
-    if fsdp:
-        return conflict_on_shards(plan)
-    return conflict_between_nodes(plan) if ranks > 1 else ""
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.network.node is None else self.network.node.local_ranks
+
+    @property
+    def _optimizer(self) -> OptimizerSettings | None:
+        from gradlab.ddp.optimizers import OptimizerSettings
+
+        return OptimizerSettings.from_metadata(self.trace.metadata)
+
+    def _conflict(self, plan: Plan) -> str:
+        """Why the lines to paste would be refused with a plan; empty: they train."""
+        from gradlab.plan.node_rules import conflict_between_nodes, conflict_on_shards
+        from gradlab.plan.optimizer_rules import conflict_of
+
+        if self._optimizer is not None and (conflict := conflict_of(plan, self._optimizer)):
+            return str(conflict)
+        if self.fsdp:
+            return conflict_on_shards(plan)
+        return conflict_between_nodes(plan) if self._ranks > 1 else ""
 
 
 def _left_out(conflicts: Mapping[str, str]) -> list[str]:
@@ -212,58 +250,5 @@ def _left_out(conflicts: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _tell(
-    found: Recommendation, remarks: Sequence[str], where: str, lines: str, more: Sequence[str], artifact: Path | None
-) -> None:
-    """Print the answer for people, with the lines to paste, what else there is to say, and the artifact."""
-    OUT.print(found.text, markup=False)
-    print_warnings(remarks)
-    if lines:
-        OUT.print(f"\n{where}\n\n{lines}", markup=False)  # not indented: it is pasted
-    for paragraph in more:
-        OUT.print(f"\n{paragraph}", markup=False)
-    OUT.print(f"\n{artifact or 'No artifact is written: there is no plan to load.'}", markup=False)
-
-
-def _beginning_line(dense_first: int) -> list[str]:
-    if not dense_first:
-        return []
-    return [f"The plan compresses after {dense_first} dense steps: it was judged from there on."]
-
-
-def _pilot_lines(pilot: str) -> list[str]:
-    if not pilot:
-        return []
-    return [
-        "To try it on your own training, with the command that made the recording in place of `torchrun ...`:",
-        pilot,
-    ]
-
-
-def _check_recording(trace: Trace) -> None:
-    """Refuse what nothing can be recommended from."""
-    if trace.world_size == 1:
-        raise GradlabError(f"{trace.path}: recorded on one rank: what plans do to an exchange is not known")
-    if trace.local_steps:
-        raise GradlabError(f"{trace.path}: holds {trace.local_steps}, for which gradlab analyze has the answer")
-
-
-def _nodes_and_ranks(text: str) -> tuple[int, int]:
-    """Read "8" or "8x8": nodes, and ranks on each."""
-    if not re.fullmatch(r"\d+(x\d+)?", text.lower()):
-        raise GradlabError(
-            f"--nodes {text[:80]!r}: expected one number of nodes, such as 8, or with the ranks of each, such as 8x8"
-        )
-    nodes, cross, ranks = text.lower().partition("x")
-    [count] = whole_numbers(nodes, "--nodes", "8 or 8x8")[:1]
-    [on_each] = whole_numbers(ranks, "--nodes", "8 or 8x8")[:1] if cross else [1]
-    return count, on_each
-
-
-def _plan_to_write(found: Recommendation, plans: Mapping[str, Plan], nodes_of_several: bool) -> str | None:
-    """Name the plan of the artifact: the one recommended; of 16 bits between nodes of several ranks that of `cast`."""
-    from gradlab.analysis.forecast.candidates import HALF_PLAN
-    from gradlab.analysis.forecast.decide import HALF
-
-    half = found.decision == HALF and nodes_of_several and HALF_PLAN in plans
-    return HALF_PLAN if half else found.plan
+def _beside(out: Path, which: str) -> Path:
+    return out.with_name(f"{out.stem}.{which}{out.suffix}")

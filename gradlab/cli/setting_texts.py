@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from gradlab.errors import GradlabError
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", "-s", metavar="NAME=VALUE", help="One of the settings that this help lists; repeatable."),
-]
 
 
 def split_settings(text: str) -> list[str]:
@@ -22,11 +15,7 @@ def split_settings(text: str) -> list[str]:
 
 
 def parse_settings(texts: list[str], option: str = "--set") -> dict[str, Any]:
-    """Read NAME=VALUE texts as settings; values are JSON, or plain words.
-
-    Raises:
-        GradlabError: for a text without "=".
-    """
+    """Read NAME=VALUE texts as settings; values are JSON, or plain words."""
     values = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from gradlab.cli.console import OUT, print_json, print_table
+from gradlab.cli.console import Answer, Table, print_json
+from gradlab.cli.options import AsJson, TraceFolder
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted
 
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Look at, check and repair a recording.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
 )
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(short_help="Show what a recording holds")
-def info(trace: Folder, as_json: AsJson = False) -> None:
+def info(trace: TraceFolder, as_json: AsJson = False) -> None:
     """Show what a trace holds.
 
     Example:
@@ -57,21 +55,18 @@ def info(trace: Folder, as_json: AsJson = False) -> None:
         return
     parameters, recorded = (sum(layer.numel for layer in some) for some in (wholes, layers))
     share = f" ({recorded} of them recorded)" if opened.samples else ""
-    OUT.print(
+    lines = [
         f"{trace}: {len(steps)} iterations ({steps[0]} to {steps[-1]}) of {ranks} ranks, {len(layers)} layers, "
-        f"{parameters} parameters{share}, {format_bytes(4 * recorded * len(steps) * ranks)} of gradients",
-        markup=False,
-    )
+        f"{parameters} parameters{share}, {format_bytes(4 * recorded * len(steps) * ranks)} of gradients"
+    ]
     if optimizer := OptimizerSettings.from_metadata(opened.metadata):
-        OUT.print(f"trained with {optimizer}", markup=False)
-    for remark in opened.remarks:
-        OUT.print(remark, markup=False)
+        lines.append(f"trained with {optimizer}")
     rows: list[tuple[str, ...]] = [(layer.name, layer.role, _sizes(layer)) for layer in layers]
+    table = Table("", ("layer", "role", "shape"), rows, 2)
     if opened.samples:
         rows = [(*row, _sizes(whole)) for row, whole in zip(rows, wholes, strict=True)]
-        print_table("", ("layer", "role", "sample", "shape"), rows, left=2)
-    else:
-        print_table("", ("layer", "role", "shape"), rows, left=2)
+        table = Table("", ("layer", "role", "sample", "shape"), rows, 2)
+    Answer([*lines, *opened.remarks], tables=[table]).print()
 
 
 def _sizes(layer: Layer) -> str:
@@ -79,7 +74,7 @@ def _sizes(layer: Layer) -> str:
 
 
 @app.command(short_help="Compare every value with its checksum")
-def check(trace: Folder, as_json: AsJson = False) -> None:
+def check(trace: TraceFolder, as_json: AsJson = False) -> None:
     """Read every committed value and compare its checksum; works on a trace that a killed run left behind.
 
     Exit code 0 for a sound trace, 2 for one that needs repair or is damaged.
@@ -116,14 +111,13 @@ def _print_check(result: TraceCheck) -> None:
         (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.closed else "no", str(len(r.problems)))
         for r in result.ranks
     ]
-    OUT.print(f"{result.path}: {result.common_steps} steps on all ranks", markup=False)
-    print_table("", ("rank", "steps", "lost", "closed", "problems"), rows, left=0)
-    for line in (*result.remarks, *result.problems):
-        OUT.print(f"  {line}", markup=False)
+    table = Table("", ("rank", "steps", "lost", "closed", "problems"), rows, 0)
+    notes = [f"  {line}" for line in (*result.remarks, *result.problems)]
+    Answer([f"{result.path}: {result.common_steps} steps on all ranks"], tables=[table], notes=notes).print()
 
 
 @app.command(short_help="Close what a killed run left open")
-def repair(trace: Folder, as_json: AsJson = False) -> None:
+def repair(trace: TraceFolder, as_json: AsJson = False) -> None:
     """Close a trace that a killed run left open, keeping every committed step.
 
     Exit code 0 if the trace can be read afterwards and nothing is missing that had been committed, otherwise 2.
@@ -144,10 +138,8 @@ def repair(trace: Folder, as_json: AsJson = False) -> None:
             (str(r.rank), str(r.steps), str(r.steps_lost), "yes" if r.changed else "no", str(len(r.problems)))
             for r in ranks
         ]
-        OUT.print(str(trace), markup=False)
-        print_table("", ("rank", "steps", "lost", "changed", "problems"), rows, left=0)
-        for problem in problems:
-            OUT.print(f"  {problem}", markup=False)
+        table = Table("", ("rank", "steps", "lost", "changed", "problems"), rows, 0)
+        Answer([str(trace)], tables=[table], notes=[f"  {problem}" for problem in problems]).print()
     if problems:
         raise GradlabError(problems[0])
     Trace(trace).close()  # what concerns no single rank, as a trace without any common step

@@ -116,7 +116,7 @@ def test_analyze_asks_the_scheduler_that_is_named(
 ) -> None:
     pytest.importorskip("distributed")
     monkeypatch.setattr("gradlab.analysis.parallel._CONNECT_SECONDS", 0.5)
-    words = ["analyze", folder / "trace", "--out", tmp_path / "r", "--dask", "tcp://127.0.0.1:9"]
+    words = ["analyze", folder / "trace", "--out", tmp_path / "r", "--workers", "tcp://127.0.0.1:9"]
     code, _, error = gradlab(*words)
     assert (code, "no dask scheduler at tcp://127.0.0.1:9" in error) == (2, True)
 
@@ -124,7 +124,7 @@ def test_analyze_asks_the_scheduler_that_is_named(
 def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, folder: Path) -> None:
     artifacts = [folder / "topk.safetensors", folder / "powersgd.safetensors"]
     replays = []
-    for words in (["--workers", 1], ["--dask", cluster]):
+    for words in (["--workers", 1], ["--workers", cluster]):
         code, text, error = gradlab("evaluate", folder / "trace", *artifacts, "--json", *words)
         assert code == 0, error
         replays.append(measured(json.loads(text)))
@@ -147,8 +147,8 @@ def test_fits_are_the_same_from_a_cluster(
     gradlab: Command, cluster: str, folder: Path, tmp_path: Path, method: list[object]
 ) -> None:
     artifacts = []
-    for words in (["--workers", 1], ["--dask", cluster]):
-        out = tmp_path / f"{words[0]}.safetensors"
+    for words in (["--workers", 1], ["--workers", cluster]):
+        out = tmp_path / f"{len(artifacts)}.safetensors"
         code, _, error = gradlab("fit", method[0], folder / "trace", *method[1:], "--out", out, *words)
         assert code == 0, error
         artifacts.append(Artifact.load(out))
@@ -157,10 +157,10 @@ def test_fits_are_the_same_from_a_cluster(
     assert measured(here.provenance) == measured(there.provenance)
 
 
-def test_processes_and_a_cluster_exclude_each_other(gradlab: Command, folder: Path, tmp_path: Path) -> None:
-    words = ["--workers", 2, "--dask", "tcp://127.0.0.1:9"]
-    code, _, error = gradlab("analyze", folder / "trace", "--out", tmp_path / "r", *words)
-    assert (code, "--workers and --dask: a cluster has workers of its own" in error) == (2, True)
+def test_workers_are_a_number_or_an_address(gradlab: Command, folder: Path, tmp_path: Path) -> None:
+    for text in ("0", "two", "-1"):
+        code, _, error = gradlab("analyze", folder / "trace", "--out", tmp_path / "r", "--workers", text)
+        assert (code, f"--workers {text}: expected a number from 1, or a scheduler" in error) == (2, True)
 
 
 WORKERS_MASKS = """

@@ -83,7 +83,7 @@ def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: 
     """Within a budget: it is told how many steps there will be, and these few fit whole."""
     reports, budget = [], 4_000_000
     for option, name in (("--ranks", "real"), ("--emulate", "emulated")):
-        words = ["train", "digits", option, 2, "--steps", 4, "--batch-size", 16, "--seed", 3]
+        words = ["train", "digits", option, 2, "--steps", 4, "--batch-size", 16, "-s", "seed=3"]
         code, out, err = gradlab(*words, "--capture", tmp_path / name, "--budget", budget, "--json")
         assert code == 0, err
         assert "2 ranks, 4 steps (every step), " in err

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from gradlab.capture.residual_sums import layers_after_addition
-from gradlab.cli.train.metadata import trace_metadata
 from gradlab.cli.train.settings import TrainSettings
+from gradlab.cli.train.trainer import trace_metadata
 from gradlab.datasets import convnet, get, pspnet, resnet, transformer
 from gradlab.trace import Trace
 from support.command_line import Command

@@ -41,7 +41,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("loop")
     report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), bucket_cap_mb=0.1))
-    (folder / "recorded.json").write_text(json.dumps(report.to_json()))
+    (folder / "recorded.json").write_text(json.dumps(report))
     return folder
 
 
@@ -324,7 +324,7 @@ def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tm
         "at least 2": ["fit", "gradiveq", trace, "--out", target, "--samples", 1],
         "share of variance in [0, 1)": ["fit", "gradiveq", trace, "--out", target, "-s", "loss_threshold=2"],
         "no codec 'topkk'; did you mean topk?": ["fit", "uniform", trace, "--codec", "topkk", "--out", target],
-        "fit uniform: no setting rank; known: codec, wrap, error_feedback, role; of codec topk: density": [
+        "trained_with, codec, wrap, error_feedback, role; of codec topk: density": [
             "fit",
             "uniform",
             trace,
@@ -337,7 +337,7 @@ def test_bad_input_is_one_line(gradlab: Command, recording: Path, topk: Path, tm
         ],
         "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
         "is not empty": ["demo", "--out", recording],
-        "needs at least 2": ["demo", "--out", tmp_path / "d", "--ranks", 1],
+        "needs at least 30": ["demo", "--out", tmp_path / "d", "--steps", 3],
         "nothing to replay": ["evaluate", trace, topk, "--start", 5, "--stop", 2],
         f"{late}: {trace}: ends at iteration {STEPS - 1}, the plan is dense": ["evaluate", trace, topk, late],
     }
@@ -499,7 +499,8 @@ def test_the_help_of_a_fit_lists_every_setting(gradlab: Command, method: str) ->
     assert len(re.findall(r"^  -", options, re.MULTILINE)) <= 15  # --help too
     of_codec = fields_of(codecs.get(kind.listed).Settings) if kind.listed else ()
     for field in (*fields_of(kind), *of_codec):
-        shown = f"--{field.name.replace('_', '-')} " if field.name in kind.options else f"{field.name}={field.default}"
+        option = field.name in kind.with_option()
+        shown = f"--{field.name.replace('_', '-')} " if option else f"{field.name}={field.default}"
         assert shown in f"{words} ", field.name
-        if field in of_codec and field.name not in kind.options:
+        if field in of_codec and not option:
             assert field.about.help.rstrip(".").lower() in words.lower()

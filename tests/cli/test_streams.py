@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gradlab.analysis.parallel import share_out
-from gradlab.cli.console import print_table, warnings_as_lines
+from gradlab.cli.console import Table, print_table, warnings_as_lines
 from gradlab.cli.main import main
 from gradlab.cli.streams import BROKEN_PIPE, encodable
 from gradlab.layout import Layer
@@ -120,7 +120,7 @@ def test_a_full_disk_under_the_output_is_one_line() -> None:
 def test_columns_are_measured_as_they_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii", "strict")
     monkeypatch.setattr(sys, "stdout", out)
-    print_table("‖a‖", ["µs", "λ"], [["卷", "1"], ["name", "2"]])
+    print_table(Table("‖a‖", ["µs", "λ"], [["卷", "1"], ["name", "2"]]))
     assert len({len(line.rstrip()) for line in written(out, "ascii").splitlines()[1:]}) == 1
 
 
@@ -137,7 +137,7 @@ def test_a_table_is_no_markup_and_loses_no_digit(monkeypatch: pytest.MonkeyPatch
     for name, value in {"COLUMNS": "20", "TERM": "xterm", **({"FORCE_COLOR": "1"} if forced else {})}.items():
         monkeypatch.setenv(name, value)
     numbers = ["1.60 kB", "2\u202f400\u202f000", "75.7 %", "1.04 ms (985 µs to 1.32 ms)", "-0.123456789012345"]
-    print_table("runs[/b]/[bold]plan", ["[red]w", *"abcde"], [["[/x]" + "y" * 40, *numbers]])
+    print_table(Table("runs[/b]/[bold]plan", ["[red]w", *"abcde"], [["[/x]" + "y" * 40, *numbers]]))
     shown = re.sub("\x1b\\[[0-9;]*m", "", written(out, "utf-8"))
     assert all(number in shown for number in [*numbers[:3], numbers[4], "985"])
     assert all(text in shown for text in ("runs[/b]/[bold]plan", "[red]w", "[/x]yyyyyyyy"))

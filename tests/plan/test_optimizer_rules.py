@@ -138,7 +138,7 @@ def test_conflicts(plan: Plan, optimizer: OptimizerSettings, by_setting: bool | 
 
 
 def test_a_command_refuses_what_no_setting_can_change_and_says_what_to_set_otherwise() -> None:
-    with pytest.raises(GradlabError, match="use another method, or --optimizer SGD if training will use that"):
+    with pytest.raises(GradlabError, match="use another method, or -s trained_with=SGD if training will use that"):
         require_trainable(ADAMW, "local_momentum", remedy="use another method")
     note = require_trainable(SGDM, "local_momentum")
     assert note is not None
@@ -161,8 +161,8 @@ def test_the_optimizer_of_training_is_the_one_given_or_the_recorded_one() -> Non
     assert given is not None
     assert given.momentum == "betas = (0.5, 0.9)"
     for text, message in (
-        ("AdamX", "--optimizer AdamX: no optimizer of torch.optim"),
-        ("SGD:momentums=1", "--optimizer SGD:momentums=1: "),
+        ("AdamX", "trained_with=AdamX: no optimizer of torch.optim"),
+        ("SGD:momentums=1", "trained_with=SGD:momentums=1: "),
         ("SGD:momentum=-1", "Invalid momentum value"),
     ):
         with pytest.raises(GradlabError, match=message):

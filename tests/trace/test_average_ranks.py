@@ -96,7 +96,7 @@ def test_nodes_of_unequal_size_are_refused(folders: tuple[Path, Path]) -> None:
 def test_commands_take_ranks_together(folders: tuple[Path, Path], tmp_path: Path, gradlab: Command) -> None:
     plan = str(tmp_path / "plan.safetensors")
     ranks, nodes = map(str, folders)
-    code, _, err = gradlab("fit", "uniform", ranks, "--codec", "topk", "--out", plan, "--average-ranks", "3")
+    code, _, err = gradlab("fit", "uniform", ranks, "--codec", "topk", "--out", plan, "-s", "average_ranks=3")
     assert code == 0, err
     printed = []
     for words in ([ranks, plan, "--average-ranks", "3"], [nodes, plan]):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.questions.runs import comparison_table, comparison_verdict, tradeoff_chart, training_chart
 from gradlab.analysis.report.trace_report import write_comparison
-from gradlab.cli.train.outcome import RankOutcome, run_report
+from gradlab.cli.train.report import RankOutcome, measured
 from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, LogitMetric
 from gradlab.metric import Metric, final_score, metric_of, scores
 
@@ -24,7 +24,7 @@ EVERY = (ACCURACY, PERPLEXITY, BITS_PER_BYTE)
 def _run(metric: LogitMetric, values: list[float], seconds: float = 0.01) -> dict[str, Any]:
     """The report of a run of as many steps as values, as the trainer makes and a file keeps it."""
     outcome = RankOutcome([seconds] * len(values), [1.0] * len(values), list(enumerate(values, 1)))
-    report = json.loads(json.dumps(run_report([outcome], 100, metric).to_json()))
+    report = json.loads(json.dumps(measured([outcome], 100, metric)))
     bytes_ = {"mean": 100.0, "max": 100.0}
     return {**report, "payload_bytes_per_step": bytes_, "compression_ratio": 2.0}
 

@@ -13,10 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from gradlab.cli.console import OUT, print_json, progress_bars
-from gradlab.cli.setting_texts import Settings, parse_settings
-from gradlab.cli.trace_options import AverageRanks
-from gradlab.cli.worker_options import Dask, Processes, workers_of
+from gradlab.cli.console import print_json, progress_bars
+from gradlab.cli.options import AsJson, Overwrite, Settings, SharedBy, TraceFolder, workers_of
+from gradlab.cli.setting_texts import parse_settings
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -31,40 +30,19 @@ ABOUT = {
     "lgc": "An autoencoder of several ranks' values (LGC)",
     "uniform": "One codec with one setting: needs no fit",
 }
-_TrainedWith = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME[:KEY=VALUE,...]",
-        help="Optimizer of the training by its torch.optim name, such as AdamW or SGD:momentum=0.9. Default: the "
-        "recorded one.",
-    ),
-]
+_OUT = Annotated[Path, typer.Option(metavar="ARTIFACT", help="The file to write (.safetensors).")]
 _SHARED: dict[str, tuple[Any, Any]] = {  # annotation and default of the options that every method has
-    "trace": (Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")], inspect.Parameter.empty),
-    "out": (
-        Annotated[Path, typer.Option(metavar="ARTIFACT", help="The file to write (.safetensors).")],
-        inspect.Parameter.empty,
-    ),
+    "trace": (TraceFolder, inspect.Parameter.empty),
+    "out": (_OUT, inspect.Parameter.empty),
     "settings": (Settings, None),
-    "warmup_steps": (
-        Annotated[int | None, typer.Option(help="Number of dense training steps before the first compressed one.")],
-        None,
-    ),
-    "optimizer": (_TrainedWith, None),
-    "seed": (Annotated[int, typer.Option(help="Seed of the random streams that ranks share.")], 0),
-    "workers": (Processes, None),
-    "dask": (Dask, None),
-    "average_ranks": (AverageRanks, 1),
-    "overwrite": (Annotated[bool, typer.Option(help="Replace a file that is there.")], False),
-    "as_json": (Annotated[bool, typer.Option("--json", help="Print JSON.")], False),
+    "workers": (SharedBy, None),
+    "overwrite": (Overwrite, False),
+    "as_json": (AsJson, False),
 }
 
 
 class Fits(TyperGroup):
-    """The methods. A method's own command is built when it is called: its settings come from slow imports.
-
-    A codec that needs no fit is no method: the error names the command to use.
-    """
+    """The methods. A method's own command is built when it is called: its settings come from slow imports."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(ABOUT)
@@ -121,11 +99,9 @@ def _command_of(name: str) -> _FitCommand:
 
     method = METHODS[name]
     fields = {field.name: field for field in fields_of(method)}
-    shared = {key: value for key, value in _SHARED.items() if key != "optimizer" or method.replays}
-    own = {shown: (_option_of(fields[shown]), None) for shown in method.options}
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     run = partial(_fit, method)
-    parameters = {**shared, **own}
+    parameters = {**_SHARED, **{shown: (_option_of(fields[shown]), None) for shown in method.with_option()}}
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -136,8 +112,8 @@ def _command_of(name: str) -> _FitCommand:
     app.command(name, cls=_FitCommand, help=inspect.cleandoc(method.__doc__ or ""))(run)
     command = get_command(app)
     assert isinstance(command, _FitCommand)
-    rest = [field for field in fields.values() if field.name not in method.options]
     of_codec = fields_of(codecs.get(method.listed).Settings) if method.listed else ()
+    rest = [field for field in fields.values() if field.name not in method.with_option()]
     listed = [*rest, *(field for field in of_codec if field.name not in fields)]
     command.rows = tuple((_default_of(field), _meaning(field)) for field in listed)
     if not method.listed:
@@ -164,7 +140,7 @@ def _default_of(field: Field) -> str:
 
 
 def _meaning(field: Field) -> str:
-    """Say what a setting is: its unit, what it does, and its range."""
+    """A setting's unit, meaning and range."""
     words = " ".join(part for part in (field.about.unit, field.about.help) if part)
     allowed = field.values.removesuffix(", or None")
     ranged = field.about.bounded or field.about.choices
@@ -174,36 +150,33 @@ def _meaning(field: Field) -> str:
 def _fit(method: type[Method], /, **given: Any) -> None:
     """Make an artifact, and print what its method measured."""
     from gradlab.analysis.outputs import require_free
-    from gradlab.cli.figures import require_figure, write_figure
+    from gradlab.cli.figures import require_figure, write_chart
     from gradlab.cli.fit.methods import Job
     from gradlab.trace import Trace
 
     out, overwrite = given["out"], given["overwrite"]
     require_free(out, overwrite)
-    chosen = {name: given[name] for name in method.options if given[name] is not None}
+    chosen = {name: given[name] for name in method.with_option() if given[name] is not None}
     options, rest = _split(method, chosen | parse_settings(given["settings"] or []))
-    figures = [Path(path) for path in (getattr(options, "figure", None),) if path]
-    for figure in figures:
+    figure = getattr(options, "figure", None) and Path(options.figure)  # type: ignore[attr-defined]
+    if figure:
         require_figure(figure, overwrite)
         if figure == out:
             raise GradlabError(f"{out}: given for the artifact and for the figure, expected two names")
-    sharing = workers_of(given["workers"], given["dask"])
-    with Trace(given["trace"], average_ranks=given["average_ranks"]) as opened, progress_bars() as progress:
-        optimizer = given.get("optimizer")
-        job = Job(opened, out, rest, given["warmup_steps"], optimizer, given["seed"], sharing, progress)
-        made = options.make(job)
+    workers = workers_of(given["workers"])
+    with Trace(given["trace"], average_ranks=options.average_ranks) as opened, progress_bars() as progress:
+        made = options.make(Job(opened, out, rest, workers, progress))
     made.artifact.save(out, overwrite)
-    for figure, draw in zip(figures, made.draw, strict=True):
-        write_figure(draw, figure)
-    _print(made, given["as_json"], [out, *figures])
+    if figure and made.chart:
+        write_chart(made.chart, figure)
+    if given["as_json"]:
+        print_json(made.artifact.provenance)
+    else:
+        _print(made, [out, figure] if figure else [out])
 
 
 def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
-    """Take a method's own settings; the others are its codec's.
-
-    Raises:
-        GradlabError: for a setting that neither has, and for a value out of range.
-    """
+    """Take a method's own settings; the others are its codec's."""
     from gradlab import codecs
     from gradlab.codec.settings import built, fields_of
 
@@ -221,15 +194,10 @@ def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dic
     return options, rest
 
 
-def _print(made: Made, as_json: bool, paths: list[Path]) -> None:
-    """Print the artifact's metadata as JSON; or tables, up to how many ranks the plan pays, notes and files."""
+def _print(made: Made, paths: list[Path]) -> None:
+    """Print the answer, with the number of ranks up to which the plan pays, and the files."""
     from gradlab.plan import pays_up_to
 
-    if as_json:
-        print_json(made.artifact.provenance)
-        return
-    made.show()
-    if limit := pays_up_to(made.artifact.plan):
-        OUT.print(f"this plan {limit}", markup=False)
-    for line in (*filter(None, made.notes), *map(str, paths)):
-        OUT.print(line, markup=False)
+    limit = pays_up_to(made.artifact.plan)
+    pays = [f"this plan {limit}"] if limit else []
+    dataclasses.replace(made.answer, notes=[*made.answer.notes, *pays, *map(str, paths)]).print()

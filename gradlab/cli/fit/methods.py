@@ -1,105 +1,78 @@
-"""The methods of `gradlab fit`: a dataclass of settings for each, and how it makes an artifact."""
+"""The methods of `gradlab fit`: for each a dataclass of settings, whose docstring is its help, and how it fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from gradlab.cli.console import Answer
 from gradlab.cli.fit import printing
 from gradlab.cli.fit.options import known_roles, optimizer_of_training, parse_wrapper, require_trainable
 from gradlab.codec.settings import build_settings, check_ranges, setting
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from pathlib import Path
 
-    from gradlab.analysis.fit.lgc.fit import LgcFit
+    from gradlab.analysis.chart import Chart
     from gradlab.analysis.forecast.network import Network
     from gradlab.analysis.layer_plan.costs import Cost
-    from gradlab.analysis.layer_plan.lgreco import LgrecoFit
     from gradlab.analysis.parallel import Workers
-    from gradlab.analysis.replay.result import Replay
     from gradlab.artifact import Artifact
     from gradlab.ddp.optimizers import OptimizerSettings
     from gradlab.plan import Plan
     from gradlab.progress import Progress
     from gradlab.trace import Trace
 
-ROLE = (
-    "layers of this role only, such as linear or embedding; repeatable; by default the codec's own roles "
-    "(`gradlab trace info` lists the layers with their roles)"
-)
+ROLE = "roles of the layers to compress, such as linear or embedding; the codec's own by default (`gradlab trace info`)"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every method gets.
-
-    Attributes:
-        trace: the recording.
-        out: the artifact's file, whose stem is its name in tables.
-        settings: those that are not the method's own.
-        warmup_steps: dense steps before the first compressed one; None: the method's default.
-        optimizer: of the training, as typed; None: the recorded one.
-        seed: of the plan.
-        workers: processes, or a cluster.
-        progress: called as the work goes on.
-    """
+    """The recording, the artifact's file, the codec's settings, and who shares the work."""
 
     trace: Trace
     out: Path
     settings: Mapping[str, Any]
-    warmup_steps: int | None
-    optimizer: str | None
-    seed: int
     workers: Workers
     progress: Progress
-
-    @property
-    def trained_with(self) -> OptimizerSettings | None:
-        """The optimizer of the training; None: not known."""
-        return optimizer_of_training(self.trace, self.optimizer)
-
-    def replay(self, plan: Plan) -> Replay:
-        """Replay a plan on the trace."""
-        from gradlab.analysis.replay import replay
-
-        return replay(self.trace, plan, workers=self.workers, progress=self.progress)
 
 
 @dataclass(frozen=True)
 class Made:
-    """An artifact, a function that prints what was measured, notes to print after it, and how to draw each figure."""
+    """An artifact, what was measured of it, and its drawing."""
 
     artifact: Artifact
-    show: Callable[[], None]
-    notes: Sequence[str | None] = ()
-    draw: Sequence[Callable[[], Figure]] = ()
+    answer: Answer
+    chart: Chart | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method: subclasses are dataclasses of settings, whose docstring is the command's help.
+    """Settings of every method. Subclasses name their options, and the codec whose settings the help lists.
 
-    Attributes:
-        name: as typed.
-        options: settings that have an option of their own.
-        listed: codec whose settings the help lists; "": `--codec` names it.
-        replays: whether the plan is checked against the optimizer of the training.
-        by_layer: whether `-s LAYER:NAME=VALUE` sets one layer's codec.
+    by_layer: whether `-s LAYER:NAME=VALUE` sets one layer's codec.
     """
 
     name: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
     listed: ClassVar[str] = ""
-    replays: ClassVar[bool] = True
     by_layer: ClassVar[bool] = False
+    warmup_steps: int | None = setting(None, help="number of dense training steps before the first compressed one")
+    seed: int = setting(0, help="seed of the random streams that ranks share")
+    average_ranks: int = setting(
+        1, help="number of recorded ranks that make a node: each such group is averaged, and the plan is for nodes"
+    )
 
     def make(self, job: Job) -> Made:
         """Make the artifact."""
         raise NotImplementedError
+
+    @classmethod
+    def with_option(cls) -> tuple[str, ...]:
+        """Settings that have an option of their own."""
+        return ("warmup_steps", *cls.options)
 
     @property
     def codec_name(self) -> str:
@@ -107,7 +80,21 @@ class Method:
         return self.listed or self.codec  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class PlanMethod(Method):
+    """A method whose plan is checked against the optimizer of the training, and replayed."""
+
+    trained_with: str | None = setting(
+        None,
+        help="optimizer of the training by its torch.optim name, such as AdamW or SGD:momentum=0.9; the recorded one "
+        "by default",
+    )
+
+    def optimizer(self, job: Job) -> OptimizerSettings | None:
+        return optimizer_of_training(job.trace, self.trained_with)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gradiveq(Method):
     """GradiVeQ's PCA bases for convolutions, linear layers, embeddings and experts; vectors stay dense.
 
@@ -129,7 +116,6 @@ class Gradiveq(Method):
     name = "gradiveq"
     options = ("samples", "total_ratio", "role", "paper")
     listed = "gradiveq"
-    replays = False
     by_layer = True
     samples: int = setting(
         100,
@@ -157,11 +143,11 @@ class Gradiveq(Method):
             layer_settings=_by_layer(job.settings),
             total_ratio=self.total_ratio,
             roles=known_roles(self.role) or GradiVeQ.about.defaults.roles,
-            warmup_steps=job.warmup_steps or 0,
-            seed=job.seed,
+            warmup_steps=self.warmup_steps or 0,
+            seed=self.seed,
         )
         fit = fit_gradiveq(job.trace, options, workers=job.workers, progress=job.progress)
-        return Made(fit.artifact(), partial(printing.print_gradiveq, fit.measured))
+        return Made(fit.artifact(), printing.gradiveq(fit.measured))
 
     def _settings(self, given: dict[str, Any]) -> Any:
         """The paper's or the recommended settings, with those given."""
@@ -177,8 +163,8 @@ class Gradiveq(Method):
         return build_settings(GradiVeQ, values | given)
 
 
-@dataclass(frozen=True)
-class Ecsq(Method):
+@dataclass(frozen=True, kw_only=True)
+class Ecsq(PlanMethod):
     """One quantization step for the whole model and an entropy coder, replayed on the trace.
 
     With -s tables=fitted, code tables and centroids by layer are taken from the trace's earlier half into the artifact.
@@ -203,7 +189,7 @@ class Ecsq(Method):
     bits: float = setting(0.25, help="bits per value, counted as wire bytes; the step follows")
     error: float | None = setting(None, help="error of a rank's contribution to hold, in place of --bits")
     both_ways: bool = setting(
-        False, help="in shards, each with a server that quantizes the mean and keeps its error: for many ranks"
+        False, help="a server for each shard, which quantizes the mean and keeps its error: for many ranks"
     )
     role: tuple[str, ...] = setting((), help=ROLE)
 
@@ -217,19 +203,20 @@ class Ecsq(Method):
             job.trace.model_layers,
             "ecsq",
             wrappers=[*FEEDBACK, *([Wrap("two_way")] if self.both_ways else [])],
-            warmup_steps=job.warmup_steps or 0,
+            warmup_steps=self.warmup_steps or 0,
             roles=known_roles(self.role),
-            seed=job.seed,
+            seed=self.seed,
             **(settings | ({"tables": "message"} if fitted else {})),
         )
         plan = with_fitted_tables(job.trace, plan) if fitted else plan
-        note = require_trainable(job.trained_with, plan.applies_momentum, plan.applies_weight_decay, "")
+        optimizer = self.optimizer(job)
+        note = require_trainable(optimizer, plan.applies_momentum, plan.applies_weight_decay, "")
         compared = compare_at_equal_bytes(job.trace, plan, workers=job.workers, progress=job.progress)
-        return _replayed(job, plan, [note], partial(printing.print_comparison, compared), alone=compared)
+        return _replayed(job, plan, optimizer, [note], [printing.comparison(compared)], alone=compared)
 
 
-@dataclass(frozen=True)
-class Signs(Method):
+@dataclass(frozen=True, kw_only=True)
+class Signs(PlanMethod):
     """Fit a sign-compression plan (dist-EF-blockSGDM and its relatives) for all tensors, and replay it on the trace.
 
     One bit per value both ways and a scale per block: the fewest bytes without a fit, at a loss of accuracy. More
@@ -264,49 +251,50 @@ class Signs(Method):
     momentum: float = setting(0.9, help="momentum of the methods that have it; the optimizer's has to be 0")
     weight_decay_form: str | None = setting(
         None,
-        help="where weight decay acts: on the gradient before momentum ('gradient', the default), or 'apart' with a "
+        help="place of weight decay: on the gradient before momentum ('gradient', the default), or 'apart' with a "
         "momentum of its own, uncompressed, as in the published code of dist-EF-blockSGDM",
     )
-    server: str = setting(
-        "sharded", help="who is the server: 'sharded' (each rank, of its part) or 'rank' (rank 0, as in the paper)"
-    )
+    server: str = setting("sharded", help="server of the means: 'sharded' (each rank, its part) or 'rank' (rank 0)")
     samples: int | None = setting(None, help="iterations that energy is measured on; half of the trace, at most 100")
 
     def make(self, job: Job) -> Made:
         from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
-        from gradlab.plan import method_plan
 
         if self.weight_decay_form is not None and not self.weight_decay:
             form = f"weight_decay_form = {self.weight_decay_form}"
             raise GradlabError(f"{form} says how --weight-decay works, which is 0")
-        trained_with, blocks = job.trained_with, None
-        method, notes = _sign_method(self.method, trained_with)
-        plan = method_plan(
+        optimizer, blocks = self.optimizer(job), None
+        method, notes = _sign_method(self.method, optimizer)
+        plan = self._plan(job, method, optimizer)
+        remedy = "use --weight-decay 0" if plan.applies_momentum is None else "use --method dist-EF-blockSGD"
+        notes += [require_trainable(optimizer, plan.applies_momentum, plan.applies_weight_decay, remedy)]
+        notes += [_decay_after_momentum(plan, optimizer)]
+        if self.scales != 1:
+            _require_blocks(method, job.settings)
+            half = min(100, max(1, len(job.trace.steps) // 2)) if self.samples is None else self.samples
+            blocks = fit_block_sizes(job.trace, self.scales, half, workers=job.workers, progress=job.progress)
+            plan = with_block_sizes(plan, blocks.block_sizes)
+        tables = [] if blocks is None else [printing.blocks(blocks)]
+        return _replayed(job, plan, optimizer, notes, tables, method=method, blocks=blocks)
+
+    def _plan(self, job: Job, method: str, optimizer: OptimizerSettings | None) -> Plan:
+        from gradlab.plan import method_plan
+
+        return method_plan(
             job.trace.model_layers,
             method,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             weight_decay_form=self.weight_decay_form or "gradient",
             server=self.server,
-            warmup_steps=job.warmup_steps or 0,
-            step_size_ratio=_residuals_follow(method, trained_with),
-            seed=job.seed,
+            warmup_steps=self.warmup_steps or 0,
+            step_size_ratio=_residuals_follow(method, optimizer),
+            seed=self.seed,
             **job.settings,
         )
-        remedy = "use --weight-decay 0" if plan.applies_momentum is None else "use --method dist-EF-blockSGD"
-        notes += [require_trainable(trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)]
-        notes += [_decay_after_momentum(plan, trained_with)]
-        show: Callable[[], None] | None = None
-        if self.scales != 1:
-            _require_blocks(method, job.settings)
-            half = min(100, max(1, len(job.trace.steps) // 2)) if self.samples is None else self.samples
-            blocks = fit_block_sizes(job.trace, self.scales, half, workers=job.workers, progress=job.progress)
-            plan = with_block_sizes(plan, blocks.block_sizes)
-            show = partial(printing.print_blocks, blocks)
-        return _replayed(job, plan, notes, show, method=method, blocks=blocks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lgreco(Method):
     """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
 
@@ -333,18 +321,17 @@ class Lgreco(Method):
 
     name = "lgreco"
     options = ("codec", "alpha", "hold", "cost", "figure")
-    replays = False
     codec: str = setting("powersgd", help="codec of the uniform plan, which you know to train well")
     alpha: float = setting(1.0, help="the error that the plan may have, as a multiple of the uniform plan's")
     hold: bool = setting(
-        False, help="if the plan's error on later iterations is above --alpha, take the largest alpha that keeps to it"
+        False, help="the largest alpha that keeps to --alpha on later iterations, if the plan's error there is above"
     )
     cost: str = setting(
         "payload",
-        help="what the plan minimises: payload (bytes, as in the paper), wire (bytes sent among the ranks), seconds "
-        "(summed over layers, as if nothing were hidden), or step (predicted; needs compute_seconds)",
+        help="cost that the plan minimises: payload (bytes, as in the paper), wire (bytes sent among the ranks), "
+        "seconds (summed over layers, as if nothing were hidden), or step (predicted; needs compute_seconds)",
     )
-    figure: str | None = setting(None, help="draw what every layer got (.svg, .pdf)")
+    figure: str | None = setting(None, help="drawing of what every layer got (.svg, .pdf)")
     grid: str = setting(
         "paper",
         help="settings to choose from: 'paper' (D/2 to 2 D; densities D/10 to 10 D) or 'own' (the codec's list)",
@@ -365,8 +352,7 @@ class Lgreco(Method):
     local_ranks: int = setting(1, help="ranks per node, which share its one link to the others")
     inside: str = setting("400gbit", help="speed of each rank's link inside its node")
     compute_seconds: str | None = setting(None, help="a step without gradient exchange, for cost step: 0.36s, 120ms")
-    cores: float = setting(2.0, help="cores per rank, for computing and codecs, for cost step")
-    refresh: int = setting(0, help="choose anew after every so many iterations of training; 0: never")
+    refresh: int = setting(0, help="iterations of training after which plans are chosen anew; 0: never")
     accordion: str | None = setting(
         None,
         help="MOST:LEAST, with refresh: Accordion allows the error of the second setting in critical regimes, "
@@ -376,13 +362,13 @@ class Lgreco(Method):
     def make(self, job: Job) -> Made:
         from gradlab.analysis.layer_plan.grids import candidates_of_grid
         from gradlab.analysis.layer_plan.lgreco import LgrecoOptions, fit_lgreco
-        from gradlab.cli.network_options import node_of
+        from gradlab.analysis.questions.layer_plans import layers_chart
+        from gradlab.cli.options import node_of
 
-        trace, ranks = job.trace, job.trace.world_size if self.nodes is None else self.nodes
+        ranks = job.trace.world_size if self.nodes is None else self.nodes
         small, step = self._objective(ranks)
-        node = node_of(self.local_ranks, self.inside)
         candidates, first = candidates_of_grid(
-            trace,
+            job.trace,
             self.codec,
             job.settings,
             grid=self.grid,
@@ -392,14 +378,24 @@ class Lgreco(Method):
             workers=job.workers,
             progress=job.progress,
         )
-        options = LgrecoOptions(candidates, alpha=self.alpha, hold=self.hold, metric=self.metric, window=self.window)
-        options = replace(options, start=first, cost=replace(small, local_ranks=self.local_ranks))
-        options = replace(options, step=step and replace(step, node=node))
-        options = replace(options, world_size=ranks, warmup_steps=job.warmup_steps or 0, refresh_every=self.refresh)
-        options = replace(options, accordion=_between(self.accordion), seed=job.seed, workers=job.workers)
-        fit = fit_lgreco(trace, self.codec, job.settings, options, progress=job.progress)
-        show = partial(printing.print_layer_plan, fit.provenance)
-        return Made(fit.artifact(), show, draw=self._drawings(fit))
+        options = LgrecoOptions(
+            candidates,
+            alpha=self.alpha,
+            hold=self.hold,
+            metric=self.metric,
+            window=self.window,
+            start=first,
+            cost=replace(small, local_ranks=self.local_ranks),
+            step=step and replace(step, node=node_of(self.local_ranks, self.inside)),
+            world_size=ranks,
+            warmup_steps=self.warmup_steps or 0,
+            refresh_every=self.refresh,
+            accordion=_between(self.accordion),
+            seed=self.seed,
+            workers=job.workers,
+        )
+        fit = fit_lgreco(job.trace, self.codec, job.settings, options, progress=job.progress)
+        return Made(fit.artifact(), printing.layer_plan(fit.provenance), layers_chart(fit.provenance))
 
     def _objective(self, ranks: int) -> tuple[Cost, Network | None]:
         """What is to be small; for cost step also what steps are predicted for."""
@@ -416,19 +412,11 @@ class Lgreco(Method):
         if self.compute_seconds is None:
             raise GradlabError("--cost step needs -s compute_seconds=..., the time of a step without gradient exchange")
         profile = Profile(parse_seconds(self.compute_seconds), "as given")
-        return Cost("seconds", link), Network([link], [ranks], profile, self.cores, self.bucket_cap_mb)
-
-    def _drawings(self, fit: LgrecoFit) -> list[Callable[[], Figure]]:
-        if not self.figure:
-            return []
-        from gradlab.analysis.chart import draw  # loads matplotlib
-        from gradlab.analysis.questions.layer_plans import layers_chart
-
-        return [partial(draw, layers_chart(fit.provenance))]
+        return Cost("seconds", link), Network([link], [ranks], profile, bucket_cap_mb=self.bucket_cap_mb)
 
 
-@dataclass(frozen=True)
-class Lgc(Method):
+@dataclass(frozen=True, kw_only=True)
+class Lgc(PlanMethod):
     """LGC's autoencoder, learned on a trace; what needs no learning is printed beside it, at its bytes.
 
     The first 60 % of the recorded iterations are learned from, the next 15 % say when to stop, the rest judge. Training
@@ -451,8 +439,8 @@ class Lgc(Method):
     pattern: str = setting(
         "ring", choices=("ring", "server"), help="ring: codes are averaged; server: one rank's code, a decoder per rank"
     )
-    feedback: bool = setting(False, help="feed back what decoding loses too, which the paper forgets")
-    figure: str | None = setting(None, help="draw the error over epochs and over age (.svg, .pdf)")
+    feedback: bool = setting(False, help="feedback of what decoding loses too, which the paper forgets")
+    figure: str | None = setting(None, help="drawing of the error over epochs and over age (.svg, .pdf)")
     first: str | None = setting(None, help="layer that stays dense; the first recorded matrix")
     last: str | None = setting(None, help="layer that is sent without the autoencoder; the last one")
     vectors: str = setting(
@@ -470,6 +458,7 @@ class Lgc(Method):
 
     def make(self, job: Job) -> Made:
         from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
+        from gradlab.analysis.questions.lgc import fit_chart
 
         options = LgcOptions(
             settings={"density": self.density, **job.settings},
@@ -479,26 +468,21 @@ class Lgc(Method):
             vectors=self.vectors,
             momentum=self.momentum,
             keep="difference" if self.feedback else "unselected",
-            warmup_steps=200 if job.warmup_steps is None else job.warmup_steps,
-            seed=job.seed,
+            warmup_steps=200 if self.warmup_steps is None else self.warmup_steps,
+            seed=self.seed,
         )
         wrapper = None if self.momentum is None else "momentum_correction"
-        note = require_trainable(job.trained_with, wrapper, remedy="leave momentum out")
+        note = require_trainable(self.optimizer(job), wrapper, remedy="leave momentum out")
         fit = fit_lgc(job.trace, self.pattern, options, workers=job.workers, progress=job.progress)
-        notes = [note, _beyond_the_trace(fit.plan, int(job.trace.steps[-1])), _instead(fit, job.trace)]
-        return Made(fit.artifact(), partial(printing.print_lgc, fit.measured), notes, self._drawings(fit))
+        notes = (note, _beyond_the_trace(fit.plan, int(job.trace.steps[-1])))
 
-    def _drawings(self, fit: LgcFit) -> list[Callable[[], Figure]]:
-        if not self.figure:
-            return []
-        from gradlab.analysis.chart import draw
-        from gradlab.analysis.questions.lgc import fit_chart
-
-        return [partial(draw, fit_chart(fit.measured))]
+        answer = printing.lgc(fit.measured, fit.plan, job.trace.path)
+        answer = replace(answer, notes=[*filter(None, notes), *answer.notes])
+        return Made(fit.artifact(), answer, fit_chart(fit.measured))
 
 
-@dataclass(frozen=True)
-class Uniform(Method):
+@dataclass(frozen=True, kw_only=True)
+class Uniform(PlanMethod):
     """One codec with one setting for all layers, but vectors and small ones (signs: all), replayed on the trace.
 
     It compresses after as many dense steps as the codec recommends unless --warmup-steps says otherwise.
@@ -528,14 +512,14 @@ class Uniform(Method):
             self.codec,
             error_feedback=self.error_feedback,
             wrappers=[parse_wrapper(text) for text in self.wrap] or None,
-            warmup_steps=job.warmup_steps,
+            warmup_steps=self.warmup_steps,
             roles=known_roles(self.role),
-            seed=job.seed,
+            seed=self.seed,
             **job.settings,
         )
-        remedy = "leave such wrappers out of --wrap"
-        note = require_trainable(job.trained_with, plan.applies_momentum, plan.applies_weight_decay, remedy)
-        return _replayed(job, plan, [note])
+        remedy, optimizer = "leave such wrappers out of --wrap", self.optimizer(job)
+        note = require_trainable(optimizer, plan.applies_momentum, plan.applies_weight_decay, remedy)
+        return _replayed(job, plan, optimizer, [note])
 
 
 METHODS: dict[str, type[Method]] = {method.name: method for method in (Gradiveq, Ecsq, Signs, Lgreco, Lgc, Uniform)}
@@ -544,20 +528,22 @@ for _method in METHODS.values():
 
 
 def _replayed(
-    job: Job, plan: Plan, notes: Sequence[str | None], more: Callable[[], None] | None = None, **metadata: Any
+    job: Job,
+    plan: Plan,
+    optimizer: OptimizerSettings | None,
+    notes: Sequence[str | None],
+    tables: Sequence[Any] = (),
+    **metadata: Any,
 ) -> Made:
-    """The artifact of a plan that needs no fit, with its replay. more: prints what was measured beside it."""
+    """The artifact of a plan that needs no fit, with its replay."""
     from gradlab.analysis.fit.uniform import uniform_artifact
-    from gradlab.cli.evaluate import print_replays
+    from gradlab.analysis.replay import replay
+    from gradlab.cli.evaluate import answer_of
 
-    replayed = job.replay(plan)
-
-    def show() -> None:
-        print_replays({job.out.stem: replayed})
-        if more is not None:
-            more()
-
-    return Made(uniform_artifact(plan, replayed, optimizer=job.trained_with, **metadata), show, notes)
+    replayed = replay(job.trace, plan, workers=job.workers, progress=job.progress)
+    answer = answer_of({job.out.stem: replayed})
+    answer = replace(answer, tables=[*answer.tables, *tables], notes=[*filter(None, notes)])
+    return Made(uniform_artifact(plan, replayed, optimizer=optimizer, **metadata), answer)
 
 
 def _by_layer(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -582,7 +568,7 @@ def _between(text: str | None) -> tuple[float, float] | None:
 
 
 def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
-    """The method asked for, or the one that trains under the optimizer; and what to say of the choice."""
+    """The method given, or the one that trains under the optimizer, with a note on the choice."""
     from gradlab.plan.recipes import SIGN_METHODS, known_name
 
     if name is not None:
@@ -606,7 +592,7 @@ def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool 
 
 
 def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
-    """What to say of weight decay that the optimizer applies after the plan's momentum."""
+    """A note on weight decay that the optimizer applies after the plan's momentum."""
     if optimizer is None or plan.applies_momentum is None or plan.applies_weight_decay or optimizer.adaptive:
         return None
     if optimizer.weight_decay is None:
@@ -628,17 +614,8 @@ def _require_blocks(method: str, settings: Mapping[str, Any]) -> None:
         raise GradlabError(f"--scales chooses blocks by measured energy, and -s {given[0]} chooses them too: use one")
 
 
-def _instead(fit: LgcFit, trace: Trace) -> str | None:
-    """The command that makes a plan of the same positions without an autoencoder, where that is better."""
-    if fit.measured.better is None:
-        return None
-    compress = f"--codec clt_k -s density={fit.measured.settings['density']:g} -s values=int8"
-    warmup = f"--warmup-steps {fit.plan.schedule.warmup_steps}"
-    return f"in its place: gradlab fit uniform {trace.path} {compress} {warmup} --out clt_k.safetensors"
-
-
 def _beyond_the_trace(plan: Plan, last: int) -> str | None:
-    """What to say of a plan that compresses nothing up to the iteration where the trace ends."""
+    """A note on a plan that compresses nothing up to the iteration where the trace ends."""
     if plan.schedule.compresses(last):
         return None
     return (

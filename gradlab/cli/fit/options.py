@@ -15,18 +15,7 @@ if TYPE_CHECKING:
 
 
 def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings | None:
-    """Find the optimizer that a plan is to train with: the one given, or the one that the recording names.
-
-    Args:
-        trace: the recording.
-        text: NAME[:KEY=VALUE,...] of torch.optim, or None.
-
-    Returns:
-        The optimizer; None if neither says.
-
-    Raises:
-        GradlabError: for an unknown name or setting.
-    """
+    """Read NAME[:KEY=VALUE,...] of torch.optim; without a text take the recorded optimizer, if there is one."""
     from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 
     if text is None:
@@ -36,53 +25,48 @@ def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings |
     name, _, rest = text.partition(":")
     made = {kind.lower(): kind for kind in torch.optim.__all__ if kind not in ("Optimizer", "lr_scheduler")}
     if name.lower() not in made:
-        raise GradlabError(f"--optimizer {name}: no optimizer of torch.optim, expected one such as AdamW or SGD")
-    settings = parse_settings(split_settings(rest), f"--optimizer {name}:")
+        raise GradlabError(f"trained_with={name}: no optimizer of torch.optim, expected one such as AdamW or SGD")
+    settings = parse_settings(split_settings(rest), f"trained_with={name}:")
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     try:
         built = getattr(torch.optim, made[name.lower()])(
             [torch.zeros(1, 1, requires_grad=True)], **{"lr": 1e-3, **settings}
         )
     except (TypeError, ValueError) as error:
-        raise GradlabError(f"--optimizer {text}: {str(error).splitlines()[0]}") from None
+        raise GradlabError(f"trained_with={text}: {str(error).splitlines()[0]}") from None
     return describe_optimizer(built)
 
 
 def require_trainable(
     optimizer: OptimizerSettings | None, momentum: str | None, weight_decay: bool = False, remedy: str = ""
 ) -> str | None:
-    """Refuse, before the work, a plan that training would refuse after it.
+    """Refuse a plan that training would refuse, before the work.
 
     Args:
-        optimizer: that the plan is to train with; None if it is not known.
+        optimizer: optimizer of the training; None if it is not known.
         momentum: the plan's wrapper that applies momentum, or None.
         weight_decay: whether the plan applies weight decay.
-        remedy: the command's options that make another plan.
+        remedy: options that make another plan.
 
     Returns:
-        What has to be set in the optimizer, as a sentence to print; None if nothing has.
+        A sentence on what has to be set in the optimizer; None if nothing has.
 
     Raises:
-        GradlabError: if the plan and the optimizer both apply momentum or weight decay, and the optimizer's cannot be
-            set to 0.
+        GradlabError: if both apply momentum or weight decay, and the optimizer's cannot be set to 0.
     """
     from gradlab.plan.optimizer_rules import conflict_between
 
     conflict = None if optimizer is None else conflict_between(momentum, weight_decay, optimizer)
-    if optimizer is None or conflict is None:
+    if conflict is None:
         return None
     if conflict.by_setting:
         return f"to train with it, {conflict.remedy}: {conflict.message}"
-    options = f"{remedy}, or --optimizer SGD if training will use that"
+    options = f"{remedy}, or -s trained_with=SGD if training will use that"
     raise GradlabError(f"{conflict}; {options.removeprefix(', ')}")
 
 
 def known_roles(roles: Sequence[str]) -> tuple[str, ...] | None:
-    """Check the names of roles; None: none was given.
-
-    Raises:
-        GradlabError: for an unknown role.
-    """
+    """Check the names of roles; None: none was given."""
     from gradlab.plan.coverage import known_roles as checked
 
     try:
@@ -92,17 +76,12 @@ def known_roles(roles: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def parse_wrapper(text: str) -> Wrap:
-    """Read NAME[:KEY=VALUE,...] as a wrapper of a plan.
-
-    Raises:
-        GradlabError: for an unknown name or setting.
-    """
+    """Read NAME[:KEY=VALUE,...] as a wrapper of a plan."""
     from gradlab import wrappers
     from gradlab.codec.settings import build_settings
     from gradlab.plan import Wrap
 
     name, _, rest = text.partition(":")
-    texts = split_settings(rest)
-    settings = parse_settings(texts, f"--wrap {name}")
+    settings = parse_settings(split_settings(rest), f"--wrap {name}")
     build_settings(wrappers.get(name), settings)
     return Wrap(name, settings)

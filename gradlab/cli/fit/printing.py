@@ -1,10 +1,12 @@
-"""What the methods of `gradlab fit` print of their fits."""
+"""What `gradlab fit` prints of each fit."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradlab.cli.console import OUT, print_table, print_warnings
+from gradlab.cli.console import Answer, Table
+from gradlab.formatting import format_percent
 
 if TYPE_CHECKING:
     from gradlab.analysis.fit.ecsq import Alone, AtEqualBytes
@@ -12,11 +14,11 @@ if TYPE_CHECKING:
     from gradlab.analysis.fit.lgc.fit import LgcMeasurement
     from gradlab.analysis.fit.signs import BlockFit
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
+    from gradlab.plan import Plan
 
 
-def print_comparison(compared: AtEqualBytes) -> None:
-    """Print errors without feedback: the floor, the plan's, and those of other codecs at no more bytes."""
-    from gradlab.formatting import format_percent
+def comparison(compared: AtEqualBytes) -> Table:
+    """Errors without feedback: the floor, the plan's, and those of other codecs at no more bytes."""
 
     def row(one: Alone) -> tuple[str, str, str, str]:
         settings = ", ".join(f"{key} = {value}" for key, value in one.settings.items())
@@ -24,81 +26,67 @@ def print_comparison(compared: AtEqualBytes) -> None:
 
     floor = ("rate-distortion function", "", f"{compared.ecsq.bits:.3f}", format_percent(compared.floor))
     first, last = compared.iterations
-    print_table(
+    return Table(
         f"a rank's error without feedback, iterations {first} to {last}",
         ("codec", "setting", "bits per value", "error"),
         [floor, *map(row, (compared.ecsq, *compared.others))],
     )
 
 
-def print_gradiveq(measured: GradiveqMeasurement) -> None:
-    """Print whether the fit holds; per layer K, d and the loss where it was fitted and later; and the loss by age."""
+def gradiveq(measured: GradiveqMeasurement) -> Answer:
+    """Whether the fit holds; K, d and loss per layer; and the loss by age of the bases."""
     from gradlab.analysis.questions.slices import fit_table, fit_verdict
-    from gradlab.formatting import format_percent
 
-    OUT.print(fit_verdict(measured), markup=False)
-    print_warnings(measured.warnings)
-    table = fit_table(measured)
-    print_table(table.title, table.columns, table.rows)
     held, control = measured.holdout, measured.random_basis
     rows = [
         (f"{first} to {last}", format_percent(loss), format_percent(random))
         for (first, last), loss, random in zip(held.ages, held.loss_by_age, control.loss_by_age, strict=True)
     ]
-    print_table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
-    OUT.print(
-        f"payload {measured.saving.text('smaller than dense')} over the whole model, from iteration "
-        f"{measured.warmup_steps} on",
-        markup=False,
-    )
+    ages = Table("loss by age of the bases, in steps", ("age", "these bases", "random, same size"), rows)
+    saving = measured.saving.text("smaller than dense")
+    notes = [f"payload {saving} over the whole model, from iteration {measured.warmup_steps} on"]
     if measured.mean_payload_bytes > measured.payload_bytes:
-        OUT.print(
-            f"{measured.mean_saving.text('smaller than dense')} on average, with the iterations that are sampled again",
-            markup=False,
-        )
+        mean = measured.mean_saving.text("smaller than dense")
+        notes.append(f"{mean} on average, with the iterations that are sampled again")
+    return Answer([fit_verdict(measured)], measured.warnings, [fit_table(measured), ages], notes)
 
 
-def print_lgc(measured: LgcMeasurement) -> None:
-    """Print whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
+def lgc(measured: LgcMeasurement, plan: Plan, trace: Path) -> Answer:
+    """Whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
     from gradlab.analysis.questions.lgc import lgc_verdict, lgc_warnings, selection_table
-    from gradlab.formatting import format_percent
 
-    OUT.print(lgc_verdict(measured), markup=False)
-    print_warnings(lgc_warnings(measured))
-    table = selection_table(measured)
-    print_table(table.title, table.columns, table.rows, left=table.text_columns)
     held = measured.holdout
     rows = [
         (f"{first} to {last}", format_percent(error))
         for (first, last), error in zip(held.ages, held.error_by_age, strict=True)
     ]
-    print_table("error by age of the autoencoder, in steps", ("age", "error"), rows)
+    ages = Table("error by age of the autoencoder, in steps", ("age", "error"), rows)
+    notes = []
+    if measured.better is not None:  # the same positions without an autoencoder
+        compress = f"--codec clt_k -s density={measured.settings['density']:g} -s values=int8"
+        warmup = f"--warmup-steps {plan.schedule.warmup_steps}"
+        notes.append(f"in its place: gradlab fit uniform {trace} {compress} {warmup} --out clt_k.safetensors")
+    return Answer([lgc_verdict(measured)], lgc_warnings(measured), [selection_table(measured), ages], notes)
 
 
-def print_layer_plan(provenance: LgrecoProvenance) -> None:
-    """Print whether the plan pays, and what every layer got beside the uniform plan's setting."""
+def layer_plan(provenance: LgrecoProvenance) -> Answer:
+    """Whether the plan pays, and what every layer got beside the uniform plan's setting."""
     from gradlab.analysis.questions.layer_plans import layer_plan_table, layer_plan_verdict
 
-    OUT.print(layer_plan_verdict(provenance), markup=False)
+    lines = [layer_plan_verdict(provenance)]
     if provenance.sample is not None:
-        OUT.print(
-            f"The trace holds {provenance.sample}: errors are those of the samples, bytes of whole layers.",
-            markup=False,
-        )
-    table = layer_plan_table(provenance)
-    print_table(table.title, table.columns, table.rows, left=table.text_columns)
+        lines.append(f"The trace holds {provenance.sample}: errors are those of the samples, bytes of whole layers.")
+    return Answer(lines, tables=[layer_plan_table(provenance)])
 
 
-def print_blocks(blocks: BlockFit) -> None:
-    """Print the share of energy that signs keep, with these blocks and without, where they were fitted and later."""
-    from gradlab.formatting import format_percent
-
-    fitted, held_out = blocks.fitted, blocks.held_out
+def blocks(fit: BlockFit) -> Table:
+    """Energy that signs keep, with these blocks and without, where they were fitted and later."""
+    fitted, held_out = fit.fitted, fit.held_out
     rows = [
-        (f"{blocks.scales} scales, shared out", format_percent(fitted.kept), format_percent(held_out.kept)),
+        (f"{fit.scales} scales, shared out", format_percent(fitted.kept), format_percent(held_out.kept)),
         ("a scale per tensor", format_percent(fitted.by_tensor), format_percent(held_out.by_tensor)),
         ("one scale", format_percent(fitted.by_model), format_percent(held_out.by_model)),
     ]
-    first, held, last = blocks.iterations
+    first, held, last = fit.iterations
     columns = ("signs with", f"fitted, {first} to {held - 1}", f"held out, {held} to {last}")
-    print_table("energy of the gradients that signs keep", columns, rows)
+    return Table("energy of the gradients that signs keep", columns, rows)

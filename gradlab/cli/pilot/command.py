@@ -1,4 +1,20 @@
-"""`gradlab pilot`: the command."""
+"""Try plans on your own training: run your command once for plain DDP, once for 16 bits, and once for each plan.
+
+The command is that of your training, or of the recording, as it stands. Its lines of gradlab (TraceRecorder,
+gradlab.compress, compress_fsdp, OuterStep, EmulatedNodes, and callbacks of Lightning, Accelerate and the Trainer)
+take the plan of the run, record nothing, and end the process after --start and --steps. Steps of an OuterStep are
+outer ones. Each run has to begin alike: seed the script, and let it begin anew or from a checkpoint that it does
+not write itself in these steps.
+
+The artifact is the plan with the fewest bytes whose loss is at most --max-loss above plain DDP's.
+
+Examples:
+
+  gradlab pilot trace --out plan.safetensors -- torchrun --nproc-per-node 2 train.py --record trace
+
+  gradlab pilot trace --out plan.safetensors --plan a.safetensors --plan b.safetensors --steps 100 --budget 10min --
+  accelerate launch train.py
+"""
 
 from __future__ import annotations
 
@@ -6,90 +22,83 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradlab.cli.console import OUT, print_json
+from gradlab.cli.console import Answer, print_json
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
-from gradlab.cli.network_options import MAX_LOSS_TEXT, MaxLoss, share_of_loss
+from gradlab.cli.options import MAX_LOSS_TEXT, AsJson, MaxLoss, Overwrite, Plans, TraceFolder, share_of_loss
 from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.cli.pilot.plans import ChosenPlans
+    from gradlab.cli.pilot.trials import Trials
 
 
 def pilot(
-    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")],
+    trace: TraceFolder,
     out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the best plan, if one holds.")],
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="That trains.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The command that trains.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=8, max=100_000, help="Compressed steps of each run.")] = 60,
     start: Annotated[
         int | None, typer.Option(min=0, max=100_000, help="Dense steps before them. [default: the plans' warm-up]")
     ] = None,
-    plan: Annotated[
-        list[Path] | None, typer.Option(metavar="ARTIFACT", help="Try this plan; repeatable. [default: usual ones]")
-    ] = None,
+    plan: Plans = None,
     max_loss: MaxLoss = MAX_LOSS_TEXT,
     budget: Annotated[str | None, typer.Option(metavar="TIME", help="The longest that all may take: 5min.")] = None,
     work: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for the runs' output. [default: ARTIFACT.pilot]")
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace an artifact that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Try plans on your own training: run your command once for plain DDP, once for 16 bits, and once for each plan.
-
-    The command is that of your training, or of the recording, as it stands. Its lines of gradlab (TraceRecorder,
-    gradlab.compress, compress_fsdp, OuterStep, EmulatedNodes, and callbacks of Lightning, Accelerate and the Trainer)
-    take the plan of the run, record nothing, and end the process after --start and --steps. Steps of an OuterStep are
-    outer ones. Each run has to begin alike: seed the script, and let it begin anew or from a checkpoint that it does
-    not write itself in these steps.
-
-    The artifact is the plan with the fewest bytes whose loss is at most --max-loss above plain DDP's.
-
-    Examples:
-
-      gradlab pilot trace --out plan.safetensors -- torchrun --nproc-per-node 2 train.py --record trace
-
-      gradlab pilot trace --out plan.safetensors --plan a.safetensors --plan b.safetensors --steps 100 --budget 10min --
-      accelerate launch train.py
-    """
     from gradlab.analysis.forecast.link import parse_seconds
-    from gradlab.analysis.outputs import require_free
-    from gradlab.artifact import Artifact
     from gradlab.cli.pilot.plans import chosen_plans
     from gradlab.cli.pilot.trials import Trials
-    from gradlab.files import write_whole
     from gradlab.trace import Trace
 
     if not command:
         raise GradlabError("no command that trains: put it last, behind --, such as -- torchrun train.py")
     if shutil.which(command[0]) is None:
         raise GradlabError(f"{command[0]}: no such command")
-    result_file, work = Path(f"{out}.pilot.json"), work or Path(f"{out}.pilot")
-    for path in (out, result_file):
-        require_free(path, overwrite)
+    work = _prepare(out, work, overwrite)
     allowed = share_of_loss(max_loss)
     until = None if budget is None else time.monotonic() + parse_seconds(budget)
     with Trace(trace) as opened:
         chosen = chosen_plans(opened, plan or [])
-    _remove_runs(work)
     begin = chosen.warmup_steps if start is None else start
-    trials = Trials(command, work.resolve(), steps, begin, allowed, until)
+    _try(chosen, Trials(command, work.resolve(), steps, begin, allowed, until), out, overwrite, as_json)
+
+
+def _prepare(out: Path, work: Path | None, overwrite: bool) -> Path:
+    """Refuse files that are there, and remove the runs of an earlier pilot, and nothing else, from the folder."""
+    from gradlab.analysis.outputs import require_free
+
+    for path in (out, Path(f"{out}.pilot.json")):
+        require_free(path, overwrite)
+    work = work or Path(f"{out}.pilot")
+    for one in work.glob("run-*"):
+        if (one / "trial.json").is_file():
+            shutil.rmtree(one)
+    return work
+
+
+def _try(chosen: ChosenPlans, trials: Trials, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Run all trials, write the best plan's artifact and the result, and print it."""
+    from gradlab.artifact import Artifact
+    from gradlab.files import write_whole
+
     tried = trials.try_plans(chosen.plans, chosen.refused)
     best = tried.result.best
     if best is not None:
         provenance = {**chosen.provenance(best.name), "world_size": tried.ranks, "pilot": tried.to_json()}
         Artifact(trials.begun_late(trials.plans[best.name]), provenance).save(out, overwrite)
-    write_whole(result_file, json.dumps(tried.to_json(), indent=1).encode())
+    write_whole(Path(f"{out}.pilot.json"), json.dumps(tried.to_json(), indent=1).encode())
     if as_json:
         print_json({**tried.to_json(), "artifact": None if best is None else str(out)})
-    else:
-        OUT.print(str(tried), markup=False)
-        lines = "" if best is None else f"\n{where_to_paste(False)}\n\n{lines_to_paste(out, tried.ranks, 1, False)}\n"
-        OUT.print(f"{lines}\n{out if best else 'No artifact is written: no plan holds.'}", markup=False)
-
-
-def _remove_runs(work: Path) -> None:
-    """Remove the runs of an earlier pilot, and nothing else."""
-    for one in work.glob("run-*"):
-        if (one / "trial.json").is_file():
-            shutil.rmtree(one)
+        return
+    lines = "" if best is None else f"\n{where_to_paste(False)}\n\n{lines_to_paste(out, tried.ranks, 1, False)}\n"
+    Answer([str(tried), f"{lines}\n{out if best else 'No artifact is written: no plan holds.'}"]).print()

@@ -9,6 +9,7 @@ from typing import Any
 
 from gradlab.analysis.forecast.candidates import HALF_PLAN, usual_plans
 from gradlab.artifact import Artifact
+from gradlab.cli.named_method import loaded_plans
 from gradlab.cli.pilot.trials import DENSE, HALF
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
@@ -20,27 +21,13 @@ _START = 10  # dense steps before plans that begin with none
 
 
 def plans_to_try(trace: Trace) -> dict[str, Plan]:
-    """List the plans that `gradlab recommend` chooses from, without 16 bits, which a pilot tries anyway.
-
-    Args:
-        trace: the recording.
-
-    Returns:
-        Plans by name.
-    """
+    """List the plans that `gradlab recommend` chooses from, without 16 bits, which a pilot tries anyway."""
     return {name: plan for name, plan in usual_plans(trace.model_layers).items() if name != HALF_PLAN}
 
 
 @dataclass(frozen=True)
 class ChosenPlans:
-    """What a pilot tries.
-
-    Attributes:
-        plans: by name.
-        refused: why others cannot train with the recording's optimizer, by name.
-        artifacts: that some of the plans are from.
-        trace: hash of the recording.
-    """
+    """Plans to try by name, why others were refused, the artifacts of some, and the recording's hash."""
 
     plans: Mapping[str, Plan]
     refused: Mapping[str, str]
@@ -49,28 +36,19 @@ class ChosenPlans:
 
     @property
     def warmup_steps(self) -> int:
-        """Dense steps before a pilot: those that the plans begin with, as they were judged behind them."""
+        """Dense steps that the plans begin with, as they were judged behind them."""
         own = (plan.schedule.warmup_steps for plan in self.plans.values())
         return max(own) or _START
 
     def provenance(self, name: str) -> dict[str, Any]:
-        """Return what an artifact says of where a plan is from."""
+        """Where a plan is from."""
         artifact = self.artifacts.get(name)
         return {"method": "uniform", "trace": self.trace} if artifact is None else artifact.provenance
 
 
 def chosen_plans(trace: Trace, paths: Sequence[Path]) -> ChosenPlans:
-    """Choose the plans that go with a recording's model and optimizer.
-
-    Args:
-        trace: the recording.
-        paths: of artifacts; none: those of `plans_to_try`.
-
-    Raises:
-        GradlabError: for an artifact that cannot be read or is of another model, or if no plan is left.
-    """
-    stems = len({path.stem for path in paths} | {DENSE, HALF}) == len(paths) + 2
-    artifacts = {path.stem if stems else str(path): Artifact.load(path) for path in paths}
+    """Choose the plans that go with a recording's model and optimizer: of these artifacts, or of `plans_to_try`."""
+    artifacts = loaded_plans(paths, taken=(DENSE, HALF))
     plans = {name: artifact.plan for name, artifact in artifacts.items()} or plans_to_try(trace)
     optimizer = OptimizerSettings.from_metadata(trace.metadata)
     refused = {}

@@ -32,14 +32,10 @@ _SHOWN = 24  # lines of output that tell of a failure
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over.
+    """A run that is over: its ranks' losses and its seconds.
 
-    Attributes:
-        losses: what its ranks logged.
-        seconds: from its start to its end.
-        problem: why it did not come to its end by itself, in a line; None: it did.
-        output: the lines of its output that say more of that.
-        stopped: whether `watch` asked for its end.
+    problem: why it did not come to its end by itself, in a line; None: it did. output: lines that say more of that.
+    stopped: whether `watch` ended it.
     """
 
     losses: Losses
@@ -56,17 +52,14 @@ def run_trial(
     watch: Callable[[Losses], bool] = lambda losses: False,
     until: float | None = None,
 ) -> Ended:
-    """Run a command under a plan.
+    """Run a command under a plan. Whatever happens, no process of the run is left.
 
     Args:
-        command: words.
-        folder: new, for the plan, the losses and the output.
+        command: its words.
+        folder: a new folder for the plan, the losses and the output.
         settings: the plan and the number of steps.
-        watch: is shown the losses so far now and then, and says whether that is enough.
-        until: on `time.monotonic`, when it is ended. None: never.
-
-    Returns:
-        What came. Whatever happens, no process of the run is left.
+        watch: receives the losses so far now and then, and returns whether that is enough.
+        until: time on `time.monotonic` at which it is ended. None: never.
 
     Raises:
         GradlabError: if the command cannot be started, or the losses are not what ranks write.

@@ -28,15 +28,11 @@ _STARTING = 60.0  # seconds that a run may take beyond that
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of all runs.
+    """The result of all runs.
 
-    Attributes:
-        result: of the plans whose runs ended.
-        failed: why others have no outcome, by name.
-        noise: two runs of plain DDP beside each other, where the runs did not begin alike; None: they did.
-        start: dense steps that each run began with.
-        ranks: between which plans ran.
-        seconds: that all runs took.
+    failed: why plans have no outcome, by name.
+    noise: two runs of plain DDP beside each other, where the runs did not begin alike; None: they did.
+    start: dense steps that each run began with.
     """
 
     result: PilotResult
@@ -47,7 +43,6 @@ class Tried:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Write the result as plain JSON."""
         noise = None if self.noise is None else self.noise.to_json()
         more = {"failed": dict(self.failed), "same_batches": noise is None, "noise": noise}
         more |= {"seconds": self.seconds, "dense_steps_before": self.start, "ranks": self.ranks}
@@ -67,16 +62,9 @@ class Tried:
 
 @dataclass
 class Trials:
-    """The runs of one pilot.
+    """The runs of one pilot, in folders of `work`: `start` dense steps, then `steps` compressed ones.
 
-    Attributes:
-        command: words of the user's.
-        work: folder for the runs' folders.
-        steps: compressed ones of each run.
-        start: dense ones before them.
-        max_loss: excess up to which a plan holds.
-        until: on `time.monotonic`, when all has to be over; None: never.
-        plans: that were tried, by name.
+    until: time on `time.monotonic` at which all has to be over; None: never.
     """
 
     command: Sequence[str]
@@ -97,15 +85,7 @@ class Trials:
     _differ: bool = False
 
     def try_plans(self, plans: Mapping[str, Plan], refused: Mapping[str, str]) -> Tried:
-        """Run the command for plain DDP, for 16 bits, and for each plan.
-
-        Args:
-            plans: by name, all of one model.
-            refused: why others are not tried, by name.
-
-        Raises:
-            GradlabError: if the run of plain DDP fails, is too short, or logs nothing.
-        """
+        """Run the command for plain DDP, for 16 bits, and for each plan. refused: why others are not tried."""
         dense = Plan(next(iter(plans.values())).layers, ())
         half = Plan.uniform(dense.layers, "cast", dtype="bfloat16", minimum_dimensions=0, minimum_numel=1)
         self.plans = {HALF: half, **plans}
@@ -242,5 +222,4 @@ class Trials:
 
 
 def _unknown(name: str, plan: Plan, ranks: int) -> Outcome:
-    """An outcome of which nothing is known."""
     return outcome_of(name, [float("nan")], [float("nan")], saving_of_sent(plan, ranks))

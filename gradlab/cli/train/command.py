@@ -1,30 +1,9 @@
-"""`gradlab train`: the reference trainer, plain, recorded or compressed."""
+"""Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress).
 
-from __future__ import annotations
-
-from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-
-from gradlab.cli.console import print_json, print_table, progress_bars, say
-from gradlab.cli.setting_texts import Settings, parse_settings
-from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.cli.train.outcome import TrainReport
-    from gradlab.cli.train.settings import TrainSettings
-    from gradlab.plan import Plan
-    from gradlab.progress import Progress
-
-EXAMPLE = """
 Settings (-s NAME=VALUE): learning_rate (peak), momentum (of the optimizer) and train_limit (the first so many training
-samples; the recipe has the defaults); every=1 (record every so many steps); bucket_cap_mb=25 (DDP's buckets, MiB);
-threads=1 (per rank); deterministic=false (means in rank order, as the replay takes them); trace_steps=[10,11] (of
---chrome-trace); with --emulate local_steps=1 (every node takes H optimizer steps, and exchanges how far it came),
-outer_learning_rate=0.7 and outer_momentum=0.9 (Nesterov's, of the outer SGD on the common parameters).
+samples; the recipe has the defaults); seed=0 (of model, data order and augmentation); every=1 (record every so many
+steps); bucket_cap_mb=25 (DDP's buckets, MiB); threads=1 (per rank); deterministic=false (means in rank order, as the
+replay takes them); trace_steps=[10,11] (of --chrome-trace).
 
 Examples:
 
@@ -38,12 +17,26 @@ Examples:
 
   gradlab train text_bytes --data book.txt --capture trace --budget 2GB
 
-  gradlab train digits --emulate 8 -s local_steps=30 --capture pseudo
-
-  gradlab train text_bytes --data book.txt --steps 500
-
   gradlab train text_chars --data tinyshakespeare.txt --emulate 4 --batch-size 3 --capture trace
 """
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gradlab.cli.console import Table, print_json, print_table, progress_bars, say
+from gradlab.cli.options import AsJson, Settings
+from gradlab.cli.setting_texts import parse_settings
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.cli.train.settings import TrainSettings
+    from gradlab.plan import Plan
+
 WORKLOADS = "digits (bundled); cifar10, fashion_mnist, camvid, text_bytes, text_chars, text_words (need --data)."
 
 
@@ -52,17 +45,16 @@ def train(
     ranks: Annotated[int | None, typer.Option(help="Processes on this machine, under torchrun; 2 by default.")] = None,
     emulate: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Instead of ranks: one process plays N nodes in turn, for --capture or local steps."
-        ),
+        typer.Option(metavar="N", help="Number of nodes that one process plays in turn, for --capture."),
     ] = None,
-    capture: Annotated[Path | None, typer.Option(metavar="DIR", help="Record every rank's gradients here.")] = None,
-    compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Train with this artifact.")] = None,
+    capture: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for a recording of all ranks' gradients.")
+    ] = None,
+    compress: Annotated[Path | None, typer.Option(metavar="ARTIFACT", help="Plan to train with.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data set file or folder, for workloads that need one.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the run's report here, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the run's report, as JSON.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; the workload's recipe by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per rank and step.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of model, data order and augmentation.")] = 0,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -71,94 +63,93 @@ def train(
         ),
     ] = None,
     chrome_trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep some steps' spans of all ranks here, for Perfetto.")
+        Path | None, typer.Option(metavar="FILE", help="File for some steps' spans of all ranks, for Perfetto.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the run's numbers here while it trains: gradlab watch.")
+        Path | None, typer.Option(metavar="FILE", help="File for the run's numbers while it trains: gradlab watch.")
     ] = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the run's report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a workload on this machine's ranks: plain, recorded (--capture) or compressed (--compress)."""
-    from gradlab.cli.train.launch import save_report
-    from gradlab.cli.train.settings import read_settings
-    from gradlab.executor.rules import sentences
-
     if ranks is not None and emulate is not None:
         raise GradlabError("a run has either ranks (--ranks) or emulated nodes (--emulate), not both")
+    from gradlab.cli.train.settings import read_settings
+
     run = read_settings(
         parse_settings(settings or []),
         workload=workload,
-        data=str(data.absolute()) if data else None,
+        data=_absolute(data),
         ranks=next((number for number in (emulate, ranks) if number is not None), 2),
         steps=steps,
         batch_size=batch_size,
-        seed=seed,
-        capture=str(capture.absolute()) if capture else None,
+        capture=_absolute(capture),
         budget=budget,
-        artifact=str(compress.absolute()) if compress else None,
+        artifact=_absolute(compress),
         name=compress.stem if compress else ("recorded" if capture else "plain"),
         emulate=emulate is not None,
-        log=str(log.absolute()) if log else None,
+        log=_absolute(log),
     )
-    if chrome_trace is None:
-        run = replace(run, trace_steps=())
-    elif not run.trace_steps:
-        run = replace(run, trace_steps=(10, 11))
-    run.check()
-    for file in (out, chrome_trace, log):
-        if file is not None:
+    spans = () if chrome_trace is None else run.trace_steps or (10, 11)
+    _train(replace(run, trace_steps=spans), out, chrome_trace, as_json)
+
+
+def _absolute(path: Path | None) -> str | None:
+    return None if path is None else str(path.absolute())
+
+
+def _train(settings: TrainSettings, out: Path | None, chrome_trace: Path | None, as_json: bool) -> None:
+    from gradlab.cli.train.launch import launch, save_report
+
+    settings.check()
+    for file in (out, chrome_trace, settings.log and Path(settings.log)):
+        if file:
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
-    _refuse_early(run, data, capture, compress)
+    _refuse_early(settings)
     with progress_bars() as progress:
-        report = _run(run, progress)
+        if settings.emulate:
+            from gradlab.cli.train.trainer import emulate
+
+            report = emulate(settings, progress)
+        else:
+            report = launch(settings, progress)
+    events = report.pop("chrome_trace", None)
     if chrome_trace is not None:
-        save_report({"traceEvents": report.chrome_trace}, chrome_trace)
-        report = replace(report, chrome_trace=None)
+        save_report({"traceEvents": events}, chrome_trace)
     if out is not None:
         save_report(report, out)
-    if as_json:
-        print_json(report)
-    else:
-        _print(report)
-    if report.residuals:
-        say(report.residuals)
-    for line in sentences(report.rules, report.header.world_size):
-        say(f"warning: {line}")
-    for row in report.measured.recorded:
-        if row.steps_lost:
-            say(f"warning: {row.path}: {row.steps_lost} steps were not recorded ({row.reason})")
+    print_json(report) if as_json else _print(report)
+    _say_more(report)
 
 
-def _refuse_early(settings: TrainSettings, data: Path | None, capture: Path | None, compress: Path | None) -> None:
+def _refuse_early(settings: TrainSettings) -> None:
     """Refuse before processes start what each of them would refuse after."""
     from gradlab.capture.writing.folder import require_free
     from gradlab.datasets import get
 
-    method = get(settings.workload)
-    if method.needs_path and data is None:
-        method.load(None)  # says what it expects
-    if capture is not None:
-        require_free(capture, overwrite=False)
-    if compress is not None:
+    workload = get(settings.workload)
+    if workload.needs_path and settings.data is None:
+        workload.load(None)  # says what it expects
+    if settings.capture is not None:
+        require_free(Path(settings.capture), overwrite=False)
+    if settings.artifact is not None:
         from gradlab.artifact import Artifact
         from gradlab.codec.wrapper import innermost
         from gradlab.layout import layers_of
         from gradlab.learning.selection import LearnedSelection
 
-        plan = Artifact.load(compress).plan
-        plan.check_model(layers_of(method.model(0)))
+        plan = Artifact.load(settings.artifact).plan
+        plan.check_model(layers_of(workload.model(0)))
         for group in plan.compressed_groups:
             codec = innermost(plan.build(group))
             if isinstance(codec, LearnedSelection):
                 codec.check_world_size(settings.ranks)
-        _require_trainable(settings, plan, compress)
+        _require_trainable(settings, plan, settings.artifact)
 
 
-def _require_trainable(settings: TrainSettings, plan: Plan, artifact: Path) -> None:
-    """Raise GradlabError if the workload's optimizer and the plan both apply momentum or weight decay."""
+def _require_trainable(settings: TrainSettings, plan: Plan, artifact: str) -> None:
+    """Refuse a plan if it and the workload's optimizer both apply momentum or weight decay."""
     import torch
 
     from gradlab.cli.train.trainer import without_what_the_plan_does
@@ -166,62 +157,50 @@ def _require_trainable(settings: TrainSettings, plan: Plan, artifact: Path) -> N
     from gradlab.ddp.optimizers import describe_optimizer
     from gradlab.plan.optimizer_rules import conflict_of
 
-    recipe = without_what_the_plan_does(settings.applied_to(get(settings.workload).recipe), str(artifact))
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
-    applied = settings.outer_optimizer if settings.local_steps > 1 else partial(build_optimizer, recipe)
-    optimizer = describe_optimizer(applied(parameters))
+    recipe = without_what_the_plan_does(settings.applied_to(get(settings.workload).recipe), artifact)
+    optimizer = describe_optimizer(build_optimizer(recipe, [torch.nn.Parameter(torch.zeros(1))]))
     if optimizer and (conflict := conflict_of(plan, optimizer)):
         raise GradlabError(f"{artifact}: {conflict}")
 
 
-train.__doc__ = f"{train.__doc__}\n{EXAMPLE}"
-
-
-def _run(settings: TrainSettings, progress: Progress) -> TrainReport:
-    if settings.local_steps > 1:
-        from gradlab.cli.train.local_steps import emulate_local_steps
-
-        return emulate_local_steps(settings, progress)
-    if settings.emulate:
-        from gradlab.cli.train.emulate import emulate
-
-        return emulate(settings, progress)
-    from gradlab.cli.train.launch import launch
-
-    return launch(settings, progress)
-
-
-def _print(report: TrainReport) -> None:
+def _print(report: dict[str, Any]) -> None:
     from gradlab.formatting import format_bytes, format_seconds
-    from gradlab.metric import is_finite
+    from gradlab.metric import Metric, final_score
+    from gradlab.saving import Saving
 
-    header, measured = report.header, report.measured
-    score = measured.final_score
-    outer = header.local_steps > 1
-    step = "outer step" if outer else "step"
+    metric, emulated = Metric(**report["metric"]), report.get("emulated", False)
     rows = [
-        ("steps", f"{header.steps}, an outer step after every {header.local_steps}" if outer else str(header.steps)),
-        (f"final {measured.metric.name}", measured.metric.text(score if is_finite(score) else None)),
-        ("final loss (last 10 steps)", f"{measured.final_loss:.4f}"),
-        (
-            f"{step} time (median)" + (", all nodes in turn" if header.emulated else ""),
-            format_seconds(measured.step_seconds),
-        ),
+        ("steps", str(report["steps"])),
+        (f"final {metric.name}", metric.text(final_score(report))),
+        ("final loss (last 10 steps)", f"{report['final_loss']:.4f}"),
+        ("step time (median)" + (", all nodes in turn" if emulated else ""), format_seconds(report["step_seconds"])),
     ]
-    if (done := measured.compression) is not None:
+    if "time" in report:
         rows += [
-            (f"payload per {step}", format_bytes(done.payload_bytes_per_step.mean)),
-            (f"wire per {step}", format_bytes(done.wire_bytes_per_step.mean)),
-            ("compression ratio", str(done.saving)),
+            ("payload per step", format_bytes(report["payload_bytes_per_step"]["mean"])),
+            ("wire per step", format_bytes(report["wire_bytes_per_step"]["mean"])),
+            ("compression ratio", str(Saving.read(report))),
+            *((f"{part} per step", format_seconds(value)) for part, value in report["time"].items()),
         ]
-        if not header.emulated:  # whose nodes wait for no network
-            rows += [(f"{part} per step", format_seconds(value)) for part, value in asdict(done.time).items()]
     rows += [
         (
-            "recorded of all nodes" if header.emulated else f"recorded by rank {rank}",
-            f"{row.steps_written} {step}s, {format_bytes(row.bytes_written)}",
+            "recorded of all nodes" if emulated else f"recorded by rank {rank}",
+            f"{row['steps_written']} steps, {format_bytes(row['bytes_written'])}",
         )
-        for rank, row in enumerate(measured.recorded)
+        for rank, row in enumerate(report["recorded"])
     ]
-    kind = "emulated nodes" if header.emulated else "ranks"
-    print_table(f"{header.workload}, {header.world_size} {kind}: {header.name}", ("", ""), rows)
+    kind = "emulated nodes" if emulated else "ranks"
+    print_table(Table(f"{report['workload']}, {report['world_size']} {kind}: {report['name']}", ("", ""), rows))
+
+
+def _say_more(report: dict[str, Any]) -> None:
+    """Print on standard error what holds for residuals, which rules fired, and which steps were not recorded."""
+    from gradlab.executor.rules import Finding, sentences
+
+    if report.get("residuals"):
+        say(report["residuals"])
+    for line in sentences(tuple(map(Finding.from_json, report.get("rules", ()))), report["world_size"]):
+        say(f"warning: {line}")
+    for row in report["recorded"]:
+        if row["steps_lost"]:
+            say(f"warning: {row['path']}: {row['steps_lost']} steps were not recorded ({row['reason']})")

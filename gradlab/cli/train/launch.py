@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradlab.cli.train.outcome import TrainReport
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
@@ -19,11 +18,11 @@ from gradlab.jsonable import plain
 from gradlab.progress import Progress
 
 
-def launch(settings: TrainSettings, progress: Progress | None = None) -> TrainReport:
+def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
     """Run `settings.ranks` processes and return the run's report.
 
     Raises:
-        GradlabError: what a rank said was wrong, or the end of the log of a run that failed otherwise.
+        GradlabError: the first error of a rank, or the end of the log of a run that failed otherwise.
     """
     settings.check()
     command = [interpreter(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
@@ -45,7 +44,7 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> TrainRe
             )
     if result is None:
         raise GradlabError(str(error))
-    return TrainReport.from_json(result)
+    return result
 
 
 def interpreter() -> str:
@@ -82,12 +81,8 @@ def _follow(
     return result, error
 
 
-def save_report(report: TrainReport | Mapping[str, Any], path: Path) -> Path:
-    """Write a run's report as JSON, whole or not at all.
-
-    Raises:
-        GradlabError: if the file exists or cannot be written.
-    """
+def save_report(report: Mapping[str, Any], path: Path) -> Path:
+    """Write a run's report as JSON, whole or not at all; a file that is there stays."""
     if path.exists():
         raise GradlabError(f"{path} exists already: choose another name")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,19 +12,13 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    import torch
-    from torch import nn
-
     from gradlab.datasets import Recipe
 
 #: Settings without an option of their own: `-s NAME=VALUE`.
 BY_NAME = (
-    *("learning_rate", "momentum", "train_limit", "every", "bucket_cap_mb", "threads", "deterministic", "trace_steps"),
-    *("local_steps", "outer_learning_rate", "outer_momentum"),
+    *("learning_rate", "momentum", "seed", "train_limit", "every", "bucket_cap_mb", "threads", "deterministic"),
+    "trace_steps",
 )
-EVALUATIONS = 8  # times at which a run's model is tested
 
 
 @dataclass(frozen=True)
@@ -48,19 +43,12 @@ class TrainSettings:
     name: str = "run"  # how reports call the run
     train_limit: int | None = None  # first so many training samples
     emulate: bool = False  # one process plays all ranks
-    local_steps: int = 1  # optimizer steps of each rank between two exchanges; 1: gradients are exchanged
-    outer_learning_rate: float = 0.7  # with local steps: of SGD on the common parameters
-    outer_momentum: float = 0.9  # of it, Nesterov's
     trace_steps: tuple[int, ...] = ()  # iterations whose spans a compressed run keeps
     log: str | None = None  # file for the run's numbers, step by step
 
     def check(self) -> None:
-        """Refuse what no run can do.
-
-        Raises:
-            GradlabError: naming the setting.
-        """
-        for setting in ("ranks", "steps", "batch_size", "threads", "every", "train_limit", "local_steps"):
+        """Refuse what no run can do."""
+        for setting in ("ranks", "steps", "batch_size", "threads", "every", "train_limit"):
             value = getattr(self, setting)
             if value is not None and value < 1:
                 raise GradlabError(f"{setting} = {value}, expected at least 1")
@@ -74,9 +62,13 @@ class TrainSettings:
             raise GradlabError(f"bucket size = {self.bucket_cap_mb} MiB, expected above 0 and below 1e6")
         if self.budget is not None:
             parse_bytes(self.budget, "--budget")
-            if not self.capture:
-                raise GradlabError("a budget is a recording's: --budget needs --capture")
-        self._check_local_steps()
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.budget and not self.capture:
+            raise GradlabError("a budget is a recording's: --budget needs --capture")
+        if self.emulate and (self.artifact or not self.capture):
+            raise GradlabError("emulated nodes are there to be recorded: --emulate needs --capture, and no --compress")
         if self.ranks == 1 and (self.capture or self.artifact):
             option = "--emulate" if self.emulate else "--ranks"
             raise GradlabError(f"one rank exchanges no gradients: recording and compressing need {option} 2 or more")
@@ -86,28 +78,6 @@ class TrainSettings:
             raise GradlabError("a chrome trace shows the engine at work: --chrome-trace needs --compress")
         if self.capture and self.artifact:
             raise GradlabError("a run either records (--capture) or compresses (--compress), not both")
-
-    def _check_local_steps(self) -> None:
-        if self.local_steps == 1:
-            if self.emulate and (self.artifact or not self.capture):
-                message = "emulated nodes are there to be recorded: --emulate needs --capture, and no --compress"
-                raise GradlabError(message + ", but for local_steps")
-            return
-        if not self.emulate:
-            raise GradlabError("local steps are emulated: local_steps needs --emulate N; in training use OuterStep")
-        if not 0 < self.outer_learning_rate < 1e6:
-            raise GradlabError(f"outer learning rate = {self.outer_learning_rate}, expected a positive number")
-        if not 0 <= self.outer_momentum < 1:
-            raise GradlabError(f"outer momentum = {self.outer_momentum}, expected a number in [0, 1)")
-
-    def outer_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Make the optimizer that moves the common parameters between local steps."""
-        import torch
-
-        momentum = self.outer_momentum
-        rate = self.outer_learning_rate
-        # Fused, as OuterStep's is: the same bits.
-        return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """Return the workload's recipe with this run's own values; a warm-up never exceeds the steps."""
@@ -128,16 +98,11 @@ class TrainSettings:
 
     @classmethod
     def from_json(cls, text: str) -> TrainSettings:
-        values: dict[str, Any] = json.loads(text)
-        return cls(**values)
+        return cls(**json.loads(text))
 
 
 def read_settings(by_name: Mapping[str, Any], **options: Any) -> TrainSettings:
-    """Join the settings of `-s` and those with an option of their own.
-
-    Raises:
-        GradlabError: for a setting that is unknown or of another type.
-    """
+    """Join the settings of `-s` and those with an option of their own."""
     from gradlab.codec.settings import built
 
     if unknown := sorted(set(by_name) - set(BY_NAME)):

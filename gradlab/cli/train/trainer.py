@@ -1,7 +1,9 @@
-"""The reference trainer: one rank under torchrun. Prints progress and its outcome as lines of JSON on rank 0.
+"""The reference trainer: one rank under torchrun, or emulated nodes, of which one process plays all.
 
 Everything that could differ between a recorded run and a compressed one follows from the seed: the model, the order
-of the data, the augmentation. So two runs differ only by what is done to the gradients.
+of the data, the augmentation. So two runs differ only by what is done to the gradients. Every emulated node has the
+samples and the random draws of the rank whose part it plays, so that a recording with --emulate N holds what a
+recording with --ranks N holds (to the order in which DDP's backend adds, at N > 2).
 """
 
 from __future__ import annotations
@@ -10,108 +12,148 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
-from gradlab.capture import TraceRecorder
-from gradlab.cli.train.metadata import trace_metadata
-from gradlab.cli.train.outcome import RankOutcome, TrainReport, run_header, run_report
-from gradlab.cli.train.settings import EVALUATIONS, TrainSettings
+from gradlab.capture import EmulatedNodes, TraceRecorder
+from gradlab.capture.residual_sums import layers_after_addition
+from gradlab.cli.train.report import RankOutcome, Report, header, measured
+from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.ddp.agreement import Ranks
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
+from gradlab.progress import Progress
 from gradlab.runtime import CompressionState, ScalarLog, compression_hook
+
+_EVALUATIONS = 8  # times at which a run's model is tested
+_SAMPLES = 2  # batch normalisation has no statistics of one
 
 
 @dataclass
-class Rank:
-    """One rank's run: the parts of the loop, and what was measured."""
+class Player:
+    """One rank: its samples, its random draws, and what was measured of it."""
 
-    settings: TrainSettings
+    rank: int
+    order: Iterator[torch.Tensor]
+    generator: torch.Generator
+    outcome: RankOutcome = field(default_factory=RankOutcome)
+
+
+@dataclass
+class Run:
+    """The ranks of a run that this process is or plays."""
+
     workload: Workload
     recipe: Recipe
     data: Data
-    model: DistributedDataParallel
+    model: nn.Module
     optimizer: torch.optim.Optimizer
-    generator: torch.Generator
+    players: Sequence[Player]
     recorder: TraceRecorder | None = None
-    state: CompressionState | None = None
-    log: ScalarLog | None = None
-    outcome: RankOutcome = field(default_factory=RankOutcome)
+    nodes: EmulatedNodes | None = None
 
-    def step(self, step: int, indices: torch.Tensor) -> None:
-        """Make one optimizer step; keep its time and its loss."""
+    def step(self, step: int) -> None:
+        """Make one optimizer step; keep its time, which is that of all players in turn, and its losses."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(self.recipe, step)
         start = time.perf_counter()
-        inputs = self.workload.augment(self.data.train_x[indices], self.generator)
         self.optimizer.zero_grad()
-        loss = self.workload.loss(self.model(inputs), self.data.train_y[indices])
-        loss.backward()
-        if self.recorder is not None:
-            self.recorder.annotate(loss=loss.detach())
+        losses = [self._pass(player) for player in self.players]
+        if self.nodes is not None:
+            self.nodes.average()
         clip_gradients(self.recipe, self.model.parameters())
         self.optimizer.step()
-        self.outcome.step_seconds.append(time.perf_counter() - start)
-        self.outcome.losses.append(float(loss.detach()))
+        seconds = time.perf_counter() - start
+        for player, loss in zip(self.players, losses, strict=True):
+            player.outcome.step_seconds.append(seconds)
+            player.outcome.losses.append(float(loss))
 
-    def evaluate(self, step: int) -> None:
+    def _pass(self, player: Player) -> torch.Tensor:
+        indices, recorder = next(player.order), self.nodes or self.recorder
+        inputs = self.workload.augment(self.data.train_x[indices], player.generator)
+        with nullcontext() if self.nodes is None else self.nodes.node(player.rank):
+            loss = self.workload.loss(self.model(inputs), self.data.train_y[indices])
+            loss.backward()
+            if recorder is not None:
+                recorder.annotate(loss=loss.detach())
+        return loss.detach()
+
+    def train(self, then: Callable[[int], None]) -> None:
+        """Make all steps, and score the model now and then. then: called after each step with its number from 1."""
+        steps = self.recipe.steps
+        for step in range(1, steps + 1):
+            self.step(step - 1)
+            if step % max(1, steps // _EVALUATIONS) == 0 or step == steps:
+                self._evaluate(step)
+            then(step)
+
+    def _evaluate(self, step: int) -> None:
         """Score rank 0's model on test data; the others wait, so that it does not count as their step."""
-        if dist.get_rank() == 0:
+        first = self.players[0]
+        if first.rank == 0:
+            model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
             samples = None if step == self.recipe.steps else self.workload.interim_samples
-            score = self.workload.score(self.model.module, self.data.test_x[:samples], self.data.test_y[:samples])
-            self.outcome.scores.append((step, score))
-        dist.barrier()
+            score = self.workload.score(model, self.data.test_x[:samples], self.data.test_y[:samples])
+            first.outcome.scores.append((step, score))
+        if self.nodes is None:
+            dist.barrier()
+
+    @property
+    def dense_payload_bytes(self) -> int:
+        return 4 * sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def _prepare(settings: TrainSettings, exits: ExitStack) -> Rank:
+def _run(settings: TrainSettings, ranks: Sequence[int]) -> Run:
+    """Make the model, the data, and the players of these ranks."""
+    torch.set_num_threads(settings.threads)
     workload = get(settings.workload)
     recipe = settings.applied_to(workload.recipe)
     if settings.artifact:
         recipe = without_what_the_plan_does(recipe, settings.artifact)
     data = workload.load(settings.data, train_limit=settings.train_limit)
-    model = DistributedDataParallel(workload.model(settings.seed), bucket_cap_mb=settings.bucket_cap_mb)
-    optimizer = build_optimizer(recipe, model.parameters())
-    generator = seeded_generator("augmentation", settings.seed, dist.get_rank())
-    rank = Rank(settings, workload, recipe, data, model, optimizer, generator)
-    if settings.capture:
-        metadata = trace_metadata(settings, workload, recipe, data)
-        rank.recorder = exits.enter_context(
-            TraceRecorder(
-                model,
-                settings.capture,
-                optimizer=optimizer,
-                every=settings.every,
-                metadata=metadata,
-                budget=settings.budget,
-                expected_steps=recipe.steps,
-            )
+    samples, seed = len(data.train_x), settings.seed
+    players = [
+        Player(
+            rank,
+            batches(samples, recipe.batch_size, rank, settings.ranks, seed, recipe.steps),
+            seeded_generator("augmentation", seed, rank),
         )
-        if settings.budget is not None:
-            say(note=f"recording {settings.capture}: {rank.recorder.size}")
-    if settings.artifact:
-        rank.state = exits.enter_context(
-            CompressionState.load(
-                settings.artifact,
-                model,
-                optimizer=optimizer,
-                deterministic=settings.deterministic,
-                measure_every=1,
-                trace_steps=settings.trace_steps,
-                history=recipe.steps,
-            )
-        )
-        model.register_comm_hook(rank.state, compression_hook)
-    if settings.log:
-        rank.log = exits.enter_context(ScalarLog(settings.log))
-    return rank
+        for rank in ranks
+    ]
+    model: nn.Module = workload.model(seed)
+    if not settings.emulate:
+        model = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_cap_mb)
+    return Run(workload, recipe, data, model, build_optimizer(recipe, model.parameters()), players)
+
+
+def _recording(settings: TrainSettings, run: Run) -> dict[str, Any]:
+    """What both kinds of recorders take."""
+    metadata = trace_metadata(settings, run.workload, run.recipe, run.data)
+    options = {"every": settings.every, "budget": settings.budget, "expected_steps": run.recipe.steps}
+    return {"optimizer": run.optimizer, "metadata": metadata, **options}
+
+
+def trace_metadata(settings: TrainSettings, workload: Workload, recipe: Recipe, data: Data) -> dict[str, Any]:
+    """Workload, seed, batch size per rank, and as "after_addition" the layers that read a residual sum.
+
+    A trace's metadata is written before the run's first step. So these layers are seen in a pass of a model made for
+    it, from the same seed, which leaves the run's model, its buffers and all generators as they are.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = workload.model(settings.seed)
+        output = model(data.train_x[:_SAMPLES])
+    about = {"workload": settings.workload, "seed": settings.seed, "batch_size": recipe.batch_size}
+    return {**about, "after_addition": list(layers_after_addition(output, model))}
 
 
 def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
@@ -132,19 +174,71 @@ def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
     return replace(recipe, weight_decay=0.0) if plan.applies_weight_decay else recipe
 
 
-def _train(rank: Rank) -> None:
-    recipe, settings = rank.recipe, rank.settings
-    order = batches(
-        len(rank.data.train_x), recipe.batch_size, dist.get_rank(), settings.ranks, settings.seed, recipe.steps
+def emulate(settings: TrainSettings, progress: Progress | None = None) -> Report:
+    """Train and record all ranks in this process. The report has one entry of `recorded`, for all nodes."""
+    settings.check()
+    run = _run(settings, range(settings.ranks))
+    assert settings.capture is not None  # the settings were checked
+    recording = _recording(settings, run)
+    with EmulatedNodes(run.model, settings.capture, settings.ranks, seed=settings.seed, **recording) as run.nodes:
+        run.train(lambda step: progress(settings.name, step, run.recipe.steps) if progress else None)
+    outcomes = [player.outcome for player in run.players]
+    outcomes[0].recorder = run.nodes.close()
+    dense = run.dense_payload_bytes
+    return {**header(settings, run.recipe, dense, None), **measured(outcomes, dense, run.workload.metric)}
+
+
+def run_rank(settings: TrainSettings) -> Report:
+    """Train on this rank, in a process group that is up; returns the run's report, on every rank."""
+    run = _run(settings, [dist.get_rank()])
+    outcome, state, log = run.players[0].outcome, None, None
+    with ExitStack() as exits:
+        if settings.capture:
+            run.recorder = TraceRecorder(run.model, settings.capture, **_recording(settings, run))
+            exits.enter_context(run.recorder)
+            if settings.budget is not None:
+                say(note=f"recording {settings.capture}: {run.recorder.size}")
+        if settings.artifact:
+            state = exits.enter_context(_compression(settings, run))
+        if settings.log:
+            log = exits.enter_context(ScalarLog(settings.log))
+
+        def then(step: int) -> None:
+            if log is not None:
+                log.add(state, loss=outcome.losses[-1])
+            say(step=step, steps=run.recipe.steps)
+
+        run.train(then)
+        if state is not None:
+            outcome.records = list(state.statistics.steps)
+    if run.recorder is not None:
+        outcome.recorder = run.recorder.close()
+    dense = run.dense_payload_bytes
+    outcomes = [RankOutcome.from_json(one) for one in gather_json(asdict(outcome))]
+    found = measured(outcomes, dense, run.workload.metric)
+    if state is None:
+        return {**header(settings, run.recipe, dense, None), **found}
+    compressed = state.run_report()
+    about = {"residuals": compressed.residuals, "rules": plain(compressed.rules)}
+    if settings.trace_steps:
+        about["chrome_trace"] = [event for events in gather_json(state.chrome_trace()) for event in events]
+    return {**header(settings, run.recipe, dense, state.plan), **about, **found}
+
+
+def _compression(settings: TrainSettings, run: Run) -> CompressionState:
+    assert settings.artifact is not None
+    assert isinstance(run.model, DistributedDataParallel)
+    state = CompressionState.load(
+        settings.artifact,
+        run.model,
+        optimizer=run.optimizer,
+        deterministic=settings.deterministic,
+        measure_every=1,
+        trace_steps=settings.trace_steps,
+        history=run.recipe.steps,
     )
-    evaluate_every = max(1, recipe.steps // EVALUATIONS)
-    for step, indices in enumerate(order):
-        rank.step(step, indices)
-        if (step + 1) % evaluate_every == 0 or step + 1 == recipe.steps:
-            rank.evaluate(step + 1)
-        if rank.log is not None:
-            rank.log.add(rank.state, loss=rank.outcome.losses[-1])
-        say(step=step + 1, steps=recipe.steps, loss=rank.outcome.losses[-1])
+    run.model.register_comm_hook(state, compression_hook)
+    return state
 
 
 def gather_json(value: Any) -> list[Any]:
@@ -154,7 +248,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def say(**line: Any) -> None:
-    """One line of JSON for the launcher; from rank 0 only."""
+    """Write a line of JSON for the launcher; from rank 0 only."""
     if dist.get_rank() == 0:
         _write(line)
 
@@ -165,38 +259,12 @@ def _write(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def run_rank(settings: TrainSettings) -> TrainReport:
-    """Train on this rank, in a process group that is up; returns the run's report, on every rank."""
-    torch.set_num_threads(settings.threads)
-    with ExitStack() as exits:
-        rank = _prepare(settings, exits)
-        _train(rank)
-        if rank.state is not None:
-            rank.outcome.records = list(rank.state.statistics.steps)
-    if rank.recorder is not None:
-        rank.outcome.recorder = rank.recorder.close()
-    dense = 4 * sum(parameter.numel() for parameter in rank.model.module.parameters())
-    outcomes = [RankOutcome.from_json(outcome) for outcome in gather_json(asdict(rank.outcome))]
-    measured = run_report(outcomes, dense, rank.workload.metric)
-    if rank.state is None:
-        return TrainReport(run_header(settings, rank.recipe, dense, plan=None), measured)
-    spans = gather_json(rank.state.chrome_trace()) if settings.trace_steps else None
-    compressed = rank.state.run_report()
-    return TrainReport(
-        header=run_header(settings, rank.recipe, dense, rank.state.plan),
-        measured=measured,
-        residuals=compressed.residuals,
-        rules=compressed.rules,
-        chrome_trace=None if spans is None else [event for events in spans for event in events],
-    )
-
-
 def main() -> NoReturn:
     """Entry point of one rank: settings as JSON in the first argument. Bad input exits with 2, said by one rank."""
     settings = TrainSettings.from_json(sys.argv[1])
     dist.init_process_group("gloo")
     try:
-        say(result=run_rank(settings).to_json())
+        say(result=run_rank(settings))
         code = 0
     except GradlabError as error:
         # Any rank may be the one that noticed; the launcher shows the first line it gets.

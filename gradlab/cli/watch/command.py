@@ -1,4 +1,19 @@
-"""`gradlab watch`: the command."""
+"""Show a run while it trains or records.
+
+A log (gradlab.runtime.ScalarLog, gradlab train --log) shows loss, bytes, ratio, times, errors and residuals by
+layer, and rules that fired. A trace's folder (gradlab.capture.TraceRecorder, gradlab train --capture) shows
+iterations, bytes and their rate, what the budget leaves, the loss, and every rank. It shows a killed recording too.
+
+It ends when the run does, or with Ctrl-C. It only reads: the run does not notice.
+
+Examples:
+
+  gradlab train text_chars --data input.txt --compress plan.safetensors --log run.jsonl
+
+  gradlab watch run.jsonl
+
+  gradlab watch trace --once
+"""
 
 from __future__ import annotations
 
@@ -23,22 +38,6 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Show what is there now, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last numbers as JSON, and end.")] = False,
 ) -> None:
-    """Show a run while it trains or records.
-
-    A log (gradlab.runtime.ScalarLog, gradlab train --log) shows loss, bytes, ratio, times, errors and residuals by
-    layer, and rules that fired. A trace's folder (gradlab.capture.TraceRecorder, gradlab train --capture) shows
-    iterations, bytes and their rate, what the budget leaves, the loss, and every rank. It shows a killed recording too.
-
-    It ends when the run does, or with Ctrl-C. It only reads: the run does not notice.
-
-    Examples:
-
-      gradlab train text_chars --data input.txt --compress plan.safetensors --log run.jsonl
-
-      gradlab watch run.jsonl
-
-      gradlab watch trace --once
-    """
     watched = _watched(run, need_lines=once or as_json)
     if as_json:
         print_json(watched.to_json())

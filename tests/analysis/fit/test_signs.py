@@ -170,14 +170,14 @@ def test_the_command_makes_a_plan_that_trains_under_the_recorded_optimizer(tmp_p
     assert artifact.plan.follows_learning_rate is None
     assert artifact.provenance["optimizer"]["name"] == "AdamW"
     for words, remedy in (
-        (("--method", "dist-EF-blockSGDM"), "use --method dist-EF-blockSGD, or --optimizer SGD"),
-        (("--weight-decay", 0.1), "use --weight-decay 0, or --optimizer SGD"),
+        (("--method", "dist-EF-blockSGDM"), "use --method dist-EF-blockSGD, or -s trained_with=SGD"),
+        (("--weight-decay", 0.1), "use --weight-decay 0, or -s trained_with=SGD"),
     ):
         code, out, err = fit("adamw", *words)
         assert (code, out) == (2, "")
         assert "it would be applied twice" in err
         assert remedy in err
-    code, out, _ = fit("adamw", "--optimizer", "SGD")
+    code, out, _ = fit("adamw", "-s", "trained_with=SGD")
     assert code == 0
     assert Artifact.load(tmp_path / "a.safetensors").plan.applies_momentum == "local_momentum"
     code, out, _ = fit("sgd")

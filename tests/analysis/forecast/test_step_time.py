@@ -465,13 +465,13 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     Artifact(Plan.uniform(LAYERS, "block_scaled", aggregation="gather"), {}).save(artifact)
     common = ("predict", artifact, "--nodes", "2", "--compute-seconds", "10ms", "--bandwidth", "100mbit")
     one = json.loads(gradlab(*common, "--json")[1])
-    of_two = json.loads(gradlab(*common, "--local-ranks", "2", "--inside", "400gbit", "--json")[1])
+    of_two = json.loads(gradlab(*common, "--nodes", "2x2", "--inside", "400gbit", "--json")[1])
     link = of_two["nodes"][0]["links"][0]
     assert set(link["ways"]) == {FLAT, HIERARCHICAL, HSDP}
     assert link["dense"] == link["ways"][link["dense_way"]]
     assert link["ways"][HIERARCHICAL]["wire_bytes"] == one["nodes"][0]["links"][0]["dense"]["wire_bytes"]
     assert any("Nodes of 2 ranks" in remark for remark in of_two["warnings"])
-    on_shards = json.loads(gradlab(*common, "--local-ranks", "2", "--inside", "400gbit", "--fsdp", "--json")[1])
+    on_shards = json.loads(gradlab(*common, "--nodes", "2x2", "--inside", "400gbit", "--fsdp", "--json")[1])
     step = on_shards["nodes"][0]["links"][0]
     assert step["ways"] == link["ways"]
     # The same bytes but for scales of more blocks.
@@ -479,10 +479,10 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     assert any("on FSDP2's shards" in remark for remark in on_shards["warnings"])
     code, _, err = gradlab(*common, "--fsdp")
     assert code == 2
-    assert "name them, such as --local-ranks 8" in err
-    code, _, err = gradlab(*common, "--local-ranks", "0")
+    assert "name them, such as --nodes 8x8" in err
+    code, _, err = gradlab(*common, "--nodes", "2x0")
     assert code == 2
-    assert "local ranks = 0, expected at least 2" in err
+    assert "expected nodes of one number of ranks from 1" in err
 
 
 def test_codecs_take_longer_where_ranks_share_a_core() -> None:
@@ -1033,7 +1033,7 @@ def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) 
     code, _, err = gradlab("train", "digits", "--steps", 6, "--compress", made, "--out", tmp_path / "run.json")
     assert code == 0, err
     times = json.loads((tmp_path / "run.json").read_text())["time"]
-    code, out, err = gradlab("predict", made, "--run", tmp_path / "run.json", "--nodes", "2", "--json")
+    code, out, err = gradlab("predict", made, "--compute-seconds", tmp_path / "run.json", "--nodes", "2", "--json")
     assert code == 0, err
     result = json.loads(out)
     assert result["profile"]["compute_seconds"] == times["compute"]
@@ -1053,14 +1053,14 @@ def test_no_computing_time_says_how_to_get_it(gradlab: Command, artifact: Path, 
         (report(time={"compute": -1}), "holds no time.compute"),
         (report(plan=Artifact.load(artifact).plan.digest, world_size="two"), "world_size"),
     ):
-        code, _, err = gradlab("predict", artifact, "--run", written(tmp_path, value))
+        code, _, err = gradlab("predict", artifact, "--compute-seconds", written(tmp_path, value))
         assert code == 2
         assert message in err
         assert err.count("\n") == 1
     (tmp_path / "run.json").write_text("{")
-    code, _, err = gradlab("predict", artifact, "--run", tmp_path / "run.json")
+    code, _, err = gradlab("predict", artifact, "--compute-seconds", tmp_path / "run.json")
     assert code == 2
     assert "is not JSON" in err
-    code, _, err = gradlab("predict", artifact, "--run", tmp_path / "nowhere.json")
+    code, _, err = gradlab("predict", artifact, "--compute-seconds", tmp_path / "nowhere.json")
     assert code == 2
     assert "nowhere.json" in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,9 @@ from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.trace_pages import trace_sections
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
-from gradlab.cli.train.local_steps import emulate_local_steps
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.formatting import format_count, format_ratio
 from gradlab.layout import Layer
 from gradlab.plan import Plan
-from gradlab.trace import Trace
 from support.recorded import random_gradients, record
 
 RECORDED = 4
@@ -43,9 +39,8 @@ def plans_of(layers: tuple[Layer, ...]) -> dict[str, Plan]:
 def pseudo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Examination, dict[str, Plan], dict[str, Any], str]:
     """What was measured of a small recording with local steps, its plans, report.json and report.html."""
     folder = tmp_path_factory.mktemp("local")
-    settings = TrainSettings("digits", ranks=3, steps=12, batch_size=4, train_limit=96, capture=str(folder / "trace"))
-    emulate_local_steps(replace(settings, emulate=True, local_steps=RECORDED))
-    with Trace(folder / "trace") as trace:
+    metadata = {"local_steps": {"steps": RECORDED, "optimizer": "SGD"}}
+    with record(folder / "trace", random_gradients(0, 3, 3, LAYERS), LAYERS, metadata=metadata) as trace:
         plans = plans_of(trace.model_layers)
         network = Network([SLOW, FAST], [4], COMPUTING)
         examination = examine(trace, plans=plans, network=network, parts=["payoff"], look=QUICK)
@@ -122,8 +117,8 @@ def test_gradients_on_a_very_slow_link_name_local_steps(tmp_path: Path) -> None:
     assert verdict.startswith("At 10 kbit/s between 4 nodes ")
     assert (
         "Where no plan brings waiting to 10 % of a step, local steps are the next thing to try: by forecast they bring "
-        f"it there at 10 kbit/s between 4 nodes from H = {only.local_steps} on (int8). `gradlab train WORKLOAD "
-        "--emulate N -s local_steps=H --capture DIR` records" in verdict
+        f"it there at 10 kbit/s between 4 nodes from H = {only.local_steps} on (int8). `EmulatedNodes` records"
+        in verdict
     )
     direct = forecast_local_steps(
         plans_of(LAYERS)["int8"], examination.speed.network, examination.speed.forecasts["int8"]

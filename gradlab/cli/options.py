@@ -1,0 +1,151 @@
+"""Options that several commands have, and how their texts are read."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradlab.errors import GradlabError
+
+if TYPE_CHECKING:
+    from gradlab.analysis.forecast.link import Link
+    from gradlab.analysis.forecast.profile import Profile
+    from gradlab.analysis.forecast.simulator import Node
+    from gradlab.analysis.parallel import Workers
+
+_LONG = 10.0  # seconds of computing from which a number without a unit is questioned
+MAX_LOSS_TEXT = "1%"  # `gradlab.analysis.forecast.endings.MAX_LOSS`, which a test compares
+
+TraceFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The trace's folder.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="NAME=VALUE", help="One of the settings that this help lists; repeatable."),
+]
+SharedBy = Annotated[
+    str | None,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        help="Number of processes that share the work; default: as many as cores, at most 4. Or the address of a "
+        "dask.distributed scheduler, such as tcp://10.0.0.1:8786, whose workers see the trace under the same path.",
+    ),
+]
+AverageRanks = Annotated[
+    int,
+    typer.Option(
+        metavar="L",
+        help="Number of recorded ranks that make a node. Each L successive ranks are averaged, and the trace is taken "
+        "as a recording of the nodes.",
+    ),
+]
+Plans = Annotated[
+    list[Path] | None, typer.Option("--plan", metavar="ARTIFACT", help="Another plan to judge; repeatable.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Report = Annotated[Path, typer.Option("--out", metavar="REPORT", help="Folder for report.html, report.json, figures.")]
+Latency = Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")]
+ComputeSeconds = Annotated[
+    str | None,
+    typer.Option(help="A training step without gradient exchange: 0.36s. Or a compressed run's report: RUN.json."),
+]
+InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
+MaxLoss = Annotated[
+    str,
+    typer.Option(metavar="PERCENT", help="The most by which the final loss may be above dense training's: 1%."),
+]
+
+
+def workers_of(text: str | None) -> Workers:
+    """Read who shares the work: a number of processes, by default as many as cores, or a cluster's address."""
+    from gradlab.analysis.parallel import Cluster, default_workers
+
+    if text is None:
+        return default_workers()
+    if "://" in text:
+        return Cluster(text)
+    if not text.isdecimal() or int(text) < 1:
+        raise GradlabError(
+            f"--workers {text[:80]}: expected a number from 1, or a scheduler such as tcp://10.0.0.1:8786"
+        )
+    return int(text)
+
+
+def links_of(rates: str, latency: str) -> list[Link]:
+    """Read link speeds with commas between them."""
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+
+    delay = parse_seconds(latency)
+    return [Link(parse_bandwidth(rate), delay) for rate in rates.split(",")]
+
+
+def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], Node | None]:
+    """Read "8", "4,64" or "4x8,64x8": numbers of nodes, and what a node of several ranks is."""
+    counts, ranks = _counts_and_ranks(text)
+    return counts, node_of(ranks, inside, fsdp=fsdp)
+
+
+def node_of(ranks: int, inside: str, *, fsdp: bool = False) -> Node | None:
+    """Describe a node of several ranks by the speed of their links; None: it has one rank."""
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth
+    from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
+
+    link = Link(parse_bandwidth(inside))
+    if fsdp and ranks == 1:
+        raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
+    return None if ranks == 1 else Node(ranks, link, SHARDS if fsdp else BETWEEN)
+
+
+def _counts_and_ranks(text: str) -> tuple[list[int], int]:
+    words = [word.strip().lower() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,10}(x\d{1,10})?", word) for word in words):
+        raise GradlabError(
+            f"--nodes {text[:80]!r}: expected numbers of nodes, such as 8 or 4,64, or 8x8 with their ranks"
+        )
+    pairs = [word.partition("x") for word in words]
+    [ranks, *others] = dict.fromkeys(int(ranks or 1) for _, _, ranks in pairs)
+    if others or ranks < 1:
+        raise GradlabError(f"--nodes {text[:80]!r}: expected nodes of one number of ranks from 1, such as 2x8,4x8")
+    return [int(nodes) for nodes, _, _ in pairs], ranks
+
+
+def profile_of_step(text: str | None) -> Profile:
+    """Take the time of computing from a text such as 0.36s, or from a run's report; `NOT_MEASURED` without a text."""
+    from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
+
+    if text is None:
+        return NOT_MEASURED
+    if run := run_of(text):
+        return Profile(compute_seconds_of(run), f"the run {run}")
+    return Profile(computing_seconds(text), "as given")
+
+
+def run_of(text: str | None) -> Path | None:
+    """The run's report that --compute-seconds names; None: it is a time."""
+    return Path(text) if text is not None and text.endswith(".json") else None
+
+
+def computing_seconds(text: str) -> float:
+    """Read the time of computing of a step, and warn of a large number without a unit: milliseconds may be meant."""
+    from gradlab.analysis.forecast.link import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds >= _LONG and text.strip().isdecimal():
+        warnings.warn(f"--compute-seconds {text.strip()} is {seconds:g} seconds a step", stacklevel=2)
+    return seconds
+
+
+def share_of_loss(text: str) -> float:
+    """Read --max-loss: "1%" or "0.01"."""
+    number, percent, rest = text.strip().partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = float("nan")
+    if rest or not 0 <= share < 10:
+        raise GradlabError(f"--max-loss {text[:80]}: expected a share of the loss such as 1% or 0.01")
+    return share
