@@ -88,7 +88,6 @@ def plan_of(way: str, task: str) -> Plan:
 
 
 def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
-    """Train one cell, in a process per worker: score, losses, payload."""
     settings = TrainSettings(options.task, str(options.data), WORKERS, options.steps, BATCH[options.task], seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (way, every, settings, folder), nprocs=WORKERS)
@@ -154,7 +153,7 @@ def _worker(rank: int, way: str, every: int, settings: TrainSettings, folder: st
 
 
 def _local_steps(worker: Worker, plan: Plan, way: str, every: int) -> float:
-    """Train with `OuterStep`; the worker's model ends with the common parameters. Returns the bytes of an exchange."""
+    """Train with `OuterStep`, and end with the common parameters; the bytes of an exchange."""
     how: dict[str, Any] = {"fragments": FRAGMENTS, "delay": DELAY} if way.startswith("streaming") else {}
     if way.startswith(("SparseLoCo", "averaging")):
         how["outer_optimizer"] = partial(torch.optim.SGD, lr=1.0)

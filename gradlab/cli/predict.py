@@ -159,8 +159,10 @@ def _answer(result: Forecast, notes: Sequence[str]) -> Answer:
     from gradlab.analysis.forecast.link import spell_rate
     from gradlab.analysis.forecast.plans import pays_text
 
-    columns = ["nodes", "link", "dense step", "16-bit step", "step", "speed-up", "vs 16 bits"]
-    columns += ["codec exposed", "network exposed", "wire"]
+    columns = [
+        "nodes", "link", "dense step", "16-bit step", "step", "speed-up", "vs 16 bits", "codec exposed",
+        "network exposed", "wire",
+    ]  # fmt: skip
     rows = [
         [
             str(count),
