@@ -20,7 +20,6 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from gradlab.cli.streams import encodable
 from gradlab.formatting import format_counted
 from gradlab.printable import printable
 from gradlab.progress import Progress
@@ -130,10 +129,7 @@ def print_json(value: Any) -> None:
 def print_table(table: Tabular) -> None:
     """Print a table, wider than a terminal if its numbers need that."""
     # What the encoding lacks is replaced before columns are measured.
-    named, *cells = (
-        [Text(encodable(printable(cell, one_line=True), OUT.encoding)) for cell in row]
-        for row in ((table.title, *table.columns), *table.rows)
-    )
+    named, *cells = ([Text(_shown(cell)) for cell in row] for row in ((table.title, *table.columns), *table.rows))
     drawn = RichTable(title=named[0] if table.title else None, title_justify="left", header_style="bold")
     for column, head in enumerate(named[1:]):
         least = max(_least_width(one) for one in (head, *(row[column] for row in cells)))
@@ -146,6 +142,11 @@ def print_table(table: Tabular) -> None:
     # A log has no width, also where FORCE_COLOR calls it a terminal.
     console = OUT if OUT.file.isatty() else Console(highlight=False, width=200)
     console.print(drawn, markup=False, crop=False)
+
+
+def _shown(cell: str) -> str:
+    text = printable(cell, one_line=True)
+    return text.encode(OUT.encoding, "backslashreplace").decode(OUT.encoding)
 
 
 def _least_width(cell: Text) -> int:

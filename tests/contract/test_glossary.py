@@ -25,8 +25,8 @@ MAKERS = {"print_table": 1, "Table": 1, "_table": 0}
 COLUMNS = re.compile(r"columns|header|head|\w*_COLUMNS|HEADER")
 # Column heads that mean what a dictionary says.
 PLAIN = {
-    "changed", "closed", "computed", "counted", "default", "elements", "lost", "meaning", "paper", "problems", "shape",
-    "time", "values", "what it does", "what it is", "what was found",
+    "changed", "closed", "computed", "counted", "elements", "lost", "paper", "problems", "shape",
+    "time", "what it does", "what it is", "what was found",
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _texts(columns: ast.expr) -> Iterator[str]:
 
 def test_every_column_of_a_table_has_an_entry_and_no_other() -> None:
     seen = heads()
-    assert {"error of the mean", "payload/step", "delta", "loss, random basis", "held out", "meaning"} <= set(seen)
+    assert {"error of the mean", "payload/step", "delta", "loss, random basis", "held out"} <= set(seen)
     missing = {head: module for head, module in seen.items() if head not in explained() | PLAIN}
     assert not missing, f"{GLOSSARY.name}: explain them, or say that they are plain words"
     quoted = {head for row in rows() for head in re.findall(r'"([^"]+)"', re.sub("`[^`]+`", "", row[2]))}

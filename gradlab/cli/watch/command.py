@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.cli.console import OUT, print_json
+from gradlab.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from gradlab.cli.watch.terminal import Watched
+    from gradlab.cli.watch.log import WatchedLog
+    from gradlab.cli.watch.recording import WatchedTrace
 
 _SECONDS = 0.5  # between two looks, at least
 _SHARE = 0.1  # of a core's time that looking takes at most: the run needs the rest
@@ -36,7 +38,7 @@ _SHARE = 0.1  # of a core's time that looking takes at most: the run needs the r
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Log of a run, or folder of a trace.")],
     once: Annotated[bool, typer.Option("--once", help="Show what is there now, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last numbers as JSON, and end.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     watched = _watched(run, need_lines=once or as_json)
     if as_json:
@@ -47,7 +49,7 @@ def watch(
         _follow(watched)
 
 
-def _watched(run: Path, need_lines: bool) -> Watched:
+def _watched(run: Path, need_lines: bool) -> WatchedLog | WatchedTrace:
     """Open a log or a trace. need_lines: refuse a log that is still empty."""
     if run.is_dir():
         from gradlab.cli.watch.recording import WatchedTrace
@@ -61,7 +63,7 @@ def _watched(run: Path, need_lines: bool) -> Watched:
     return log
 
 
-def _follow(watched: Watched) -> None:
+def _follow(watched: WatchedLog | WatchedTrace) -> None:
     """Draw it anew in the terminal until it ends, or Ctrl-C; without a terminal once, at the end."""
     from rich.live import Live
 

@@ -23,14 +23,7 @@ _SETTLING_SECONDS = 0.3  # after which a file that was half written is whole
 
 
 class WatchedTrace:
-    """How far a recording is, look by look.
-
-    Args:
-        folder: of the trace.
-
-    Raises:
-        GradlabError: if it is no trace.
-    """
+    """How far a recording is, look by look."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._trace = folder, GrowingTrace(folder)
@@ -64,27 +57,20 @@ class WatchedTrace:
     def to_json(self) -> dict[str, Any]:
         """How far it is, for scripts."""
         progress = self._progress
-        values: dict[str, Any] = {
-            "closed": progress.closed,
+        names = "closed common_steps most_steps nbytes budget non_finite written ranks problems"
+        values = {name: plain(getattr(progress, name)) for name in names.split()}
+        return {
             "world_size": progress.manifest.world_size,
-            "common_steps": progress.common_steps,
-            "most_steps": progress.most_steps,
+            **values,
             "last_iteration": int(progress.iterations[-1]) if len(progress.iterations) else None,
             "loss": _finite(progress.losses)[-1] if len(progress.losses) else None,
-            "nbytes": progress.nbytes,
-            "budget": progress.budget,
-            "non_finite": progress.non_finite,
-            "written": progress.written,
-            "ranks": progress.ranks,
-            "problems": progress.problems,
         }
-        return {name: plain(value) for name, value in values.items()}
 
     def drawn(self) -> Group:
         """Draw how far it is, bytes, the loss, and every rank."""
         progress = self._progress
         parts = [text(str(self._folder)), text(head(progress), style="bold")]
-        parts += [text(f"{name}: {value}") for name, value in facts(progress, self.bytes_per_second, time.time())]
+        parts += map(text, facts(progress, self.bytes_per_second, time.time()))
         losses = [] if np.isnan(progress.losses).all() else [numbers([Series("loss", _finite(progress.losses))])]
         ranks = [ranks_table(progress.ranks)] if progress.ranks else []
         return Group(*parts, *losses, *ranks, *last_lines("problems:", progress.problems))
@@ -98,29 +84,21 @@ def head(progress: TraceProgress) -> str:
     return f"{progress.common_steps}{most} steps on all {ranks} ranks{begun}, {'closed' if progress.closed else 'open'}"
 
 
-def facts(progress: TraceProgress, bytes_per_second: float | None, now: float) -> list[tuple[str, str]]:
-    """Name what is known of a recording as a whole.
-
-    Args:
-        progress: how far it is.
-        bytes_per_second: that it is written at; None: not known.
-        now: seconds since 1970.
-    """
+def facts(progress: TraceProgress, bytes_per_second: float | None, now: float) -> list[str]:
+    """Name what is known of a recording as a whole. now: seconds since 1970."""
     since = format_seconds(max(0.0, now - progress.written))
-    found = [("written", f"{format_bytes(progress.nbytes)}, the last of it {since} ago")]
+    found = [f"written: {format_bytes(progress.nbytes)}, the last of it {since} ago"]
     if bytes_per_second is not None and not progress.closed:
-        found.append(("rate", f"{format_bytes(bytes_per_second)}/s"))
+        found.append(f"rate: {format_bytes(bytes_per_second)}/s")
     if progress.budget is not None:
         left = progress.budget - progress.nbytes
         share = format_percent(left / progress.budget, 0)
-        found.append(("budget", f"{format_bytes(progress.budget)}, {format_bytes(left)} left ({share})"))
+        found.append(f"budget: {format_bytes(progress.budget)}, {format_bytes(left)} left ({share})")
     if lost := sum(rank.steps_lost for rank in progress.ranks):
-        found.append(("steps lost, of all ranks", format_count(lost)))
+        found.append(f"steps lost, of all ranks: {format_count(lost)}")
     if progress.non_finite:
-        found.append(("elements that are not finite", format_count(progress.non_finite)))
-    if not progress.closed:
-        found.append(("if its run was killed", "gradlab trace repair closes it"))
-    return found
+        found.append(f"elements that are not finite: {format_count(progress.non_finite)}")
+    return found if progress.closed else [*found, "if its run was killed: gradlab trace repair closes it"]
 
 
 def ranks_table(ranks: Sequence[RankProgress]) -> Group:

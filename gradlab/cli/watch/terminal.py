@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
 
 from rich.console import Group
 from rich.table import Table
@@ -20,55 +20,23 @@ BARS = "▁▂▃▄▅▆▇█"
 _MOST_LINES = 6  # of rules or problems that are shown
 
 
-class Watched(Protocol):
-    """A file or a folder that is looked at again and again, for the first time when this is made."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-
-    def look(self) -> None:
-        """Read what is new. Raise GradlabError if it cannot be read."""
-
-    def drawn(self) -> Group:
-        """Draw the last look."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The last numbers, for scripts."""
-
-
 @dataclass(frozen=True)
 class Series:
-    """A number over steps.
-
-    Attributes:
-        name: as in the file. One that ends with "bytes" or "seconds" has that unit.
-        values: one per step, at least one; None: not finite, or not known.
-    """
+    """A number over steps, at least one; None: not finite, or not known. Its name may end with a unit."""
 
     name: str
     values: Sequence[float | None]
 
     def cells(self) -> tuple[str, str, str, str]:
-        """Return the name, the last value, the mean of the last `RECENT` known values, and a line or words."""
+        """The name, the last value, the mean of the last `RECENT` known values, and a line or words."""
         recent = [value for value in self.values[-RECENT:] if value is not None]
-        mean = sum(recent) / len(recent) if recent else None
-        name = self.name.replace("_", " ")
-        return name, self._written(self.values[-1]), self._written(mean), self._words() or sparkline(self.values)
-
-    def _words(self) -> str:
-        """Words for a series without a line; empty: there is a line to draw.
-
-        Values that are written the same are constant: a line would blow their last digits up to its full height.
-        """
+        mean = self._written(sum(recent) / len(recent) if recent else None)
         known = [value for value in self.values if value is not None]
-        if not known:
-            return "never finite"
-        if self._written(min(known)) != self._written(max(known)):
-            return ""
-        if len(self.values) == 1:
-            return "one value so far"
-        return "constant where known" if None in self.values else "constant"
+        # A line would blow the last digits of a constant up to its full height.
+        constant = "constant" if known else "never finite"
+        same = not known or self._written(min(known)) == self._written(max(known))
+        line = constant if same else sparkline(self.values)
+        return self.name.replace("_", " "), self._written(self.values[-1]), mean, line
 
     def _written(self, value: float | None) -> str:
         if value is None:
@@ -78,24 +46,19 @@ class Series:
         return format_seconds(value) if self.name.endswith("seconds") else format_number(value, 4)
 
 
-def numbers(series: Sequence[Series]) -> Table:
+def numbers(series: Sequence[Series]) -> Group:
     """Draw a row per series."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "last", f"mean of {RECENT}", ""):
-        table.add_column(column, justify="right" if column else "left")
-    for one in series:
-        table.add_row(*map(text, one.cells()))
-    return table
+    return rows("", ("", "last", f"mean of {RECENT}", ""), [one.cells() for one in series])
 
 
 def rows(title: str, columns: Sequence[str], cells: Sequence[Sequence[str]]) -> Group:
-    """Draw a table of texts after an empty line. The first column names the row."""
-    table = Table(title=text(title), title_justify="left", box=None, pad_edge=False)
+    """Draw a table of texts, below its title after an empty line. The first column names the row."""
+    table = Table(title=text(title) if title else None, title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number and column else "left")
     for row in cells:
         table.add_row(*map(text, row))
-    return Group(Text(""), table)
+    return Group(*([Text("")] if title else []), table)
 
 
 def last_lines(title: str, lines: Sequence[str]) -> list[Text]:
@@ -109,12 +72,10 @@ def text(words: str, style: str = "") -> Text:
 
 
 def sparkline(series: Sequence[float | None]) -> str:
-    """Draw a series in one line: means of as many stretches as there is room for, blank where nothing is finite.
-
-    Returns:
-        At most `POINTS` characters.
-    """
-    means = stretch_means(series, POINTS)
+    """Draw a series in at most `POINTS` characters: means of stretches, blank where nothing is known."""
+    count = min(POINTS, len(series))
+    edges = [point * len(series) // count for point in range(count + 1)] if count else []
+    means = [_mean(series[first:last]) for first, last in pairwise(edges)]
     known = [value for value in means if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     span = high / 2 - low / 2  # halves, as the difference of two large numbers may overflow
@@ -125,23 +86,6 @@ def sparkline(series: Sequence[float | None]) -> str:
     )
 
 
-def stretch_means(series: Sequence[float | None], most: int) -> list[float | None]:
-    """Cut a series into stretches of about the same length, and average each.
-
-    Args:
-        series: values in order; None: not known.
-        most: stretches at most.
-
-    Returns:
-        A mean per stretch; None where no value is known and finite.
-
-    >>> stretch_means([1.0, 3.0, None, None, 5.0, None], 3)
-    [2.0, None, 5.0]
-    """
-    count = min(most, len(series))
-    means: list[float | None] = []
-    for point in range(count):
-        part = series[point * len(series) // count : (point + 1) * len(series) // count]
-        known = [value for value in part if value is not None and math.isfinite(value)]
-        means.append(sum(value / len(known) for value in known) if known else None)
-    return means
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(value / len(known) for value in known) if known else None
