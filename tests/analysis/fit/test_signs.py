@@ -133,7 +133,7 @@ def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> Non
     for words, message in (
         (("--method", "signum", "--scales", 2), "signum has none: use dist-EF-blockSGD(M)"),
         (("--method", "dist-EF"), "did you mean dist-EF-SGD"),
-        (("--set", "block=3"), "fit signs: no setting block; known: method"),
+        (("--set", "block=3"), "fit signs: no setting block; known: "),
         (("--scales", "2", "-s", "samples=10"), "samples = 10 of a trace of 10 iterations"),
         (("-s", "momentum=1"), "momentum = 1"),
         (("--scales", 2, "--set", "block_size=64"), "-s block_size chooses them too"),
