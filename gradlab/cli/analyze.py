@@ -23,6 +23,11 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.analysis.report.examine import PARTS, examine, families_of
+from gradlab.analysis.report.look import QUICK, THOROUGH
+from gradlab.analysis.report.trace_report import write_trace_report
 from gradlab.cli.console import command_line, print_report, progress_bars
 from gradlab.cli.named_method import loaded_plans
 from gradlab.cli.options import (
@@ -44,6 +49,7 @@ from gradlab.cli.options import (
     share_of_loss,
     workers_of,
 )
+from gradlab.trace import Trace
 
 
 def analyze(
@@ -68,12 +74,6 @@ def analyze(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    from gradlab.analysis.forecast import Network
-    from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.analysis.report.examine import PARTS, examine, families_of
-    from gradlab.analysis.report.look import QUICK, THOROUGH
-    from gradlab.analysis.report.trace_report import write_trace_report
-    from gradlab.trace import Trace
 
     require_free(out, overwrite, contents=REPORT_FILES)
     sharing, allowed = workers_of(workers), share_of_loss(max_loss)

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.report.beside import write_beside
 from gradlab.cli.console import command_line, print_report
 from gradlab.cli.options import AsJson, Overwrite, Report
 
@@ -28,7 +29,6 @@ def compare(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    from gradlab.analysis.report.beside import write_beside
 
     page = write_beside(first, second, out, overwrite=overwrite, repeat=command_line())
     print_report(page, as_json)

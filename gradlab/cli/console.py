@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,6 +23,9 @@ from rich.text import Text
 from gradlab.formatting import format_counted
 from gradlab.printable import printable
 from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.analysis.section import Table as SectionTable
 
 
 class _Printable(Console):
@@ -48,26 +51,13 @@ class Table(NamedTuple):
     text_columns: int = 1
 
 
-class Tabular(Protocol):
-    """A `Table`, or one of a report."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def columns(self) -> Sequence[str]: ...
-    @property
-    def rows(self) -> Sequence[Sequence[str]]: ...
-    @property
-    def text_columns(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Answer:
-    """What a command says, from top to bottom."""
+    """The parts of a command's answer, from top to bottom."""
 
     lines: Sequence[str] = ()
     warnings: Sequence[str] = ()
-    tables: Sequence[Tabular] = ()
+    tables: Sequence[Table | SectionTable] = ()
     notes: Sequence[str] = ()
 
     def print(self) -> None:
@@ -126,7 +116,7 @@ def print_json(value: Any) -> None:
     print(json.dumps(plain(value), indent=1, allow_nan=False))
 
 
-def print_table(table: Tabular) -> None:
+def print_table(table: Table | SectionTable) -> None:
     """Print a table, wider than a terminal if its numbers need that."""
     # What the encoding lacks is replaced before columns are measured.
     named, *cells = ([Text(_shown(cell)) for cell in row] for row in ((table.title, *table.columns), *table.rows))

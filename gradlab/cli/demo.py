@@ -10,27 +10,32 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from gradlab.analysis.fit.gradiveq import RECOMMENDED, GradiveqFit, fit_gradiveq
+from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
+from gradlab.analysis.questions.runs import comparison_table
+from gradlab.analysis.replay import replay
+from gradlab.analysis.replay.result import Replay
+from gradlab.analysis.report.trace_report import summarize_trace, write_comparison
 from gradlab.cli.console import Answer, print_json, progress_bars, say
 from gradlab.cli.options import AsJson
+from gradlab.cli.train.launch import launch, save_report
+from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
+from gradlab.plan import Plan
 from gradlab.progress import Progress
-
-if TYPE_CHECKING:
-    from gradlab.analysis.fit.gradiveq import GradiveqFit
-    from gradlab.analysis.measure.spectrum import TraceSpectrum
-    from gradlab.analysis.replay.result import Replay
-    from gradlab.trace import Trace
+from gradlab.trace import Trace
 
 WORKLOAD, RANKS = "digits", 2
 
 
 @dataclass(frozen=True)
 class Offline:
-    """What the recording gave: artifacts by method, replays, the GradiVeQ fit, and measurements for the report."""
+    """Results of the recording: artifacts by method, replays, the GradiVeQ fit, and measurements for the report."""
 
     artifacts: dict[str, Path]
     replays: dict[str, Replay]
@@ -62,9 +67,6 @@ def demo(
 
 def _loop(out: Path, steps: int, progress: Progress) -> tuple[dict[str, dict[str, Any]], Offline]:
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
-    from gradlab.cli.train.launch import launch, save_report
-    from gradlab.cli.train.settings import TrainSettings
-    from gradlab.trace import Trace
 
     common: dict[str, Any] = {"workload": WORKLOAD, "ranks": RANKS, "steps": steps}
     say(f"1/4 recording {steps} steps of {WORKLOAD} on {RANKS} ranks")
@@ -82,12 +84,6 @@ def _loop(out: Path, steps: int, progress: Progress) -> tuple[dict[str, dict[str
 
 
 def _offline(trace: Trace, out: Path, warmup: int, progress: Progress) -> Offline:
-    from gradlab.analysis.fit.gradiveq import RECOMMENDED, fit_gradiveq
-    from gradlab.analysis.fit.uniform import uniform_artifact
-    from gradlab.analysis.measure.spectrum import measure_spectrum
-    from gradlab.analysis.replay import replay
-    from gradlab.analysis.report.trace_report import summarize_trace
-    from gradlab.plan import Plan
 
     # PCA sees the end of the dense phase: the freshest gradients it can have before it is needed.
     samples = max(2, min(100, warmup - warmup // 4))
@@ -107,7 +103,6 @@ def _offline(trace: Trace, out: Path, warmup: int, progress: Progress) -> Offlin
 
 
 def _report(out: Path, runs: dict[str, dict[str, Any]], offline: Offline, progress: Progress) -> Path:
-    from gradlab.analysis.report.trace_report import write_comparison
 
     return write_comparison(
         out / "report",
@@ -121,7 +116,6 @@ def _report(out: Path, runs: dict[str, dict[str, Any]], offline: Offline, progre
 
 
 def _print(runs: dict[str, dict[str, Any]], offline: Offline, page: Path) -> None:
-    from gradlab.analysis.questions.runs import comparison_table
 
     verdict = json.loads((page.parent / "report.json").read_text("utf-8"))["verdict"]
     table = comparison_table(runs, {name: replayed.to_json() for name, replayed in offline.replays.items()})

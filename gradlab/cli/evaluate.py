@@ -22,23 +22,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gradlab.analysis.corpus.manifest import is_corpus
+from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.analysis.parallel import Workers
+from gradlab.analysis.questions.accuracy import ranking_line, replay_table, replay_verdict
+from gradlab.analysis.questions.slices import cycle_chart
+from gradlab.analysis.replay.cycle import training_cycle
+from gradlab.analysis.replay.ranking import ranking_stability
+from gradlab.analysis.replay.result import Replay
+from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.cli.console import Answer, command_line, print_json, progress_bars
 from gradlab.cli.evaluate_corpus import evaluate_corpus
 from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.named_method import NamedMethod, named_methods, plans_for, replays_of
 from gradlab.cli.options import AsJson, AverageRanks, Overwrite, SharedBy, workers_of
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.analysis.parallel import Workers
-    from gradlab.analysis.replay.result import Replay
-    from gradlab.plan import Plan
-    from gradlab.progress import Progress
-    from gradlab.trace import Trace
+from gradlab.plan import Plan
+from gradlab.progress import Progress
+from gradlab.trace import Trace
 
 
 def evaluate(
@@ -69,9 +74,6 @@ def evaluate(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    from gradlab.analysis.corpus.manifest import is_corpus
-    from gradlab.analysis.outputs import REPORT_FILES, require_free
-    from gradlab.trace import Trace
 
     sharing = workers_of(workers)
     if is_corpus(trace):
@@ -108,9 +110,6 @@ def _replayed(
     plans = _required(plans_for(named, trace, start, stop))  # before the first replay, not after it
     found = replays_of(named, plans, trace, start=start, stop=stop, workers=workers, progress=progress)
     if cycle is not None:
-        from gradlab.analysis.questions.slices import cycle_chart
-        from gradlab.analysis.replay.cycle import training_cycle
-
         [plan] = plans.values()
         iterations = training_cycle(trace, plan, start=start, stop=stop, progress=progress)
         write_chart(cycle_chart(iterations), cycle)
@@ -120,7 +119,6 @@ def _replayed(
 def _written(
     trace: Trace, out: Path, replays: dict[str, Replay], overwrite: bool, workers: Workers, progress: Progress
 ) -> Path:
-    from gradlab.analysis.report.trace_report import Examination, write_trace_report
 
     return write_trace_report(
         trace,
@@ -155,8 +153,6 @@ def _refuse_of_corpus(path: Path, **options: object) -> None:
 
 def answer_of(replays: Mapping[str, Replay], notes: Sequence[str] = ()) -> Answer:
     """The answer of replays by name, with their warnings, and one row per plan."""
-    from gradlab.analysis.questions.accuracy import ranking_line, replay_table, replay_verdict
-    from gradlab.analysis.replay.ranking import ranking_stability
 
     written = {name: result.to_json() for name, result in replays.items()}
     ranking = ranking_stability(replays)

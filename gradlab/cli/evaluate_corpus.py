@@ -7,20 +7,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gradlab.analysis.corpus.archive import unpack
+from gradlab.analysis.corpus.judge import Judgement, judge
+from gradlab.analysis.corpus.manifest import Corpus, read_corpus
+from gradlab.analysis.corpus.outcome import Outcome
+from gradlab.analysis.forecast.endings import EndingRange
+from gradlab.analysis.parallel import Workers
 from gradlab.cli.console import OUT, Answer, Table, print_json, progress_bars
 from gradlab.cli.named_method import NamedMethod, plans_for, replays_of
 from gradlab.errors import GradlabError
 from gradlab.formatting import ABSENT, format_bytes, format_number, format_percent, format_seconds
-
-if TYPE_CHECKING:
-    from gradlab.analysis.corpus.judge import Judgement
-    from gradlab.analysis.corpus.manifest import Corpus
-    from gradlab.analysis.corpus.outcome import Outcome
-    from gradlab.analysis.forecast.endings import EndingRange
-    from gradlab.analysis.parallel import Workers
-    from gradlab.progress import Progress
+from gradlab.progress import Progress
+from gradlab.trace import Trace
 
 _JUDGED_COLUMNS = (
     "method",
@@ -51,8 +51,6 @@ Judgements = Mapping[str, Mapping[str, "Judgement | GradlabError"]]
 
 def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: Workers, as_json: bool) -> None:
     """Judge methods by a corpus, a folder or the packed file, and print their figures beside its own methods'."""
-    from gradlab.analysis.corpus.archive import unpack
-    from gradlab.analysis.corpus.manifest import read_corpus
 
     with ExitStack() as stack:
         if path.is_file():
@@ -73,8 +71,6 @@ def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: Workers
 def _judged(
     corpus: Corpus, recording: str, methods: Sequence[NamedMethod], workers: Workers, progress: Progress
 ) -> dict[str, Judgement | GradlabError]:
-    from gradlab.analysis.corpus.judge import judge
-    from gradlab.trace import Trace
 
     with Trace(corpus.folder / recording) as trace:
         plans = plans_for(methods, trace)
@@ -128,10 +124,7 @@ def _print(corpus: Corpus, methods: Sequence[NamedMethod], judgements: Judgement
             for method in methods
             if not isinstance(found := judgements[one.name][method.words], GradlabError)
         ]
-        known = [
-            (row.payload_bytes, [row.method, *_figures(row), _range(row.predicted), _signed(row.excess)])
-            for row in corpus.outcomes_of(one.name)
-        ]
+        known = [(row.payload_bytes, _outcome_cells(row)) for row in corpus.outcomes_of(one.name)]
         ordered = [cells for _, cells in sorted([*own, *known], key=lambda pair: pair[0])]
         Answer(tables=[Table(f"{one.name}: {one.title}", _CORPUS_COLUMNS, ordered)]).print()
 
@@ -146,6 +139,10 @@ def _judged_cells(found: Judgement | GradlabError) -> list[str]:
         str(found.by_bytes),
         _range(found.predicted),
     ]
+
+
+def _outcome_cells(row: Outcome) -> list[str]:
+    return [row.method, *_figures(row), _range(row.predicted), _signed(row.excess)]
 
 
 def _figures(of: Judgement | Outcome) -> list[str]:

@@ -14,17 +14,21 @@ Examples:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gradlab.analysis.replay import methods_of
+from gradlab.artifact import Artifact
+from gradlab.chrome_trace import read_step
 from gradlab.cli.console import Answer, Table, print_json
 from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.options import AsJson, Overwrite
+from gradlab.collectives import ring_sends
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.plan import Plan
+from gradlab.formatting import format_bytes, format_seconds
+from gradlab.plan import Plan, most_ranks, pays_up_to, saving_of_sent, sent_bytes
+from gradlab.saving import Saving
 
 
 def inspect(
@@ -50,10 +54,6 @@ def inspect(
 
 
 def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
-    from gradlab.artifact import Artifact
-    from gradlab.collectives import ring_sends
-    from gradlab.formatting import format_bytes
-    from gradlab.plan import most_ranks, pays_up_to, saving_of_sent, sent_bytes
 
     loaded = Artifact.load(artifact)
     plan = loaded.plan
@@ -91,10 +91,6 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
 
 def _rows(plan: Plan, ranks: int) -> list[tuple[str, ...]]:
     """A row per group, and per layer that stays dense."""
-    from gradlab.analysis.replay import methods_of
-    from gradlab.collectives import ring_sends
-    from gradlab.formatting import format_bytes
-    from gradlab.saving import Saving
 
     def row(name: str, method: str, before: float, payload: float, sent: float) -> tuple[str, ...]:
         saved = Saving.of_sent(sent, before, ranks)
@@ -114,8 +110,6 @@ def _rows(plan: Plan, ranks: int) -> list[tuple[str, ...]]:
 
 
 def _show_spans(files: list[Path], rank: int, step: int | None, out: Path | None, as_json: bool) -> None:
-    from gradlab.chrome_trace import read_step
-    from gradlab.formatting import format_seconds
 
     stems = {file.stem: file for file in files}
     named = stems if len(stems) == len(files) else {str(file): file for file in files}

@@ -1,4 +1,4 @@
-"""What `gradlab recommend` prints to be pasted: the lines that train as recommended, and where they go."""
+"""Lines to paste into a training script, which train as `gradlab recommend` says, and where they go."""
 
 from __future__ import annotations
 

@@ -6,45 +6,66 @@ command has.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
-from gradlab.cli import analyze, compare, demo, evaluate, inspect, methods, predict, recommend, streams, trace
+from gradlab.cli import streams
 from gradlab.cli.console import warnings_as_lines
-from gradlab.cli.fit import command as fit
-from gradlab.cli.pilot import command as pilot
-from gradlab.cli.train import command as train
-from gradlab.cli.watch import command as watch
 from gradlab.errors import GradlabError
 from gradlab.printable import printable
 from gradlab.version import VERSION
 
+COMMANDS = {  # module and short help, in the order of the list
+    "demo": ("demo", "The whole loop on bundled data, in two minutes"),
+    "train": ("train.command", "Train a workload: plain, recorded or compressed"),
+    "analyze": ("analyze", "Write a report on a recording: will it pay?"),
+    "compare": ("compare", "Set two reports side by side"),
+    "recommend": ("recommend", "Choose one plan for your network, or none"),
+    "pilot": ("pilot.command", "Try plans on your own training command"),
+    "evaluate": ("evaluate", "Replay methods on recorded gradients"),
+    "predict": ("predict", "Forecast the step times of an artifact's plan"),
+    "watch": ("watch.command", "Show a run while it trains or records"),
+    "inspect": ("inspect", "Show what an artifact does, or spans of a step"),
+    "methods": ("methods", "List codecs, wrappers and published methods"),
+    "trace": ("trace", "Look at, check and repair a recording"),
+    "fit": ("fit.command", "Make an artifact from a recording"),
+}
+
+
+class Commands(TyperGroup):
+    """The commands. Each one's module, whose imports are slow, is imported when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"gradlab.cli.{COMMANDS[cmd_name][0]}")
+        if hasattr(module, "app"):
+            return get_command(module.app)
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cmd_name, help=module.__doc__)(getattr(module, cmd_name))
+        return get_command(single)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+
+
 app = typer.Typer(
     name="gradlab",
+    cls=Commands,
     help="Measure the gradients of a PyTorch DDP run, fit compressors on them, train compressed, compare.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
-    (demo.demo, "The whole loop on bundled data, in two minutes"),
-    (train.train, "Train a workload: plain, recorded or compressed"),
-    (analyze.analyze, "Write a report on a recording: will it pay?"),
-    (compare.compare, "Set two reports side by side"),
-    (recommend.recommend, "Choose one plan for your network, or none"),
-    (pilot.pilot, "Try plans on your own training command"),
-    (evaluate.evaluate, "Replay methods on recorded gradients"),
-    (predict.predict, "Forecast the step times of an artifact's plan"),
-    (watch.watch, "Show a run while it trains or records"),
-    (inspect.inspect, "Show what an artifact does, or spans of a step"),
-    (methods.methods, "List codecs, wrappers and published methods"),
-)
-for _command, _about in _COMMANDS:
-    app.command(_command.__name__, short_help=_about, help=sys.modules[_command.__module__].__doc__)(_command)
-app.add_typer(trace.app, name="trace", short_help="Look at, check and repair a recording")
-app.add_typer(fit.app, name="fit", short_help="Make an artifact from a recording")
 
 
 def _show_version(wanted: bool) -> None:

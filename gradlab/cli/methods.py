@@ -10,16 +10,15 @@ Examples:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from gradlab import codecs, wrappers
+from gradlab.catalog import CodecFacts, SettingRow, WrapperFacts, codec_facts, wrapper_facts
 from gradlab.cli.console import Answer, Table, print_json
 from gradlab.cli.options import AsJson
-
-if TYPE_CHECKING:
-    from gradlab.catalog import CodecFacts, SettingRow, WrapperFacts
-    from gradlab.plan.recipes import Method
+from gradlab.plan.recipes import METHODS, Method
 
 
 def methods(
@@ -28,8 +27,6 @@ def methods(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    from gradlab import codecs, wrappers
-    from gradlab.catalog import codec_facts, wrapper_facts
 
     if name is not None:
         _show(name, as_json)
@@ -51,8 +48,6 @@ def methods(
 
 def _show(name: str, as_json: bool) -> None:
     """Show one codec, wrapper or method, which may be in another case."""
-    from gradlab import codecs, wrappers
-    from gradlab.catalog import codec_facts, wrapper_facts
 
     method = next((known for known in by_name() if known.lower() == name.lower()), None)
     if method and name not in (*codecs.names(), *wrappers.names()):
@@ -107,7 +102,6 @@ def _yes(fact: bool) -> str:
 
 
 def _one(facts: CodecFacts | WrapperFacts) -> str:
-    from gradlab.catalog import CodecFacts, WrapperFacts
 
     lines = [f"{facts.name}: {facts.title}", "", facts.text, "", "Settings:"]
     for row in facts.settings_table:
@@ -123,7 +117,6 @@ def _one(facts: CodecFacts | WrapperFacts) -> str:
 
 def by_name() -> dict[str, str]:
     """Describe in a line what each method of `gradlab.plan.recipes` is made of, by its name."""
-    from gradlab.plan.recipes import METHODS
 
     return {name: _made_of(method) for name, method in METHODS.items()}
 

@@ -12,19 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gradlab import codecs
+from gradlab.analysis.parallel import Workers
+from gradlab.analysis.replay import check_replay, replay_plans
+from gradlab.analysis.replay.result import Replay
+from gradlab.artifact import Artifact
 from gradlab.cli.setting_texts import parse_settings, split_settings
+from gradlab.codec.from_file import codec_from_file, told_at
+from gradlab.codec.registry import CODECS
+from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.analysis.parallel import Workers
-    from gradlab.analysis.replay.result import Replay
-    from gradlab.artifact import Artifact
-    from gradlab.layout import Layer
-    from gradlab.plan import Plan
-    from gradlab.progress import Progress
-    from gradlab.trace import Trace
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+from gradlab.plan.recipes import METHODS, method_plan
+from gradlab.progress import Progress
+from gradlab.trace import Trace
 
 EXPECTED = (
     "an artifact (plan.safetensors), a codec or a published method with settings (topk:density=0.01), or a Python file "
@@ -56,7 +60,6 @@ def parse_method(words: str, not_in: Path | None = None) -> NamedMethod:
     file, settings = _file_of(name), parse_settings(split_settings(rest), f"{words}:")
     if file is None:
         return NamedMethod(words, words, _built_in(words, name, settings))
-    from gradlab.codec.from_file import codec_from_file
 
     if not_in is not None and file.resolve().is_relative_to(not_in.resolve()):
         raise GradlabError(f"{file}: lies in {not_in}, of which no code is run: move it elsewhere if it is yours")
@@ -65,7 +68,6 @@ def parse_method(words: str, not_in: Path | None = None) -> NamedMethod:
 
 def loaded_plans(paths: Sequence[Path], taken: Sequence[str] = ()) -> dict[str, Artifact]:
     """Load artifacts by their files' stems; by their paths if two stems are equal, or one is taken."""
-    from gradlab.artifact import Artifact
 
     stems = {path.stem for path in paths}.union(taken)
     apart = len(stems) == len(paths) + len(taken)
@@ -73,7 +75,6 @@ def loaded_plans(paths: Sequence[Path], taken: Sequence[str] = ()) -> dict[str, 
 
 
 def _artifact(words: str) -> NamedMethod:
-    from gradlab.artifact import Artifact
 
     artifact = Artifact.load(words)
 
@@ -86,8 +87,6 @@ def _artifact(words: str) -> NamedMethod:
 
 def _file_of(name: str) -> Path | None:
     """The Python file that a name stands for; None: it is no file."""
-    from gradlab import codecs
-    from gradlab.plan.recipes import METHODS
 
     if name.endswith(".py"):
         return Path(name)
@@ -96,9 +95,6 @@ def _file_of(name: str) -> Path | None:
 
 
 def _built_in(words: str, name: str, settings: dict[str, Any]) -> PlanOf:
-    from gradlab import codecs
-    from gradlab.codec.settings import build_settings
-    from gradlab.plan.recipes import METHODS, method_plan
 
     if name in METHODS:
         method = METHODS[name]
@@ -113,9 +109,6 @@ def _built_in(words: str, name: str, settings: dict[str, Any]) -> PlanOf:
 
 def _uniform(words: str, codec: str, settings: dict[str, Any]) -> PlanOf:
     """A uniform plan of a codec; error_feedback may stand among the settings, and is no setting of the codec."""
-    from gradlab import codecs
-    from gradlab.codec.settings import build_settings
-    from gradlab.plan import Plan
 
     feedback = settings.pop("error_feedback", None)
     if feedback is not None and type(feedback) is not bool:
@@ -144,7 +137,6 @@ def plans_for(
 
 
 def _fitting(method: NamedMethod, trace: Trace, start: int, stop: int) -> Plan | GradlabError:
-    from gradlab.analysis.replay import check_replay
 
     try:
         plan = method.plan_of(trace.model_layers)
@@ -168,8 +160,6 @@ def replays_of(
 
     Codecs of the user's are replayed in this process: others do not know them.
     """
-    from gradlab.analysis.replay import replay_plans
-    from gradlab.codec.registry import CODECS
 
     named = {method.words: method for method in methods if method.words in plans}
     own = [words for words in named if any(group.codec in CODECS.registered for group in plans[words].groups)]
@@ -190,7 +180,6 @@ def _held_out(found: Replay | GradlabError, method: NamedMethod) -> Replay:
 @contextmanager
 def _failures_of(file: Path | None) -> Iterator[None]:
     """Raise an error of a user's codec as one line, which names the line of its file."""
-    from gradlab.codec.from_file import told_at
 
     try:
         yield

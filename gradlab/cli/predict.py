@@ -38,10 +38,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gradlab.analysis.forecast import Forecast, Network, forecast
+from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
+from gradlab.analysis.forecast.link import spell_rate
+from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
+from gradlab.analysis.forecast.plans import pays_text
+from gradlab.analysis.forecast.profile import profile_of
+from gradlab.artifact import Artifact
 from gradlab.cli.console import Answer, Table, print_json, progress_bars
 from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.options import (
@@ -56,10 +63,6 @@ from gradlab.cli.options import (
 )
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_counted, format_ratio, format_seconds
-
-if TYPE_CHECKING:
-    from gradlab.analysis.forecast import Forecast
-    from gradlab.analysis.forecast.local_steps import LocalSteps
 
 
 def predict(
@@ -89,11 +92,6 @@ def predict(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
 ) -> None:
-    from gradlab.analysis.forecast import Network, forecast
-    from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
-    from gradlab.analysis.forecast.local_steps import forecast_local_steps
-    from gradlab.analysis.forecast.profile import profile_of
-    from gradlab.artifact import Artifact
 
     links, (counts, node) = links_of(bandwidth, latency), nodes_of(nodes, inside, fsdp=fsdp)
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
@@ -131,7 +129,6 @@ def _numbers_of(text: str) -> list[int]:
 
 
 def _local_answer(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> Answer:
-    from gradlab.analysis.forecast.link import spell_rate
 
     columns = ["nodes", "link", "H", "step", "streaming", "uncompressed"]
     rows = [
@@ -156,9 +153,6 @@ def _local_answer(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> An
 
 
 def _answer(result: Forecast, notes: Sequence[str]) -> Answer:
-    from gradlab.analysis.forecast.link import spell_rate
-    from gradlab.analysis.forecast.plans import pays_text
-
     columns = [
         "nodes", "link", "dense step", "16-bit step", "step", "speed-up", "vs 16 bits", "codec exposed",
         "network exposed", "wire",

@@ -22,10 +22,22 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.candidates import HALF_PLAN, without
+from gradlab.analysis.forecast.decide import HALF, NOTHING
+from gradlab.analysis.forecast.frontier import Tried
+from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation, require_computing
+from gradlab.analysis.forecast.recommendation import recommend as choose
+from gradlab.analysis.outputs import require_free
+from gradlab.analysis.parallel import Workers
+from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
+from gradlab.analysis.report.look import QUICK, THOROUGH
+from gradlab.artifact import Artifact
 from gradlab.cli.console import Answer, print_json, progress_bars
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.cli.named_method import loaded_plans
@@ -47,18 +59,13 @@ from gradlab.cli.options import (
     share_of_loss,
     workers_of,
 )
+from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.analysis.forecast import Network
-    from gradlab.analysis.forecast.frontier import Tried
-    from gradlab.analysis.forecast.recommendation import Recommendation
-    from gradlab.analysis.parallel import Workers
-    from gradlab.artifact import Artifact
-    from gradlab.ddp.optimizers import OptimizerSettings
-    from gradlab.plan import Plan
-    from gradlab.progress import Progress
-    from gradlab.trace import Trace
+from gradlab.plan import Plan
+from gradlab.plan.node_rules import conflict_between_nodes, conflict_on_shards
+from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.progress import Progress
+from gradlab.trace import Trace
 
 
 def recommend(
@@ -80,11 +87,6 @@ def recommend(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    from gradlab.analysis.forecast import Network
-    from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, require_computing
-    from gradlab.analysis.forecast.recommendation import recommend as choose
-    from gradlab.analysis.outputs import require_free
-    from gradlab.trace import Trace
 
     for path in (out, _beside(out, LIKELY), _beside(out, BOLD)):
         require_free(path, overwrite)
@@ -111,7 +113,7 @@ def recommend(
 
 @dataclass(frozen=True)
 class _Saved:
-    """What to do with the answer: the artifact, others for a pilot, and the lines to paste."""
+    """Consequences of the answer: the artifact, others for a pilot, and the lines to paste."""
 
     trace: Path
     out: Path
@@ -165,9 +167,6 @@ class _Search:
 
     def tried(self, max_loss: float, workers: Workers, progress: Progress) -> tuple[Tried, list[str]]:
         """Replay and forecast the plans that can train here. Returns remarks, too."""
-        from gradlab.analysis.forecast.candidates import without
-        from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
-        from gradlab.analysis.report.look import QUICK, THOROUGH
 
         trace, look = self.trace, QUICK if self.quick else THOROUGH
         if trace.world_size == 1:
@@ -192,9 +191,6 @@ class _Search:
 
     def save(self, found: Recommendation, tried: Tried, out: Path, overwrite: bool) -> _Saved:
         """Write the artifact, and beside it what a pilot is to try: plan.likely.safetensors, plan.bold.safetensors."""
-        from gradlab.analysis.fit.uniform import uniform_artifact
-        from gradlab.analysis.forecast.candidates import HALF_PLAN
-        from gradlab.analysis.forecast.decide import HALF, NOTHING
 
         def write(name: str, path: Path) -> Path:
             plan, replay = tried.plans[name], tried.replays[name]
@@ -223,14 +219,11 @@ class _Search:
 
     @property
     def _optimizer(self) -> OptimizerSettings | None:
-        from gradlab.ddp.optimizers import OptimizerSettings
 
         return OptimizerSettings.from_metadata(self.trace.metadata)
 
     def _conflict(self, plan: Plan) -> str:
         """Why the lines to paste would be refused with a plan; empty: they train."""
-        from gradlab.plan.node_rules import conflict_between_nodes, conflict_on_shards
-        from gradlab.plan.optimizer_rules import conflict_of
 
         if self._optimizer is not None and (conflict := conflict_of(plan, self._optimizer)):
             return str(conflict)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from gradlab.cli.console import Answer, Table, print_json
 from gradlab.cli.options import AsJson, TraceFolder
+from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_counted
-
-if TYPE_CHECKING:
-    from gradlab.layout import Layer
-    from gradlab.trace.checking import TraceCheck
+from gradlab.formatting import format_bytes, format_counted
+from gradlab.layout import Layer
+from gradlab.trace import Trace
+from gradlab.trace.checking import TraceCheck
+from gradlab.trace.checking import check as check_trace
 
 app = typer.Typer(
     help="Look at, check and repair a recording.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
@@ -28,9 +27,6 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
 
       gradlab trace info trace
     """
-    from gradlab.ddp.optimizers import OptimizerSettings
-    from gradlab.formatting import format_bytes
-    from gradlab.trace import Trace
 
     with Trace(trace) as opened:
         layers, steps, ranks, wholes = opened.layers, opened.steps, opened.world_size, opened.model_layers
@@ -83,7 +79,6 @@ def check(trace: TraceFolder, as_json: AsJson = False) -> None:
 
       gradlab trace check trace
     """
-    from gradlab.trace.checking import check as check_trace
 
     result = check_trace(trace)
     if as_json:
@@ -127,7 +122,6 @@ def repair(trace: TraceFolder, as_json: AsJson = False) -> None:
       gradlab trace repair trace
     """
     from gradlab.capture import repair as repair_trace
-    from gradlab.trace import Trace
 
     ranks = repair_trace(trace)
     problems = [problem for rank in ranks for problem in rank.problems]

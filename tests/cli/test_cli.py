@@ -40,7 +40,7 @@ STEPS, WARMUP = 32, 8
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `gradlab demo` makes: `trace` of digits on two ranks, and of each method the artifact and the run."""
+    """The folder of `gradlab demo`: `trace` of digits on two ranks, and the artifact and the run of each method."""
     folder = tmp_path_factory.mktemp("loop") / "demo"
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):

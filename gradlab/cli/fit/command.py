@@ -7,29 +7,24 @@ import inspect
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from gradlab import codecs
+from gradlab.analysis.outputs import require_free
 from gradlab.cli.console import print_json, progress_bars
+from gradlab.cli.figures import require_figure, write_chart
+from gradlab.cli.fit.methods import METHODS, Job, Made, Method
 from gradlab.cli.options import AsJson, Overwrite, Settings, SharedBy, TraceFolder, workers_of
 from gradlab.cli.setting_texts import parse_settings
+from gradlab.codec.settings import Field, built, fields_of
 from gradlab.errors import GradlabError
+from gradlab.plan import pays_up_to
+from gradlab.trace import Trace
 
-if TYPE_CHECKING:
-    from gradlab.cli.fit.methods import Made, Method
-    from gradlab.codec.settings import Field
-
-ABOUT = {
-    "gradiveq": "PCA bases of gradient slices (GradiVeQ)",
-    "ecsq": "One step for all values, entropy-coded",
-    "signs": "Signs with feedback (dist-EF-blockSGDM)",
-    "lgreco": "A setting for each layer (L-GreCo)",
-    "lgc": "An autoencoder of several ranks' values (LGC)",
-    "uniform": "One codec with one setting: needs no fit",
-}
 _OUT = Annotated[Path, typer.Option(metavar="ARTIFACT", help="The file to write (.safetensors).")]
 _SHARED: dict[str, tuple[Any, Any]] = {  # annotation and default of the options that every method has
     "trace": (TraceFolder, inspect.Parameter.empty),
@@ -42,28 +37,25 @@ _SHARED: dict[str, tuple[Any, Any]] = {  # annotation and default of the options
 
 
 class Fits(TyperGroup):
-    """The methods. A method's own command is built when it is called: its settings come from slow imports."""
+    """The methods. A method's own command is built when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(ABOUT)
+        return list(METHODS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _command_of(cmd_name) if cmd_name in ABOUT else None
+        return _command_of(cmd_name) if cmd_name in METHODS else None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(ABOUT.items()))
+            formatter.write_dl([(name, method.about) for name, method in METHODS.items()])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0].lower() if args else ""
-        if name and name not in ABOUT:
-            from gradlab import codecs
-
-            if name in codecs.names():
-                how = "lgc TRACE" if codecs.get(name).about.learns else f"uniform TRACE --codec {name}"
-                raise GradlabError(
-                    f"fit {args[0]}: no kind of fit; a plan of {name} is made by: gradlab fit {how} --out FILE"
-                )
+        if name and name not in METHODS and name in codecs.names():
+            how = "lgc TRACE" if codecs.get(name).about.learns else f"uniform TRACE --codec {name}"
+            raise GradlabError(
+                f"fit {args[0]}: no kind of fit; a plan of {name} is made by: gradlab fit {how} --out FILE"
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -93,9 +85,6 @@ class _FitCommand(TyperCommand):
 
 
 def _command_of(name: str) -> _FitCommand:
-    from gradlab import codecs
-    from gradlab.cli.fit.methods import METHODS
-    from gradlab.codec.settings import fields_of
 
     method = METHODS[name]
     fields = {field.name: field for field in fields_of(method)}
@@ -149,10 +138,6 @@ def _meaning(field: Field) -> str:
 
 def _fit(method: type[Method], /, **given: Any) -> None:
     """Make an artifact, and print what its method measured."""
-    from gradlab.analysis.outputs import require_free
-    from gradlab.cli.figures import require_figure, write_chart
-    from gradlab.cli.fit.methods import Job
-    from gradlab.trace import Trace
 
     out, overwrite = given["out"], given["overwrite"]
     require_free(out, overwrite)
@@ -177,8 +162,6 @@ def _fit(method: type[Method], /, **given: Any) -> None:
 
 def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
     """Take a method's own settings; the others are its codec's."""
-    from gradlab import codecs
-    from gradlab.codec.settings import built, fields_of
 
     own = [field.name for field in fields_of(method)]
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -196,7 +179,6 @@ def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dic
 
 def _print(made: Made, paths: list[Path]) -> None:
     """Print the answer, with the number of ranks up to which the plan pays, and the files."""
-    from gradlab.plan import pays_up_to
 
     limit = pays_up_to(made.artifact.plan)
     pays = [f"this plan {limit}"] if limit else []

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
+from gradlab.analysis.chart import Chart
+from gradlab.analysis.fit.ecsq import compare_at_equal_bytes, with_fitted_tables
+from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED, GradiveqOptions, fit_gradiveq
+from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
+from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
+from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+from gradlab.analysis.forecast.network import Network
+from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.layer_plan.costs import Cost
+from gradlab.analysis.layer_plan.grids import candidates_of_grid
+from gradlab.analysis.layer_plan.lgreco import LgrecoOptions, fit_lgreco
+from gradlab.analysis.parallel import Workers
+from gradlab.analysis.questions.layer_plans import layers_chart
+from gradlab.analysis.questions.lgc import fit_chart
+from gradlab.analysis.replay import replay
+from gradlab.artifact import Artifact
 from gradlab.cli.console import Answer
+from gradlab.cli.evaluate import answer_of
 from gradlab.cli.fit import printing
-from gradlab.cli.fit.options import known_roles, optimizer_of_training, parse_wrapper, require_trainable
+from gradlab.cli.fit.options import optimizer_of_training, parse_wrapper, require_trainable
+from gradlab.cli.options import node_of
 from gradlab.codec.settings import build_settings, check_ranges, setting
+from gradlab.codecs.gradiveq import GradiVeQ
+from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gradlab.analysis.chart import Chart
-    from gradlab.analysis.forecast.network import Network
-    from gradlab.analysis.layer_plan.costs import Cost
-    from gradlab.analysis.parallel import Workers
-    from gradlab.artifact import Artifact
-    from gradlab.ddp.optimizers import OptimizerSettings
-    from gradlab.plan import Plan
-    from gradlab.progress import Progress
-    from gradlab.trace import Trace
+from gradlab.plan import FEEDBACK, Plan, Wrap, method_plan, recipes
+from gradlab.progress import Progress
+from gradlab.trace import Trace
 
 ROLE = "roles of the layers to compress, such as linear or embedding; the codec's own by default (`gradlab trace info`)"
 
@@ -56,6 +68,7 @@ class Method:
     """
 
     name: ClassVar[str]
+    about: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
     listed: ClassVar[str] = ""
     by_layer: ClassVar[bool] = False
@@ -100,20 +113,19 @@ class Gradiveq(Method):
 
     Half of a code is of fitted axes, half random coordinates of what these leave, new in every iteration, with error
     feedback, so that nothing is lost for good. Bases are fitted again on what was decoded, every four times --samples
-    iterations. Of GradiVeQ's forms this trained best at the same bytes. --paper is the published method, which samples
+    iterations. This form of GradiVeQ trained best at the same bytes. --paper is the published method, which samples
     again to refit.
 
     Example:
 
       gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
 
-      gradlab fit gradiveq trace --out gradiveq.safetensors --total-ratio 16 -s monitor=normalised
-      -s stem.weight:on_loss=dense
+      gradlab fit gradiveq trace --out gradiveq.safetensors --total-ratio 16 -s stem.weight:on_loss=dense
 
       gradlab fit gradiveq trace --out paper.safetensors --paper -s loss_threshold=0.05
     """
 
-    name = "gradiveq"
+    name, about = "gradiveq", "PCA bases of gradient slices (GradiVeQ)"
     options = ("samples", "total_ratio", "role", "paper")
     listed = "gradiveq"
     by_layer = True
@@ -133,8 +145,6 @@ class Gradiveq(Method):
     start: int | None = setting(None, help="position of the first iteration to fit on")
 
     def make(self, job: Job) -> Made:
-        from gradlab.analysis.fit.gradiveq import GradiveqOptions, fit_gradiveq
-        from gradlab.codecs.gradiveq import GradiVeQ
 
         options = GradiveqOptions(
             samples=self.samples,
@@ -142,7 +152,7 @@ class Gradiveq(Method):
             settings=self._settings({name: value for name, value in job.settings.items() if ":" not in name}),
             layer_settings=_by_layer(job.settings),
             total_ratio=self.total_ratio,
-            roles=known_roles(self.role) or GradiVeQ.about.defaults.roles,
+            roles=self.role or GradiVeQ.about.defaults.roles,
             warmup_steps=self.warmup_steps or 0,
             seed=self.seed,
         )
@@ -151,8 +161,6 @@ class Gradiveq(Method):
 
     def _settings(self, given: dict[str, Any]) -> Any:
         """The paper's or the recommended settings, with those given."""
-        from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED
-        from gradlab.codecs.gradiveq import GradiVeQ
 
         values = asdict(PAPER if self.paper else RECOMMENDED)
         values |= {"sample_steps": self.samples, "compressed_steps": 4 * self.samples}
@@ -176,14 +184,12 @@ class Ecsq(PlanMethod):
 
       gradlab fit ecsq trace --bits 0.25 --out ecsq.safetensors
 
-      gradlab fit ecsq trace --error 0.3 --out ecsq.safetensors
-
-      gradlab fit ecsq trace --bits 0.25 -s tables=fitted --out ecsq.safetensors
+      gradlab fit ecsq trace --error 0.3 -s tables=fitted --out ecsq.safetensors
 
       gradlab fit ecsq trace --bits 0.5 --both-ways --warmup-steps 100 --out ecsq.safetensors
     """
 
-    name = "ecsq"
+    name, about = "ecsq", "One step for all values, entropy-coded"
     options = ("bits", "error", "both_ways", "role")
     listed = "ecsq"
     bits: float = setting(0.25, help="bits per value, counted as wire bytes; the step follows")
@@ -194,8 +200,6 @@ class Ecsq(PlanMethod):
     role: tuple[str, ...] = setting((), help=ROLE)
 
     def make(self, job: Job) -> Made:
-        from gradlab.analysis.fit.ecsq import compare_at_equal_bytes, with_fitted_tables
-        from gradlab.plan import FEEDBACK, Plan, Wrap
 
         settings = {"bits": self.bits, **job.settings, **({} if self.error is None else {"error": self.error})}
         fitted = settings.get("tables") == "fitted"
@@ -204,7 +208,7 @@ class Ecsq(PlanMethod):
             "ecsq",
             wrappers=[*FEEDBACK, *([Wrap("two_way")] if self.both_ways else [])],
             warmup_steps=self.warmup_steps or 0,
-            roles=known_roles(self.role),
+            roles=self.role or None,
             seed=self.seed,
             **(settings | ({"tables": "message"} if fitted else {})),
         )
@@ -230,11 +234,9 @@ class Signs(PlanMethod):
       gradlab fit signs trace --method dist-EF-blockSGD --scales 16 --out blocks.safetensors
 
       gradlab fit signs trace --weight-decay 5e-4 -s weight_decay_form=apart --out signs.safetensors
-
-      gradlab fit signs trace --method signum --out signum.safetensors
     """
 
-    name = "signs"
+    name, about = "signs", "Signs with feedback (dist-EF-blockSGDM)"
     options = ("method", "weight_decay", "scales")
     listed = "sign"
     method: str | None = setting(
@@ -258,7 +260,6 @@ class Signs(PlanMethod):
     samples: int | None = setting(None, help="iterations that energy is measured on; half of the trace, at most 100")
 
     def make(self, job: Job) -> Made:
-        from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
 
         if self.weight_decay_form is not None and not self.weight_decay:
             form = f"weight_decay_form = {self.weight_decay_form}"
@@ -278,7 +279,6 @@ class Signs(PlanMethod):
         return _replayed(job, plan, optimizer, notes, tables, method=method, blocks=blocks)
 
     def _plan(self, job: Job, method: str, optimizer: OptimizerSettings | None) -> Plan:
-        from gradlab.plan import method_plan
 
         return method_plan(
             job.trace.model_layers,
@@ -305,21 +305,16 @@ class Lgreco(Method):
 
     Example:
 
-      gradlab fit lgreco trace --codec powersgd -s rank=4 --out lgreco.safetensors
-
-      gradlab fit lgreco trace --codec topk -s density=0.01 --workers 4 --figure layers.svg --out topk.safetensors
-
-      gradlab fit lgreco trace --codec qsgd -s bits=4 --hold --out qsgd.safetensors
+      gradlab fit lgreco trace --codec topk -s density=0.01 --hold --figure layers.svg --out topk.safetensors
 
       gradlab fit lgreco trace -s rank=4 -s family=all --cost wire -s nodes=8 --out hybrid.safetensors
 
       gradlab fit lgreco trace -s rank=4 -s refresh=400 -s accordion=2:8 --out accordion.safetensors
 
-      gradlab fit lgreco trace -s rank=4 --cost step -s compute_seconds=0.36s -s bandwidth=200mbit
-      --out fast.safetensors
+      gradlab fit lgreco trace --cost step -s compute_seconds=0.36s -s bandwidth=200mbit --out fast.safetensors
     """
 
-    name = "lgreco"
+    name, about = "lgreco", "A setting for each layer (L-GreCo)"
     options = ("codec", "alpha", "hold", "cost", "figure")
     codec: str = setting("powersgd", help="codec of the uniform plan, which you know to train well")
     alpha: float = setting(1.0, help="the error that the plan may have, as a multiple of the uniform plan's")
@@ -360,10 +355,6 @@ class Lgreco(Method):
     )
 
     def make(self, job: Job) -> Made:
-        from gradlab.analysis.layer_plan.grids import candidates_of_grid
-        from gradlab.analysis.layer_plan.lgreco import LgrecoOptions, fit_lgreco
-        from gradlab.analysis.questions.layer_plans import layers_chart
-        from gradlab.cli.options import node_of
 
         ranks = job.trace.world_size if self.nodes is None else self.nodes
         small, step = self._objective(ranks)
@@ -398,11 +389,7 @@ class Lgreco(Method):
         return Made(fit.artifact(), printing.layer_plan(fit.provenance), layers_chart(fit.provenance))
 
     def _objective(self, ranks: int) -> tuple[Cost, Network | None]:
-        """What is to be small; for cost step also what steps are predicted for."""
-        from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
-        from gradlab.analysis.forecast.network import Network
-        from gradlab.analysis.forecast.profile import Profile
-        from gradlab.analysis.layer_plan.costs import Cost
+        """The cost to minimise; for cost step also the network that steps are predicted for."""
 
         if self.cost not in ("seconds", "step"):
             return Cost(self.cost), None
@@ -425,14 +412,12 @@ class Lgc(PlanMethod):
 
     Example:
 
-      gradlab fit lgc trace --out lgc.safetensors
-
       gradlab fit lgc trace --density 0.01 -s order=value --feedback --out sorted.safetensors --figure lgc.svg
 
       gradlab fit lgc trace --pattern server -s positions=shared --density 0.01 --out server.safetensors
     """
 
-    name = "lgc"
+    name, about = "lgc", "An autoencoder of several ranks' values (LGC)"
     options = ("density", "pattern", "feedback", "figure")
     listed = "lgc_ring"
     density: float = setting(0.001, help="share of each layer's values that is selected, the paper's alpha / 100")
@@ -457,8 +442,6 @@ class Lgc(PlanMethod):
         return f"lgc_{self.pattern}"
 
     def make(self, job: Job) -> Made:
-        from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
-        from gradlab.analysis.questions.lgc import fit_chart
 
         options = LgcOptions(
             settings={"density": self.density, **job.settings},
@@ -495,7 +478,7 @@ class Uniform(PlanMethod):
       --wrap sparsity_warmup:steps=500 --out dgc.safetensors
     """
 
-    name = "uniform"
+    name, about = "uniform", "One codec with one setting: needs no fit"
     options = ("codec", "wrap", "error_feedback", "role")
     codec: str = setting(help="any codec that needs no fit: topk, powersgd, qsgd, sign, ... (see gradlab methods)")
     wrap: tuple[str, ...] = setting(
@@ -505,7 +488,6 @@ class Uniform(PlanMethod):
     role: tuple[str, ...] = setting((), help=ROLE)
 
     def make(self, job: Job) -> Made:
-        from gradlab.plan import Plan
 
         plan = Plan.uniform(
             job.trace.model_layers,
@@ -513,7 +495,7 @@ class Uniform(PlanMethod):
             error_feedback=self.error_feedback,
             wrappers=[parse_wrapper(text) for text in self.wrap] or None,
             warmup_steps=self.warmup_steps,
-            roles=known_roles(self.role),
+            roles=self.role or None,
             seed=self.seed,
             **job.settings,
         )
@@ -536,9 +518,6 @@ def _replayed(
     **metadata: Any,
 ) -> Made:
     """The artifact of a plan that needs no fit, with its replay."""
-    from gradlab.analysis.fit.uniform import uniform_artifact
-    from gradlab.analysis.replay import replay
-    from gradlab.cli.evaluate import answer_of
 
     replayed = replay(job.trace, plan, workers=job.workers, progress=job.progress)
     answer = answer_of({job.out.stem: replayed})
@@ -569,10 +548,9 @@ def _between(text: str | None) -> tuple[float, float] | None:
 
 def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
     """The method given, or the one that trains under the optimizer, with a note on the choice."""
-    from gradlab.plan.recipes import SIGN_METHODS, known_name
 
     if name is not None:
-        return known_name(name, SIGN_METHODS), []
+        return recipes.known_name(name, recipes.SIGN_METHODS), []
     if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
         return "dist-EF-blockSGDM", []
     note = (
@@ -584,11 +562,10 @@ def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple
 
 def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
     """Whether residuals follow the rate: as in the papers, but not where the optimizer keeps momentum of its own."""
-    from gradlab.plan.recipes import METHODS
 
     if optimizer is None or not optimizer.momentum:
         return True
-    return None if optimizer.adaptive or METHODS[method].momentum is None else True
+    return None if optimizer.adaptive or recipes.METHODS[method].momentum is None else True
 
 
 def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
@@ -605,9 +582,8 @@ def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> st
 
 
 def _require_blocks(method: str, settings: Mapping[str, Any]) -> None:
-    from gradlab.plan.recipes import METHODS
 
-    chosen = METHODS[method]
+    chosen = recipes.METHODS[method]
     if chosen.codec != "sign" or chosen.one_block or chosen.settings.get("scale") == "one":
         raise GradlabError(f"--scales shares out the scales of blocks, and {method} has none: use dist-EF-blockSGD(M)")
     if given := sorted(set(settings) & {"block_size", "across_layers", "scale"}):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import torch
 
+from gradlab import wrappers
 from gradlab.cli.setting_texts import parse_settings, split_settings
+from gradlab.codec.settings import build_settings
+from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.ddp.optimizers import OptimizerSettings
-    from gradlab.plan import Wrap
-    from gradlab.trace import Trace
+from gradlab.plan import Wrap
+from gradlab.plan.optimizer_rules import conflict_between
+from gradlab.trace import Trace
 
 
 def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings | None:
     """Read NAME[:KEY=VALUE,...] of torch.optim; without a text take the recorded optimizer, if there is one."""
-    from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 
     if text is None:
         return OptimizerSettings.from_metadata(trace.metadata)
-    import torch
 
     name, _, rest = text.partition(":")
     made = {kind.lower(): kind for kind in torch.optim.__all__ if kind not in ("Optimizer", "lr_scheduler")}
@@ -54,7 +52,6 @@ def require_trainable(
     Raises:
         GradlabError: if both apply momentum or weight decay, and the optimizer's cannot be set to 0.
     """
-    from gradlab.plan.optimizer_rules import conflict_between
 
     conflict = None if optimizer is None else conflict_between(momentum, weight_decay, optimizer)
     if conflict is None:
@@ -65,21 +62,8 @@ def require_trainable(
     raise GradlabError(f"{conflict}; {options.removeprefix(', ')}")
 
 
-def known_roles(roles: Sequence[str]) -> tuple[str, ...] | None:
-    """Check the names of roles; None: none was given."""
-    from gradlab.plan.coverage import known_roles as checked
-
-    try:
-        return checked(roles) if roles else None
-    except GradlabError as error:
-        raise GradlabError(f"--{error}") from None
-
-
 def parse_wrapper(text: str) -> Wrap:
     """Read NAME[:KEY=VALUE,...] as a wrapper of a plan."""
-    from gradlab import wrappers
-    from gradlab.codec.settings import build_settings
-    from gradlab.plan import Wrap
 
     name, _, rest = text.partition(":")
     settings = parse_settings(split_settings(rest), f"--wrap {name}")

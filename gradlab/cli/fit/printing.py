@@ -1,20 +1,20 @@
-"""What `gradlab fit` prints of each fit."""
+"""Answers of `gradlab fit`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from gradlab.analysis.fit.ecsq import Alone, AtEqualBytes
+from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
+from gradlab.analysis.fit.lgc.fit import LgcMeasurement
+from gradlab.analysis.fit.signs import BlockFit
+from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
+from gradlab.analysis.questions.layer_plans import layer_plan_table, layer_plan_verdict
+from gradlab.analysis.questions.lgc import lgc_verdict, lgc_warnings, selection_table
+from gradlab.analysis.questions.slices import fit_table, fit_verdict
 from gradlab.cli.console import Answer, Table
 from gradlab.formatting import format_percent
-
-if TYPE_CHECKING:
-    from gradlab.analysis.fit.ecsq import Alone, AtEqualBytes
-    from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
-    from gradlab.analysis.fit.lgc.fit import LgcMeasurement
-    from gradlab.analysis.fit.signs import BlockFit
-    from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
-    from gradlab.plan import Plan
+from gradlab.plan import Plan
 
 
 def comparison(compared: AtEqualBytes) -> Table:
@@ -35,7 +35,6 @@ def comparison(compared: AtEqualBytes) -> Table:
 
 def gradiveq(measured: GradiveqMeasurement) -> Answer:
     """Whether the fit holds; K, d and loss per layer; and the loss by age of the bases."""
-    from gradlab.analysis.questions.slices import fit_table, fit_verdict
 
     held, control = measured.holdout, measured.random_basis
     rows = [
@@ -53,7 +52,6 @@ def gradiveq(measured: GradiveqMeasurement) -> Answer:
 
 def lgc(measured: LgcMeasurement, plan: Plan, trace: Path) -> Answer:
     """Whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
-    from gradlab.analysis.questions.lgc import lgc_verdict, lgc_warnings, selection_table
 
     held = measured.holdout
     rows = [
@@ -71,7 +69,6 @@ def lgc(measured: LgcMeasurement, plan: Plan, trace: Path) -> Answer:
 
 def layer_plan(provenance: LgrecoProvenance) -> Answer:
     """Whether the plan pays, and what every layer got beside the uniform plan's setting."""
-    from gradlab.analysis.questions.layer_plans import layer_plan_table, layer_plan_verdict
 
     lines = [layer_plan_verdict(provenance)]
     if provenance.sample is not None:

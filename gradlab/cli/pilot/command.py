@@ -22,18 +22,21 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gradlab.analysis.forecast.link import parse_seconds
+from gradlab.analysis.outputs import require_free
+from gradlab.artifact import Artifact
 from gradlab.cli.console import Answer, print_json
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.cli.options import MAX_LOSS_TEXT, AsJson, MaxLoss, Overwrite, Plans, TraceFolder, share_of_loss
+from gradlab.cli.pilot.plans import ChosenPlans, chosen_plans
+from gradlab.cli.pilot.trials import Trials
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.cli.pilot.plans import ChosenPlans
-    from gradlab.cli.pilot.trials import Trials
+from gradlab.files import write_whole
+from gradlab.trace import Trace
 
 
 def pilot(
@@ -55,10 +58,6 @@ def pilot(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    from gradlab.analysis.forecast.link import parse_seconds
-    from gradlab.cli.pilot.plans import chosen_plans
-    from gradlab.cli.pilot.trials import Trials
-    from gradlab.trace import Trace
 
     if not command:
         raise GradlabError("no command that trains: put it last, behind --, such as -- torchrun train.py")
@@ -75,7 +74,6 @@ def pilot(
 
 def _prepare(out: Path, work: Path | None, overwrite: bool) -> Path:
     """Refuse files that are there, and remove the runs of an earlier pilot, and nothing else, from the folder."""
-    from gradlab.analysis.outputs import require_free
 
     for path in (out, Path(f"{out}.pilot.json")):
         require_free(path, overwrite)
@@ -88,8 +86,6 @@ def _prepare(out: Path, work: Path | None, overwrite: bool) -> Path:
 
 def _try(chosen: ChosenPlans, trials: Trials, out: Path, overwrite: bool, as_json: bool) -> None:
     """Run all trials, write the best plan's artifact and the result, and print it."""
-    from gradlab.artifact import Artifact
-    from gradlab.files import write_whole
 
     tried = trials.try_plans(chosen.plans, chosen.refused)
     best = tried.result.best

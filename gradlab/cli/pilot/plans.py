@@ -1,4 +1,4 @@
-"""Which plans a pilot tries."""
+"""Plans that a pilot tries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChosenPlans:
         return max(own) or _START
 
     def provenance(self, name: str) -> dict[str, Any]:
-        """Where a plan is from."""
+        """The origin of a plan."""
         artifact = self.artifacts.get(name)
         return {"method": "uniform", "trace": self.trace} if artifact is None else artifact.provenance
 

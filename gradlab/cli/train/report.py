@@ -1,4 +1,4 @@
-"""What the ranks of a run measured, and the run's report made of it: plain JSON, as `gradlab train --out` writes it."""
+"""Measurements of the ranks of a run, and the run's report: plain JSON, as `gradlab train --out` writes it."""
 
 from __future__ import annotations
 

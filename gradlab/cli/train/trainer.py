@@ -137,7 +137,7 @@ def _run(settings: TrainSettings, ranks: Sequence[int]) -> Run:
 
 
 def _recording(settings: TrainSettings, run: Run) -> dict[str, Any]:
-    """What both kinds of recorders take."""
+    """Arguments of both kinds of recorders."""
     metadata = trace_metadata(settings, run.workload, run.recipe, run.data)
     options = {"every": settings.every, "budget": settings.budget, "expected_steps": run.recipe.steps}
     return {"optimizer": run.optimizer, "metadata": metadata, **options}
