@@ -197,10 +197,11 @@ def _claim(between: Json) -> Chart:
     return Chart(
         [
             Panel(left, "bits per parameter", "", "(a) LGC's histogram, 2³² levels", names, look={"xlim": (0, None)}),
-            Panel(right, beyond, "", "(b) corrected estimators", names),
+            Panel(right, beyond, "", "(b) corrected estimators"),
         ],
         columns=2,
         height=max(2.6, 0.2 * len(layers) + 1.2),
+        shares={"sharey": True},
     )
 
 

@@ -28,57 +28,39 @@ from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.report.examine import PARTS, examine, families_of
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.analysis.report.trace_report import write_trace_report
+from gradlab.cli import options
 from gradlab.cli.console import command_line, print_report, progress_bars
 from gradlab.cli.named_method import loaded_plans
-from gradlab.cli.options import (
-    MAX_LOSS_TEXT,
-    AsJson,
-    AverageRanks,
-    ComputeSeconds,
-    InsideLink,
-    Latency,
-    MaxLoss,
-    Overwrite,
-    Plans,
-    Report,
-    SharedBy,
-    TraceFolder,
-    links_of,
-    nodes_of,
-    profile_of_step,
-    share_of_loss,
-    workers_of,
-)
 from gradlab.trace import Trace
 
 
 def analyze(
-    trace: TraceFolder,
-    out: Report,
-    plan: Plans = None,
+    trace: options.TraceFolder,
+    out: options.Report,
+    plan: options.Plans = None,
     nodes: Annotated[
         str, typer.Option(metavar="N[xR],...", help="Numbers of nodes, and of ranks on each: 8,64 or 2x8,8x8.")
     ] = "8",
-    inside: InsideLink = "400gbit",
+    inside: options.InsideLink = "400gbit",
     bandwidth: Annotated[str, typer.Option(help="Link speeds to forecast for, with commas.")] = "1gbit,25gbit",
-    latency: Latency = "100us",
-    compute_seconds: ComputeSeconds = None,
-    max_loss: MaxLoss = MAX_LOSS_TEXT,
+    latency: options.Latency = "100us",
+    compute_seconds: options.ComputeSeconds = None,
+    max_loss: options.MaxLoss = options.MAX_LOSS_TEXT,
     only: Annotated[
         str | None,
         typer.Option(metavar="PARTS", help="Some pages alone, with commas: payoff,between,noise,limits,within,signs."),
     ] = None,
     quick: Annotated[bool, typer.Option(help="A first look in seconds at fewer iterations and settings.")] = False,
-    workers: SharedBy = None,
-    average_ranks: AverageRanks = 1,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    workers: options.SharedBy = None,
+    average_ranks: options.AverageRanks = 1,
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False,
 ) -> None:
 
     require_free(out, overwrite, contents=REPORT_FILES)
-    sharing, allowed = workers_of(workers), share_of_loss(max_loss)
-    counts, node = nodes_of(nodes, inside)
-    network = Network(links_of(bandwidth, latency), counts, profile_of_step(compute_seconds), node=node)
+    sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
+    counts, node = options.nodes_of(nodes, inside)
+    network = Network(options.links_of(bandwidth, latency), counts, options.profile_of_step(compute_seconds), node=node)
     artifacts, look = loaded_plans(plan or ()), QUICK if quick else THOROUGH
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         examination = examine(

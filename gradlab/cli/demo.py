@@ -67,7 +67,6 @@ def demo(
 
 def _loop(out: Path, steps: int, progress: Progress) -> tuple[dict[str, dict[str, Any]], Offline]:
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
-
     common: dict[str, Any] = {"workload": WORKLOAD, "ranks": RANKS, "steps": steps}
     say(f"1/4 recording {steps} steps of {WORKLOAD} on {RANKS} ranks")
     launch(TrainSettings(**common, name="recording", capture=str((out / "trace").absolute())), progress)

@@ -153,7 +153,6 @@ def _refuse_of_corpus(path: Path, **options: object) -> None:
 
 def answer_of(replays: Mapping[str, Replay], notes: Sequence[str] = ()) -> Answer:
     """The answer of replays by name, with their warnings, and one row per plan."""
-
     written = {name: result.to_json() for name, result in replays.items()}
     ranking = ranking_stability(replays)
     lines = [replay_verdict(written), *([ranking_line(ranking.to_json())] if ranking else ())]

@@ -51,7 +51,6 @@ Judgements = Mapping[str, Mapping[str, "Judgement | GradlabError"]]
 
 def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: Workers, as_json: bool) -> None:
     """Judge methods by a corpus, a folder or the packed file, and print their figures beside its own methods'."""
-
     with ExitStack() as stack:
         if path.is_file():
             path = unpack(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradlab-corpus-"))))

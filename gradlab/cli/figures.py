@@ -18,7 +18,6 @@ FIGURES = (".svg", ".pdf")
 
 def require_figure(out: Path, overwrite: bool) -> None:
     """Refuse a name that no figure can have, or that is taken."""
-
     if out.suffix not in FIGURES:
         raise GradlabError(f"{out}: a figure is written as {' or '.join(FIGURES)}")
     require_free(out, overwrite)

@@ -48,7 +48,6 @@ def methods(
 
 def _show(name: str, as_json: bool) -> None:
     """Show one codec, wrapper or method, which may be in another case."""
-
     method = next((known for known in by_name() if known.lower() == name.lower()), None)
     if method and name not in (*codecs.names(), *wrappers.names()):
         made_of = by_name()[method]
@@ -117,7 +116,6 @@ def _one(facts: CodecFacts | WrapperFacts) -> str:
 
 def by_name() -> dict[str, str]:
     """Describe in a line what each method of `gradlab.plan.recipes` is made of, by its name."""
-
     return {name: _made_of(method) for name, method in METHODS.items()}
 
 

@@ -68,7 +68,6 @@ def parse_method(words: str, not_in: Path | None = None) -> NamedMethod:
 
 def loaded_plans(paths: Sequence[Path], taken: Sequence[str] = ()) -> dict[str, Artifact]:
     """Load artifacts by their files' stems; by their paths if two stems are equal, or one is taken."""
-
     stems = {path.stem for path in paths}.union(taken)
     apart = len(stems) == len(paths) + len(taken)
     return {path.stem if apart else str(path): Artifact.load(path) for path in paths}
@@ -87,7 +86,6 @@ def _artifact(words: str) -> NamedMethod:
 
 def _file_of(name: str) -> Path | None:
     """The Python file that a name stands for; None: it is no file."""
-
     if name.endswith(".py"):
         return Path(name)
     beside = Path(f"{name}.py")
@@ -109,7 +107,6 @@ def _built_in(words: str, name: str, settings: dict[str, Any]) -> PlanOf:
 
 def _uniform(words: str, codec: str, settings: dict[str, Any]) -> PlanOf:
     """A uniform plan of a codec; error_feedback may stand among the settings, and is no setting of the codec."""
-
     feedback = settings.pop("error_feedback", None)
     if feedback is not None and type(feedback) is not bool:
         raise GradlabError(f"{words}: error_feedback = {str(feedback)[:80]}, expected true or false")
@@ -160,7 +157,6 @@ def replays_of(
 
     Codecs of the user's are replayed in this process: others do not know them.
     """
-
     named = {method.words: method for method in methods if method.words in plans}
     own = [words for words in named if any(group.codec in CODECS.registered for group in plans[words].groups)]
     shared = {words: plans[words] for words in named if words not in own}
@@ -180,7 +176,6 @@ def _held_out(found: Replay | GradlabError, method: NamedMethod) -> Replay:
 @contextmanager
 def _failures_of(file: Path | None) -> Iterator[None]:
     """Raise an error of a user's codec as one line, which names the line of its file."""
-
     try:
         yield
     except GradlabError:

@@ -49,18 +49,9 @@ from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_ste
 from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.profile import profile_of
 from gradlab.artifact import Artifact
+from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, progress_bars
 from gradlab.cli.figures import require_figure, write_chart
-from gradlab.cli.options import (
-    ComputeSeconds,
-    InsideLink,
-    Latency,
-    Overwrite,
-    computing_seconds,
-    links_of,
-    nodes_of,
-    run_of,
-)
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_counted, format_ratio, format_seconds
 
@@ -70,13 +61,13 @@ def predict(
     nodes: Annotated[
         str, typer.Option(metavar="N[xR],...", help="Numbers of nodes, and of ranks on each: 4,64 or 2x8,8x8.")
     ] = "4,64,1024",
-    inside: InsideLink = "400gbit",
+    inside: options.InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="The plan runs on FSDP2's shards (compress_fsdp).")] = False,
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit; decimal bits per second.")
     ] = "1gbit",
-    latency: Latency = "100us",
-    compute_seconds: ComputeSeconds = None,
+    latency: options.Latency = "100us",
+    compute_seconds: options.ComputeSeconds = None,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size in MiB of DDP's buckets, or of FSDP2's units. [default: DDP's]")
     ] = None,
@@ -89,14 +80,14 @@ def predict(
     local_steps: Annotated[
         str | None, typer.Option(metavar="H,H", help="Numbers of local steps between two exchanges: 8,30,100.")
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: options.Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
 ) -> None:
 
-    links, (counts, node) = links_of(bandwidth, latency), nodes_of(nodes, inside, fsdp=fsdp)
+    links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
-    run = run_of(compute_seconds)
-    seconds = computing_seconds(compute_seconds) if compute_seconds is not None and run is None else None
+    run = options.run_of(compute_seconds)
+    seconds = options.computing_seconds(compute_seconds) if compute_seconds is not None and run is None else None
     if out is not None:
         require_figure(out, overwrite)
     numbers = None if local_steps is None else _numbers_of(local_steps)

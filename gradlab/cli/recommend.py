@@ -38,27 +38,10 @@ from gradlab.analysis.parallel import Workers
 from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.artifact import Artifact
+from gradlab.cli import options
 from gradlab.cli.console import Answer, print_json, progress_bars
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.cli.named_method import loaded_plans
-from gradlab.cli.options import (
-    MAX_LOSS_TEXT,
-    AsJson,
-    AverageRanks,
-    ComputeSeconds,
-    InsideLink,
-    Latency,
-    MaxLoss,
-    Overwrite,
-    Plans,
-    SharedBy,
-    TraceFolder,
-    links_of,
-    nodes_of,
-    profile_of_step,
-    share_of_loss,
-    workers_of,
-)
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -69,23 +52,23 @@ from gradlab.trace import Trace
 
 
 def recommend(
-    trace: TraceFolder,
+    trace: options.TraceFolder,
     out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the plan, if there is one to train with.")],
     nodes: Annotated[
         str, typer.Option(metavar="N[xR]", help="Number of nodes, and of ranks on each: 8, or 8x8.")
     ] = "8",
     bandwidth: Annotated[str, typer.Option(help="Speed of a node's link: 200mbit, 10gbit.")] = "1gbit",
-    inside: InsideLink = "400gbit",
+    inside: options.InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Parameters are sharded among a node's ranks by FSDP2.")] = False,
-    latency: Latency = "100us",
-    max_loss: MaxLoss = MAX_LOSS_TEXT,
-    compute_seconds: ComputeSeconds = None,
-    plan: Plans = None,
+    latency: options.Latency = "100us",
+    max_loss: options.MaxLoss = options.MAX_LOSS_TEXT,
+    compute_seconds: options.ComputeSeconds = None,
+    plan: options.Plans = None,
     quick: Annotated[bool, typer.Option(help="A replay of a few steps only, which the answer then says.")] = False,
-    workers: SharedBy = None,
-    average_ranks: AverageRanks = 1,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    workers: options.SharedBy = None,
+    average_ranks: options.AverageRanks = 1,
+    overwrite: options.Overwrite = False,
+    as_json: options.AsJson = False,
 ) -> None:
 
     for path in (out, _beside(out, LIKELY), _beside(out, BOLD)):
@@ -93,12 +76,13 @@ def recommend(
     for option, words in (("nodes", nodes), ("bandwidth", bandwidth)):
         if "," in words:
             raise GradlabError(f"--{option} {words!r}: expected one, to recommend a plan for it")
-    sharing, allowed, profile = workers_of(workers), share_of_loss(max_loss), profile_of_step(compute_seconds)
+    sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
+    profile = options.profile_of_step(compute_seconds)
     require_computing(profile)
-    counts, node = nodes_of(nodes, inside, fsdp=fsdp)
-    network, given = Network(links_of(bandwidth, latency), counts, profile, node=node), loaded_plans(plan or ())
+    counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
+    network = Network(options.links_of(bandwidth, latency), counts, profile, node=node)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
-        search = _Search(opened, given, network, fsdp, quick)
+        search = _Search(opened, loaded_plans(plan or ()), network, fsdp, quick)
         tried, remarks = search.tried(allowed, sharing, progress)
     if tried.speed is None:
         raise GradlabError(" ".join(remarks) or f"{trace}: no plan could be forecast")
@@ -167,7 +151,6 @@ class _Search:
 
     def tried(self, max_loss: float, workers: Workers, progress: Progress) -> tuple[Tried, list[str]]:
         """Replay and forecast the plans that can train here. Returns remarks, too."""
-
         trace, look = self.trace, QUICK if self.quick else THOROUGH
         if trace.world_size == 1:
             raise GradlabError(f"{trace.path}: recorded on one rank: what plans do to an exchange is not known")
@@ -224,7 +207,6 @@ class _Search:
 
     def _conflict(self, plan: Plan) -> str:
         """Why the lines to paste would be refused with a plan; empty: they train."""
-
         if self._optimizer is not None and (conflict := conflict_of(plan, self._optimizer)):
             return str(conflict)
         if self.fsdp:

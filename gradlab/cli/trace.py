@@ -27,7 +27,6 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
 
       gradlab trace info trace
     """
-
     with Trace(trace) as opened:
         layers, steps, ranks, wholes = opened.layers, opened.steps, opened.world_size, opened.model_layers
     if as_json:
@@ -79,7 +78,6 @@ def check(trace: TraceFolder, as_json: AsJson = False) -> None:
 
       gradlab trace check trace
     """
-
     result = check_trace(trace)
     if as_json:
         print_json(

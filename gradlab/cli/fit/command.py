@@ -138,7 +138,6 @@ def _meaning(field: Field) -> str:
 
 def _fit(method: type[Method], /, **given: Any) -> None:
     """Make an artifact, and print what its method measured."""
-
     out, overwrite = given["out"], given["overwrite"]
     require_free(out, overwrite)
     chosen = {name: given[name] for name in method.with_option() if given[name] is not None}
@@ -162,7 +161,6 @@ def _fit(method: type[Method], /, **given: Any) -> None:
 
 def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
     """Take a method's own settings; the others are its codec's."""
-
     own = [field.name for field in fields_of(method)]
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     options = built(method, f"fit {method.name}", {name: value for name, value in values.items() if name in own})
@@ -179,7 +177,6 @@ def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dic
 
 def _print(made: Made, paths: list[Path]) -> None:
     """Print the answer, with the number of ranks up to which the plan pays, and the files."""
-
     limit = pays_up_to(made.artifact.plan)
     pays = [f"this plan {limit}"] if limit else []
     dataclasses.replace(made.answer, notes=[*made.answer.notes, *pays, *map(str, paths)]).print()

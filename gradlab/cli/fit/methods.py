@@ -161,7 +161,6 @@ class Gradiveq(Method):
 
     def _settings(self, given: dict[str, Any]) -> Any:
         """The paper's or the recommended settings, with those given."""
-
         values = asdict(PAPER if self.paper else RECOMMENDED)
         values |= {"sample_steps": self.samples, "compressed_steps": 4 * self.samples}
         if given.get("loss_threshold") is not None:
@@ -390,7 +389,6 @@ class Lgreco(Method):
 
     def _objective(self, ranks: int) -> tuple[Cost, Network | None]:
         """The cost to minimise; for cost step also the network that steps are predicted for."""
-
         if self.cost not in ("seconds", "step"):
             return Cost(self.cost), None
         link = Link(parse_bandwidth(self.bandwidth), parse_seconds(self.latency))
@@ -518,7 +516,6 @@ def _replayed(
     **metadata: Any,
 ) -> Made:
     """The artifact of a plan that needs no fit, with its replay."""
-
     replayed = replay(job.trace, plan, workers=job.workers, progress=job.progress)
     answer = answer_of({job.out.stem: replayed})
     answer = replace(answer, tables=[*answer.tables, *tables], notes=[*filter(None, notes)])
@@ -548,7 +545,6 @@ def _between(text: str | None) -> tuple[float, float] | None:
 
 def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
     """The method given, or the one that trains under the optimizer, with a note on the choice."""
-
     if name is not None:
         return recipes.known_name(name, recipes.SIGN_METHODS), []
     if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
@@ -562,7 +558,6 @@ def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple
 
 def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
     """Whether residuals follow the rate: as in the papers, but not where the optimizer keeps momentum of its own."""
-
     if optimizer is None or not optimizer.momentum:
         return True
     return None if optimizer.adaptive or recipes.METHODS[method].momentum is None else True

@@ -16,7 +16,6 @@ from gradlab.trace import Trace
 
 def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings | None:
     """Read NAME[:KEY=VALUE,...] of torch.optim; without a text take the recorded optimizer, if there is one."""
-
     if text is None:
         return OptimizerSettings.from_metadata(trace.metadata)
 
@@ -52,7 +51,6 @@ def require_trainable(
     Raises:
         GradlabError: if both apply momentum or weight decay, and the optimizer's cannot be set to 0.
     """
-
     conflict = None if optimizer is None else conflict_between(momentum, weight_decay, optimizer)
     if conflict is None:
         return None
@@ -64,7 +62,6 @@ def require_trainable(
 
 def parse_wrapper(text: str) -> Wrap:
     """Read NAME[:KEY=VALUE,...] as a wrapper of a plan."""
-
     name, _, rest = text.partition(":")
     settings = parse_settings(split_settings(rest), f"--wrap {name}")
     build_settings(wrappers.get(name), settings)

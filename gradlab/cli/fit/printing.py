@@ -35,7 +35,6 @@ def comparison(compared: AtEqualBytes) -> Table:
 
 def gradiveq(measured: GradiveqMeasurement) -> Answer:
     """Whether the fit holds; K, d and loss per layer; and the loss by age of the bases."""
-
     held, control = measured.holdout, measured.random_basis
     rows = [
         (f"{first} to {last}", format_percent(loss), format_percent(random))
@@ -52,7 +51,6 @@ def gradiveq(measured: GradiveqMeasurement) -> Answer:
 
 def lgc(measured: LgcMeasurement, plan: Plan, trace: Path) -> Answer:
     """Whether the autoencoder beats codes without learning; each code at its bytes; and the error by age."""
-
     held = measured.holdout
     rows = [
         (f"{first} to {last}", format_percent(error))
@@ -69,7 +67,6 @@ def lgc(measured: LgcMeasurement, plan: Plan, trace: Path) -> Answer:
 
 def layer_plan(provenance: LgrecoProvenance) -> Answer:
     """Whether the plan pays, and what every layer got beside the uniform plan's setting."""
-
     lines = [layer_plan_verdict(provenance)]
     if provenance.sample is not None:
         lines.append(f"The trace holds {provenance.sample}: errors are those of the samples, bytes of whole layers.")

@@ -74,7 +74,6 @@ def pilot(
 
 def _prepare(out: Path, work: Path | None, overwrite: bool) -> Path:
     """Refuse files that are there, and remove the runs of an earlier pilot, and nothing else, from the folder."""
-
     for path in (out, Path(f"{out}.pilot.json")):
         require_free(path, overwrite)
     work = work or Path(f"{out}.pilot")
@@ -86,7 +85,6 @@ def _prepare(out: Path, work: Path | None, overwrite: bool) -> Path:
 
 def _try(chosen: ChosenPlans, trials: Trials, out: Path, overwrite: bool, as_json: bool) -> None:
     """Run all trials, write the best plan's artifact and the result, and print it."""
-
     tried = trials.try_plans(chosen.plans, chosen.refused)
     best = tried.result.best
     if best is not None:
