@@ -194,15 +194,11 @@ def _claim(between: Json) -> Chart:
         right.append(points(*apart(hollow), color, "", marker, ms=3, fillstyle="none"))
     names = [_marked(layer) for layer in layers]
     beyond = "bits per parameter beyond the shifted null"
-    return Chart(
-        [
-            Panel(left, "bits per parameter", "", "(a) LGC's histogram, 2³² levels", names, look={"xlim": (0, None)}),
-            Panel(right, beyond, "", "(b) corrected estimators"),
-        ],
-        columns=2,
-        height=max(2.6, 0.2 * len(layers) + 1.2),
-        shares={"sharey": True},
-    )
+    panels = [
+        Panel(left, "bits per parameter", "", "(a) LGC's histogram, 2³² levels", names, look={"xlim": (0, None)}),
+        Panel(right, beyond, "", "(b) corrected estimators"),
+    ]
+    return Chart(panels, 2, max(2.6, 0.2 * len(layers) + 1.2), shares={"sharey": True})
 
 
 def _marked(layer: Json) -> str:
