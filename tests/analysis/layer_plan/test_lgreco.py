@@ -398,7 +398,7 @@ def test_a_step_is_predicted_for_one_link_and_one_number_of_ranks(trace: Trace) 
     network = Network([link], [4], profile)
     seconds = Cost("seconds", link)
     for changes, message in (
-        ({"step": network}, "weighs buckets itself"),
+        ({"step": network}, "predicted from seconds on a link"),
         ({"step": network, "cost": seconds, "refresh_every": 9}, "not by step"),
         ({"step": network, "cost": Cost("seconds", Link(1e8))}, "step: its link is"),
         ({"step": network, "cost": seconds, "world_size": 3}, "step: nodes = 4 in the network, expected the plan's 3"),
