@@ -22,6 +22,7 @@ class Table(tuple[Layer, ...]):
 
     `Table.of` returns one object for equal layers, so that caches find it without comparing names.
 
+    >>> from gradlab.codec import Table
     >>> table = Table.of([Layer("w", (2, 3)), Layer("b", (2,))])
     >>> table.numel, table.numels, table is Table.of([Layer("w", (2, 3)), Layer("b", (2,))])
     (8, (6, 2), True)
@@ -85,6 +86,7 @@ class Batch(dict[str, torch.Tensor]):
 
     table: the layers.
 
+    >>> from gradlab.codec import Batch
     >>> batch = Batch.of({"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
     >>> batch.vector, batch.cut(2 * batch.vector)
     (tensor([1., 2., 3.]), {'w': tensor([[2., 4.]]), 'b': tensor([6.])})

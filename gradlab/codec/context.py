@@ -67,6 +67,10 @@ class Training:
     loss_scale: factor of the run on its loss. Gradients that reach a codec are already divided by it.
     start: the first iteration that the schedule compresses.
     parameters: parameters of the model at this iteration, by layer name. Empty if unknown, as in a trace's replay.
+
+    >>> from gradlab.codec import Training
+    >>> Training({"w": 0.1}, {"w": 0.2}).residual_ratio("w", True)
+    2.0
     """
 
     learning_rate: Mapping[str, float] = field(default_factory=dict)
@@ -114,6 +118,11 @@ class Memory:
     spare: memory of gradients by layer name, in which means may be written.
     overwrites: whether nobody reads the gradients or the codec's input after the exchange, so that results may be
         written over them.
+
+    >>> from gradlab.codec import Memory
+    >>> vector = torch.ones(2)
+    >>> Memory(overwrites=True).over(vector) is vector, Memory().over(vector) is vector
+    (True, False)
     """
 
     workspace: Workspace = field(default_factory=Workspace)

@@ -204,6 +204,10 @@ class Traits:
     refuses_feedback: why error feedback would diverge around it, whatever its input is multiplied by, and what to do.
     needs_feedback: why it makes no sense without error feedback, and what to do.
     whole_layers: why it cannot work on shards of its layers, as a part of a sentence.
+
+    >>> traits = codecs.make("topk", index_coding="smallest").traits
+    >>> traits.selects, traits.varying
+    (True, True)
     """
 
     selects: bool = False
@@ -228,7 +232,7 @@ class Bytes:
     codes: of the payload, those that an autoencoder made.
 
     >>> codecs.make("topk", density=0.01).forecast([Layer("w", (1000,))], world_size=4)
-    Bytes(payload=53, sent=159, positions=13, codes=0.0)
+    Bytes(payload=60, sent=180, positions=20, codes=0.0)
     """
 
     payload: float
