@@ -931,7 +931,7 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
         (["--bandwidth", "1 furlong"], "bandwidth '1 furlong': expected bits per second"),
         (["--bandwidth", ""], "bandwidth ''"),
         (["--nodes", "0"], "nodes = 0, expected 1 to"),
-        (["--nodes", "four"], "nodes 'four': expected whole numbers"),
+        (["--nodes", "four"], "--nodes 'four': expected numbers of nodes"),
         (["--nodes", "-4"], "nodes '-4'"),
         (["--latency", "-1ms"], "duration '-1ms'"),
         (["--compute-seconds", "0"], "compute time = 0 s"),

@@ -391,7 +391,7 @@ def test_the_command(gradlab: Command, trace: Trace, tmp_path: Path) -> None:
         (["-s", "order=sideways"], "order = 'sideways'"),
         (["--pattern", "star"], "pattern = 'star', expected"),
         (["--set", "first=[1]"], "first = [1], expected str"),
-        (["-s", "codes=2"], "fit lgc: no setting codes; known: density, pattern"),
+        (["-s", "codes=2"], "fit lgc: no setting codes; known: "),
         (["--figure", tmp_path / "other.svg", "--out", tmp_path / "other.svg"], "expected two names"),
         (["--out", tmp_path, "--overwrite"], "is no regular file"),
         (["--out", figure / "x.safetensors"], "is no folder"),
