@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from gradlab.layout import Layer
+from gradlab.layout import Layer, layer_of
 from gradlab.roles import STACKS
 
 #: Tensors by name: gradients or states by layer name, or what a codec learned.
@@ -84,27 +84,32 @@ def _table(layers: tuple[Layer, ...]) -> Table:
 class Batch(dict[str, torch.Tensor]):
     """Tensors of a group's layers, by name. Treat it as read-only.
 
-    table: the layers.
-
     >>> from gradlab.codec import Batch
     >>> batch = Batch.of({"w": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([3.0])})
     >>> batch.vector, batch.cut(2 * batch.vector)
     (tensor([1., 2., 3.]), {'w': tensor([[2., 4.]]), 'b': tensor([6.])})
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], table: Table) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], table: Table | None = None) -> None:
         super().__init__(tensors)
-        self.table = table
+        self._table = table
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], layers: Iterable[Layer] = ()) -> Batch:
         """Return a batch of tensors. layers: say the roles of those that are among them; others are "other"."""
         if isinstance(tensors, Batch):
             return tensors
+        if not layers:
+            return cls(tensors)
         roles = {layer.name: layer.role for layer in layers}
-        return cls(
-            tensors, Table.of(Layer(name, tuple(one.shape), roles.get(name, "other")) for name, one in tensors.items())
-        )
+        return cls(tensors, _described(tensors, roles))
+
+    @property
+    def table(self) -> Table:
+        """The layers. Their roles are "other" if nobody said them."""
+        if self._table is None:
+            self._table = _described(self, {})
+        return self._table
 
     @property
     def vector(self) -> torch.Tensor:
@@ -113,11 +118,16 @@ class Batch(dict[str, torch.Tensor]):
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
         """Return other tensors of the same layers as a batch."""
-        return Batch(tensors, self.table)
+        return Batch(tensors, self._table)
 
     def cut(self, vector: torch.Tensor) -> Tensors:
         """Cut a vector (numel,) into views with the layers' names and shapes."""
         return separate(vector, self)
+
+
+def _described(tensors: Mapping[str, torch.Tensor], roles: Mapping[str, str]) -> Table:
+    """Return the table of tensors by name, with these roles."""
+    return Table.of(layer_of(name, one.shape, roles.get(name, "other")) for name, one in tensors.items())
 
 
 def concatenate(grads: Tensors) -> torch.Tensor:

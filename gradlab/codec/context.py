@@ -149,13 +149,16 @@ class Memory:
         """
         names = list(names)
         spare = [self.spare[name] for name in names if name in self.spare]
-        if not spare or any(one.dtype != like.dtype for one in spare):
+        if not spare:
             return self.like(like)
+        joined: torch.Tensor | None = None
         if len(spare) == 1:
             joined = spare[0] if spare[0].is_contiguous() else None
-        else:
-            joined = consecutive(spare) if like.ndim == 1 else evenly_spaced(spare)
-        if joined is None or joined.numel() != like.numel():
+        elif like.ndim == 1:
+            joined = consecutive(spare)
+        elif all(one.dtype == like.dtype for one in spare):
+            joined = evenly_spaced(spare)
+        if joined is None or joined.numel() != like.numel() or joined.dtype != like.dtype:
             return self.like(like)
         return joined.view(like.shape)
 

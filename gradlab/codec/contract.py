@@ -590,7 +590,7 @@ def exchange_group(
     """
     scaled_by = 1.0 if codec.traits.keeps_dtype else scaled_by
     prepared = torch.Tensor.contiguous if codec.traits.keeps_dtype else functools.partial(_working, scaled_by=scaled_by)
-    working = Batch({name: prepared(grad) for name, grad in grads.items()}, Batch.of(grads).table)
+    working = Batch.of(grads).like({name: prepared(grad) for name, grad in grads.items()})
     if reuse and codec.traits.frees_gradients:
         context = replace(context, memory=Memory(context.memory.workspace, working, overwrites=True))
     try:

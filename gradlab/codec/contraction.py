@@ -28,7 +28,7 @@ from gradlab.codec.blockwise import CACHED
 from gradlab.codec.context import Context, Memory, alone
 from gradlab.codec.contract import Codec, Exchanged
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import innermost
+from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine, run_lockstep
 
 CONTRACTIONS = ("measured", "none")
@@ -51,6 +51,13 @@ def needs_scaling(codec: Codec, table: Table) -> bool:
     """Return whether feedback has to scale a codec's input, for a group's layers."""
     holds = innermost(codec).guarantees(table)
     return not holds.contracts and (holds.unbiased or holds.homogeneous)
+
+
+def scales(wrapper: Wrapper, table: Table) -> bool:
+    """Return whether a wrapper has to scale its codec's input, worked out once for a table."""
+    if table not in wrapper.scaled_tables:
+        wrapper.scaled_tables[table] = needs_scaling(wrapper.codec, table)
+    return wrapper.scaled_tables[table]
 
 
 def exchange_scaled(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec.batch import Batch, Tensors
+from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.context import Context
 from gradlab.codec.contract import About, Bytes, Codec, Exchanged, Traits, shown_settings
 from gradlab.codec.kept import Kept, for_any
@@ -74,6 +74,7 @@ class Wrapper(Codec):
     def __init__(self, codec: Codec, settings: Any = None) -> None:
         super().__init__(settings)
         self.codec = codec
+        self.scaled_tables: dict[Table, bool] = {}  # see `gradlab.codec.contraction.scales`
         for inner in wrappers_of(codec):
             self._refuse(inner)
         asked = getattr(self.settings, "contraction", "measured")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Deferred, Exchanged, Tensors, Traits, concatenate, separate
-from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, needs_scaling
+from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, scales
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
     Effects,
@@ -199,7 +199,7 @@ def exchange_contracting(
     """Run the wrapped codec on inputs, or on a multiple if it does not contract (`gradlab.codec.contraction`); return
     its result, the compression errors by layer, and state entries with what was measured."""
     codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
-    if wrapper.settings.contraction == "none" or not needs_scaling(codec, inputs.table):
+    if wrapper.settings.contraction == "none" or not scales(wrapper, inputs.table):
         done = yield from codec.exchange(inputs, inside, context)
         return done, compression_errors(inputs, done.own, context), {}
     zeta = state[key] if key in state else first_zeta(codec, inputs, context)

@@ -26,7 +26,7 @@ from gradlab.codec import (
     concatenate,
     mean_only,
 )
-from gradlab.codec.contraction import contraction_setting, needs_scaling, next_zeta, scale_down
+from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
 from gradlab.codec.kept import Kept, for_any
 from gradlab.codec.pieces import piece_of, pieces_of
 from gradlab.codec.settings import setting
@@ -234,7 +234,7 @@ class TwoWay(Wrapper):
     ) -> torch.Tensor | None:
         """Return the number that the server's input is divided by, (); None if it keeps no residual, or needs none."""
         asked = self.settings.error_feedback and self.settings.contraction != "none"
-        if not asked or not needs_scaling(self.compressor, grads.table):
+        if not asked or not scales(self, grads.table):
             return None
         if (known := state.get(_key(grads, "server_zeta"))) is not None:
             return known

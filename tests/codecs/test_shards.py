@@ -161,7 +161,7 @@ def test_ranks_and_steps_share_what_follows_from_shapes() -> None:
 
 
 @law(
-    st.sampled_from([*CUTTABLE, ("block_scaled", {"stochastic": True}), ("topk", {"density": 0.3}), ("random_k", {})]),
+    st.sampled_from([*CUTTABLE, ("block_scaled", {"stochastic": True}), ("topk", {"density": 0.3})]),
     st.integers(1, 40),
     st.integers(2, 7),
     st.data(),

@@ -74,7 +74,7 @@ def test_predict_writes_what_it_prints(gradlab: Command, tmp_path: Path) -> None
         assert [step["local_steps"] for step in one["steps"]] == [8, 30]
         assert one["steps"][0]["seconds"] == pytest.approx(0.02 + one["exchange"] / 8)
     code, _, err = gradlab(*words[:-1], "8,x")
-    assert (code, err) == (2, "gradlab: local steps 'x': expected whole numbers from 1, such as 8,30,100\n")
+    assert (code, err) == (2, "gradlab: --local-steps '8,x': expected whole numbers from 1, such as 8,30,100\n")
 
 
 @pytest.mark.parametrize(("cores", "lacking"), [(2.0, 0.0), (1.5, 0.5), (1.0, 1.0), (0.5, 1.0)])
