@@ -145,10 +145,9 @@ class Compressor(Codec):
 
     def shards_on(self, root: int, numel: int, world_size: int) -> Shards:
         """Return each rank's shard (start, stop) of a vector (numel,) of which rank `root` has all."""
-        ranks = range(world_size)
-        return self._kept_shards(
-            (numel, world_size, root), lambda: ((0, numel) if rank == root else (numel, numel) for rank in ranks)
-        )
+
+        at = (numel, world_size, root)
+        return self._kept_shards(at, lambda: ((0 if rank == root else numel, numel) for rank in range(world_size)))
 
     def _kept_shards(self, key: tuple[Any, ...], of_ranks: Callable[[], Iterable[Shard]]) -> Shards:
         """Return the shards that all ranks of a process share, and all steps."""
@@ -240,14 +239,12 @@ class Compressor(Codec):
             average = average_of_ranks(codec, total, zip(*answers, strict=True), 1.0 / context.world_size)
             return grads.cut(average)
 
-        def own() -> Tensors:
-            return grads.cut(codec.decompress_into(context.memory.like(vector), payload))
-
-        def error() -> Tensors:
-            out = context.memory.over(vector)
-            return grads.cut(codec.residual_into(out, vector, payload))
-
-        return Exchanged(context.once(mean), Deferred(grads, own, error))
+        own = Deferred(
+            grads,
+            lambda: grads.cut(codec.decompress_into(context.memory.like(vector), payload)),
+            lambda: grads.cut(codec.residual_into(context.memory.over(vector), vector, payload)),
+        )
+        return Exchanged(context.once(mean), own)
 
 
 def exchanged_at(

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 from gradlab.codec.contract import Codec, register
-from gradlab.codec.registry import CODECS
 from gradlab.errors import GradlabError
 
 
@@ -46,15 +45,14 @@ def _is_defined_in(kind: object, module: str) -> bool:
 
 def _registered(path: Path, defined: list[type[Codec]]) -> type[Codec]:
     """The one codec of a file, registered."""
+    names = ", ".join(kind.__qualname__ for kind in defined) or "none"
     if len(defined) != 1:
-        names = ", ".join(kind.__qualname__ for kind in defined) or "none"
         raise GradlabError(f"{path}: defines {len(defined)} codecs ({names}), expected one class with a name")
     [codec] = defined
-    if CODECS.registered.get(codec.name) is not codec:
-        try:
-            register(codec)
-        except GradlabError as error:
-            raise GradlabError(f"{path}: {error}") from None
+    try:
+        register(codec)
+    except GradlabError as error:
+        raise GradlabError(f"{path}: {error}") from None
     return codec
 
 

@@ -36,14 +36,12 @@ class Kept:
         if tensor.dtype not in self.dtypes:
             return f"is {_name(tensor.dtype)}, expected {' or '.join(map(_name, self.dtypes))}"
         if tensor.ndim != len(self.shape) or not all(map(_fits, tensor.shape, self.shape)):
-            return f"has the shape {list(tensor.shape)}, expected {self._sizes()}"
+            sizes = f"[{', '.join(map(_text, self.shape))}]" + (" or [0]" if self.or_empty else "")
+            return f"has the shape {list(tensor.shape)}, expected {sizes}"
         for bound, sound, word in ((self.least, torch.ge, "least"), (self.most, torch.le, "most")):
             if bound is not None and not bool(sound(tensor.cpu().double(), torch.tensor(bound)).all()):
                 return f"holds {_values(tensor)}, expected at {word} {bound}"
         return None
-
-    def _sizes(self) -> str:
-        return f"[{', '.join(map(_text, self.shape))}]" + (" or [0]" if self.or_empty else "")
 
 
 def state_problem(kept: Mapping[str, Kept] | None, state: Mapping[str, torch.Tensor]) -> str | None:

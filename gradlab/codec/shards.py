@@ -210,15 +210,12 @@ class Spread:
     def own(self, grads: Batch) -> Deferred:
         """Return this rank's decoded contribution, by layer."""
 
-        def decoded() -> Tensors:
-            return grads.cut(self._add_own(self._context.memory.workspace.zeros_like(self._vector), 1.0))
-
-        def missed() -> Tensors:
-            vector = self._vector
-            out = self._context.memory.copy(vector)
-            return grads.cut(self._add_own(out, -1.0))
-
-        return Deferred(grads, decoded, missed)
+        vector, memory = self._vector, self._context.memory
+        return Deferred(
+            grads,
+            lambda: grads.cut(self._add_own(memory.workspace.zeros_like(vector), 1.0)),
+            lambda: grads.cut(self._add_own(memory.copy(vector), -1.0)),
+        )
 
 
 def averaged_in_shards(codec: Compressor, vector: torch.Tensor, grads: Batch, context: Context) -> Coroutine[Exchanged]:
@@ -237,28 +234,15 @@ def _compressed_apart(
 ) -> list[Payload]:
     """Compress each shard by itself. Empty ones, which are most where one rank has it all, are compressed once."""
     sent: list[Payload] = []
+    nothing: Payload | None = None
     for rank, (start, stop) in enumerate(shards):
-        before = generator.get_state() if start == stop else None
+        if start == stop and nothing is not None:
+            sent.append(nothing)
+            continue
+        before = generator.get_state()
         sent.append(shards.part(rank).at(held).compress(vector[start:stop], generator))
-        # Without a random number drawn for it, the next empty shard's payload is the same.
-        if before is not None and torch.equal(before, generator.get_state()):
-            return _compressed_around(sent[-1], sent, vector, shards, held, generator)
-    return sent
-
-
-def _compressed_around(
-    nothing: Payload,
-    done: Sequence[Payload],
-    vector: torch.Tensor,
-    shards: Shards,
-    held: torch.Tensor | None,
-    generator: torch.Generator,
-) -> list[Payload]:
-    """Compress what shards are left, those that are not empty."""
-    sent = [*done, *[nothing] * (len(shards) - len(done))]
-    for rank in shards.occupied:
-        if rank >= len(done):
-            sent[rank] = shards.part(rank).at(held).compress(vector[slice(*shards[rank])], generator)
+        if start == stop and torch.equal(before, generator.get_state()):
+            nothing = sent[-1]  # without a random number drawn for it, the next empty shard's payload is the same
     return sent
 
 
