@@ -12,7 +12,7 @@ import torch
 from gradlab.codec import Tensors, hash_tensor
 from gradlab.codec.kept import state_problem
 from gradlab.codec.measures import is_finite
-from gradlab.codec.wrapper import POLICIES
+from gradlab.codec.wrapper import POLICIES, resize
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import share_out
@@ -172,7 +172,7 @@ def redistribute(
     for group, (owner, kept) in by_node.items():
         rates |= {name: rate for name, rate in owner["learning_rates"].items() if name in layers[group]}
         if group in run.codecs:
-            states[group] = run.codecs[group].redistribute(kept, run.rank, run.world_size, residuals)
+            states[group] = resize(run.codecs[group], kept, run.rank, run.world_size, residuals)
     _continue(run, saved[ROOT], moved(states, device), rates, saved[ROOT].get("refresh"))
 
 

@@ -22,7 +22,7 @@ import torch
 
 from gradlab.codec.batch import Batch, Tensors, concatenate, separate
 from gradlab.codec.context import Context, Memory
-from gradlab.codec.kept import Kept
+from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings, check_ranges, fields_of
 from gradlab.collectives import Coroutine, Mean, ring_sends, run_lockstep
@@ -200,7 +200,6 @@ class Traits:
     rotatable: whether it quantizes every value, so that a rotation may stand around it.
     keeps_dtype: whether gradients travel in their own dtype, with the loss scale on them.
     coarse: whether quantizing a mean once more would cost too much for it to be the default.
-    group_state: names of state entries that belong to the whole group, not to a layer.
     refuses_feedback: why error feedback would diverge around it, whatever its input is multiplied by, and what to do.
     needs_feedback: why it makes no sense without error feedback, and what to do.
     whole_layers: why it cannot work on shards of its layers, as a part of a sentence.
@@ -216,7 +215,6 @@ class Traits:
     rotatable: bool = False
     keeps_dtype: bool = False
     coarse: bool = False
-    group_state: frozenset[str] = frozenset()
     refuses_feedback: str = ""
     needs_feedback: str = ""
     whole_layers: str = ""
@@ -299,6 +297,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     about: About
+    entries: ClassVar[Mapping[str, Entry]] = {}  # by the names of state entries; others are `Entry()`
     Settings: ClassVar[type]
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -442,6 +441,11 @@ class Codec(ABC):
 
     def missing(self, state: Tensors) -> str | None:
         """Name an entry that a state needs beside the others it has, such as what an iteration counts on; or None."""
+        for key in state:
+            layer, _, what = key.rpartition("/")
+            for beside in self.entries.get(what, Entry()).needs:
+                if (needed := f"{layer}/{beside}") not in state:
+                    return needed
         return None
 
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
@@ -460,24 +464,6 @@ class Codec(ABC):
     def with_settings(self, **changes: Any) -> Codec:
         """Return a codec with some settings changed, which shares the learned tensors."""
         return type(self)(replace(self.settings, **changes), self.learned)
-
-    def adopted_state(self, state: Tensors) -> Tensors:
-        """Return the part of a state, left by other settings of this method, that this codec continues from.
-
-        By default it is empty.
-        """
-        return {}
-
-    def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Return the state of one rank in a run that continues with another number of ranks.
-
-        Args:
-            states: of the old ranks, in order.
-            rank: the new rank.
-            world_size: the new number of ranks.
-            residuals: how state that differs between ranks is passed on, see `Wrapper.redistribute`.
-        """
-        return states[0]
 
 
 def register(codec: Own) -> Own:

@@ -14,6 +14,27 @@ Size = int | tuple[int, int | None]
 
 
 @dataclass(frozen=True)
+class Entry:
+    """Rules for a state's entries of one name, such as "residual", under any layer.
+
+    resized: how a run continues with another number of ranks. "same": every rank has rank 0's. "dealt": see
+        `gradlab.codec.wrapper.resize`. "joined": parts of shards are joined in rank order, under `joined_as`.
+        "anew": it starts anew.
+    residual: whether it goes if residuals are dropped.
+    carried: whether it stays valid under other settings of the method, if `Codec.kept` allows its form there.
+    of_group: whether it belongs to the whole group. It is then under the first layer that has a gradient.
+    needs: names of entries that the same layer must have beside it.
+    """
+
+    resized: str = "same"
+    residual: bool = False
+    carried: bool = False
+    of_group: bool = False
+    needs: tuple[str, ...] = ()
+    joined_as: str = ""
+
+
+@dataclass(frozen=True)
 class Kept:
     """The shape, dtype and range of a state entry.
 

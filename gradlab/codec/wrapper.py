@@ -1,7 +1,7 @@
 """Wrappers change a codec's input or its result, without the codec's knowledge.
 
 A wrapper is itself a codec around another one and delegates with `yield from`. It may keep state that differs between
-ranks, such as residuals and velocities. A wrapper's state has keys "<layer>/<what>" with <what> in `keys`. All other
+ranks, such as residuals and velocities. A wrapper's state has keys "<layer>/<what>" with <what> in `entries`. All other
 keys belong to the wrapped codec.
 """
 
@@ -12,22 +12,24 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.context import Context
 from gradlab.codec.contract import About, Bytes, Codec, Exchanged, Traits, shown_settings
-from gradlab.codec.kept import Kept, for_any
+from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 POLICIES = ("sum", "split", "drop")
-# Of a wrapped codec, see `gradlab.codec.contraction` and `Compressor.held`.
-MEASURED = ("zeta", "server_zeta", "sent_held", "server_held")
+# Entries of wrappers: the same on all ranks, each rank's own, and measured of a wrapped codec.
+SHARED = Entry(carried=True)
+DEALT = Entry("dealt", residual=True, carried=True)
+MEASURED = Entry("anew", of_group=True)
 _BLOCK = 256  # elements that share one scale in an int8 buffer
 
 
@@ -68,7 +70,6 @@ class Wrapper(Codec):
     """
 
     about = About("wrapper", "")
-    keys: ClassVar[tuple[str, ...]] = ()
     effects = Effects()
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
@@ -103,28 +104,24 @@ class Wrapper(Codec):
 
     def inner_state(self, state: Tensors) -> Tensors:
         """Return the wrapped codec's part of a state."""
-        return {key: value for key, value in state.items() if _buffer_of(key) not in self.keys}
+        return {key: value for key, value in state.items() if _buffer_of(key) not in self.entries}
 
     def own_state(self, state: Tensors) -> Tensors:
         """Return this wrapper's part of a state."""
-        return {key: value for key, value in state.items() if _buffer_of(key) in self.keys}
-
-    def carried_state(self, state: Tensors) -> Tensors:
-        """Return this wrapper's part of a state that stays valid when the wrapped codec gets other settings."""
-        return {key: value for key, value in self.own_state(state).items() if key.rpartition("/")[2] not in MEASURED}
+        return {key: value for key, value in state.items() if _buffer_of(key) in self.entries}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept] | None:
         inner = self.codec.kept(layers, rank, world_size, group)
         return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size, group)}
 
     def missing(self, state: Tensors) -> str | None:
-        return self.codec.missing(self.inner_state(state))
+        return super().missing(self.own_state(state)) or self.codec.missing(self.inner_state(state))
 
     def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `keys`."""
+        """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `entries`."""
         kind, found = getattr(self.settings, "buffer", "float32"), dict[str, Kept]()
-        for what in self.keys:
-            if what in MEASURED:
+        for what, rule in self.entries.items():
+            if rule == MEASURED:
                 found |= for_any(layers, what, Kept((), least=0.0))
             else:
                 for layer in layers:
@@ -154,31 +151,6 @@ class Wrapper(Codec):
     def with_settings(self, **changes: Any) -> Codec:
         """Return the same stack of wrappers around a codec with some settings changed."""
         return type(self)(self.codec.with_settings(**changes), self.settings)
-
-    def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Return the state of one of M = `world_size` ranks that continue a run of N = len(states) ranks.
-
-        Args:
-            states: of the old ranks, in order.
-            rank: the new rank.
-            world_size: M.
-            residuals: how the tensors e_i that differ between ranks become the new ranks' e'_j.
-                "split": every new rank gets the mean of all e_i.
-                "sum": new rank j gets M / N times the sum of those e_i with i mod M == j.
-                "drop": every new rank starts without them.
-                "split" and "sum" keep the mean, (1/M) sum e'_j == (1/N) sum e_i, which is still to be applied.
-        """
-        inner = self.codec.redistribute([self.inner_state(s) for s in states], rank, world_size, residuals)
-        return {**inner, **self._redistribute_own([self.own_state(s) for s in states], rank, world_size, residuals)}
-
-    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        state: Tensors = {}
-        for name, what in state_names(self.carried_state(own[0])):
-            kind = "int8" if own[0][f"{name}/{what}"].dtype == torch.int8 else "float32"
-            held = [load_buffer(one, name, what) for one in own]
-            dealt = deal([value for value in held if value is not None], rank, world_size, residuals)
-            state |= {} if dealt is None else store_buffer(name, what, dealt, kind)
-        return state
 
 
 def buffer_setting(what: str) -> Any:
@@ -248,20 +220,58 @@ def state_names(state: Tensors) -> Iterable[tuple[str, str]]:
     return [(name, what) for name, _, what in names]
 
 
-def deal(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals: str) -> torch.Tensor | None:
-    """Compute the tensor of one rank in a run that continues with another number of ranks.
+def entries_of(codec: Codec) -> dict[str, Entry]:
+    """Return the rules for state entries of a codec and its wrappers, by name."""
+    return {what: rule for one in (innermost(codec), *wrappers_of(codec)) for what, rule in one.entries.items()}
+
+
+def adopted(new: Codec, kept: Mapping[str, Kept] | None, state: Tensors) -> Tensors:
+    """Return the part of a state, left under other settings, that a codec continues from.
+
+    kept: what `Codec.kept` says of the codec.
+    """
+    rules, one = entries_of(new), Entry()
+    carried = {key: value for key, value in state.items() if rules.get(_buffer_of(key), one).carried}
+    if kept is None:
+        return carried
+    return {key: value for key, value in carried.items() if key in kept and kept[key].problem(value) is None}
+
+
+def resize(codec: Codec, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
+    """Return the state of one of M = `world_size` ranks that continue a run of N = len(states) ranks.
 
     Args:
-        tensors: of the old ranks, of one shape.
+        codec: with its wrappers.
+        states: of the old ranks, in order.
         rank: the new rank.
-        world_size: the new number of ranks.
-        residuals: "split", "sum" or "drop", see `Wrapper.redistribute`.
-
-    Returns:
-        A tensor of the same shape, or None for "drop".
+        world_size: M.
+        residuals: how the tensors e_i that differ between ranks become the new ranks' e'_j.
+            "split": every new rank gets the mean of all e_i.
+            "sum": new rank j gets M / N times the sum of those e_i with i mod M == j.
+            "drop": every new rank starts without them.
+            "split" and "sum" keep the mean, (1/M) sum e'_j == (1/N) sum e_i, which is still to be applied.
     """
-    if residuals == "drop":
-        return None
+    rules, state = entries_of(codec), dict[str, torch.Tensor]()
+    for key, first in states[0].items():
+        (name, _, what), rule = key.rpartition("/"), rules.get(_buffer_of(key), Entry())
+        if rule.residual and residuals == "drop":
+            continue
+        if rule.resized == "same":
+            state[key] = first
+        elif rule.resized == "anew":
+            state |= {key: states[rank][key]} if world_size == len(states) else {}
+        elif what in rules:  # of an int8 buffer once, with its scales
+            held = [buffer for one in states if (buffer := load_buffer(one, name, what)) is not None]
+            if rule.resized == "joined":
+                state[f"{name}/{rule.joined_as}"] = torch.cat(held)
+            else:
+                kind = "int8" if first.dtype == torch.int8 else "float32"
+                state |= store_buffer(name, what, _dealt(held, rank, world_size, residuals), kind)
+    return state
+
+
+def _dealt(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals: str) -> torch.Tensor:
+    """Return a new rank's tensor, of the shape of the old ranks', see `resize`."""
     if residuals == "split":
         return torch.stack(list(tensors)).mean(0)
     dealt = [tensor for old, tensor in enumerate(tensors) if old % world_size == rank]

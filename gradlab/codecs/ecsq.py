@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from gradlab.codec import (
     Traits,
     concatenate,
 )
-from gradlab.codec.kept import Kept, for_any
+from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import Payload, most_bytes, sent_by
@@ -90,6 +90,7 @@ class ECSQ(Compressor):
     """
 
     name = "ecsq"
+    entries: ClassVar[Mapping[str, Entry]] = {"step": Entry(carried=True, of_group=True), "tables": Entry(carried=True)}
     about = About(
         "quantization",
         "ceil(bits * n / 8) + 11",
@@ -138,7 +139,7 @@ class ECSQ(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        return replace(super().traits, varying=True, group_state=frozenset({"step"}))
+        return replace(super().traits, varying=True)
 
     @property
     def gathered(self) -> bool:
@@ -506,11 +507,6 @@ class ECSQ(Compressor):
     @property
     def kept_by_messages(self) -> Kept:
         return Kept((), (torch.float64,), least=0.0)
-
-    def adopted_state(self, state: Tensors) -> Tensors:
-        """Continue from the step of other settings, and from tables if these run, too."""
-        continued = ("step", "tables") if self.settings.tables == "running" else ("step",)
-        return {key: value for key, value in state.items() if key.rpartition("/")[2] in continued}
 
     # --- forecasts ---
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ from gradlab.codec import (
     Traits,
 )
 from gradlab.codec.contract import mean_only
-from gradlab.codec.kept import Kept
+from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather, Sum
@@ -69,6 +69,7 @@ class IntSGD(Codec):
         defaults=PlanDefaults(error_feedback=False),
     )
     traits = Traits(frees_gradients=True, rotatable=True)
+    entries: ClassVar[Mapping[str, Entry]] = {"energy": Entry(carried=True)}
 
     @dataclass(frozen=True)
     class Settings:
@@ -184,10 +185,6 @@ class IntSGD(Codec):
         if not self._runs:
             return {}
         return {f"{layer.name}/energy": Kept((), (torch.float64,), least=0.0) for layer in layers}
-
-    def adopted_state(self, state: Tensors) -> Tensors:
-        """Continue from the norms of other settings."""
-        return dict(state) if self._runs else {}
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         unknown = state is not None and any(f"{layer.name}/energy" not in state for layer in layers)

@@ -6,12 +6,14 @@ sections IV-A and V-B.1, eqs. (2) to (7), (12) and (13), Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import About, Batch, Context, Deferred, Exchanged, Tensors
+from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import count_of, largest
@@ -23,6 +25,7 @@ from gradlab.learning.autoencoder import Architecture, Loss, server_loss
 from gradlab.learning.selection import (
     COMPRESSING,
     DEFAULTS,
+    GROUP_STATE,
     TRAINING,
     LearnedSelection,
     LearnedSettings,
@@ -65,6 +68,9 @@ class LgcServer(LearnedSelection):
         learns=True,
     )
 
+    # Decoders are of ranks: for another number of them they are learned anew.
+    entries: ClassVar[Mapping[str, Entry]] = dict.fromkeys(GROUP_STATE, Entry("anew", of_group=True))
+
     @dataclass(frozen=True)
     class Settings(LearnedSettings):
         similarity: float = setting(0.5, least=0, symbol="lambda_2", help="weight of the similarity loss, eq. (7)")
@@ -96,11 +102,6 @@ class LgcServer(LearnedSelection):
                 "for each rank"
             )
         return trained
-
-    def redistribute(self, states: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Return the first rank's state, or an empty one if decoders must be learned for another world size."""
-        kept = super().redistribute(states, rank, world_size, residuals)
-        return kept if world_size == len(states) or "autoencoder" in self.learned else {}
 
     # --- the exchange ---
 

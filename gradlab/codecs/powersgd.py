@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Table, Tensors
 from gradlab.codec.batch import stacked
 from gradlab.codec.contract import means_of
-from gradlab.codec.kept import Kept
+from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer, layer_of
@@ -51,6 +51,7 @@ class PowerSGD(Codec):
     """
 
     name = "powersgd"
+    entries: ClassVar[Mapping[str, Entry]] = {"p": Entry(carried=True), "q": Entry(carried=True)}
     about = About(
         "low rank",
         "4 * sum of r * (n + m) over matrices, r = min(rank, n, m); alternating: of r * n and r * m in turn",
@@ -206,7 +207,7 @@ class PowerSGD(Codec):
             return self._random(name, matrix.shape[-1], matrix, context)
         kept, rank = state[key], min(*matrix.shape[-2:], self.settings.rank)
         kept = kept if kept.dtype == matrix.dtype else kept.to(matrix.dtype)
-        if (rows := kept.shape[-2]) < rank:  # another rank's, see `adopted_state`
+        if (rows := kept.shape[-2]) < rank:  # another rank's, see `entries`
             kept = torch.cat([kept, self._random(name, kept.shape[-1], matrix, context)[..., rows:, :]], -2)
         return kept if kept.shape[-2] == rank else kept[..., :rank, :]
 
@@ -220,11 +221,6 @@ class PowerSGD(Codec):
                 sides = {"q": m, "p": n} if self.settings.alternating else {"q": m}
                 found |= {_key(layer.name, what): Kept((*batch, (1, min(n, m)), side)) for what, side in sides.items()}
         return found
-
-    def adopted_state(self, state: Tensors) -> Tensors:
-        """Continue from another rank's factors: orthogonal iteration has turned the first rows to the largest singular
-        values. Missing rows are drawn as at the start; a layer without a factor starts cold."""
-        return dict(state) if self.settings.warm_start else {}
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:
         generator = context.random.shared(name, every_iteration=not self.settings.warm_start)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, Tensors, Traits
-from gradlab.codec.kept import Kept, for_any
+from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
 from gradlab.collectives import Coroutine, Mean
@@ -38,6 +39,7 @@ class Threshold(Sparsifier):
     """
 
     name = "threshold"
+    entries: ClassVar[Mapping[str, Entry]] = {"threshold": Entry(of_group=True)}
     about = About(
         "sparsification",
         "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda",

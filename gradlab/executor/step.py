@@ -28,14 +28,14 @@ import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Table, Tensors, Training, alone, exchange_group
 from gradlab.codec.measures import all_finite, is_finite, largest_magnitudes
-from gradlab.codec.wrapper import acts_when_dense, in_own_memory, innermost, wrappers_of
+from gradlab.codec.wrapper import acts_when_dense, adopted, entries_of, in_own_memory, wrappers_of
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
 from gradlab.executor.device_graphs import Graph, GroupGraphs
 from gradlab.executor.open_step import OpenStep
 from gradlab.plan import Group, Plan
-from gradlab.plan.replanning import Replanner, adopted_state
+from gradlab.plan.replanning import Replanner
 from gradlab.workspace import Workspace
 
 
@@ -148,13 +148,14 @@ class PlanRun:
         """
         for group in plan.groups:
             if group.name in self.groups and group != self.groups[group.name]:
-                old, new = self.codecs[group.name], plan.build(group).to(self.settings.device)
+                new = plan.build(group).to(self.settings.device)
                 self.codecs[group.name], self.groups[group.name] = new, group
+                kept = new.kept(plan.members(group), self.rank, self.world_size, group.name)
                 if group.name in self.states:
-                    self.states[group.name] = adopted_state(new, old, self.states[group.name])
+                    self.states[group.name] = adopted(new, kept, self.states[group.name])
                 if group.name in self.open_step.states:
                     before, rates = self.open_step.states[group.name]
-                    self.open_step.states[group.name] = adopted_state(new, old, before), rates
+                    self.open_step.states[group.name] = adopted(new, kept, before), rates
         self.plan = plan
 
     def begin(
@@ -269,10 +270,8 @@ class PlanRun:
             name = self.group_of.get(layer, "")
             if name not in step.staged:
                 continue
-            before = self.states.get(name, {})
-            step.staged[name] = _held_back(
-                layer, step.staged[name], before, innermost(self.codecs[name]).traits.group_state
-            )
+            shared = {what for what, rule in entries_of(self.codecs[name]).items() if rule.of_group}
+            step.staged[name] = _held_back(layer, step.staged[name], self.states.get(name, {}), shared)
         self.states.update(step.staged)
         rates = step.context.training.learning_rate
         moved = {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
@@ -282,7 +281,7 @@ class PlanRun:
         """Find the largest magnitude in this rank's states, its layer, and what it is; NaN counts as infinite."""
         found = [(0.0, "", "")]
         for group, state in self.states.items():
-            keepers = {what: one.name for one in wrappers_of(self.codecs[group]) for what in one.keys}
+            keepers = {what: one.name for one in wrappers_of(self.codecs[group]) for what in one.entries}
             for key, value in state.items():
                 layer, _, what = key.rpartition("/")
                 if value.is_floating_point() and value.numel():

@@ -13,12 +13,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradlab.codec import Bytes, Codec, Context, PlanDefaults, Tensors, Traits
-from gradlab.codec.kept import FLOATS, Kept, for_any
+from gradlab.codec.kept import FLOATS, Entry, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
@@ -111,6 +111,7 @@ class LearnedSelection(Codec):
     """
 
     settings: Any
+    entries: ClassVar[Mapping[str, Entry]] = dict.fromkeys(GROUP_STATE, Entry(of_group=True))
 
     @abstractmethod
     def architecture(self, world_size: int) -> Architecture:
@@ -137,7 +138,7 @@ class LearnedSelection(Codec):
     @cached_property
     def traits(self) -> Traits:
         varying = varies(self.settings.index_coding)
-        return replace(super().traits, selects=True, varying=varying, group_state=GROUP_STATE)
+        return replace(super().traits, selects=True, varying=varying)
 
     # --- state ---
 

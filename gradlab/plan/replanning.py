@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradlab.codec import Codec, Tensors
+from gradlab.codec import Tensors
 from gradlab.codec.measures import is_finite
-from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Broadcast
 from gradlab.errors import BadMessage, GradlabError
 from gradlab.knapsack import allocate
@@ -84,14 +83,6 @@ def choice_in(plan: Plan, message: torch.Tensor) -> dict[str, int] | None:
             last = len(plan.refresh.settings[name]) - 1
             raise BadMessage(f"refresh: rank {ROOT} chose settings {index} of group {name}, expected 0 to {last}")
     return dict(zip(known, indices, strict=True))
-
-
-def adopted_state(new: Codec, old: Codec, state: Tensors) -> Tensors:
-    """Convert a codec's state to other settings. Wrappers keep theirs, but for what they measured of the old one."""
-    if isinstance(new, Wrapper):
-        assert isinstance(old, Wrapper)
-        return {**new.carried_state(state), **adopted_state(new.codec, old.codec, new.inner_state(state))}
-    return new.adopted_state(state) if type(new) is type(old) else {}
 
 
 class Regimes:

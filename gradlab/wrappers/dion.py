@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Bytes, Codec, Context, Deferred, Exchanged, Tensors, Traits
-from gradlab.codec.kept import Kept
+from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Effects, Wrapper, deal, state_names
+from gradlab.codec.wrapper import DEALT, SHARED, Effects, Wrapper
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.powersgd import multiplied, orthogonalized
 from gradlab.collectives import Coroutine, Mean
@@ -68,7 +68,7 @@ class Dion(Wrapper):
     """
 
     name = "dion"
-    keys = ("velocity", "q", "moment")
+    entries: ClassVar[Mapping[str, Entry]] = {"velocity": replace(DEALT, needs=("q",)), "q": SHARED, "moment": SHARED}
     effects = Effects(
         acts_when_dense=True,
         keeps_residual=True,
@@ -172,19 +172,6 @@ class Dion(Wrapper):
         for layer in layers:
             found[f"{layer.name}/{'velocity' if layer.name in seen else 'moment'}"] = Kept(layer.shape)
         return found | {f"{name}/q": Kept(one.of_right) for name, one in seen.items()}
-
-    def missing(self, state: Tensors) -> str | None:
-        """Name the Q that is missing beside a momentum. Without a momentum it starts from zero."""
-        momenta = (name for name, what in state_names(self.own_state(state)) if what == "velocity")
-        return next((key for name in momenta if (key := f"{name}/q") not in state), super().missing(state))
-
-    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Deal the momenta out. All else is the same on all ranks."""
-        shared = {key: tensor for key, tensor in own[0].items() if not key.endswith("/velocity")}
-        dealt = {
-            key: deal([one[key] for one in own], rank, world_size, residuals) for key in own[0].keys() - shared.keys()
-        }
-        return shared | {key: tensor for key, tensor in dealt.items() if tensor is not None}
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         seen = self._matrices(layers)

@@ -10,14 +10,16 @@ at least 1 does so. Without a warm-up the first estimate is C(g_i), as in EF21.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.contraction import contraction_setting
-from gradlab.codec.wrapper import Effects, Wrapper, deal, state_names
+from gradlab.codec.kept import Entry
+from gradlab.codec.wrapper import DEALT, MEASURED, SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine
 from gradlab.wrappers.error_feedback import exchange_contracting
 
@@ -42,7 +44,11 @@ class EF21(Wrapper):
     """
 
     name = "ef21"
-    keys = ("estimate", "aggregate", "zeta")
+    entries: ClassVar[Mapping[str, Entry]] = {
+        "estimate": DEALT,
+        "aggregate": replace(SHARED, residual=True),
+        "zeta": MEASURED,
+    }
     effects = Effects(acts_when_dense=True, keeps_residual=True)
 
     @dataclass(frozen=True)
@@ -74,16 +80,6 @@ class EF21(Wrapper):
         done = yield from self.codec.run(grads, inner, context)
         own = {name: grad.clone() for name, grad in grads.items()}
         return replace(done, state={**done.state, **_kept(own, done.mean)}, compressor_input=grads)
-
-    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        state: Tensors = {}
-        for name, what in state_names(self.carried_state(own[0])):
-            if what == "aggregate":  # the mean of the estimates, which all ranks have
-                state |= {} if residuals == "drop" else {f"{name}/{what}": own[0][f"{name}/{what}"]}
-            else:
-                dealt = deal([one[f"{name}/{what}"] for one in own], rank, world_size, residuals)
-                state |= {} if dealt is None else {f"{name}/{what}": dealt}
-        return state
 
 
 def _kept(estimates: Tensors, means: Mapping[str, torch.Tensor]) -> Tensors:

@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Deferred, Exchanged, Tensors, Traits, concatenate, separate
 from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, scales
+from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
+    DEALT,
+    MEASURED,
     Effects,
     Wrapper,
     buffer_setting,
@@ -67,7 +70,7 @@ class ErrorFeedback(Wrapper):
     """
 
     name = "error_feedback"
-    keys = ("residual", "zeta")
+    entries: ClassVar[Mapping[str, Entry]] = {"residual": DEALT, "zeta": MEASURED}
     effects = Effects(keeps_residual=True)
 
     @dataclass(frozen=True)

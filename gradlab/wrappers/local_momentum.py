@@ -8,13 +8,16 @@ majority vote is communication efficient and fault tolerant", ICLR 2019, Algorit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
+from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Effects, Wrapper, buffer_setting, load_buffer, store_buffers
+from gradlab.codec.wrapper import DEALT, Effects, Wrapper, buffer_setting, load_buffer, store_buffers
 from gradlab.collectives import Coroutine
 
 
@@ -30,7 +33,7 @@ class LocalMomentum(Wrapper):
     """
 
     name = "local_momentum"
-    keys = ("velocity",)
+    entries: ClassVar[Mapping[str, Entry]] = {"velocity": DEALT}
     effects = Effects(acts_when_dense=True, applies_momentum=True, before_compression=True)
 
     @dataclass(frozen=True)

@@ -5,11 +5,14 @@ Lin, Han, Mao, Wang, Dally, "Deep gradient compression", ICLR 2018, section 3.2 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
+from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Effects, Wrapper
+from gradlab.codec.wrapper import SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine
 
 
@@ -25,7 +28,7 @@ class Momentum(Wrapper):
     """
 
     name = "momentum"
-    keys = ("momentum",)
+    entries: ClassVar[Mapping[str, Entry]] = {"momentum": SHARED}
     effects = Effects(acts_when_dense=True, applies_momentum=True)
 
     @dataclass(frozen=True)
@@ -48,6 +51,3 @@ class Momentum(Wrapper):
             # A copy: the mean may be changed in place later (clipping does), which must not reach the state.
             applied[name] = (mean * weight).add_(u, alpha=m) if self.settings.nesterov else u.clone()
         return replace(done, mean=applied, state={**done.state, **kept})
-
-    def _redistribute_own(self, own: list[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:  # type: ignore[override]
-        return own[0]

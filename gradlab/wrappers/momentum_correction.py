@@ -9,14 +9,19 @@ distributed blockwise momentum SGD with error-feedback", NeurIPS 2019, Algorithm
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.contraction import contraction_setting
+from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
+    DEALT,
+    MEASURED,
     Effects,
     Wrapper,
     buffer_setting,
@@ -52,7 +57,7 @@ class MomentumCorrection(Wrapper):
     """
 
     name = "momentum_correction"
-    keys = ("residual", "velocity", "zeta")
+    entries: ClassVar[Mapping[str, Entry]] = {"residual": DEALT, "velocity": DEALT, "zeta": MEASURED}
     effects = Effects(acts_when_dense=True, keeps_residual=True, applies_momentum=True)
 
     @dataclass(frozen=True)

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.contract import mean_only
-from gradlab.codec.kept import Kept
+from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Effects, Wrapper
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer
 
 VARIANCES = ("frozen", "zero_one")
+
+_KEPT = ("moment", "variance", "adam_steps")
 
 
 class OneBitAdam(Wrapper):
@@ -48,7 +51,7 @@ class OneBitAdam(Wrapper):
     """
 
     name = "onebit_adam"
-    keys = ("moment", "variance", "adam_steps")
+    entries: ClassVar[Mapping[str, Entry]] = dict.fromkeys(_KEPT, Entry(carried=True, needs=_KEPT))
     effects = Effects(
         acts_when_dense=True, applies_momentum=True, before_compression=True, replaces_optimizer=True, changes_mean=True
     )
@@ -120,16 +123,6 @@ class OneBitAdam(Wrapper):
             found |= {f"{layer.name}/moment": Kept(layer.shape), f"{layer.name}/variance": Kept(layer.shape, least=0.0)}
             found[f"{layer.name}/adam_steps"] = Kept((2,), (torch.float64,), least=1.0)
         return found
-
-    def missing(self, state: Tensors) -> str | None:
-        for key in self.own_state(state):
-            for what in self.keys:
-                if (beside := f"{key.rpartition('/')[0]}/{what}") not in state:
-                    return beside
-        return super().missing(state)
-
-    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        return own[0]
 
 
 def moves_variance(iteration: int, kappa: int) -> bool:

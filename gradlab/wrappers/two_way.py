@@ -8,8 +8,8 @@ is the server of one part, so that no link carries more than the others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,11 +27,13 @@ from gradlab.codec import (
     mean_only,
 )
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
-from gradlab.codec.kept import Kept, for_any
+from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.pieces import piece_of, pieces_of
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Sharded, Shards, Spread
 from gradlab.codec.wrapper import (
+    MEASURED,
+    SHARED,
     Effects,
     Wrapper,
     buffer_setting,
@@ -39,7 +41,6 @@ from gradlab.codec.wrapper import (
     kept_buffer,
     load_buffer,
     load_buffers,
-    state_names,
     step_size_setting,
     store_buffer,
     store_buffers,
@@ -64,7 +65,11 @@ class TwoWay(Wrapper):
     """
 
     name = "two_way"
-    keys = ("server_residual", "server_whole", "server_zeta", "sent_held", "server_held")
+    entries: ClassVar[Mapping[str, Entry]] = {
+        "server_residual": Entry("joined", residual=True, carried=True, joined_as="server_whole"),
+        "server_whole": replace(SHARED, residual=True),
+        **dict.fromkeys(("server_zeta", "sent_held", "server_held"), MEASURED),
+    }
     effects = Effects(server_residual=True)
 
     @dataclass(frozen=True)
@@ -274,17 +279,6 @@ class TwoWay(Wrapper):
             return [(self.compressor.for_layers(table), table.numel) for table in of_ranks]
         codec = self.compressor.for_layers(layers)
         return [(codec.part(a, b), b - a) for a, b in self.shards(layers, world_size)]
-
-    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        """Join the shards' residuals in rank order; every rank gets the whole. residuals = "drop" forgets it."""
-        if residuals == "drop":
-            return {}
-        whole: Tensors = {}
-        for name, what in state_names(self.carried_state(own[0])):
-            held = [load_buffer(one, name, what) for one in own]
-            pieces = [piece for piece in held if piece is not None]
-            whole[f"{name}/server_whole"] = torch.cat(pieces) if what == "server_residual" else pieces[0].clone()
-        return whole
 
 
 def _key(grads: Tensors, what: str) -> str:

@@ -11,14 +11,16 @@ momentum SGD with error-feedback", NeurIPS 2019). Their papers say nothing of we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
+from gradlab.codec.kept import Entry
 from gradlab.codec.settings import require, setting
-from gradlab.codec.wrapper import Effects, Wrapper
+from gradlab.codec.wrapper import SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine
 
 FORMS = ("gradient", "apart")
@@ -39,7 +41,7 @@ class WeightDecay(Wrapper):
     """
 
     name = "weight_decay"
-    keys = ("decay_momentum",)
+    entries: ClassVar[Mapping[str, Entry]] = {"decay_momentum": SHARED}
     effects = Effects(acts_when_dense=True, applies_weight_decay=True)
 
     @dataclass(frozen=True)
@@ -87,9 +89,6 @@ class WeightDecay(Wrapper):
                 kept[f"{name}/decay_momentum"] = m
             applied[name] = mean + (decay.add(m, alpha=self.settings.momentum) if self.settings.nesterov else m)
         return replace(done, mean=applied, state={**done.state, **kept})
-
-    def _redistribute_own(self, own: Sequence[Tensors], rank: int, world_size: int, residuals: str) -> Tensors:
-        return own[0]
 
 
 def decayed_momentum(decay: torch.Tensor, before: torch.Tensor | None, momentum: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.codec.measures import is_finite
+from gradlab.codec.wrapper import resize
 from gradlab.ddp.sharded_units import Unit
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings, Step
@@ -199,8 +200,7 @@ def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] 
     for group, kept in states.items():
         checkpoint.check_kept(run, {group: kept}, [(node, len(kept)) for node in range(len(kept))])
     dealt = {
-        group: kept[0] if place is None else run.codecs[group].redistribute(kept, *place)
-        for group, kept in states.items()
+        group: kept[0] if place is None else resize(run.codecs[group], kept, *place) for group, kept in states.items()
     }
     rates = {name: float(rate) for name, rate in parts[0]["learning_rates"].items()}
     return Resumption(dealt, parts[0]["iteration"], rates)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from gradlab.codec.wrapper import resize
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import innovation_positions
 from gradlab.coding.bits import packed_bytes
@@ -465,7 +466,7 @@ def test_another_number_of_ranks_learns_its_decoders_anew() -> None:
             lockstep.step(step, drawn(4, step))
         stack, before = lockstep.codecs["lgc"], [states["lgc"] for states in lockstep.states]
         fewer = LockstepPlan(plan(codec, **QUICK), 2)
-        fewer.states = [{"lgc": stack.redistribute(before, rank, 2, "split")} for rank in range(2)]
+        fewer.states = [{"lgc": resize(stack, before, rank, 2, "split")} for rank in range(2)]
         assert ("a.weight/autoencoder" in fewer.states[1]["lgc"]) == (codec == "lgc_ring")
         assert "a.weight/residual" in fewer.states[1]["lgc"]
         for step in range(4, 8):

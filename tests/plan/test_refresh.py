@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 import jobs.refresh_tasks as tasks
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
+from gradlab.codec.wrapper import adopted
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.knapsack import allocate
+from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.accordion import is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
@@ -149,7 +151,7 @@ def test_warm_starts_survive_a_change_of_rank(alternating: bool) -> None:
     fewer, more = (PowerSGD(PowerSGD.Settings(rank, alternating=alternating)) for rank in (2, 6))
     matrix = torch.zeros(30, 10)
     for codec, rank in ((fewer, 2), (more, 6)):
-        state = codec.adopted_state(kept)
+        state = adopted(codec, codec.kept([Layer("w", (30, 10))], 0, 2, "w"), kept)
         assert state == kept
         started = codec._start("w", matrix, state, Context(0, 2, 5, group="w"))
         assert started.shape == (rank, 10)
@@ -157,7 +159,8 @@ def test_warm_starts_survive_a_change_of_rank(alternating: bool) -> None:
         torch.testing.assert_close(started, codec._start("w", matrix, state, Context(1, 2, 5, group="w")))
         assert bool(started.any(1).all())
     cold = PowerSGD(PowerSGD.Settings(2, warm_start=False))
-    assert cold.adopted_state(kept) == {}
+    context = Context(0, 2, 5, group="w")
+    torch.testing.assert_close(cold._start("w", matrix, kept, context), cold._start("w", matrix, {}, context))
 
 
 @pytest.mark.parametrize(("codec", "ranks"), [("powersgd", 2), ("powersgd", 3), ("topk", 3), ("qsgd", 2)])

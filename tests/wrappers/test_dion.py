@@ -13,7 +13,7 @@ from torch import nn
 
 from gradlab.codec import Batch, Context, Tensors
 from gradlab.codec.kept import state_problem
-from gradlab.codec.wrapper import Wrapper
+from gradlab.codec.wrapper import Wrapper, resize
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import run_lockstep
@@ -316,7 +316,7 @@ def test_other_ranks_go_on_with_the_same_mean_momentum(policy: str) -> None:
         old.step(step, [gradients(rank, step) for rank in range(3)])
     for group in plan.groups:
         codec, of_old = plan.build(group), [states[group.name] for states in old.states]
-        dealt = [codec.redistribute(of_old, rank, 2, policy) for rank in range(2)]
+        dealt = [resize(codec, of_old, rank, 2, policy) for rank in range(2)]
         for key, value in of_old[0].items():
             if not key.endswith("/velocity"):
                 assert all(torch.equal(one[key], value) for one in dealt)

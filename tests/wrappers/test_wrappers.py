@@ -23,6 +23,7 @@ from gradlab.codec.wrapper import (
     innermost,
     load_buffer,
     load_buffers,
+    resize,
     store_buffer,
     store_buffers,
     wrappers_of,
@@ -811,7 +812,7 @@ def test_the_warm_up_hands_states_through() -> None:
 
 
 def redistributed(codec: Codec, states: Sequence[Tensors], ranks: int, policy: str) -> list[Tensors]:
-    return [codec.redistribute(states, rank, ranks, policy) for rank in range(ranks)]
+    return [resize(codec, states, rank, ranks, policy) for rank in range(ranks)]
 
 
 @law(worlds, worlds, st.sampled_from(["sum", "split"]), st.booleans(), examples=25)
