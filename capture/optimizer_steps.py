@@ -60,7 +60,7 @@ class StepCount:
             found["local_gradients"] = f"{LOCAL_GRADIENTS}, and the trace holds none of these"
         if closing and not self._met and self._local.unaveraged:
             found["local_gradients"] = "nothing was recorded, as DDP averaged in none of the backward passes"
-        return {name: f"{remark}; {RULES[name].remedy}" for name, remark in found.items()}
+        return {name: f"{remark}; {RULES[name]}" for name, remark in found.items()}
 
     def close(self) -> None:
         """Stop counting. Idempotent."""

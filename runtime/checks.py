@@ -20,7 +20,7 @@ from gradlab.ddp.model import SWITCHED, attached_hook, refuse_complex, sparse_la
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
-from gradlab.executor.rules import RULES, Finding, finding
+from gradlab.executor.rules import RULES
 from gradlab.layout import Layer, names_as_in
 from gradlab.plan import Plan
 from gradlab.plan.node_rules import conflict_between_nodes
@@ -46,20 +46,11 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
     _refuse_more_than_plain_ddp(plan, world_size, options)
 
 
-def excess_finding(plan: Plan, world_size: int) -> Finding | None:
-    """Find the groups of a plan that send more than 16-bit reduction does; None if they hardly matter."""
-    excess = excess_of(plan, world_size)
-    if excess is None:
-        return None
-    return finding("bytes_sent", excess.sentence(world_size), excess.to_16_bits, 1)
-
-
 def _refuse_more_than_plain_ddp(plan: Plan, world_size: int, options: RunOptions) -> None:
     asked_for = isinstance(options.rules, str) or "bytes_sent" in (options.rules or {})
     if not asked_for and (excess := excess_of(plan, world_size, bits=32)):
         raise GradlabError(
-            f"{excess.sentence(world_size)}: {RULES['bytes_sent'].remedy}; rules={{'bytes_sent': 'warn'}} runs it as "
-            "it is"
+            f"{excess.sentence(world_size)}: {RULES['bytes_sent']}; rules={{'bytes_sent': 'warn'}} runs it as it is"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,14 +21,14 @@ from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import Finding, finding
 from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
+from gradlab.plan.traffic import excess_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, excess_finding, named_as_in, unknown_needs
+from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, named_as_in, unknown_needs
 from gradlab.runtime.engine.assembly import make_driver
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
-from gradlab.runtime.engine.rules import compare_versions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.faults import CommunicationError, let_go
 from gradlab.runtime.stateful import RankState
@@ -138,12 +139,11 @@ class Exchange(Uncopied):
         self.statistics = self._driver.statistics
         self._rules = self._driver.rules
         try:
-            findings = compare_versions(self._driver.everyone.ranks)
-            if excess := excess_finding(plan, self._communicator.world_size):
-                findings.append(excess)
-            if plan.follows_learning_rate and not self._driver.run.settings.plain_sgd:
-                findings.append(finding("rates_followed", str(self._residuals), 1, 0))
-            self._rules.tell(findings)
+            if excess := excess_of(plan, self._communicator.world_size):
+                seen = excess.sentence(self._communicator.world_size)
+                self._rules.tell([finding("bytes_sent", seen, excess.to_16_bits, 1)])
+            if plan.follows_learning_rate and not self.run.settings.plain_sgd and self._driver.everyone.rank == 0:
+                warnings.warn(f"gradlab: {self._residuals}", stacklevel=4)
             if held.partial and unknown_needs(plan, held):
                 self._driver.closing.append(refuse_other_steps(held).remove)
         except GradlabError:

@@ -12,7 +12,7 @@ from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.executor import PlanRun
-from gradlab.executor.rules import Finding, growth_remark, residual_growth, sentences
+from gradlab.executor.rules import Finding, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.optimizer_rules import compressed_layers
@@ -29,7 +29,6 @@ class GroupMeans(Jsonable):
     decode_seconds: after answers came.
     relative_error: sqrt(sum ||x - c||^2 / sum ||x||^2) over the group's layers; None if it was not measured.
     residual_norm: L2 norm of the residuals of all the group's layers; None if no group keeps a residual.
-    residual_growth: growth of that norm, see `residual_growth`.
     """
 
     payload_bytes_per_step: float
@@ -37,7 +36,6 @@ class GroupMeans(Jsonable):
     decode_seconds: float
     relative_error: float | None
     residual_norm: float | None
-    residual_growth: float | None
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,6 @@ def _means(group: Group, measured: Sequence[StepRecord]) -> GroupMeans:
         decode_seconds=fmean(decode for _, decode in seconds),
         relative_error=relative(*map(sum, zip(*errors, strict=True))) if errors else None,
         residual_norm=fmean(norms) if any(step.residual_norms for step in measured) else None,
-        residual_growth=residual_growth(norms),
     )
 
 
@@ -331,7 +328,7 @@ def table(report: RunReport) -> str:
         for line in lines
     ]
     text.insert(1, "-" * max(map(len, text)))
-    text += [*_step_lines(report), *_growth_lines(report.groups), *sentences(report.rules, report.place.world_size)]
+    text += [*_step_lines(report), *sentences(report.rules, report.place.world_size)]
     text += [report.residuals] if report.residuals else []
     return "\n".join(text)
 
@@ -368,12 +365,6 @@ def _step_lines(report: RunReport) -> list[str]:
         f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{saving}{inside}",
         f"{spent} per step",
     ]
-
-
-def _growth_lines(rows: Iterable[GroupRow]) -> list[str]:
-    """Name the groups whose residuals do not settle."""
-    remarks = (growth_remark(row.group, row.means.residual_growth) for row in rows if row.means is not None)
-    return [remark for remark in remarks if remark is not None]
 
 
 def scalars(statistics: Statistics, place: Place) -> dict[str, float]:

@@ -17,7 +17,6 @@ from gradlab.codec import Codec, Compressor, Context, Exchanged, Tensors, exchan
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import AllToAll, Coroutine, Gather, as_requests, mean_of_node
 from gradlab.errors import GradlabError
-from gradlab.executor.sent import Sent
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
 from gradlab.plan import Plan
 
@@ -73,17 +72,14 @@ def reduce_scatter_group(
 def measure_parts(
     codec: Codec, done: Sequence[Exchanged], parts: Sequence[Tensors], scaled_by: float = 1.0
 ) -> GroupMeasures:
-    """Measure for the rules what a rank sends and keeps of all parts of one group. The error of the mean is not judged:
-    a rank knows the mean of one part alone."""
+    """Measure for the rules what a rank keeps of all parts of one group."""
     of_parts = [
-        measure(codec, one, residual_norms(one), gradient_norms(codec, part, one, {}, scaled_by), 1, scaled_by)
+        measure(codec, one, residual_norms(one), gradient_norms(codec, part, one, {}, scaled_by))
         for one, part in zip(done, parts, strict=True)
     ]
-    sent = [one.sent for one in of_parts if one.sent is not None]
     return GroupMeasures(
         residual=math.hypot(*(one.residual for one in of_parts)),
         gradient=math.hypot(*(one.gradient for one in of_parts)),
-        sent=Sent(sum(one.energy for one in sent), sum(one.contributed for one in sent)) if sent else None,
     )
 
 

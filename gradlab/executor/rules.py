@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from statistics import fmean
 from typing import Any
+
+import torch
 
 from gradlab.codec import Codec
 from gradlab.codec.wrapper import innermost, wrappers_of
@@ -28,114 +29,48 @@ from gradlab.layout import Layer
 LEVELS = ("ignore", "warn", "error")
 SLACK = 2.0
 NO_GUARANTEE = 100.0  # gradient norms: the bound taken for a codec without a known delta, that of delta = 0.02
-GROWN = 1.3  # times: a residual that has not settled
 RATE_FACTOR = 2.0  # between two steps
 RATE_SHARE = 0.01  # of the largest learning rate: below it, what a residual holds no longer matters
-OVERFLOWS = 3  # steps in a row
 HUGE = 1e15  # a state above it overflows in squares, sums or products of float32
 LOCAL_GRADIENTS = "the optimizer applies gradients of each rank alone, so that ranks drift apart"
 SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, below 1
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A named rule, as the option `rules` has it: the threshold at which it fires, and what to do then, in words."""
-
-    name: str
-    threshold: str
-    remedy: str
-
-
-RULES: dict[str, Rule] = {
-    rule.name: rule
-    for rule in (
-        Rule(
-            "residual_grows",
-            "residual norm over the largest gradient norm above 2 min(compressed steps, 2 sqrt(1 - delta) / delta)",
-            "the codec enlarges the residual under error feedback: choose settings that contract (qsgd: "
-            "contraction=measured, norm=max or more bits), a higher density or rank, or no error feedback",
-        ),
-        Rule(
-            "sent_late",
-            "residual norm over the largest gradient norm above a tenth of the compressed steps, from the 200th on; or "
-            "above 10, while gradients double in 50 to 150 steps; two-way: of ranks and servers, added up",
-            "what is applied comes late, so that training slows down or diverges: choose a higher density or rank, "
-            "more bits or smaller buckets, a lower learning rate, or begin compression later (warmup_steps)",
-        ),
-        Rule(
-            "mean_error",
-            "without feedback: error of the mean above 1, in the median of 5 measured steps",
-            "more noise than gradient is applied, which averages out only at a small learning rate: choose more bits, "
-            "smaller buckets or a higher density, or put error feedback around the codec; where the codec sends signs "
-            "without a scale, the learning rate has to be chosen for these",
-        ),
-        Rule(
-            "never_sent",
-            "without feedback: share of the gradient that is sent below 1/2, in the median of 5 measured steps",
-            "put error feedback around the codec, which sends the rest later, or choose a higher density or rank",
-        ),
-        Rule(
-            "non_finite",
-            "the first step, or with a loss scaler 20 in a row",
-            "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler "
-            "is to skip such steps",
-        ),
-        Rule(
-            "state_overflows",
-            "3 steps in a row whose gradients were finite on all ranks and whose results were not",
-            "gradients of one step were too large for what is kept from step to step: go on from a checkpoint from "
-            "before that step, or attach anew, which starts without states; clip gradients, or lower the learning rate",
-        ),
-        Rule(
-            "hook_not_reached",
-            "a backward pass before the run was closed, and none that reached the hook",
-            "see the reason",
-        ),
-        Rule(
-            "layer_not_averaged",
-            "a trainable layer that DDP's reducer does not have: looked for in the first 16 steps, then in every 16th",
-            "then make the plan and attach anew",
-        ),
-        Rule(
-            "local_gradients",
-            "an optimizer step after a backward pass that DDP did not average, and that came after its last average",
-            "end each optimizer step with a forward pass of the DDP model and one backward pass, outside of no_sync(): "
-            "DDP averages in the first backward pass after its forward pass alone, not in a second one through a "
-            "retained graph, nor after autograd.grad with static_graph=True",
-        ),
-        Rule(
-            "several_backwards",
-            "more than one synchronised backward pass for an optimizer step; or twice or more, and for at least every "
-            "second optimizer step, one whose gradients were dropped",
-            "put no_sync() around forward and backward of all passes but the last (Accelerate: sync_each_batch=False; "
-            "FSDP2: set_requires_gradient_sync(False)); where another network's loss passes through this model, call "
-            "requires_grad_(False) on it meanwhile",
-        ),
-        Rule(
-            "rates_change",
-            "learning rate changed by more than 2 times in a step, while residuals are kept as they are",
-            "change the rate in smaller steps, begin compression after the warm-up (warmup_steps), or let residuals "
-            "follow the rate (step_size_ratio: true; its law is that of SGD)",
-        ),
-        Rule(
-            "rates_followed",
-            "residuals follow the learning rate under an optimizer that is not SGD without momentum",
-            "leave step_size_ratio out, so that residuals follow the rate where that has a law",
-        ),
-        Rule(
-            "bytes_sent",
-            "when the run begins: groups that send more than a ring all-reduce in 16 bits between as many ranks; more "
-            "than plain DDP is an error, unless this rule is set",
-            "put two_way around the codec (wrappers=[Wrap('error_feedback'), Wrap('two_way')]), whose messages do not "
-            "grow with the ranks, or send 16 bits (codec cast)",
-        ),
-        Rule(
-            "versions",
-            "ranks with different versions of gradlab or torch",
-            "install the same versions on all machines: codecs' bits and random draws may differ between versions",
-        ),
-    )
+#: What to do when a rule fires, by its name, as the option `rules` has it. docs/training.md says when each one fires.
+RULES: dict[str, str] = {
+    "residual_grows": (
+        "the codec enlarges the residual under error feedback: choose settings that contract (qsgd: "
+        "contraction=measured, norm=max or more bits), a higher density or rank, or no error feedback"
+    ),
+    "non_finite": (
+        "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler is "
+        "to skip such steps"
+    ),
+    "hook_not_reached": "see the reason",
+    "layer_not_averaged": "then make the plan and attach anew",
+    "local_gradients": (
+        "end each optimizer step with a forward pass of the DDP model and one backward pass, outside of no_sync(): DDP "
+        "averages in the first backward pass after its forward pass alone, not in a second one through a retained "
+        "graph, nor after autograd.grad with static_graph=True"
+    ),
+    "several_backwards": (
+        "put no_sync() around forward and backward of all passes but the last (Accelerate: sync_each_batch=False; "
+        "FSDP2: set_requires_gradient_sync(False)); where another network's loss passes through this model, call "
+        "requires_grad_(False) on it meanwhile"
+    ),
+    "rates_change": (
+        "change the rate in smaller steps, begin compression after the warm-up (warmup_steps), or let residuals follow "
+        "the rate (step_size_ratio: true; its law is that of SGD)"
+    ),
+    "bytes_sent": (
+        "put two_way around the codec (wrappers=[Wrap('error_feedback'), Wrap('two_way')]), whose messages do not grow "
+        "with the ranks, or send 16 bits (codec cast)"
+    ),
 }
+_SPOILED = (
+    "gradients of one step were too large for what is kept from step to step: go on from a checkpoint from before that "
+    "step, or attach anew, which starts without states; clip gradients, or lower the learning rate"
+)
 
 
 _FINDING = {
@@ -187,7 +122,7 @@ class Finding(Jsonable):
 def finding(rule: str, seen: str, value: float, threshold: float, **where: Any) -> Finding:
     """Make a finding of a rule, with the rule's remedy; `where` is its group and step, as far as there are any."""
     place = {"group": None, "step": None, **where}
-    return Finding(rule, value=value, threshold=threshold, seen=seen, remedy=RULES[rule].remedy, **place)
+    return Finding(rule, value=value, threshold=threshold, seen=seen, remedy=RULES[rule], **place)
 
 
 def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:
@@ -265,84 +200,39 @@ def residual_limit(steps: int, delta: float | None, gain: float = 1.0) -> float:
     return SLACK * gain * max(1.0, min(float(steps), bound))
 
 
-class LargestGradients:
-    """Residual norms in norms of the largest gradient so far."""
-
-    def __init__(self, feedback: Feedback) -> None:
-        self._follows = feedback.follows
-        self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
-
-    def held_by(self, residual: float, gradient: float, rate: float | None) -> float | None:
-        """Return how many of them a measured step's residual holds; None before any, and at a learning rate of zero."""
-        weight = 1.0 if rate is None or not self._follows else rate
-        if not weight > 0:
-            return None
-        if math.isfinite(gradient):
-            self._largest = max(self._largest, weight * gradient)
-        return weight * residual / self._largest if self._largest > 0 else None
-
-
 class ResidualWatch:
     """The residual norms of one group, step by step."""
 
     def __init__(self, group: str, feedback: Feedback, whose: str = "residual") -> None:
         self.group, self.feedback, self._whose = group, feedback, whose
-        self._gradients = LargestGradients(feedback)
+        self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
 
     def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
         """Judge a measured step from both norms in one unit; the residuals of a rate of zero are not judged."""
-        ratio = self._gradients.held_by(residual, gradient, rate)
-        if ratio is None:
+        weight = 1.0 if rate is None or not self.feedback.follows else rate
+        if math.isfinite(gradient):
+            self._largest = max(self._largest, weight * gradient)
+        if not (weight > 0 and self._largest > 0):
             return None
-        limit = residual_limit(steps, self.feedback.delta, self.feedback.gain)
+        ratio, limit = weight * residual / self._largest, residual_limit(steps, self.feedback.delta, self.feedback.gain)
         if ratio <= limit:  # False for NaN, which fires
             return None
         seen = f"the {self._whose}'s norm is {ratio:.3g} times the largest gradient's, expected at most {limit:.3g}"
         return finding("residual_grows", seen, ratio, limit, group=self.group, step=step)
 
 
-def residual_grows(
-    residuals: Sequence[float], gradients: Sequence[float], feedback: Feedback | None = None, every: int = 1
-) -> Finding | None:
-    """Return the first finding of a series of norms, one per `every` compressed steps; its step counts from the first
-    one."""
-    watch = ResidualWatch("", feedback or Feedback())
-    found = (
-        watch.add(at * every, at * every + 1, residual, gradient)
-        for at, (residual, gradient) in enumerate(zip(residuals, gradients, strict=True))
-    )
-    return next((one for one in found if one is not None), None)
-
-
-def residual_growth(norms: Sequence[float]) -> float | None:
-    """Return the mean norm of the last quarter of steps over that of the second; None for fewer than 8, a norm that is
-    not finite, and no steady rise. A residual beyond the decoder's reach grows without end."""
-    quarter = len(norms) // 4
-    if quarter < 2 or not all(map(math.isfinite, norms)):
-        return None
-    second, third, last = (fmean(norms[at * quarter : (at + 1) * quarter]) for at in (1, 2, 3))
-    return last / second if 0 < second < third < last else None
-
-
-def growth_remark(group: str, growth: float | None) -> str | None:
-    """Return that a group's residual has not settled; None if it has. A young residual may still settle: no warning."""
-    if growth is None or growth <= GROWN:
-        return None
-    return (
-        f"{group}: the residual norm grew {growth:.1f} times in the second half of the measured steps; if that goes "
-        "on, the codec never sends a part of the gradient"
-    )
-
-
 # --- the others -----------------------------------------------------------------------------------------------------
 
 
-def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str]) -> Finding | None:
+def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str], state: str = "") -> Finding | None:
     """Judge a step, the last of several in a row, whose gradients were not finite in these layers of this rank, or in
-    the mean alone. A loss scaler makes a few of them normal."""
+    the mean alone; `state` is that of `spoiled`. A loss scaler makes a few of them normal."""
     most = SCALED_STEPS if scaled else 1
     if in_a_row < most:
         return None
+    if state:
+        seen = f"gradients were finite and results are not: {state}; no codec state moves"
+        return replace(finding("non_finite", seen, in_a_row, most, step=step), remedy=_SPOILED)
     where = ", ".join(list(layers)[:3]) or "the mean of the ranks"
     seen = f"gradients are not finite in {where}; every rank's become NaN, and no codec state moves"
     if scaled:
@@ -350,39 +240,26 @@ def non_finite(step: int, in_a_row: int, scaled: bool, layers: Collection[str]) 
     return finding("non_finite", seen, in_a_row, most, step=step)
 
 
-def several_backwards(step: int, passes: int, momentum: bool) -> Finding:
-    """Return the finding of several synchronised backward passes before one optimizer step."""
-    seen = several_passes(passes) + ", each with momentum" * momentum
-    return finding("several_backwards", seen, passes, 1, step=step)
+def spoiled(codecs: Mapping[str, Codec], states: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
+    """Say, from one rank's codecs and states by group, which state makes results infinite; nothing if none does."""
+    largest = (0.0, "", "")
+    for group, state in states.items():
+        keepers = {what: one.name for one in wrappers_of(codecs[group]) for what in one.entries}
+        for key, value in state.items():
+            layer, _, what = key.rpartition("/")
+            if value.is_floating_point() and value.numel():
+                size = float(value.abs().max().nan_to_num(nan=math.inf, posinf=math.inf))
+                what = what.removesuffix("_scale")
+                largest = max(largest, (size, layer, f"{what} of {keepers.get(what, codecs[group].name)}"))
+    size, layer, what = largest
+    if size < HUGE:
+        return ""
+    return f"the {what} holds values of up to {size:.3g} in {layer}, with which every later step overflows"
 
 
 def several_passes(passes: int) -> str:
     """Say how many synchronised backward passes came for one optimizer step."""
     return f"{passes} synchronised backward passes for one optimizer step"
-
-
-def local_gradients(step: int) -> Finding:
-    """Return the finding of an optimizer step that applies gradients which ranks did not average."""
-    return finding("local_gradients", LOCAL_GRADIENTS, 1, 0, step=step)
-
-
-def dropped_backwards(step: int, passes: int, steps: int) -> Finding:
-    """Return the finding of synchronised backward passes, so many so far, whose gradients no optimizer step applied."""
-    seen = f"{passes} synchronised backward passes whose gradients were dropped, beside {steps} optimizer steps"
-    return finding("several_backwards", seen, passes, 1, step=step)
-
-
-def state_overflows(step: int, in_a_row: int, largest: tuple[float, str, str]) -> Finding | None:
-    """Judge a step whose results were not finite although all ranks' gradients were: what is kept makes them so.
-    `largest` is that of `PlanRun.largest_state`."""
-    size, layer, what = largest
-    if in_a_row < OVERFLOWS or size < HUGE:
-        return None
-    seen = (
-        f"gradients were finite in {in_a_row} steps in a row and results were not: the {what} holds values of up to "
-        f"{size:.3g} in {layer}, with which every later step overflows; no codec state moves"
-    )
-    return finding("state_overflows", seen, size, HUGE, step=step)
 
 
 def rate_change(before: Iterable[float], now: Iterable[float], largest: float) -> float:
@@ -405,20 +282,6 @@ def rates_change(step: int, factor: float, residual: float | None) -> Finding | 
         "were gathered at the old rate and are applied at the new one"
     )
     return finding("rates_change", seen, factor, RATE_FACTOR, step=step)
-
-
-def different_versions(versions: Sequence[Mapping[str, str]]) -> Finding | None:
-    """Judge the versions of libraries, by name and in rank order."""
-    differing = [name for name in versions[0] if len({of_rank[name] for of_rank in versions}) > 1]
-    if not differing:
-        return None
-    said = "; ".join(f"{name} {_by_version([of_rank[name] for of_rank in versions])}" for name in differing)
-    return finding("versions", f"ranks have different versions: {said}", len(differing), 0)
-
-
-def _by_version(versions: Sequence[str]) -> str:
-    ranks = {version: [at for at, other in enumerate(versions) if other == version] for version in versions}
-    return ", ".join(f"{version} on rank{'s' * (len(of) > 1)} {_short(of)}" for version, of in ranks.items())
 
 
 def _short(ranks: Sequence[int]) -> str:
@@ -451,9 +314,14 @@ def sentence(findings: Sequence[Finding], world_size: int) -> str:
     return f"{when}{where}{worst.seen}{more}{seen_by}; {worst.remedy} (rule {worst.rule})"
 
 
+def by_rule(findings: Iterable[Finding], world_size: int) -> dict[str, str]:
+    """Return one line per rule, see `sentence`, by the rule's name."""
+    found: dict[str, list[Finding]] = {}
+    for one in findings:
+        found.setdefault(one.rule, []).append(one)
+    return {name: sentence(of_rule, world_size) for name, of_rule in found.items()}
+
+
 def sentences(findings: Iterable[Finding], world_size: int) -> list[str]:
     """Return one line per rule, see `sentence`."""
-    by_rule: dict[str, list[Finding]] = {}
-    for one in findings:
-        by_rule.setdefault(one.rule, []).append(one)
-    return [sentence(of_rule, world_size) for of_rule in by_rule.values()]
+    return list(by_rule(findings, world_size).values())

@@ -18,7 +18,6 @@ DDP throws away what a hook returns for a parameter that no rank used.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Table, Tensors, Training, alone, exchange_group
 from gradlab.codec.measures import all_finite, is_finite, largest_magnitudes
-from gradlab.codec.wrapper import acts_when_dense, adopted, entries_of, in_own_memory, wrappers_of
+from gradlab.codec.wrapper import acts_when_dense, adopted, entries_of, in_own_memory
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
@@ -68,7 +67,7 @@ class PlanRun:
         codecs: by group name.
         states: by group name, the codec's state after the last committed step.
         iteration: of the next step, from 0.
-        overflows: steps in a row whose gradients were finite on all ranks, and whose results were not.
+        overflowed: whether gradients of the last step were finite on all ranks, and results were not.
         learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
         open_step: what was exchanged since the last optimizer step, where these are known.
         graphs: by group name, where exchanges are recorded.
@@ -108,7 +107,7 @@ class PlanRun:
         make = self.settings.graphs
         self.graphs = {} if make is None else {name: GroupGraphs(make) for name in self.groups}
         self.iteration = 0
-        self.overflows = 0
+        self.overflowed = False
         self.learning_rates: dict[str, float] = {}
         self.open_step = OpenStep()
         self._fresh_from = 0  # the first iteration that a refresh has not seen
@@ -201,7 +200,7 @@ class PlanRun:
         if step.active:
             given = step.finite
             step.finite = step.finite and all_finite(results)
-            self.overflows = self.overflows + 1 if given and not step.finite else 0
+            self.overflowed = given and not step.finite
         if step.finite:
             self.open_step.add(self.iteration, step.staged, self.states, self.learning_rates)
             if step.active:
@@ -276,19 +275,6 @@ class PlanRun:
         rates = step.context.training.learning_rate
         moved = {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
         self.learning_rates = {**self.learning_rates, **moved}  # a new dict: an open step keeps the old one
-
-    def largest_state(self) -> tuple[float, str, str]:
-        """Find the largest magnitude in this rank's states, its layer, and what it is; NaN counts as infinite."""
-        found = [(0.0, "", "")]
-        for group, state in self.states.items():
-            keepers = {what: one.name for one in wrappers_of(self.codecs[group]) for what in one.entries}
-            for key, value in state.items():
-                layer, _, what = key.rpartition("/")
-                if value.is_floating_point() and value.numel():
-                    size = float(value.abs().max().nan_to_num(nan=math.inf, posinf=math.inf))
-                    what = what.removesuffix("_scale")
-                    found.append((size, layer, f"{what} of {keepers.get(what, self.codecs[group].name)}"))
-        return max(found)
 
     def _built(self, group: Group) -> Codec:
         return self.plan.build(group).to(self.settings.device)

@@ -30,7 +30,6 @@ from gradlab.errors import BadMessage, GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.executor.ticks import InFlight
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
-from gradlab.runtime.engine.finiteness import NonFiniteSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.rules import RuleWatch
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
@@ -199,7 +198,6 @@ class StepDriver:
         self._workspace = workspace
         self._timeline = communicator.timeline
         self.rules = RuleWatch(run, options, self.everyone)
-        self._non_finite = NonFiniteSteps(options.non_finite_limit, options.scaled)
         assert self.everyone.group is not None
         self._reasons = Reasons(self.everyone.group.group_name, self.everyone.rank, self.everyone.world_size)
 
@@ -337,9 +335,8 @@ class StepDriver:
         record.wait_seconds, record.synchronise_seconds = (time.perf_counter() - moment for moment in (last, first))
         self._timeline.add("backward", "backward", first, last)
         self.statistics.add(record)
-        self._non_finite.add(record, self.run)
         self.rules.see_step(record, current.measured_groups)
-        self.rules.settle(record, step.noticed, self._non_finite.in_a_row)
+        self.rules.settle(record, step.noticed)
         self.all_dense = not self.run.active
         self.current = None
         self._workspace.recycle()
@@ -461,7 +458,7 @@ class StepDriver:
         norms = gradient_norms(codec, gradients, done, self._surroundings.parameters, record.loss_scale)
         record.residual_norms |= residuals
         record.gradient_norms |= norms
-        current.measured_groups[name] = measure(codec, done, residuals, norms, self.run.world_size, record.loss_scale)
+        current.measured_groups[name] = measure(codec, done, residuals, norms)
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
         """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""

@@ -22,7 +22,8 @@ from torch import nn
 from gradlab.codec.wrapper import wrappers_of
 from gradlab.ddp.copies import Hook
 from gradlab.ddp.optimizer_steps import LocalPasses, at_each_step, call_alive
-from gradlab.executor import PlanRun, rules
+from gradlab.executor import PlanRun
+from gradlab.executor.rules import LOCAL_GRADIENTS, finding, several_passes
 from gradlab.runtime.engine.driver import StepDriver
 
 _WITHOUT_A_STEP = 8  # exchanges after which an optimizer that never stepped is taken for one that never will
@@ -151,7 +152,9 @@ class OptimizerSteps:
         elif every and not skipped:
             self._dropped += 1
             if self._dropped > 1 and 2 * self._dropped >= self._steps:
-                self._tell(rules.dropped_backwards(self._driver.run.iteration, self._dropped, self._steps))
+                passes = f"{self._dropped} synchronised backward passes whose gradients were dropped"
+                passes += f", beside {self._steps} optimizer steps"
+                self._tell("several_backwards", passes, self._dropped, self._driver.run.iteration)
 
     def _dropped_layers(self) -> frozenset[str]:
         """Return the layers whose gradient is not what the last exchange made of it: none is there, or all are zero."""
@@ -167,7 +170,7 @@ class OptimizerSteps:
         if self._driver.current is not None or self._driver.broken is not None:
             return  # a step within a backward pass: nothing is known of it
         if self._local is not None and self._local.applied_by(optimizer):
-            self._tell(rules.local_gradients(self._driver.run.iteration - 1))
+            self._tell("local_gradients", LOCAL_GRADIENTS, 1, self._driver.run.iteration - 1)
         exchanges = self._driver.run.open_step.exchanges
         held = self._held_by(optimizer) if self._several else None
         self._unseen = 0
@@ -177,7 +180,8 @@ class OptimizerSteps:
         if exchanges:
             self._steps += 1
         if exchanges > 1:
-            self._tell(rules.several_backwards(self._driver.run.iteration - 1, exchanges, self._momentum))
+            seen = several_passes(exchanges) + ", each with momentum" * self._momentum
+            self._tell("several_backwards", seen, exchanges, self._driver.run.iteration - 1)
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -188,9 +192,9 @@ class OptimizerSteps:
         codecs = self._driver.run.codecs.values()
         return any(wrapper.effects.applies_momentum for codec in codecs for wrapper in wrappers_of(codec))
 
-    def _tell(self, found: rules.Finding) -> None:
+    def _tell(self, rule: str, seen: str, value: int, step: int) -> None:
         """Tell at once: all ranks see it at the same step."""
-        self._driver.rules.tell([found])
+        self._driver.rules.tell([finding(rule, seen, value, int(value > 1), step=step)])
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradlab import version
 from gradlab.ddp.optimizers import HeldLayers, check_optimizer_and_scaler, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import levels
@@ -64,6 +65,8 @@ class RunOptions:
             "trace_steps": list(self.trace_steps),
             "optimizer": str(describe_optimizer(self.optimizer)),
             "rules": levels(self.rules),
+            # Codecs' bits and random draws may differ between versions.
+            "the versions": {"gradlab": version.VERSION, "torch": str(torch.__version__)},
         }
 
 

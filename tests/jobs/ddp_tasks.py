@@ -314,7 +314,7 @@ def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
             Plan.uniform(model, "topk"), model, segment_bytes=1000 + rank, process_group=spare
         ),
         "rules differ": lambda: CompressionState(
-            Plan.uniform(model, "topk"), model, rules={"versions": ("error", "ignore")[rank]}, process_group=spare
+            Plan.uniform(model, "topk"), model, rules={"non_finite": ("error", "ignore")[rank]}, process_group=spare
         ),
         "one file missing": lambda: CompressionState.load(here if rank == 0 else "nowhere", model),
         "sparse": lambda: _with_sparse_embedding(group),

@@ -123,7 +123,7 @@ def test_wrong_use_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
         assert "more [5, 5]: expected, not in the model" in messages["other model"]
         assert "ranks disagree about the plan" in messages["ranks differ"]
         assert "ranks disagree about segment_bytes" in messages["options differ"]
-        differing = 'rank 1 has {"versions":"ignore"}, rank 0 has {"versions":"error"}'
+        differing = 'rank 1 has {"non_finite":"ignore"}, rank 0 has {"non_finite":"error"}'
         assert f"ranks disagree about rules: {differing}" in messages["rules differ"]
         assert "rank 1: no artifact at" in messages["one file missing"]
         assert "0.weight: an embedding with sparse=True" in messages["sparse"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from gradlab.analysis.questions.timeline import timelines_chart
 from gradlab.chrome_trace import LANES, read_step
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
-from gradlab.executor.rules import residual_growth
 from gradlab.layout import Layer
-from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan import Group, Plan
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
 from gradlab.runtime.run_report import Place, scalars, summarize_run, table
 from gradlab.runtime.timeline import Timeline
@@ -145,28 +143,6 @@ def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
         assert all(type(value) is float for value in scalars.values())
         assert scalars["gradlab/compression_ratio"] == report["compression_ratio"]
         assert scalars["gradlab/ratio_to_16_bits"] == report["ratio_to_16_bits"]
-
-
-def test_a_residual_that_keeps_growing_is_reported() -> None:
-    settled = [1 - 0.5**step for step in range(1, 41)]
-    assert residual_growth([float(step) for step in range(40)]) == pytest.approx(34.5 / 14.5)
-    assert residual_growth(settled) is None or residual_growth(settled) < 1.01  # type: ignore[operator]
-    assert residual_growth([2.0, 1.0] * 10) is None
-    assert residual_growth([1.0] * 7) is None
-    assert residual_growth([float(step) for step in range(39)] + [math.inf]) is None
-    layer = Layer("a", (4,), "vector")
-    plan = Plan((layer,), (Group("a", ("a",), "topk", {"density": 0.5}, (Wrap("error_feedback"),)),))
-    steps = [
-        StepRecord(step, True, group_seconds={"a": (0.1, 0.1)}, residual_norms={"a": 1.0 + step}) for step in range(40)
-    ]
-    run = PlanRun(plan, 0, 2)
-    growing = summarize_run(run, steps, Place(0, 2, 16, 8, 8.0), None)
-    assert "a: the residual norm grew 2.3 times in" in table(growing)
-    slower = [replace(step, residual_norms={"a": 100.0 + step.step}) for step in steps]
-    found = summarize_run(run, slower, Place(0, 2, 16, 8, 8.0), None)
-    assert found.groups[0].means is not None
-    assert found.groups[0].means.residual_growth == pytest.approx(134.5 / 114.5)
-    assert "residual norm grew" not in table(found)
 
 
 def test_a_report_says_the_same_typed_and_as_json() -> None:

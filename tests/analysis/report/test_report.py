@@ -111,7 +111,7 @@ def made(tmp_path_factory):
             ),
             "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
         }
-        runs["topk"]["rules"] = [finding("never_sent", "9.9% is sent", 0.9, 0.5, group="a").to_json()]
+        runs["topk"]["rules"] = [finding("residual_grows", "it is 9.9 times too large", 9.9, 1.0, group="a").to_json()]
         analysis = write_trace_report(trace, folder / "analysis", Examination(fit=fit, replays=replays))
         comparison = write_comparison(
             folder / "comparison",

@@ -34,7 +34,7 @@ def lines_of(draw: np.random.Generator) -> list[dict[str, Any]]:
         {"step": step, "time": 10.0 + step, **{name: float(draw.random()) for name in NAMES}}
         for step in range(1, int(draw.integers(2, 8)))
     ]
-    lines[-1]["rules"] = ["never_sent: a layer"]
+    lines[-1]["rules"] = ["residual_grows: a layer"]
     for line in lines:
         if draw.random() < 0.2:
             line[str(draw.choice([*NAMES, "step", "time"]))] = NUMBERS[int(draw.integers(len(NUMBERS)))]
