@@ -197,7 +197,7 @@ def test_first_line_is_the_verdict_and_warnings_follow(made):
     assert words.startswith("Predicted and observed: digits & <friends> Compression does not pay on this link")
     assert body_words(made["analysis"]).startswith("Gradients of <b>digits</b> The GradiVeQ fit holds nothing that")
     assert made["fit"].warnings[0] in body_words(made["analysis"])
-    assert "topk, in training: a: 9.9% is sent; put error feedback around the codec" in words
+    assert "topk, in training: a: it is 9.9 times too large; the codec enlarges the residual" in words
 
 
 def test_table_sets_predicted_beside_observed(made):
