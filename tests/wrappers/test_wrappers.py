@@ -409,7 +409,7 @@ def test_the_warm_up_runs_what_does_more_than_average(wrapping: str) -> None:
 
 @pytest.mark.parametrize("wrapper", ["momentum_correction", "error_feedback"])
 def test_a_state_that_huge_steps_have_spoiled_is_named(wrapper: str) -> None:
-    """Where finite gradients overflow; gradients that are not finite themselves name no state."""
+    """Finite gradients that overflow name it; gradients that are not finite themselves name no state."""
     plan = Plan.uniform([Layer("w", (16, 16))], "topk", density=0.01, minimum_numel=1, wrappers=[Wrap(wrapper)])
     seen = {}
     for value in (1e38, math.nan):
