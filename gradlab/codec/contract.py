@@ -201,7 +201,6 @@ class Traits:
     keeps_dtype: whether gradients travel in their own dtype, with the loss scale on them.
     coarse: whether quantizing a mean once more would cost too much for it to be the default.
     refuses_feedback: why error feedback would diverge around it, whatever its input is multiplied by, and what to do.
-    needs_feedback: why it makes no sense without error feedback, and what to do.
     whole_layers: why it cannot work on shards of its layers, as a part of a sentence.
 
     >>> traits = codecs.make("topk", index_coding="smallest").traits
@@ -216,7 +215,6 @@ class Traits:
     keeps_dtype: bool = False
     coarse: bool = False
     refuses_feedback: str = ""
-    needs_feedback: str = ""
     whole_layers: str = ""
 
 

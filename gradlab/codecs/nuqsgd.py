@@ -8,7 +8,7 @@ ones (Elias).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,16 +16,14 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
-from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind
 from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import setting
-from gradlab.codecs.qsgd import NORMS, norms_of_rows
-from gradlab.coding.bits import Packer, packed_bytes, unpack
-from gradlab.coding.random_bits import RandomBits
+from gradlab.codecs.qsgd import NORMS, BucketQuantizer
+from gradlab.coding.bits import unpack
 from gradlab.layout import Layer
 
 
-class NUQSGD(BlockCompressor):
+class NUQSGD(BucketQuantizer):
     """C(x)_i = norm * sign(x_i) * l: l is the level above or below |x_i| / norm, at random, so that E C(x) = x.
 
     Levels are 0 and the 2^(bits - 1) - 1 powers of two from 2^-s to 1, s = 2^(bits - 1) - 2. Per bucket of n elements
@@ -56,14 +54,6 @@ class NUQSGD(BlockCompressor):
         norm: str = setting("l2", choices=NORMS, help='the paper\'s, or "max", the largest magnitude')
         aggregation: str = aggregation_setting()
 
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self.block = self.settings.bucket_size
-        self.levels = (1 << self.settings.bits - 1) - 1  # beside zero, so s + 1
-
-    def block_of(self, layer: Layer) -> int:
-        return self.settings.bucket_size
-
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
         least = 2.0 ** (1 - self.levels)
@@ -75,32 +65,9 @@ class NUQSGD(BlockCompressor):
         # Most values of a mean are below the least level, as they are in QSGD's l2 form.
         return replace(super().traits, coarse=True)
 
-    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
-        if not vector.numel():
-            return vector.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.uint8, device=vector.device)
-        norms = self._norms(vector)
-        units = norms.to(vector.dtype)
-        units = units.masked_fill(units == 0, 1.0)
-        bits, packer = RandomBits(generator, vector.device), Packer(vector.numel(), self.settings.bits, vector.device)
-        scratch = self._scratch(vector)
-        for start, stop in self.spans(vector):
-            places = self.divide(vector[start:stop], units, start, scratch[: stop - start])
-            chances = bits.sixteen(places).to(places.dtype).mul_(2.0**-16).add_(0.5 + 2.0**-17)
-            numbers = level_numbers(places.abs(), chances, self.levels)
-            packer.write(
-                start, torch.where(vector[start:stop] < 0, self.levels - numbers, self.levels + numbers).byte()
-            )
-        return norms, packer.packed
-
-    def _norms(self, vector: torch.Tensor) -> torch.Tensor:
-        """Compute the norm of each bucket, (buckets,), float32."""
-        if self.settings.norm == "max":
-            return self.largest_magnitudes(vector).float()
-        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
-
-    def kinds(self) -> tuple[Kind, ...]:
-        return (OF_BLOCKS, self.settings.bits)
+    def codes(self, places: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        numbers = level_numbers(places.abs(), drawn.mul_(2.0**-16).add_(0.5 + 2.0**-17), self.levels)
+        return torch.where(places < 0, self.levels - numbers, self.levels + numbers).byte()
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         norms, packed = payload
@@ -111,10 +78,6 @@ class NUQSGD(BlockCompressor):
         packed, norms, levels = prepared
         codes = unpack(packed, self.settings.bits, start, start + values.numel()).to(torch.int64)
         return self.scale(torch.index_select(levels, 0, codes.clamp_(max=2 * self.levels), out=values), norms, start)
-
-    def compressed_bytes(self, numel: int) -> int:
-        """Count the bytes of a vector's norms and codes."""
-        return 4 * self.blocks(numel) + packed_bytes(numel, self.settings.bits)
 
 
 def level_numbers(places: torch.Tensor, chances: torch.Tensor, levels: int) -> torch.Tensor:

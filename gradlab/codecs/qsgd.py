@@ -7,7 +7,8 @@ one width here; the paper shortens frequent ones (Elias). Two bits are TernGrad'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,17 +16,7 @@ from typing import Any
 
 import torch
 
-from gradlab.codec import (
-    About,
-    Batch,
-    Bytes,
-    Context,
-    Exchanged,
-    Guarantees,
-    PlanDefaults,
-    Tensors,
-    Traits,
-)
+from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
 from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind, largest_of_rows
 from gradlab.codec.compressor import aggregation_setting
 from gradlab.codec.settings import require, setting
@@ -36,11 +27,62 @@ from gradlab.collectives.ring import RingCode, segment_bounds
 from gradlab.layout import Layer
 
 NORMS = ("max", "l2")
-CONTRACTIONS = ("none", "bound", "measured")
 _FINE = 4  # bits from which on quantizing a mean once more costs little
 
 
-class QSGD(BlockCompressor):
+class BucketQuantizer(BlockCompressor):
+    """A quantizer of buckets: a norm for each, and a code of `bits` bits for each element over the norm.
+
+    levels: number of levels beside zero.
+    """
+
+    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
+        super().__init__(settings, learned)
+        self.block = self.settings.bucket_size
+        self.levels = max(1, (1 << self.settings.bits - 1) - 1)
+
+    def block_of(self, layer: Layer) -> int:
+        return self.settings.bucket_size
+
+    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
+        if not vector.numel():
+            return vector.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.uint8, device=vector.device)
+        norms = self.norms(vector)
+        units = self.units(norms.to(vector.dtype))
+        units = units.masked_fill(units == 0, 1.0)
+        bits, packer = RandomBits(generator, vector.device), Packer(vector.numel(), self.settings.bits, vector.device)
+        scratch = self._scratch(vector)
+        for start, stop in self.spans(vector):
+            places = self.divide(vector[start:stop], units, start, scratch[: stop - start])
+            packer.write(start, self.codes(places, bits.sixteen(places).to(places.dtype)))
+        return norms, packer.packed
+
+    def norms(self, vector: torch.Tensor) -> torch.Tensor:
+        """Compute the norm of each bucket, (buckets,), float32."""
+        if self.settings.norm == "max":
+            return self.largest_magnitudes(vector).float()
+        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
+
+    def units(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return what the elements of each bucket are divided by, (buckets,)."""
+        return norms
+
+    @abstractmethod
+    def codes(self, places: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """Round places (n,), elements over their unit, at random: codes (n,), uint8.
+
+        drawn: uniform in [-2^15, 2^15), whole numbers, (n,).
+        """
+
+    def kinds(self) -> tuple[Kind, ...]:
+        return (OF_BLOCKS, self.settings.bits)
+
+    def compressed_bytes(self, numel: int) -> int:
+        return 4 * self.blocks(numel) + packed_bytes(numel, self.settings.bits)
+
+
+class QSGD(BucketQuantizer):
     """C(x)_i = norm * sign(x_i) * level_i / s: level_i is |x_i| s / norm rounded up or down at random, E[C(x)] = x.
 
     s = 2^(bits - 1) - 1 levels beside zero: 1, 3, 7, 15, 31, 63, 127 for 2 to 8 bits. At 1 bit there is no zero: an
@@ -48,19 +90,17 @@ class QSGD(BlockCompressor):
     for the largest magnitude alone. Per bucket of n elements (Lemma 3.1)
         E||C(x) - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||_2^2     l2; for max at most n / (4 s^2) max|x_i|^2.
 
-    No error feedback by default: without bias, averaging over ranks and iterations removes the error, and where the
-    expected error exceeds ||x||^2 (C is no contraction) feedback makes the residual grow without end. With 512
-    Gaussian elements that is so up to 2 bits with max, up to 4 with l2. Where the error is smaller feedback helps:
-    what was rounded away is sent later, instead of averaging out. Rounding to nearest is biased and does need it. With
-    max it is a contraction at any width, ||C(x) - x||^2 <= (1 - 1/n) ||x||^2, as the largest element is exact.
+    No error feedback by default: without bias, averaging over ranks and iterations removes the error. If the
+    expected error exceeds ||x||^2, as for 512 Gaussian elements up to 2 bits with max and up to 4 with l2, feedback
+    scales its input (`gradlab.codec.contraction`). If it is smaller, feedback sends later what was rounded away.
 
     A norm beyond float32 is infinite, so that the bucket comes back non-finite, as it does for NaN and infinity.
 
-    >>> done = codecs.make("qsgd", bits=3, stochastic=False).apply(torch.tensor([3.0, -1.2, 0.4, 0.0]))
+    >>> done = codecs.make("qsgd", bits=3).apply(torch.tensor([3.0, -1.0, 2.0, 0.0]))  # levels are exact
     >>> done.decoded.tolist()
-    [3.0, -1.0, 0.0, 0.0]
+    [3.0, -1.0, 2.0, 0.0]
     >>> done
-    Applied(7 bytes instead of 16, or 8 in 16 bits, relative error 0.137)
+    Applied(7 bytes instead of 16, or 8 in 16 bits, relative error 0)
     """
 
     name = "qsgd"
@@ -81,134 +121,51 @@ class QSGD(BlockCompressor):
             choices=NORMS,
             help='the largest magnitude, or "l2", the paper\'s, under which most elements are zero',
         )
-        stochastic: bool = setting(True, help="round at random, without bias, or to the nearest level")
         ring: bool = setting(
             False,
             help="sums travel along a ring of ranks, decompressed, added to and compressed again at every hop: the "
             "form GradiVeQ is compared with (its Fig. 2a). `own` is then the gradient",
         )
-        contraction: str = setting(
-            "none",
-            choices=CONTRACTIONS,
-            symbol="c",
-            help='"bound": c times the unbiased C(x), c from the bound on its error, so that E||c C(x) - x||^2 <= '
-            '(1 - c) ||x||^2 and feedback keeps the residual bounded (dist-EF-SGD, section 3.1); "measured": bucket by '
-            "bucket c = ||x||^2 / E||C(x)||^2, which is larger. The factor travels in the norms. Both need "
-            "feedback, and come with it by default",
-        )
         aggregation: str = aggregation_setting()
 
         def __post_init__(self) -> None:
-            one, shrinks = self.bits == 1, self.contraction != "none"
-            require(not one or self.norm == "max", "qsgd", "norm", self.norm, "'max' at 1 bit")
-            require(not one or self.stochastic, "qsgd", "stochastic", False, "true at 1 bit")
-            require(not shrinks or self.stochastic, "qsgd", "contraction", self.contraction, "'none' without chance")
-            require(not shrinks or not self.ring, "qsgd", "contraction", self.contraction, "'none' along a ring")
+            require(self.bits > 1 or self.norm == "max", "qsgd", "norm", self.norm, "'max' at 1 bit")
             whole = self.aggregation == "auto" or not self.ring
             require(whole, "qsgd", "aggregation", self.aggregation, "'auto' along a ring, which is a third form")
-            unshrunk = self.aggregation != "shards" or not shrinks
-            require(unshrunk, "qsgd", "aggregation", "shards", "'gather' or 'auto' with a contraction")
 
-    def __init__(self, settings: QSGD.Settings | None = None, learned: Tensors | None = None) -> None:
-        super().__init__(settings, learned)
-        bits: int = self.settings.bits
-        self.about = replace(
-            type(self).about, defaults=PlanDefaults(error_feedback=self.settings.contraction != "none")
-        )
-        self.block = self.settings.bucket_size
-        self.levels = max(1, (1 << bits - 1) - 1)  # s
-        # From one code to the next, in steps of norm / s: at one bit two, from -norm to norm.
-        self._stride = 2 if bits == 1 else 1
+    @property
+    def _stride(self) -> int:
+        """Steps of norm / s from one code to the next: at one bit two, from -norm to norm."""
+        return 2 if self.settings.bits == 1 else 1
 
-    def block_of(self, layer: Layer) -> int:
-        return self.settings.bucket_size
+    def units(self, norms: torch.Tensor) -> torch.Tensor:
+        return norms / self.levels * self._stride
 
-    def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
-        if not vector.numel():
-            return vector.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.uint8, device=vector.device)
-        norms = self.norms(vector)
-        codes = self._codes(vector, norms, generator)
-        if self.settings.contraction == "none":
-            return norms, codes
-        rows = list(self.rows(vector))
-        of_rows = norms.split([len(one) for one in rows])
-        return norms * torch.cat([self._contraction(*pair) for pair in zip(rows, of_rows, strict=True)]), codes
-
-    def norms(self, vector: torch.Tensor) -> torch.Tensor:
-        """Compute the norm of each bucket, (buckets,), float32."""
-        if self.settings.norm == "max":
-            return self.largest_magnitudes(vector).float()
-        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
-
-    def _codes(self, vector: torch.Tensor, norms: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Place elements between -norm and norm and move them at random: the whole part is the code. (bytes,) uint8."""
-        bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
-        steps = norms.to(vector.dtype) / self.levels * self._stride
-        steps.masked_fill_(steps == 0, 1.0)
-        # What was carried past the last code comes back to it: there may be no bit for it.
-        last = 2 * self.levels // self._stride
-        packer = Packer(vector.numel(), self.settings.bits, vector.device)
-        scratch = self._scratch(vector)
-        whole = torch.empty(len(scratch), dtype=torch.int16, device=vector.device)  # that conversion is the fast one
-        for start, stop in self.spans(vector):
-            places = self.divide(vector[start:stop], steps, start, scratch[: stop - start])
-            middle = 0.5 + self.levels / self._stride
-            if bits is not None:  # u - 1/2, u in 2^16 places of (0, 1): the mean is right to 2^-16 of a step
-                places.add_(bits.sixteen(places).to(places.dtype), alpha=2.0**-16)
-                middle += 2.0**-17
-            codes = whole[: stop - start].copy_(places.add_(middle).clamp_(0.0, last + 0.5))
-            packer.write(start, codes.to(torch.uint8))
-        return packer.packed
-
-    def _contraction(self, rows: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-        """Compute c of each row, (m, n), (m,) -> (m,), float32: 1 / (1 + bound), or ||x||^2 / (||x||^2 + variance)."""
-        if self.settings.contraction == "bound":
-            return torch.full_like(norms, 1 / (1 + self.bucket_variance_bound(rows.shape[1])))
-        unit = norms.masked_fill(norms == 0, 1.0).to(rows.dtype)[:, None]
-        scaled = rows / unit  # no square over- or underflows
-        places = scaled * (self.levels / self._stride) + self.levels / self._stride
-        above = places - places.floor()
-        variance = sum_of_rows(above * (1 - above)) * (self._stride / self.levels) ** 2
-        energy = sum_of_rows(scaled.square_())
-        return (energy / (energy + variance).masked_fill_(energy == 0, 1.0)).float()
+    def codes(self, places: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        # u - 1/2, u in 2^16 places of (0, 1), moves a place: the whole part is the code, and the mean is right to 2^-16
+        # of a step. What was carried past the last code comes back to it: there may be no bit for it.
+        middle, last = 0.5 + self.levels / self._stride + 2.0**-17, 2 * self.levels // self._stride
+        moved = places.add_(drawn, alpha=2.0**-16).add_(middle).clamp_(0.0, last + 0.5)
+        return moved.to(torch.int16).to(torch.uint8)  # that conversion is the fast one
 
     @cached_property
     def traits(self) -> Traits:
-        shrinks = self.settings.contraction != "none"
-        # With fewer bits, or few values that are not zero, the mean's own error would be as large as the mean. A
-        # contraction would shrink it once more, and no residual makes up for that.
-        coarse = self.settings.bits < _FINE or self.settings.norm == "l2" or shrinks
-        needs = (
-            f"qsgd with contraction = {self.settings.contraction!r} sends a fraction of every gradient, and without "
-            "error feedback never the rest: put error feedback around it, or leave the contraction out"
-        )
-        return replace(super().traits, coarse=coarse, needs_feedback=needs if shrinks else "")
+        # With fewer bits, or few values that are not zero, the mean's own error would be as large as the mean.
+        return replace(super().traits, coarse=self.settings.bits < _FINE or self.settings.norm == "l2")
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
-        longest = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers)))
-        bound = self.bucket_variance_bound(longest)
-        if self.settings.contraction != "none":
-            return Guarantees(delta=1 / (1 + bound))
         if self.settings.ring:
             return Guarantees()
-        if self.settings.stochastic:
-            return Guarantees(unbiased=True, omega=bound, homogeneous=True)
-        return Guarantees(delta=1 / longest if self.settings.norm == "max" else None)
-
-    def bucket_variance_bound(self, numel: int) -> float:
-        """Bound E||C(x) - x||^2 / ||x||^2 for a bucket of `numel` elements."""
-        s = self.levels
-        if self.settings.bits == 1:  # sum (norm^2 - x_i^2), of which the largest element has none
-            return numel - 1
-        return numel / (4 * s**2) if self.settings.norm == "max" else min(numel / s**2, numel**0.5 / s)
+        longest, s = max(1, min(self.settings.bucket_size, sum(layer.numel for layer in layers))), self.levels
+        if self.settings.norm == "l2":
+            omega = min(longest / s**2, longest**0.5 / s)
+        else:  # at 1 bit sum (norm^2 - x_i^2), of which the largest element has none
+            omega = longest - 1 if self.settings.bits == 1 else longest / (4 * s**2)
+        return Guarantees(unbiased=True, omega=omega, homogeneous=True)
 
     @property
     def gathered(self) -> bool:
         return super().gathered and not self.settings.ring
-
-    def kinds(self) -> tuple[Kind, ...]:
-        return (OF_BLOCKS, self.settings.bits)
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         norms, packed = payload
@@ -231,12 +188,8 @@ class QSGD(BlockCompressor):
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         if not self.settings.ring:
             return super().forecast(layers, world_size, state)
-        edges = ring_edges(sum(layer.numel for layer in layers), world_size)
+        edges = byte_bounds(sum(layer.numel for layer in layers), world_size)
         return Bytes.of_means(sum(self.compressed_bytes(b - a) for a, b in pairwise(edges)), world_size)
-
-    def compressed_bytes(self, numel: int) -> int:
-        """Count the bytes of a vector's norms and codes."""
-        return 4 * self.blocks(numel) + packed_bytes(numel, self.settings.bits)
 
 
 class QuantizedRing(RingCode):
@@ -245,7 +198,7 @@ class QuantizedRing(RingCode):
     def __init__(self, quantizer: QSGD, vector: torch.Tensor, context: Context) -> None:
         self.segments = context.world_size
         self._quantizer, self._context = quantizer, context
-        self._parts = [vector[a:b] for a, b in pairwise(ring_edges(vector.numel(), self.segments))]
+        self._parts = [vector[a:b] for a, b in pairwise(byte_bounds(vector.numel(), self.segments))]
 
     def nbytes(self, segment: int) -> int:
         return self._quantizer.compressed_bytes(self._parts[segment].numel())
@@ -268,9 +221,9 @@ class QuantizedRing(RingCode):
         return self._quantizer.decompress((norms.view(torch.float32), codes), like)
 
 
-def ring_edges(numel: int, segments: int) -> list[int]:
-    """Return the bounds of a vector's segments: multiples of 8, so that only the last segment's codes are padded."""
-    return [0, *(min(8 * last, numel) for _, last in segment_bounds(-(-numel // 8), segments))]
+def byte_bounds(numel: int, parts: int) -> list[int]:
+    """Return the bounds of a vector's parts: multiples of 8, so that only the last one's packed codes are padded."""
+    return [0, *(min(8 * last, numel) for _, last in segment_bounds(-(-numel // 8), parts))]
 
 
 def norms_of_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ NeurIPS 2017, section 3.1 (ternary gradients, scaler sharing) and 3.3 (layer-wis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,26 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradlab.codec import (
-    About,
-    Batch,
-    Bytes,
-    Context,
-    Deferred,
-    Exchanged,
-    Guarantees,
-    PlanDefaults,
-    Tensors,
-)
-from gradlab.codec.blockwise import (
-    CACHED,
-    OF_BLOCKS,
-    WHOLE,
-    BlockCompressor,
-    Kind,
-)
+from gradlab.codec import About, Batch, Bytes, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec.blockwise import CACHED, OF_BLOCKS, WHOLE, BlockCompressor, Kind
 from gradlab.codec.settings import setting
-from gradlab.coding.bits import Packer, pack, packed_bytes, unpack
+from gradlab.codecs.qsgd import byte_bounds
+from gradlab.coding.bits import Packer, cut, join, pack, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import AllToAll, Coroutine, Gather
 from gradlab.layout import Layer
@@ -66,7 +51,7 @@ class TernGrad(BlockCompressor):
         "quantization",
         "4 * blocks + 2 * ceil(n / 8)",
         "Wen et al., NeurIPS 2017",
-        candidates=({}, {"block_size": 4096}, {"block_size": 256}),
+        candidates=({},),
         defaults=PlanDefaults(error_feedback=False),
     )
 
@@ -76,33 +61,23 @@ class TernGrad(BlockCompressor):
             2.5, least=0, unit="standard deviations", symbol="c", help="beyond which values are cut; 0: no clipping"
         )
         shared_scale: bool = setting(False, help="one s for all ranks")
-        block_size: int | None = setting(
-            None, least=1, unit="elements", help="that share s; None: the whole layer (the paper's)"
-        )
-
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self.block = self.settings.block_size or WHOLE
 
     def block_of(self, layer: Layer) -> int:
-        return self.settings.block_size or WHOLE
+        return WHOLE
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.clip:
             return Guarantees(homogeneous=True)
-        longest = max([1, *(min(layer.numel, self.block_of(layer)) for layer in layers)])
-        return Guarantees(unbiased=True, omega=longest**0.5 - 1, homogeneous=True)
+        omega = max([1, *(layer.numel for layer in layers)]) ** 0.5 - 1
+        return Guarantees(unbiased=True, omega=omega, homogeneous=True)
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return s of each block, (blocks,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""
+        """Return s of each layer, (layers,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""
         scales = self.scales(vector)
-        packer = Packer(vector.numel(), 2, vector.device)
-        for start, codes in self._ternary(vector, scales, generator):
-            packer.write(start, codes)
-        return scales, packer.packed
+        return scales, self.ternary(vector, scales, generator)
 
     def scales(self, vector: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks' largest magnitudes after clipping, (blocks,), float32."""
+        """Compute the layers' largest magnitudes after clipping, (layers,), float32."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32)
         largest = self.largest_magnitudes(vector)
@@ -120,22 +95,9 @@ class TernGrad(BlockCompressor):
         generator: torch.Generator,
         own: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw sign(g) b + 1, (numel,), uint8, with scales s (blocks,). A clipped value has b = 1, as its magnitude is
-        at least s. `own`, (blocks,), are the largest magnitudes after this rank's clipping, if ranks share s."""
-        codes = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
-        for start, part in self._ternary(vector, scales, generator, own):
-            codes[start : start + len(part)] = part
-        return codes
-
-    def _ternary(
-        self,
-        vector: torch.Tensor,
-        scales: torch.Tensor,
-        generator: torch.Generator,
-        own: torch.Tensor | None = None,
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the first position and the codes of one part after another."""
-        bits = RandomBits(generator, vector.device)
+        """Draw sign(g) b + 1 with scales s (layers,), packed. A clipped value is at least s, so that b = 1. `own`,
+        (layers,), are the largest magnitudes after this rank's clipping, if ranks share s."""
+        bits, packer = RandomBits(generator, vector.device), Packer(vector.numel(), 2, vector.device)
         most = None if own is None else own.to(vector.dtype)
         divisors = scales.to(vector.dtype)
         divisors = divisors.masked_fill(divisors == 0, 1.0)
@@ -148,18 +110,19 @@ class TernGrad(BlockCompressor):
                 values = torch.minimum(torch.maximum(values, -limits, out=places), limits, out=places)
             self.divide(values, divisors, start, places).clamp_(-1.0, 1.0)
             places.add_(bits.sixteen(places).to(places.dtype), alpha=2.0**-16).add_(1.5 + 2.0**-17)
-            yield start, places.to(torch.int8).view(torch.uint8)  # cut off, and thus rounded down
+            packer.write(start, places.to(torch.int8).view(torch.uint8))  # cut off, and thus rounded down
+        return packer.packed
 
     def kinds(self) -> tuple[Kind, ...]:
         return (OF_BLOCKS, 2)
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         scales, packed = payload
-        return (lambda start, stop: unpack(packed, 2, start, stop)), 1, scales.to(like.dtype) * scale
+        return packed, 2, 1, scales.to(like.dtype) * scale
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
-        codes, zero, factors = prepared
-        values.copy_(codes(start, start + values.numel())).sub_(zero)
+        packed, bits, zero, factors = prepared
+        values.copy_(unpack(packed, bits, start, start + values.numel())).sub_(zero)
         return self.scale(values, factors, start)
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -169,24 +132,23 @@ class TernGrad(BlockCompressor):
         everyone = yield Gather(codec.scales(vector))
         scales = torch.stack(everyone).amax(0)
         codes = codec.ternary(vector, scales, context.random.of_rank(), everyone[context.rank])
-        sizes = shard_sizes(vector.numel(), ranks)
-        received = yield AllToAll(tuple(pack(part, 2) for part in codes.split(sizes)))
-        shard, bits = sizes[context.rank], (2 * ranks).bit_length()
-        sums = torch.zeros(shard, dtype=torch.uint8 if bits <= 8 else torch.int64, device=vector.device)
+        bounds, bits = byte_bounds(vector.numel(), ranks), (2 * ranks).bit_length()
+        received = yield AllToAll(tuple(cut(codes, 2, bounds)))
+        sizes = [b - a for a, b in pairwise(bounds)]
+        sums = vector.new_zeros(sizes[context.rank], dtype=torch.uint8 if bits <= 8 else torch.int64)
         for part in received:
-            sums += unpack(part, 2)[:shard]
+            sums += unpack(part, 2)[: len(sums)]
         answer = pack(sums, bits)
-        parts = yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))
-        total = torch.cat([unpack(part, bits)[:size] for part, size in zip(parts, sizes, strict=True)])
+        total = join((yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))), bits)
 
-        def filled(codes: torch.Tensor, zero: int, factor: float) -> Tensors:
+        def filled(packed: torch.Tensor, bits: int, zero: int, factor: float) -> Tensors:
             out, factors = context.memory.like(vector), scales.to(vector.dtype) * factor
             for start, stop in codec.spans(out):
-                codec.fill(out[start:stop], (lambda a, b: codes[a:b], zero, factors), start)
+                codec.fill(out[start:stop], (packed, bits, zero, factors), start)
             return grads.cut(out)
 
-        mean = context.once(lambda: filled(total, ranks, 1 / ranks))
-        return Exchanged(mean, Deferred(grads, lambda: filled(codes, 1, 1.0)))
+        mean = context.once(lambda: filled(total, bits, ranks, 1 / ranks))
+        return Exchanged(mean, Deferred(grads, lambda: filled(codes, 2, 1, 1.0)))
 
     @property
     def gathered(self) -> bool:
@@ -200,20 +162,11 @@ class TernGrad(BlockCompressor):
             return super().forecast(layers, world_size, state)
         numel = sum(layer.numel for layer in layers)
         scales, bits = 4 * self.for_layers(layers).blocks(numel), (2 * world_size).bit_length()
-        sizes = shard_sizes(numel, world_size)
+        sizes = [b - a for a, b in pairwise(byte_bounds(numel, world_size))]
         codes = sum(packed_bytes(size, 2) for size in sizes)
         payload = scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size
         both = packed_bytes(numel, 2) + packed_bytes(numel, bits)
         return Bytes(payload, (world_size - 1) * (scales + both / world_size))
-
-
-def shard_sizes(numel: int, world_size: int) -> list[int]:
-    """Return the elements of each rank's part of a vector: whole groups of eight, as equal as possible."""
-    groups = -(-numel // 8)
-    return [
-        min(numel, b) - min(numel, a)
-        for a, b in pairwise(8 * (groups * n // world_size) for n in range(world_size + 1))
-    ]
 
 
 def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:

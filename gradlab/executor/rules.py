@@ -39,8 +39,8 @@ SCALED_STEPS = 20  # halvings that bring a GradScaler's first factor, 2^16, belo
 #: What to do when a rule fires, by its name, as the option `rules` has it. docs/training.md says when each one fires.
 RULES: dict[str, str] = {
     "residual_grows": (
-        "the codec enlarges the residual under error feedback: choose settings that contract (qsgd: "
-        "contraction=measured, norm=max or more bits), a higher density or rank, or no error feedback"
+        "the codec enlarges the residual under error feedback: choose contraction=measured, the wrapper's default, "
+        "settings that contract (qsgd: norm=max or more bits), a higher density or rank, or no error feedback"
     ),
     "non_finite": (
         "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler is "

@@ -336,14 +336,10 @@ class Plan:
             The codec, on the CPU.
 
         Raises:
-            GradlabError: for a setting out of range, layers that the codec does not take, or a codec that needs error
-                feedback and has none.
+            GradlabError: for a setting out of range, or layers that the codec does not take.
         """
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
-        why = codec.traits.needs_feedback
-        if why and not any(wrapper_registry.get(wrap.name).effects.keeps_residual for wrap in group.wrappers):
-            raise GradlabError(f"group {group.name}: {why}")
         codec.check(self.members(group))
         for wrap in reversed(group.wrappers):
             wrapper = wrapper_registry.get(wrap.name)

@@ -62,8 +62,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
         {"bits": 4, "norm": "l2"},
         {"bits": 2, "norm": "l2"},
         {"bits": 2, "norm": "l2", "bucket_size": 8192},
-        {"bits": 2, "stochastic": False},
-        {"bits": 2, "norm": "l2", "contraction": "measured"},
         {"ring": True},
     ),
     "random_k": ({}, {"density": 0.002}, {"unbiased": True}, {"density": 0.002, "unbiased": True}),

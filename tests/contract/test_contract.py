@@ -16,7 +16,7 @@ from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
-from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.plan import Group, Plan
 from support.contract import (
     SETTINGS,
     asks_for_means,
@@ -128,8 +128,7 @@ def test_any_settings_in_range_make_a_codec_that_keeps_its_word(name: str) -> No
         except GradlabError as refused:  # what two settings have to do with each other
             assert str(refused).startswith(f"{name}: setting ")  # noqa: PT017
             return
-        around = FEEDBACK if codec.traits.needs_feedback else ()
-        plan = Plan((layer,), (Group("w", ("w",), name, values, around),))
+        plan = Plan((layer,), (Group("w", ("w",), name, values),))
         assert innermost(Plan.from_json(plan.to_json()).build(plan.groups[0])) == codec
         grads = [gradients({"w": layer.shape}, rank, 0) for rank in range(2)]
         results = run_lockstep(

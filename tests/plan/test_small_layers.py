@@ -23,7 +23,6 @@ WITHOUT_CHANCE: list[tuple[str, dict[str, Any]]] = [
     ("sampled_threshold", {"density": 0.001}),
     ("threshold", {"threshold": 1.5}),
     ("block_scaled", {"dtype": "int4"}),
-    ("qsgd", {"stochastic": False}),
     ("one_bit", {"wrappers": [Wrap("error_feedback")]}),
     ("sign", {"wrappers": [Wrap("error_feedback")]}),
     ("dct_topk", {"chunk": 8, "count": 3}),

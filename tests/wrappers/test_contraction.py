@@ -32,7 +32,6 @@ CONTRACTING: dict[str, tuple[str, dict[str, Any]]] = {
     "sign": ("sign", {}),
     "natural": ("natural", {}),
     "qsgd, 8 bits": ("qsgd", {"bits": 8}),
-    "qsgd, measured": ("qsgd", {"bits": 2, "norm": "l2", "contraction": "measured"}),
     "powersgd": ("powersgd", {"rank": 1}),
     "random_k": ("random_k", {"density": 0.1}),
     "cast": ("cast", {}),
