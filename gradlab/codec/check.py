@@ -34,26 +34,34 @@ LAYERS = Table.of(
 _SEEDS = {"gradients": 1_000, "codec": 7}
 
 
-def check_codec(codec: Codec, layers: Sequence[Layer] = LAYERS, *, world_sizes: Sequence[int] = (1, 3)) -> None:
+def check_codec(
+    codec: Codec | type[Codec], layers: Sequence[Layer] = LAYERS, *, world_sizes: Sequence[int] = (1, 3)
+) -> None:
     """Check the laws of the contract in lockstep, in this process.
 
     On one group of all layers, and for the last number of ranks on a group of each layer: all ranks get the same finite
     mean, in the gradients' shapes and dtypes. Bytes are those forecast, unless messages vary in size. No argument and
     no message is changed. A state has the keys and shapes that `kept` says, in memory of its own. Memory that is used
-    again changes no bit. A value that is not finite on one rank is finite on none. Zeros give zeros, unless the codec
-    learns.
+    again changes no bit. A value that is not finite on one rank, each in turn, is finite on none. Zeros give zeros at
+    the first step, unless the codec learns, and finite means at all steps.
 
     >>> from gradlab.codec import check_codec
     >>> check_codec(codecs.make("topk", density=0.1))
 
     Args:
-        codec: codec to check, with wrappers or without. One with learned tensors needs the layers that they fit.
-        layers: layers of the groups.
-        world_sizes: numbers of ranks.
+        codec: codec, with its wrappers, or a class with default settings. Learned tensors have to fit the layers.
+        layers: layers of the groups, at least one.
+        world_sizes: numbers of ranks, at least one.
 
     Raises:
         GradlabError: for the first law that does not hold, with the layer, the number of ranks and the step.
     """
+    if not layers or not world_sizes or min(world_sizes) < 1:
+        raise GradlabError(
+            f"check_codec: {len(layers)} layers and world_sizes = {list(world_sizes)}, expected at least one of each, "
+            "and ranks from 1"
+        )
+    codec = codec() if isinstance(codec, type) else codec
     fitted = bool(innermost(codec).learned)
     together = Table.of(layers)
     cases = [(together, world_size) for world_size in world_sizes]
@@ -92,10 +100,17 @@ class _Check:
             self._memory(again, overwritten, step)
             reused = [result.value.state for result in again]
             self._same_bits(results, again, step)
-        zeros = [{layer.name: torch.zeros(layer.shape) for layer in self.table} for _ in states]
-        means = self._exchange(zeros, [{}] * self.world_size, 0)[0].value.mean
-        learns = self._method.about.learns
-        self._require(learns or not any(bool(one.any()) for one in means.values()), "zeros do not give zeros", 0)
+        self._zeros()
+
+    def _zeros(self) -> None:
+        zeros = [{layer.name: torch.zeros(layer.shape) for layer in self.table} for _ in range(self.world_size)]
+        states: list[Tensors] = [{}] * self.world_size
+        for step in range(3):
+            results = self._exchange(zeros, states, step)
+            self._means(results, zeros, step)
+            states = [result.value.state for result in results]
+            quiet = self._method.about.learns or not any(map(torch.any, results[0].value.mean.values()))
+            self._require(quiet or step > 0, "zeros do not give zeros", step)
 
     def _gradients(self, step: int) -> list[Tensors]:
         draws = [torch.Generator().manual_seed(_SEEDS["gradients"] * (step + 1) + r) for r in range(self.world_size)]
@@ -163,12 +178,11 @@ class _Check:
 
     def _overflow(self, states: Sequence[Tensors], step: int) -> None:
         """Exchange what is not finite in one place of one rank: at each step in another layer."""
-        layers = [layer for layer in self.table if layer.numel]
-        if not layers:
+        if not (layers := [layer for layer in self.table if layer.numel]):
             return
         layer, grads = layers[step % len(layers)], self._gradients(step)
         place = layer.numel // 3 if step % 2 else layer.numel - 1
-        grads[-1][layer.name].view(-1)[place] = torch.nan if step % 2 else -torch.inf
+        grads[step % self.world_size][layer.name].view(-1)[place] = torch.nan if step % 2 else -torch.inf
         for result in self._exchange(grads, states, step):
             finite = bool(result.value.mean[layer.name].isfinite().all())
             self._require(not finite, f"{layer.name}: what is not finite on one rank is finite on another", step)

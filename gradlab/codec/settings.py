@@ -13,7 +13,7 @@ import math
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 from gradlab.errors import GradlabError
@@ -162,14 +162,10 @@ def _resolved(settings: type) -> tuple[Field, ...]:
     except NameError as error:
         raise GradlabError(f"{settings.__qualname__}: type of a setting: {error}") from None
     return tuple(
-        Field(f.name, _default(f), hints[f.name], f.metadata.get(_KEY, Setting()))
+        Field(f.name, f.default, hints[f.name], f.metadata.get(_KEY, Setting()))
         for f in dataclasses.fields(settings)
         if f.init
     )
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
@@ -244,7 +240,6 @@ _SCALARS: dict[Any, Callable[[Any], bool]] = {
     bool: lambda v: type(v) is bool,
     str: lambda v: type(v) is str,
     Any: lambda v: True,
-    object: lambda v: True,
 }
 
 
@@ -268,19 +263,12 @@ def _as(hint: Any, value: Any) -> Any:
     if hint in _SCALARS:
         return _fits(_SCALARS[hint](value), value)
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _as(args[0], value)
     if origin in (Union, types.UnionType):
         return _as_one_of(args, value)
     if origin is Literal:
         return _fits(any(type(value) is type(known) and value == known for known in args), value)
-    container = hint if origin is None else origin
-    if container in (tuple, list, Sequence):
-        return _as_items(container, args or (Any, ...), value)
-    if container in (dict, Mapping):
-        _fits(isinstance(value, Mapping), value)
-        of_keys, of_values = args or (str, Any)
-        return {_as(of_keys, key): _as(of_values, item) for key, item in value.items()}
+    if (hint if origin is None else origin) is tuple:
+        return _as_tuple(args or (Any, ...), value)
     raise TypeError(type_text(hint))
 
 
@@ -299,13 +287,12 @@ def _as_one_of(hints: Sequence[Any], value: Any) -> Any:
     raise _MismatchError
 
 
-def _as_items(container: Any, args: Sequence[Any], value: Any) -> Any:
+def _as_tuple(args: Sequence[Any], value: Any) -> Any:
     _fits(isinstance(value, (list, tuple)), value)
-    if container is tuple and args[-1] is not ...:
-        _fits(len(value) == len(args), value)
-        return tuple(_as(hint, item) for hint, item in zip(args, value, strict=True))
-    items = [_as(args[0], item) for item in value]
-    return items if container is list else tuple(items)
+    if args[-1] is ...:
+        return tuple(_as(args[0], item) for item in value)
+    _fits(len(value) == len(args), value)
+    return tuple(_as(hint, item) for hint, item in zip(args, value, strict=True))
 
 
 def type_text(hint: Any) -> str:
@@ -313,13 +300,11 @@ def type_text(hint: Any) -> str:
     if hint is types.NoneType:
         return "None"
     origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return type_text(args[0])
     if origin in (Union, types.UnionType):
         return " | ".join(map(type_text, args))
     if origin is Literal:
         return _one_of(args)
-    if origin in (tuple, list, Sequence):
+    if origin is tuple:
         return f"a list of {', '.join(type_text(arg) for arg in args if arg is not ...)}"
     return getattr(hint, "__name__", str(hint))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,22 @@ class Invents(Loses):
         return mean + 1
 
 
+class Reshapes(Loses):
+    def spoil(self, mean, context):
+        return mean.reshape(-1)
+
+
+class Late(TopK):
+    """Reads gradients after the mean may have been written over them."""
+
+    def kept(self, layers, rank, world_size, group):
+        return None
+
+    def exchange(self, grads, state, context):
+        done = yield from super().exchange(grads, state, context)
+        return replace(done, state={f"{name}/mine": grad.clone() for name, grad in grads.items()})
+
+
 class Keeps(Loses):
     def kept_after(self, grads):
         return {f"{name}/mine": torch.zeros(1) for name in grads}
@@ -71,6 +89,8 @@ class Shares(Loses):
         (Counts, "bytes were counted"),
         (Changes, "an argument or a message was changed"),
         (Hides, "what is not finite on one rank is finite on another"),
+        (Reshapes, "the mean is not of the gradient's shape"),
+        (Late, "memory that is used again changes the result"),
         (Differs, "ranks get different means"),
         (Invents, "zeros do not give zeros"),
         (Shares, "a state is in the memory of gradients"),
@@ -82,5 +102,12 @@ def test_a_broken_law_is_named(codec, law: str) -> None:
         check_codec(codec())
 
 
-def test_a_sound_codec_passes() -> None:
+def test_a_sound_codec_passes_as_a_class_too() -> None:
     check_codec(TopK(TopK.Settings(density=0.1)), world_sizes=[2])
+    check_codec(Identity, world_sizes=[2])
+
+
+@pytest.mark.parametrize("asked", [{"layers": []}, {"world_sizes": []}, {"world_sizes": [0]}])
+def test_nothing_to_check_is_one_line(asked: dict) -> None:
+    with pytest.raises(GradlabError, match=r"^check_codec: .* expected at least one of each"):
+        check_codec(TopK, **asked)
