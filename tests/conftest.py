@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from gradlab.analysis import parallel as shared_out
 from gradlab.analysis.figures import style
+from gradlab.analysis.report import page as report_page
 from gradlab.cli.main import main
 from gradlab.cli.train import launch
 from support.command_line import Command
@@ -75,12 +76,13 @@ def _frugal() -> Iterator[None]:
     """What costs a second or more each time is asked for where it is tested, and left out elsewhere.
 
     Training runs start from a process that has torch already. Commands take one process, as the other cores have tests
-    of their own to run. PDFs draw letters instead of embedding the font's part that they need.
+    of their own to run. Reports have no PDFs. PDFs draw letters instead of embedding the font's part that they need.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreter", python)
         patch.setattr(shared_out, "default_workers", lambda: 1)
         patch.setitem(style.RC, "pdf.fonttype", 3)
+        patch.setattr(report_page, "render", lambda figure, name, _: style.render(figure, name, ("svg",)))
         yield
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -22,9 +20,13 @@ import pytest
 from typer.main import get_command
 
 from gradlab import codecs
+from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.replay import replay
+from gradlab.analysis.report.examine import examine
 from gradlab.artifact import Artifact
-from gradlab.cli.demo import demo
 from gradlab.cli.main import app
+from gradlab.cli.train.launch import launch, save_report
+from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec.settings import fields_of
 from gradlab.datasets import get
 from gradlab.formatting import format_ratio
@@ -35,74 +37,62 @@ from support.command_line import Command
 from support.recorded import CONVOLUTION, random_gradients, record, record_layer
 from support.small_disk import make_read_only, small_disk
 
-STEPS, WARMUP = 32, 8
+STEPS, WARMUP = 16, 4
 WIDE = Layer("wide.weight", (64, 64), "linear")
 
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `gradlab demo`: `trace` of digits on two ranks, and the artifact and the run of each method."""
-    folder = tmp_path_factory.mktemp("loop") / "demo"
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        demo(folder, STEPS)
-    (folder / "shown.txt").write_text(shown.getvalue(), "utf-8")
+    """A folder with `trace`, a recording of digits on two ranks, and its dense run's report."""
+    folder = tmp_path_factory.mktemp("loop")
+    report = launch(TrainSettings("digits", steps=STEPS, capture=str(folder / "trace"), name="dense"))
+    save_report(report, folder / "dense.json")
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def topk(loop: Path) -> Path:
-    return loop / "topk.safetensors"
-
-
-def test_demo_goes_round_the_loop(gradlab: Command, loop: Path) -> None:
-    """The files, the table's columns, dense training as it was recorded, and errors as they were predicted."""
-    printed = (loop / "shown.txt").read_text("utf-8")
-    for word in ("final accuracy", "payload/step", "vs 16 bits", "error predicted", "error observed", "communicate"):
-        assert word in printed
-    assert str(loop / "report" / "report.html") in printed.replace("\n", "")
-    runs = {name: json.loads((loop / f"{name}.json").read_text()) for name in ("dense", "gradiveq", "topk", "powersgd")}
+    """The artifact that `gradlab fit uniform --warmup-steps` writes."""
     with Trace(loop / "trace") as trace:
-        digest, recorded = trace.digest, [trace.scalars(rank)["loss"] for rank in range(2)]
-    assert runs["dense"]["losses"] == pytest.approx([(a + b) / 2 for a, b in zip(*recorded, strict=True)], rel=1e-6)
-    for name in ("gradiveq", "topk", "powersgd"):
-        run = runs[name]
-        assert run["compression_ratio"] > 4
-        assert run["ratio_to_16_bits"] == pytest.approx(run["compression_ratio"] / 2)
-        assert run["payload_bytes_per_step"]["mean"] == run["forecast_payload_bytes"]
-        assert Artifact.load(loop / f"{name}.safetensors").provenance["trace"] == digest
-        assert run["losses"][: WARMUP + 1] == runs["dense"]["losses"][: WARMUP + 1]  # the same bits until it acts
-        assert run["losses"][WARMUP + 1] != runs["dense"]["losses"][WARMUP + 1]
-    code, out, err = gradlab("evaluate", loop / "trace", loop / "topk.safetensors", "--json")
+        plan = Plan.uniform(trace.layers, "topk", density=0.01, warmup_steps=WARMUP)
+        return uniform_artifact(plan, replay(trace, plan)).save(loop / "topk.safetensors")
+
+
+def test_the_loop(gradlab: Command, loop: Path, topk: Path, tmp_path: Path) -> None:
+    """Recorded, fitted and trained: the dense run's bits until compression begins, and the errors that were predicted.
+
+    The run sends in each step what its replay and the plan's forecast say, and shows the spans of the step named.
+    """
+    report, spans = tmp_path / "run.json", tmp_path / "spans.json"
+    words = ["train", "digits", "--steps", STEPS, "--compress", topk, "--out", report]
+    code, out, err = gradlab(*words, "--chrome-trace", spans, "-s", f"trace_steps=[{WARMUP + 1}]")
+    assert code == 0, err
+    dense, run = (json.loads(file.read_text()) for file in (loop / "dense.json", report))
+    with Trace(loop / "trace") as trace:
+        assert Artifact.load(topk).provenance["trace"] == trace.digest
+        recorded = [trace.scalars(rank)["loss"] for rank in range(2)]
+    assert dense["losses"] == pytest.approx([(a + b) / 2 for a, b in zip(*recorded, strict=True)], rel=1e-6)
+    assert run["losses"][: WARMUP + 1] == dense["losses"][: WARMUP + 1]  # the same bits until it acts
+    assert run["losses"][WARMUP + 1] != dense["losses"][WARMUP + 1]
+    for word in ("final accuracy", "payload per step", "compute per step", "wait per step"):
+        assert word in out
+    assert f"{format_ratio(run['ratio_to_16_bits'])} vs 16 bits)" in out
+    assert set(run["time"]) == {"compute", "compress", "communicate", "wait"}
+    assert run["rules"] == []
+
+    code, out, err = gradlab("evaluate", loop / "trace", topk, "--json")
     assert code == 0, err
     steps = [step for step in json.loads(out)["topk"]["steps"] if step["compressing"]]
     predicted = {step["iteration"]: step["contribution_error"] for step in steps}
-    observed = dict(zip(runs["topk"]["errors"]["steps"], runs["topk"]["errors"]["relative"], strict=True))
+    observed = dict(zip(run["errors"]["steps"], run["errors"]["relative"], strict=True))
     assert sorted(observed) == sorted(predicted) == list(range(WARMUP, STEPS))
     assert observed[WARMUP] == pytest.approx(predicted[WARMUP], rel=1e-5)
     assert 0.8 < median(predicted[step] / observed[step] for step in observed) < 1.25
+    for bytes_of in ("payload_bytes", "wire_bytes"):
+        sent = {step[f"{bytes_of}_{of}"] for step in steps for of in ("mean", "max")}
+        assert sent == set(run[f"{bytes_of}_per_step"].values())
+    assert run["payload_bytes_per_step"]["mean"] == run["forecast_payload_bytes"]
 
-
-def test_a_plan_with_wrappers_trains_and_shows_its_steps(gradlab: Command, loop: Path, tmp_path: Path) -> None:
-    """DGC from the command line: the trainer leaves momentum to the plan; a chrome trace of both ranks is written."""
-    artifact, spans, report = tmp_path / "dgc.safetensors", tmp_path / "spans.json", tmp_path / "run.json"
-    words = ["fit", "uniform", loop / "trace", "--codec", "topk", "--set", "density=0.01", "--out", artifact]
-    words += ["--wrap", "momentum_correction:momentum=0.9,nesterov=true", "--wrap", "sparsity_warmup:steps=8"]
-    code, out, err = gradlab(*words, "--warmup-steps", WARMUP)
-    assert code == 0, err
-    assert "momentum correction(nesterov=True" in " ".join(gradlab("inspect", artifact)[1].split())
-    words = ["train", "digits", "--steps", WARMUP + 12, "--compress", artifact, "--out", report]
-    code, out, err = gradlab(*words, "--chrome-trace", spans, "-s", f"trace_steps=[{WARMUP + 1}]")
-    assert code == 0, err
-    kept: dict[str, Any] = json.loads(report.read_text())
-    for word in ("final accuracy", "payload per step", "compute per step", "wait per step"):
-        assert word in out
-    assert f"{format_ratio(kept['ratio_to_16_bits'])} vs 16 bits)" in out
-    assert set(kept["time"]) == {"compute", "compress", "communicate", "wait"}
-    assert kept["rules"] == []
-    assert kept["final_loss"] < kept["losses"][0]
-    assert kept["residuals"].startswith("residuals are kept as they are as the plan says")
-    assert kept["residuals"] in " ".join(err.split())
     events = json.loads(spans.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {WARMUP + 1}
@@ -111,6 +101,39 @@ def test_a_plan_with_wrappers_trains_and_shows_its_steps(gradlab: Command, loop:
     assert code == 0, err
     assert all(word in out for word in ("spans", "exposed", str(picture)))
     assert b"<svg" in picture.read_bytes()
+
+
+@pytest.mark.thorough
+def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    code, printed, err = gradlab("demo", "--out", folder, "--steps", 32)
+    assert code == 0, err
+    for word in ("final accuracy", "payload/step", "vs 16 bits", "error predicted", "error observed", "communicate"):
+        assert word in printed
+    assert str(folder / "report" / "report.html") in printed.replace("\n", "")
+    dense = json.loads((folder / "dense.json").read_text())
+    for name in ("gradiveq", "topk", "powersgd"):
+        run = json.loads((folder / f"{name}.json").read_text())
+        assert run["compression_ratio"] > 4
+        assert run["payload_bytes_per_step"]["mean"] == run["forecast_payload_bytes"]
+        assert run["losses"][:9] == dense["losses"][:9]
+
+
+@pytest.mark.thorough
+def test_a_plan_with_wrappers_trains(gradlab: Command, loop: Path, tmp_path: Path) -> None:
+    """DGC from the command line: the trainer leaves momentum to the plan."""
+    artifact, report = tmp_path / "dgc.safetensors", tmp_path / "run.json"
+    words = ["fit", "uniform", loop / "trace", "--codec", "topk", "--set", "density=0.01", "--out", artifact]
+    words += ["--wrap", "momentum_correction:momentum=0.9,nesterov=true", "--wrap", "sparsity_warmup:steps=8"]
+    code, _, err = gradlab(*words, "--warmup-steps", WARMUP)
+    assert code == 0, err
+    assert "momentum correction(nesterov=True" in " ".join(gradlab("inspect", artifact)[1].split())
+    code, _, err = gradlab("train", "digits", "--steps", 20, "--compress", artifact, "--out", report)
+    assert code == 0, err
+    kept: dict[str, Any] = json.loads(report.read_text())
+    assert kept["final_loss"] < kept["losses"][0]
+    assert kept["residuals"].startswith("residuals are kept as they are as the plan says")
+    assert kept["residuals"] in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +161,7 @@ def test_trace_commands(gradlab: Command, loop: Path) -> None:
 
 
 def test_analyze_and_inspect(gradlab: Command, loop: Path, topk: Path, tmp_path: Path) -> None:
-    code, out, err = gradlab("analyze", loop / "trace", "--out", tmp_path / "report", "--only", " noise")
+    code, out, err = gradlab("analyze", loop / "trace", "--quick", "--out", tmp_path / "report", "--only", " noise")
     assert code == 0, err
     assert "report.html" in out
     report = json.loads((tmp_path / "report" / "report.json").read_text())
@@ -181,16 +204,13 @@ def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> Non
     assert summary["in_sample"]["aggregate_error"] < 1e-3 < 0.7 < summary["aggregate_error"]
 
 
-def test_a_trace_that_no_fit_can_use_is_analysed_without(gradlab: Command, tmp_path: Path) -> None:
+def test_a_trace_that_no_fit_can_use_is_analysed_without(tmp_path: Path) -> None:
     unknown = Layer("table", (5, 6), "other")
-    record(tmp_path / "trace", random_gradients(0, 6, 2, [unknown]), [unknown]).close()
-    code, out, err = gradlab("analyze", tmp_path / "trace", "--out", tmp_path / "report", "--only", "within")
-    assert code == 0, err
-    assert "warning: No GradiVeQ fit: " in out
-    assert str(tmp_path / "report" / "report.json") in out
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report["fit"] is None
-    assert "transposed_experts can be fitted (the trace holds none); there are other" in report["warnings"][0]
+    with record(tmp_path / "trace", random_gradients(0, 6, 2, [unknown]), [unknown]) as trace:
+        found = examine(trace, parts=["within"])
+    assert found.fit is None
+    assert "No GradiVeQ fit: " in found.remarks[0]
+    assert "transposed_experts can be fitted (the trace holds none); there are other" in found.remarks[0]
 
 
 def test_an_artifact_without_a_fit_bears_its_provenance(gradlab: Command, loop: Path, tmp_path: Path) -> None:
@@ -296,7 +316,7 @@ def test_bad_input_is_one_line(gradlab: Command, loop: Path, topk: Path, tmp_pat
             target,
         ],
         "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
-        "is not empty": ["demo", "--out", loop],
+        "is not empty": ["demo", "--out", trace],
         "needs at least 30": ["demo", "--out", tmp_path / "d", "--steps", 3],
         "nothing to replay": ["evaluate", trace, topk, "--start", 5, "--stop", 2],
         f"{late}: {trace}: ends at iteration {STEPS - 1}, the plan is dense": ["evaluate", trace, topk, late],
@@ -323,6 +343,7 @@ def test_the_help_of_each_command_has_an_example() -> None:
         assert f"gradlab {' '.join(words)} " in command.help, words
 
 
+@pytest.mark.thorough  # as is the campaign `interrupts`
 def test_an_interrupt_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gradlab", "train", "digits", "--steps", "100000"]
 
@@ -356,7 +377,7 @@ def test_a_read_only_disk_is_one_line(gradlab: Command, tmp_path: Path) -> None:
         for words in (
             ["fit", "uniform", disk / "trace", "--codec", "topk", "--out", disk / "new" / "plan.safetensors"],
             ["trace", "repair", disk / "trace"],
-            ["train", "digits", "--steps", 3, "--out", disk / "run.json"],
+            ["train", "digits", "--steps", 3, "--out", disk / "new" / "run.json"],
             ["train", "digits", "--steps", 3, "--emulate", 2, "--capture", disk / "other"],
         ):
             code, _, err = gradlab(*words)

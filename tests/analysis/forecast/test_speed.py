@@ -21,7 +21,7 @@ from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
 from gradlab.analysis.forecast.speed import SpeedForecast, forecast_speed
 from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
-from gradlab.analysis.report.look import QUICK, Bounded
+from gradlab.analysis.report.look import QUICK, Bounded, Look
 from gradlab.analysis.report.page import inline_svg
 from gradlab.analysis.report.trace_pages import trace_sections
 from gradlab.analysis.report.trace_report import write_trace_report
@@ -39,6 +39,7 @@ LAYERS = (
     Layer("head.weight", (10, 64), "linear"),
 )
 SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
+FEW = {name: candidates(LAYERS)[name] for name in ("16 bits", "blocks", "top-k")}  # searches are tested in test_search
 COMPUTING = Profile(0.01, "as given")
 
 
@@ -160,16 +161,17 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata=metadata) as trace:
         assert replay_start(trace) == 0
         parts = ["payoff", "between", "noise", "limits"]  # the others are tested where they are measured
-        examination = examine(trace, network=Network([SLOW], [2], Profile(1.0, "as given")), parts=parts)
+        network, look = Network([SLOW], [2], Profile(1.0, "as given")), Look(layer_figures=1)
+        examination = examine(trace, network=network, parts=parts, families=FEW, look=look)
         page = write_trace_report(trace, tmp_path / "r", examination)
     data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
     rows = {row["name"]: row for row in data["frontier"]}
     assert set(data["replays"]) == set(data["payoff"]["judged"]) <= set(rows)
-    assert {row["family"] for row in rows.values()} == set(candidates(LAYERS))
+    assert {row["family"] for row in rows.values()} == set(FEW)
     for name, seconds in data["payoff"]["places"][0]["seconds"].items():
         judged = data["payoff"]["judged"][name]
         assert (rows[name]["seconds"], rows[name]["cosine"]) == (seconds, judged["cosine"])
-    drawn = [row for row in shown(page, "frontier") if row["series"] in candidates(LAYERS)]
+    drawn = [row for row in shown(page, "frontier") if row["series"] in FEW]
     assert [float(row["x"]) for row in drawn] == pytest.approx([row["seconds"] for row in data["frontier"]], rel=1e-5)
     assert data["verdict"].startswith("At 1 Mbit/s between 2 nodes")
     assert data["payoff"]["places"][0].keys() == {
@@ -204,7 +206,7 @@ def test_a_quick_look_says_what_it_left_out(tmp_path: Path) -> None:
     """Fewer iterations, no PDF, a figure of each section: the first warning and report.json say so."""
     with record(tmp_path / "t", random_gradients(0, 40, 2, LAYERS), LAYERS) as trace:
         assert replay_start(trace, QUICK) == 32
-        examination = examine(trace, look=QUICK, parts=["payoff", "noise", "signs"])
+        examination = examine(trace, look=QUICK, parts=["payoff", "noise", "signs"], families=FEW)
         page = write_trace_report(trace, tmp_path / "r", examination)
     data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
     assert data["warnings"][0] == (
@@ -270,7 +272,7 @@ def test_a_plan_that_compresses_nothing_does_not_take_the_others_along(tmp_path:
 
 def test_a_trace_of_one_rank_says_what_it_cannot(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 12, 1, LAYERS), LAYERS) as trace:
-        examination = examine(trace)
+        examination = examine(trace, parts=["between", "limits"])
     assert any("one rank" in line for line in examination.remarks)
     assert examination.measured["limits"].layers
     assert "between_nodes" not in examination.measured

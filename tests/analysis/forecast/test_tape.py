@@ -32,7 +32,7 @@ from gradlab.plan import Plan
 LAYERS = [
     *(Layer(f"matrix {n}", (200 + 37 * n, 150 + 11 * n), "linear") for n in range(6)),
     *(Layer(f"bias {n}", (40 + n,), "bias") for n in range(3)),
-    Layer("large", (1500, 1400), "linear"),
+    Layer("large", (600, 500), "linear"),  # more than DDP's first bucket
 ]
 # All kinds of requests: means, sums, gathers of equal, known and varying lengths, all-to-alls, broadcasts, rings.
 PLANS: dict[str, dict[str, Any]] = {
@@ -170,7 +170,7 @@ def test_rates_are_written_alike(script: Any, value: float) -> None:
 
 
 def test_tapes_have_other_numbers_of_nodes() -> None:
-    plans = {name: plan_of(name) for name in ("powersgd", "topk")}
+    plans = {"topk": plan_of("topk")}
     network = Network([Link(1e9, 1e-4)], [6], Profile(COMPUTE, "as given"))
     known = {name: forecast(plan, network) for name, plan in plans.items()}
     tapes = forecast_tapes(plans, known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.recorded import random_gradients, record
 RECORDED = 4
 SLOW, FAST = Link(1e5, 1e-4), Link(1e12, 1e-6)
 COMPUTING = Profile(0.2, "as given")
+NO_FIGURES = replace(QUICK, figures=0)
 LAYERS = (Layer("body.weight", (64, 64), "linear"), Layer("head.weight", (10, 64), "linear"))
 
 
@@ -43,7 +45,7 @@ def pseudo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Examination, dict[
     with record(folder / "trace", random_gradients(0, 3, 3, LAYERS), LAYERS, metadata=metadata) as trace:
         plans = plans_of(trace.model_layers)
         network = Network([SLOW, FAST], [4], COMPUTING)
-        examination = examine(trace, plans=plans, network=network, parts=["payoff"], look=QUICK)
+        examination = examine(trace, plans=plans, network=network, parts=["payoff"], look=NO_FIGURES)
         page = write_trace_report(trace, folder / "report", examination)
     return examination, plans, json.loads((page.parent / "report.json").read_text()), page.read_text()
 
@@ -105,7 +107,7 @@ def ordinary(folder: Path, link: Link, profile: Profile = COMPUTING) -> tuple[st
     """The verdict on recorded gradients, and what was measured."""
     with record(folder / "t", random_gradients(0, 6, 2, LAYERS), LAYERS) as trace:
         network = Network([link], [4], profile)
-        examination = examine(trace, plans=plans_of(LAYERS), network=network, parts=["payoff"], look=QUICK)
+        examination = examine(trace, plans=plans_of(LAYERS), network=network, parts=["payoff"], look=NO_FIGURES)
         page = write_trace_report(trace, folder / "r", examination)
     assert '<section id="local-steps"' not in page.read_text()
     return json.loads((page.parent / "report.json").read_text())["verdict"], examination

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.simulator import SHARDS, Node
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
-from gradlab.analysis.report.trace_report import write_trace_report
+from gradlab.analysis.report.trace_report import Examination, playable_data, write_trace_report
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.trace import Trace
@@ -56,20 +56,23 @@ class Scripts(HTMLParser):
             self.scripts[-1] += data
 
 
-def written(folder: Path, profile: Profile, node: Node | None = None) -> tuple[dict[str, Any], Scripts, str]:
-    """A report of a small recording: report.json, its page's scripts, and the page."""
-    record(folder / "trace", random_gradients(0, 12, 2, LAYERS), LAYERS)
-    with Trace(folder / "trace") as trace:
-        network = Network(LINKS, [4], profile, node=node)
-        examination = examine(trace, plans=PLANS, network=network, parts=["payoff"], look=QUICK, for_page=True)
-        path = write_trace_report(trace, folder / "report", examination)
-    page = path.read_text(encoding="utf-8")
-    return json.loads((path.parent / "report.json").read_text()), Scripts(page), page
+def examined(trace: Trace, profile: Profile, node: Node | None = None) -> Examination:
+    network = Network(LINKS, [4], profile, node=node)
+    return examine(trace, plans=PLANS, network=network, parts=["payoff"], look=QUICK, for_page=True)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Scripts, str]:
-    return written(tmp_path_factory.mktemp("playable"), COMPUTING)
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trace]:
+    with record(tmp_path_factory.mktemp("playable") / "t", random_gradients(0, 12, 2, LAYERS), LAYERS) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def report(trace: Trace) -> tuple[dict[str, Any], Scripts, str]:
+    """A report: report.json, its page's scripts, and the page."""
+    path = write_trace_report(trace, trace.path.parent / "report", examined(trace, COMPUTING))
+    page = path.read_text(encoding="utf-8")
+    return json.loads((path.parent / "report.json").read_text()), Scripts(page), page
 
 
 def test_the_pages_numbers_are_the_reports(report: tuple[dict[str, Any], Scripts, str]) -> None:
@@ -107,12 +110,11 @@ def test_the_page_needs_no_network_and_stands_without_script(report: tuple[dict[
     assert len(page.encode()) < 3e6
 
 
-def test_without_a_computing_time_the_page_asks_for_one(tmp_path: Path) -> None:
-    _, page, _ = written(tmp_path, NOT_MEASURED)
-    assert json.loads(page.scripts[0])["compute_seconds"] is None
+def test_without_a_computing_time_the_page_asks_for_one(trace: Trace) -> None:
+    data = playable_data(examined(trace, NOT_MEASURED), trace.path)
+    assert data is not None
+    assert data["compute_seconds"] is None
 
 
-def test_plans_that_run_on_shards_are_not_played_with(tmp_path: Path) -> None:
-    _, page, text = written(tmp_path, COMPUTING, Node(2, Link(1e11, 1e-5), SHARDS))
-    assert len(page.scripts) == 4
-    assert 'id="play' not in text
+def test_plans_that_run_on_shards_are_not_played_with(trace: Trace) -> None:
+    assert playable_data(examined(trace, COMPUTING, Node(2, Link(1e11, 1e-5), SHARDS)), trace.path) is None

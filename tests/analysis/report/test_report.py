@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from html.parser import HTMLParser
 
 import matplotlib
 import numpy as np
 import pytest
 
-from gradlab.analysis.figures.style import method_colors, method_markers, running_mean
+from gradlab.analysis.figures.style import method_colors, method_markers, render, running_mean
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.questions.gradients import over_time_drawings
 from gradlab.analysis.questions.runs import comparison_table, comparison_verdict, median_errors
 from gradlab.analysis.replay import replay
+from gradlab.analysis.report.look import Look
 from gradlab.analysis.report.page import Page, inline_svg, write_page
 from gradlab.analysis.report.trace_report import Examination, summarize_trace, write_comparison, write_trace_report
 from gradlab.analysis.section import Section
@@ -27,8 +27,10 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from support.recorded import random_gradients, record
 from support.small_disk import fill, small_disk
+from support.warm_python import python
 
 HOSTILE = "<script>alert('x')</script>.weight"
+ONE_LAYER = Look(layer_figures=1)
 LAYERS = (
     Layer("conv.weight", (4, 2, 3, 3), "convolution"),
     Layer(HOSTILE, (4, 4, 3, 3), "convolution"),
@@ -98,9 +100,9 @@ def run_json(name, *, seconds, accuracy, payload, replayed=None, ratio=1.0):
 def made(tmp_path_factory):
     """One trace with a fit, replays and both reports."""
     folder, before = tmp_path_factory.mktemp("reports"), dict(matplotlib.rcParams)
-    with record(
-        folder / "trace", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata={"workload": "<b>digits</b>"}
-    ) as trace:
+    gradients, metadata = random_gradients(0, 12, 2, LAYERS), {"workload": "<b>digits</b>"}
+    with record(folder / "trace", gradients, LAYERS, metadata=metadata) as trace, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradlab.analysis.report.page.render", render)  # PDFs, too
         fit = fit_gradiveq(trace, samples=6, start=0, warmup_steps=3)  # compresses three of the steps it was fitted on
         topk = Plan.uniform(LAYERS, "topk", density=0.1, minimum_numel=1, warmup_steps=3)
         replays = {"gradiveq": replay(trace, fit.plan), "topk": replay(trace, topk)}
@@ -112,7 +114,7 @@ def made(tmp_path_factory):
             "topk": run_json("topk", seconds=0.011, accuracy=0.9, payload=100, replayed=replays["topk"], ratio=9.9),
         }
         runs["topk"]["rules"] = [finding("residual_grows", "it is 9.9 times too large", 9.9, 1.0, group="a").to_json()]
-        analysis = write_trace_report(trace, folder / "analysis", Examination(fit=fit, replays=replays))
+        analysis = write_trace_report(trace, folder / "analysis", Examination(fit=fit, replays=replays, look=ONE_LAYER))
         comparison = write_comparison(
             folder / "comparison",
             runs=runs,
@@ -138,6 +140,7 @@ def test_page_needs_no_network(made, which):
     assert "http" not in text
     assert "@import" not in text
     assert not {"link", "iframe", "object", "img"} & set(reader.tags)
+    assert 'id="play' not in text  # nothing was forecast
     assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|EventSource|eval|import)\b\s*\(", text)
     assert all(target.startswith("#") for target in reader.loads)  # uses inside a figure
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
@@ -240,13 +243,15 @@ def test_a_full_disk_leaves_the_older_report(tmp_path):
         assert not (disk / "new").exists()
 
 
-def test_equal_charts_give_equal_files(tmp_path, made):
+def test_equal_charts_give_equal_files(tmp_path, made, monkeypatch):
+    monkeypatch.setattr("gradlab.analysis.report.page.render", render)  # PDFs, too
     drawings = over_time_drawings(json.loads((made["analysis"].parent / "report.json").read_text())["spectrum"])
-    page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings)]), []
+    page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings[:1])]), []
     for name in ("a", "b"):
         folder = write_page(page, tmp_path / name).parent / "figures"
         folders.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert folders[0] == folders[1]
+    assert {name.split(".")[1] for name in folders[0]} == {"svg", "pdf", "csv"}
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
@@ -262,7 +267,7 @@ def test_a_comparison_needs_a_run(tmp_path):
 
 def test_a_trace_of_one_rank_gets_a_report_without_agreement(tmp_path):
     with record(tmp_path / "t", random_gradients(1, 4, 1, LAYERS), LAYERS) as trace:
-        path = write_trace_report(trace, tmp_path / "r")
+        path = write_trace_report(trace, tmp_path / "r", Examination(look=ONE_LAYER))
     names = [figure["name"] for figure in json.loads((path.parent / "report.json").read_text())["figures"]]
     assert "agreement" not in names
     assert "norms" in names
@@ -275,7 +280,7 @@ def test_many_layers_and_bare_runs_draw(tmp_path):
         fit = fit_gradiveq(trace, samples=4)
         bare = {"name": "dense", "losses": [1.0, 0.5]}
         path = write_comparison(tmp_path / "r", runs={"dense": bare}, replays={"gradiveq": replay(trace, fit.plan)})
-        whole = write_trace_report(trace, tmp_path / "w", Examination(fit=fit))
+        whole = write_trace_report(trace, tmp_path / "w", Examination(fit=fit, look=ONE_LAYER))
     assert "cannot be told" in body_words(path)
     assert "first:" in body_words(whole)
     assert "block8.conv" in body_words(whole)
@@ -373,7 +378,7 @@ def test_importing_and_drawing_never_load_pyplot():
         "with drawing(): figure, _ = panels(1, 1); pdf = render(figure, 'empty')['pdf']\n"
         "sys.exit('matplotlib.pyplot' in sys.modules or b'/FontFile2' not in pdf)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([python(), "-c", code], check=False).returncode == 0
 
 
 def test_gradients_that_never_change_get_a_report(tmp_path):
