@@ -278,13 +278,15 @@ def test_what_cannot_be_fitted_is_named(trace: Trace, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["ring", "server"])
-def test_vectors_go_where_the_recipe_says(trace: Trace, pattern: str) -> None:
+def test_vectors_go_where_the_recipe_says(pattern: str) -> None:
     """Dense by default; with the autoencoder's, at least one value of each; or sparse, as the last layer."""
+    learner = learner_of(pattern, {"density": 0.02}, [800, 900], RANKS)
+    known: dict[str, Any] = {"autoencoder": learner.architecture.initial(torch.Generator().manual_seed(0))}
+    known |= {"density": 0.02, "warmup_steps": 0}
     dense, coded, sparse = (
-        fit_lgc(trace, pattern, settings={"density": 0.02}, fitting=QUICK, vectors=vectors).plan
-        for vectors in ("dense", "autoencoder", "sparse")
+        lgc_plan(LAYERS, pattern, vectors=vectors, **known) for vectors in ("dense", "autoencoder", "sparse")
     )
-    assert dense.digest == fit_lgc(trace, pattern, settings={"density": 0.02}, fitting=QUICK).plan.digest
+    assert dense.digest == lgc_plan(LAYERS, pattern, **known).digest
     assert [layer.name for layer in dense.dense_layers] == ["stem.weight", "deep.bias"]
     assert coded.groups[0].layers == ("mid.weight", "deep.weight", "deep.bias")
     assert sparse.groups[2].layers == ("deep.bias",)
