@@ -41,7 +41,7 @@ class PiecewiseCompressor(Compressor):
         """Return what `fill` takes of a payload of one vector.
 
         Args:
-            payload: as `compress` returned it.
+            payload: the result of `compress`.
             like: a vector of the dtype that is decoded to.
             scale: a factor on all values.
         """
@@ -52,7 +52,7 @@ class PiecewiseCompressor(Compressor):
 
         Args:
             values: the part, (n,).
-            prepared: what `prepared` returned.
+            prepared: the result of `prepared`.
             start: the part's first element in the vector, a multiple of 8.
         """
 

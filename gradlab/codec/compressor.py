@@ -89,7 +89,7 @@ class Compressor(Codec):
     def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
         """Return what `at` takes for a vector (numel,), if what is sent depends on earlier messages; by default None.
 
-        before: what `held_after` returned after the last message; None at the first.
+        before: the result of `held_after` after the last message; None at the first.
         """
         return None
 
@@ -99,7 +99,7 @@ class Compressor(Codec):
 
     @property
     def kept_by_messages(self) -> Kept | None:
-        """What `held` and `held_after` return looks like; None if they return None."""
+        """Form of the results of `held` and `held_after`; None if they return None."""
         return None
 
     def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
@@ -173,7 +173,7 @@ class Compressor(Codec):
 
         Args:
             vector: (numel,), which may be empty.
-            generator: of this rank's own random numbers.
+            generator: this rank's own random numbers.
 
         Returns:
             The payload: one or more vectors.
@@ -201,7 +201,7 @@ class Compressor(Codec):
         """Add scale * C(x) to `total`, in place.
 
         total: (numel,), floating point.
-        payload: as `compress` returned it.
+        payload: the result of `compress`.
         scale: the factor.
         """
 
@@ -259,11 +259,11 @@ def exchanged_at(
 
     Args:
         positions: (count,), int64.
-        mean: of all ranks' values there, (count,).
+        mean: mean of all ranks' values there, (count,).
         own: this rank's decoded values there, (count,).
         vector: this rank's, (numel,).
-        grads: that it concatenates.
-        context: of the exchange.
+        grads: gradients that `vector` concatenates.
+        context: the exchange's.
     """
 
     def spread(values: torch.Tensor, out: torch.Tensor) -> Tensors:

@@ -27,7 +27,7 @@ def seeded_generator(*key: object, device: torch.device | str = "cpu") -> torch.
 
     Args:
         key: the parts of the key, such as a seed and a layer's name.
-        device: where the random numbers are drawn.
+        device: device that draws the random numbers.
 
     Returns:
         A new generator, at the start of its stream.

@@ -42,7 +42,7 @@ class Deferred(Mapping[str, torch.Tensor]):
     tensor([1., 1.])
 
     Args:
-        names: of the layers.
+        names: layers' names.
         compute: returns the tensors, the decoded contribution of this rank.
         compression_error: returns the compressor input less these tensors, in fewer passes than a subtraction. None:
             whoever needs the difference subtracts.
@@ -83,7 +83,7 @@ class Exchanged:
     compressor_input: x, the gradient, or under error feedback the gradient plus the residual.
     compression_error: x - C(x), if a wrapper has computed it. Else it is empty.
     server_input: under two-way compression, the mean of the ranks' contributions that this rank's server compresses,
-        without its residual: of each layer the part in its shard, (elements,). Else it is empty.
+        without its residual: the part in its shard for each layer, (elements,). Else it is empty.
 
     >>> from gradlab.codec import mean_only
     >>> from gradlab.collectives import run_lockstep
@@ -144,7 +144,7 @@ class Applied:
 class PlanDefaults:
     """How `Plan.uniform` applies a codec by default.
 
-    roles: of the layers that are compressed.
+    roles: roles of the layers that are compressed.
     minimum_dimensions: the fewest dimensions of a layer that is compressed.
     minimum_numel: the fewest elements of a layer that is compressed.
     group_bytes: most bytes of gradients in a group of consecutive layers; 0: one group per layer. None: small layers
@@ -171,7 +171,7 @@ class About:
     """A description of a codec, for tables, plans and planners.
 
     family: such as "sparsification".
-    formula: of payload bytes, from n elements, N ranks and settings by their names.
+    formula: payload bytes, from n elements, N ranks and settings by their names.
     paper: authors, venue and year. The module's docstring names the paper in full.
     candidates: settings worth comparing, for a planner.
     defaults: how `Plan.uniform` applies the codec. An instance may have its own, if they follow from its settings.
@@ -222,10 +222,10 @@ class Traits:
 class Bytes:
     """Forecast of one exchange of float32 gradients, in bytes without padding, means over ranks.
 
-    payload: that a rank contributes.
-    sent: that a rank sends.
-    positions: of the payload, those that name the elements whose values are sent.
-    codes: of the payload, those that an autoencoder made.
+    payload: bytes that a rank contributes.
+    sent: bytes that a rank sends.
+    positions: part of the payload that names the elements whose values are sent.
+    codes: part of the payload that an autoencoder made.
 
     >>> codecs.make("topk", density=0.01).forecast([Layer("w", (1000,))], world_size=4)
     Bytes(payload=60, sent=180, positions=20, codes=0.0)
@@ -250,8 +250,8 @@ class Guarantees:
 
     linear: whether C commutes with the sum over ranks.
     unbiased: whether E C(x) = x, to the resolution of the random numbers.
-    delta: in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: no such bound is known.
-    omega: of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2. None: no such bound is known.
+    delta: number in (0, 1], E||C(x) - x||^2 <= (1 - delta) ||x||^2. None: no such bound is known.
+    omega: bound of an unbiased codec, E||C(x) - x||^2 <= omega ||x||^2. None: no such bound is known.
     homogeneous: whether C(a x) = a C(x) for every a > 0, to rounding and with the same random numbers. False: unknown.
 
     >>> codecs.make("topk", density=0.25).guarantees([Layer("w", (100,))])
@@ -331,7 +331,7 @@ class Codec(ABC):
         Args:
             grads: this rank's gradients, of the layers' shapes, contiguous, float32 or float64.
             state: the state that the last exchange returned, empty at first.
-            context: where and when the exchange happens.
+            context: surroundings of the exchange.
 
         Returns:
             A coroutine that yields the collectives it needs and returns an `Exchanged`.
@@ -348,9 +348,9 @@ class Codec(ABC):
         """Forecast the bytes of one exchange.
 
         Args:
-            layers: of the group.
+            layers: the group's.
             world_size: number of ranks N.
-            state: that the exchange starts from. None: the mean over a run.
+            state: start of the exchange. None: the mean over a run.
         """
 
     def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
@@ -376,9 +376,9 @@ class Codec(ABC):
 
         Args:
             codecs: one per setting.
-            layer: that the gradient belongs to.
+            layer: the gradient's.
             gradient: x, of the layer's shape.
-            context: where and when the exchange happens.
+            context: surroundings of the exchange.
 
         Returns:
             One squared error per codec.
@@ -394,7 +394,7 @@ class Codec(ABC):
 
         Args:
             gradients: one rank's, as a tensor or as tensors by layer name; or a list of these, one per rank.
-            seed: of the codec's random numbers.
+            seed: seed of the codec's random numbers.
 
         Returns:
             The decoded mean, its relative error and the payload in bytes.
@@ -430,8 +430,8 @@ class Codec(ABC):
 
         A checkpoint's state is compared with it. None: nothing is said, and any finite tensor is taken.
 
-        layers: of the group.
-        rank: of the process whose state it is, from 0.
+        layers: the group's.
+        rank: rank whose state it is, from 0.
         world_size: N.
         group: the group's name, as in `Context`.
         """
@@ -449,7 +449,7 @@ class Codec(ABC):
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
         """Return a codec of this kind that is fitted on samples. A method that does not learn returns itself.
 
-        layers: of the group.
+        layers: the group's.
         samples: averaged gradients of T iterations by layer name, (T, *layer.shape).
         """
         return self
@@ -558,10 +558,10 @@ def exchange_group(
     The mean comes back in the gradients' own dtype and scale. `own`, `compressor_input` and the state stay in
     float32 without the loss scale, so that a state remains valid when the loss scale changes.
 
-    codec: with its wrappers.
+    codec: the codec with its wrappers.
     grads: this rank's gradients by layer name, of any floating-point dtype; a `Batch` if layers have roles.
     state: the state that the last exchange returned, empty at first.
-    context: where and when the exchange happens.
+    context: surroundings of the exchange.
     scaled_by: the loss scale that the gradients are multiplied by.
     reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their memory.
 

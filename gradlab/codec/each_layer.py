@@ -18,9 +18,9 @@ _TOGETHER = 2**16  # elements of a layer up to which layers of one size are stac
 class Alike:
     """Layers of one size, of which as many elements are sent.
 
-    starts: of the layers in the group's vector, (m, 1).
+    starts: first elements of the layers in the group's vector, (m, 1).
     size, count: elements of a layer, and those sent of it.
-    coding: of their positions: one whose size is known.
+    coding: coding of their positions, whose size is known.
     """
 
     starts: torch.Tensor
@@ -51,7 +51,7 @@ class EachLayer:
     within its layer. A coding whose size depends on the positions is of all of them together.
 
     count: elements sent in all.
-    nbytes: of their encoded positions; an estimate if the coding's size depends on them.
+    nbytes: bytes of their encoded positions; an estimate if the coding's size depends on them.
     """
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int], coding: str) -> None:

@@ -40,7 +40,7 @@ class Kept:
 
     shape: sizes, each a number, or the least and the most, None: without end.
     dtypes: any of these.
-    least, most: of every value, or of each; None: without end.
+    least, most: bounds of every value, or one for each; None: without end.
     or_empty: whether it may be (0,) instead, as on ranks that have no part in it.
     """
 

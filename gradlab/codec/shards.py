@@ -36,7 +36,7 @@ class Shards(Sequence[Shard]):
     """Each rank's shard (start, stop) of a vector, in rank order. `Compressor.shards` keeps it, for all ranks and
     steps.
 
-    bounds: where the vector is cut, N + 1 positions.
+    bounds: N + 1 positions at which the vector is cut.
     whole: whether payloads of the whole vector can be cut there.
     occupied: the ranks whose shards are not empty.
     """

@@ -207,8 +207,8 @@ def applies_earlier_gradients(codec: Codec) -> bool:
 def entries(state: Tensors, name: str, what: str) -> Tensors:
     """Return the state entries of one buffer, as `store_buffer` made them.
 
-    state: to search.
-    name: of the layer.
+    state: the state.
+    name: the layer's.
     what: the buffer, such as "residual".
     """
     return {key: state[key] for key in (f"{name}/{what}", f"{name}/{what}_scale") if key in state}
@@ -228,7 +228,7 @@ def entries_of(codec: Codec) -> dict[str, Entry]:
 def adopted(new: Codec, kept: Mapping[str, Kept] | None, state: Tensors) -> Tensors:
     """Return the part of a state, left under other settings, that a codec continues from.
 
-    kept: what `Codec.kept` says of the codec.
+    kept: result of `Codec.kept` for the codec.
     """
     rules, one = entries_of(new), Entry()
     carried = {key: value for key, value in state.items() if rules.get(_buffer_of(key), one).carried}
@@ -241,8 +241,8 @@ def resize(codec: Codec, states: Sequence[Tensors], rank: int, world_size: int, 
     """Return the state of one of M = `world_size` ranks that continue a run of N = len(states) ranks.
 
     Args:
-        codec: with its wrappers.
-        states: of the old ranks, in order.
+        codec: the codec with its wrappers.
+        states: the old ranks', in order.
         rank: the new rank.
         world_size: M.
         residuals: how the tensors e_i that differ between ranks become the new ranks' e'_j.
@@ -287,9 +287,9 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
     """Make the state entries that keep a tensor.
 
     Args:
-        name: of the layer.
+        name: the layer's.
         what: the buffer, such as "residual".
-        tensor: of any shape.
+        tensor: tensor of any shape.
         kind: "float32": the tensor is kept as it is. "int8": in 8 bits and a scale per block of 256 elements, with an
             error of at most 1/254 of the block's largest magnitude.
     """
@@ -317,7 +317,7 @@ def store_buffers(tensors: Tensors, what: str, kind: str) -> Tensors:
 def kept_buffer(name: str, what: str, shape: tuple[int, ...], kind: str) -> dict[str, Kept]:
     """Say what the entries that `store_buffer` makes look like.
 
-    shape: of the tensor.
+    shape: the tensor's.
     """
     if kind != "int8":
         return {f"{name}/{what}": Kept(shape)}

@@ -163,7 +163,7 @@ class DCTTopK(Compressor):
 class AlikeChunks:
     """The chunks (h, w) of a vector's layers that are cut into chunks of this shape.
 
-    layers: where each begins in the vector, and how many chunks it has along n and m.
+    layers: start of each in the vector, and its numbers of chunks along n and m.
     """
 
     h: int

@@ -525,7 +525,7 @@ class ECSQ(Compressor):
 class Contribution:
     """The values that one rank's message stands for.
 
-    positions: of values other than zero, ascending, (count,), int64.
+    positions: positions of values other than zero, ascending, (count,), int64.
     values: there, (count,). Both None: the vector was not finite.
     """
 

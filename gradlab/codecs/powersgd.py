@@ -287,7 +287,7 @@ def low_rank_errors(
     method: "svd": the sum of sigma_i^2 over i > r (B.1), from the eigenvalues of M M^T or M^T M, the smaller one, once
         for all ranks. "power": subspace iteration (B.2), once with the largest rank; an error is at most that of the
         paper, which iterates for each rank. "cheaper": the one with fewer operations (B.3).
-    power_steps: of subspace iteration.
+    power_steps: number of steps of subspace iteration.
     generator: draws the first subspace; None: torch's default.
     """
     require(not ranks or min(ranks) >= 1, "powersgd", "rank", min(ranks, default=1), "at least 1")
@@ -377,7 +377,7 @@ class _Stack:
     """Layers of one shape, whose matrices are computed with together.
 
     shape: a layer's own.
-    matrices: of several layers (layers, n, m), of one layer (n, m), or of an expert stack (B, n, m).
+    matrices: several layers' (layers, n, m), one layer's (n, m), or an expert stack's (B, n, m).
     """
 
     names: Sequence[str]
