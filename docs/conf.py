@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "sphinx"))
 
 from docstrings import as_google
+from methods_page import filled as with_methods
 from public_names import filled
 from sphinx.domains.python import PyObject
 
@@ -60,8 +61,8 @@ highlight_language = "none"
 
 
 def prepare_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Fill in the reference's entries, and take links to folders out, before a page is read."""
-    source[0] = without_folders(filled(source[0]), Path(app.srcdir, page).parent)
+    """Fill in the reference's entries and the methods, and take links to folders out, before a page is read."""
+    source[0] = without_folders(with_methods(filled(source[0])), Path(app.srcdir, page).parent)
 
 
 def without_folders(text: str, folder: Path) -> str:

@@ -39,18 +39,21 @@ COMMAND = re.compile(r"\bgradlab ((?:[a-z]+ )+[^`#\n]*)")
 BLOCK = re.compile(r"^```python(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_of_methods_is_up_to_date() -> None:
-    out = runpy.run_path(str(DOCS / "sphinx" / "methods_page.py"))["page"]()
-    assert out == (DOCS / "methods.md").read_text(), "python docs/sphinx/methods_page.py > docs/methods.md"
-    for name in (*codecs.names(), *wrappers.names()):
-        assert f"\n### {name}\n" in out
-    assert all(f"\n| {name} |" in out for name in METHODS)
+@pytest.fixture(scope="module")
+def methods() -> str:
+    """The page of methods as `make docs` fills it in."""
+    return runpy.run_path(str(DOCS / "sphinx" / "methods_page.py"))["filled"]((DOCS / "methods.md").read_text())
+
+
+def test_the_page_of_methods_has_all(methods: str) -> None:
+    assert all(f"\n### {name}\n" in methods for name in (*codecs.names(), *wrappers.names()))
+    assert all(f"\n| {name} |" in methods for name in METHODS)
 
 
 @pytest.mark.parametrize("name", wrappers.names())
-def test_the_page_of_methods_lists_the_codecs_that_a_wrapper_takes(name: str, gradlab: Command) -> None:
+def test_the_page_of_methods_lists_the_codecs_that_a_wrapper_takes(name: str, methods: str, gradlab: Command) -> None:
     """A plan of what is listed is built; a plan of what is not is refused with the words of `gradlab methods`."""
-    around = re.search(rf"^\| {name} \| (.*) \|$", (DOCS / "methods.md").read_text(), re.MULTILINE)
+    around = re.search(rf"^\| {name} \| (.*) \|$", methods, re.MULTILINE)
     assert around is not None
     everything = around[1] == "all codecs"
     taken = set(codecs.names()) if everything else set(around[1].partition(": ")[2].split(", "))
