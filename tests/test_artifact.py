@@ -197,7 +197,7 @@ def test_a_provenance_that_is_not_json_is_refused(tmp_path: Path, provenance: di
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path, whole: bytes) -> None:
-    ends = {*range(40), *range(40, len(whole), 97), *range(len(whole) - 40, len(whole))}
+    ends = {*range(40), *range(40, len(whole), 397), *range(len(whole) - 40, len(whole))}
     for end in sorted(ends):
         refused(tmp_path / "cut", whole[:end], "is not a whole safetensors file")
 
@@ -219,9 +219,9 @@ def same_or_refused(path: Path, data: bytes) -> str:
 
 
 def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path, whole: bytes) -> None:
-    """At every ninth byte of the file one bit, never a plan that differs and never another exception."""
+    """At every 29th byte of the file one bit, never a plan that differs and never another exception."""
     bits, outcomes = random.Random(0), []
-    places = range(len(whole)) if draws_all() else range(0, len(whole), 9)
+    places = range(len(whole)) if draws_all() else range(0, len(whole), 29)
     for position in places:
         damaged = bytearray(whole)
         damaged[position] ^= 1 << bits.randrange(8)
@@ -229,7 +229,7 @@ def test_a_flipped_bit_is_refused_or_means_nothing(tmp_path: Path, whole: bytes)
     assert outcomes.count("refused") > 0.98 * len(places)
 
 
-@law(st.data(), examples=150)
+@law(st.data(), examples=60)
 def test_overwritten_runs_of_bytes_are_refused_or_mean_nothing(
     tmp_path_factory: pytest.TempPathFactory, whole: bytes, data: st.DataObject
 ) -> None:

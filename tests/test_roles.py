@@ -91,6 +91,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+@pytest.mark.thorough  # here and below: transformers takes seconds to import
 def test_gpt2(transformers: Any) -> None:
     config = transformers.GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=2)
     found = layers_of(transformers.GPT2LMHeadModel(config))
@@ -106,6 +107,7 @@ def test_gpt2(transformers: Any) -> None:
     assert (up.shape, filter_axes(up)) == ((16, 64), (64, 16))
 
 
+@pytest.mark.thorough
 def test_bert_and_llama(transformers: Any) -> None:
     bert = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))

@@ -51,6 +51,7 @@ def test_bytes_are_hidden_as_bert_hides_tokens(campaign: ModuleType) -> None:
     assert torch.equal(again, shown)
 
 
+@pytest.mark.thorough  # transformers takes seconds to import
 def test_a_small_bert_follows_from_its_seed(campaign: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     workload = campaign.MaskedBytes(width=16, layers=1, heads=2, context=8)

@@ -22,11 +22,7 @@ def test_mixed_precision_is_refused(pool: ProcessPool) -> None:
         assert "mixed_precision" in message
 
 
-def test_unused_on_all_of_four_ranks(pool: ProcessPool) -> None:
-    for text in pool.run("jobs.matrix_cells:run_cell", 4, row="powersgd + feedback", option="find_unused_parameters"):
-        assert text == "passed"
-
-
+@pytest.mark.thorough
 def test_two_models_in_one_process(pool: ProcessPool) -> None:
     for verdict in pool.run("jobs.matrix_cells:run_cell", 4, row="topk + feedback", option="two models"):
         assert verdict == "passed"

@@ -27,6 +27,7 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     assert [(result["stack"], problem) for row in rows for result in row for problem in problems(result)] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["ddp", "outer"])
 def test_restart_by_torchrun(tmp_path: Path, what: str) -> None:
     """One rank is killed; started again, the ranks continue from their own files, and end where an undisturbed run

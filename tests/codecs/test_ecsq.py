@@ -82,9 +82,11 @@ def kinds(numel: int, seed: int) -> Tensors:
 @pytest.mark.parametrize(
     ("bits", "kind", "tables"),
     [
-        (bits, kind, ("message", "running")[(at + number) % 2])
-        for at, bits in enumerate([0.1, 2.0, 8.0])
-        for number, kind in enumerate(["Gaussian", "1 %", "heavy tails", "signs"])
+        (0.1, "Gaussian", "message"),
+        (8.0, "Gaussian", "running"),
+        (2.0, "1 %", "message"),
+        (0.1, "heavy tails", "running"),
+        (2.0, "signs", "running"),
     ],
 )
 def test_every_message_takes_the_bits_asked_for(bits: float, kind: str, tables: str) -> None:
@@ -94,7 +96,7 @@ def test_every_message_takes_the_bits_asked_for(bits: float, kind: str, tables: 
     most = 0.3 if kind == "1 %" else math.inf
     for codec in (bare, ErrorFeedback(bare)):
         state, counted = dict[str, torch.Tensor](), []
-        for step, scale in enumerate([1.0, 1.0, 1e6, 1e6, 1e6, 1.0, 1.0, 1.0]):
+        for step, scale in enumerate([1.0, 1e6, 1e6, 1.0, 1.0]):
             context = Context(0, 1, step, "g")
             row = exchange_group(codec, {"w": scale * kinds(numel, step)[kind]}, state, context)
             (result,) = run_lockstep([row])
@@ -106,13 +108,13 @@ def test_every_message_takes_the_bits_asked_for(bits: float, kind: str, tables: 
             assert min(counted) > min(bits, most) / 1.15
 
 
-@pytest.mark.parametrize("bits", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("bits", [0.1, 3.0])
 def test_ranks_take_the_bits_asked_for_each_by_its_own_step(bits: float) -> None:
     """Layers of different variances, in a gradient that grows a hundredfold; all ranks come to one mean."""
     codec, states, numel = ECSQ(ECSQ.Settings(bits=bits)), [{}, {}, {}], sum(map(math.prod, SHAPES.values()))
     counted = []
-    for step in range(12):
-        results = exchange(codec, states, step, 1.0 if step < 6 else 100.0)
+    for step in range(8):
+        results = exchange(codec, states, step, 1.0 if step < 4 else 100.0)
         states = [result.value.state for result in results]
         assert states[0]["w/step"].dtype == torch.float64
         assert all(torch.equal(r.value.mean["w"], results[0].value.mean["w"]) for r in results)
@@ -165,13 +167,13 @@ def test_feedback_does_not_make_bits_swing() -> None:
 def test_ranks_miss_as_much_as_asked_for() -> None:
     codec, states = ECSQ(ECSQ.Settings(error=0.4)), [{}, {}]
     missed = []
-    for step in range(40):
+    for step in range(24):
         results = exchange(codec, states, step)
         states = [result.value.state for result in results]
         for rank, result in enumerate(results):
             x, own = (torch.cat([one[n].reshape(-1) for n in SHAPES]) for one in (draw(rank, step), result.value.own))
             missed.append(float((x - own).norm() / x.norm()))
-    assert np.mean(missed[20:]) == pytest.approx(0.4, rel=0.02)
+    assert np.mean(missed[12:]) == pytest.approx(0.4, rel=0.02)
 
 
 @pytest.mark.parametrize("bits", [0.1, 3.0])
@@ -180,7 +182,7 @@ def test_tables_that_run_save_their_bytes_and_are_the_same_on_all_ranks(bits: fl
     missed = {}
     for tables in ("message", "running"):
         codec, states, lost, counted = ECSQ(ECSQ.Settings(bits=bits, tables=tables)), [{}, {}, {}], [], []
-        for step in range(40):
+        for step in range(20):
             results = exchange(codec, states, step)
             states = [result.value.state for result in results]
             keys = {f"{name}/tables" for name in SHAPES} if tables == "running" else set()
@@ -189,8 +191,8 @@ def test_tables_that_run_save_their_bytes_and_are_the_same_on_all_ranks(bits: fl
             counted.append(8 * results[0].payload_bytes / sum(map(math.prod, SHAPES.values())))
             own, x = results[0].value.own, draw(0, step)
             lost.append(sum(float((own[name] - x[name]).square().sum()) for name in SHAPES))
-        assert np.mean(counted[20:]) == pytest.approx(bits, rel=0.05)
-        missed[tables] = np.mean(lost[20:])
+        assert np.mean(counted[8:]) == pytest.approx(bits, rel=0.05)
+        missed[tables] = np.mean(lost[8:])
     assert missed["running"] < missed["message"]
 
 
@@ -299,15 +301,15 @@ def test_an_empty_shard_leaves_the_step() -> None:
 
 
 def test_a_size_that_cannot_be_reached_leaves_the_step_where_it_can_return() -> None:
-    """Ten values cannot fill a message, however small the step. After 200 such iterations dense gradients are coded in
+    """Ten values cannot fill a message, however small the step. After 80 such iterations dense gradients are coded in
     the bits asked for as soon as the step has doubled as often as the largest level has digits."""
     codec, numel, state = ECSQ(ECSQ.Settings(bits=0.25)), 20_000, {}
     draw = torch.Generator().manual_seed(0)
     few = torch.zeros(numel)
     few[::2000] = torch.randn(10, generator=draw)
     counted = []
-    for iteration in range(250):
-        x = few if iteration < 200 else torch.randn(numel, generator=draw)
+    for iteration in range(130):
+        x = few if iteration < 80 else torch.randn(numel, generator=draw)
         (result,) = run_lockstep([exchange_group(codec, {"w": x}, state, Context(0, 1, iteration, "g"))])
         state = result.value.state
         counted.append(8 * result.payload_bytes / numel)
@@ -329,15 +331,14 @@ def test_feedback_keeps_what_is_not_sent() -> None:
         torch.testing.assert_close(sent[name] + left, given[name], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_both_ways_every_message_has_the_size_asked_for(ranks: int) -> None:
+def test_both_ways_every_message_has_the_size_asked_for() -> None:
     """Each server has a piece of every layer, though layers differ by a factor of 20. What servers keep is not lost:
     what was applied and what all have kept is what was given."""
-    bits, numel = 0.5, sum(map(math.prod, SHAPES.values()))
+    ranks, bits, numel = 3, 0.5, sum(map(math.prod, SHAPES.values()))
     codec, states = ErrorFeedback(TwoWay(ECSQ(ECSQ.Settings(bits=bits)))), [dict[str, torch.Tensor]()] * ranks
     left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     counted, to_servers = [], []
-    for step in range(40):
+    for step in range(20):
         seen: list[Request] = []
         contexts = [Context(rank, ranks, step, "g") for rank in range(ranks)]
         rows = [
@@ -351,8 +352,8 @@ def test_both_ways_every_message_has_the_size_asked_for(ranks: int) -> None:
         to_servers.append([tensor.nbytes for tensor in seen[0].tensors])  # type: ignore[union-attr]
         for name in SHAPES:
             left[name] += sum(draw(rank, step)[name] for rank in range(ranks)) / ranks - results[0].value.mean[name]
-    assert np.mean(counted[10:], 0) == pytest.approx(bits * (1 + 1 / ranks), rel=0.05)
-    assert np.mean(to_servers[10:], 0) == pytest.approx(bits * numel / 8 / ranks, rel=0.1)
+    assert np.mean(counted[8:], 0) == pytest.approx(bits * (1 + 1 / ranks), rel=0.05)
+    assert np.mean(to_servers[8:], 0) == pytest.approx(bits * numel / 8 / ranks, rel=0.1)
     for name, shape in SHAPES.items():
         of_ranks = sum(state[f"{name}/residual"] for state in states) / ranks
         of_servers = torch.cat([state[f"{name}/server_residual"] for state in states]).view(shape)

@@ -73,11 +73,12 @@ def test_every_element_becomes_a_neighbour_on_the_grid(case: tuple[int, str], nu
     assert float(off.max()) <= 1e-5 * step + rounding
 
 
-@pytest.mark.parametrize(("bits", "norm"), CASES)
-@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("bits", "norm", "kind"), [(bits, norm, f"float{32 << at % 2}") for at, (bits, norm) in enumerate(CASES)]
+)
 def test_unbiased(bits: int, norm: str, kind: str) -> None:
-    """The mean of 20000 draws: the squared deviations, in standard errors, are chi-square. False alarm: 1e-6."""
-    vector, count = torch.cat([normal(45), torch.tensor([0.0, 1e-3, -1e-3])]).to(getattr(torch, kind)), 20000
+    """The mean of 8000 draws: the squared deviations, in standard errors, are chi-square. False alarm: 1e-6."""
+    vector, count = torch.cat([normal(45), torch.tensor([0.0, 1e-3, -1e-3])]).to(getattr(torch, kind)), 8000
     low, high, _ = grid(bits, norm, vector)
     variance = (vector - low) * (high - vector)
     deviation = draws(bits, norm, vector, count, seed=bits).mean(0) - vector
@@ -101,7 +102,7 @@ def vectors() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("what", vectors())
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 3, 5, 8])
 def test_lemma_3_1(bits: int, what: str) -> None:
     """Variance min(n / s^2, sqrt(n) / s) ||x||^2 and s (s + sqrt(n)) non-zeros, met by the mean of 2000 draws.
 
@@ -117,7 +118,7 @@ def test_lemma_3_1(bits: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", vectors())
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_variance_under_the_max_norm(bits: int, what: str) -> None:
     """No error exceeds a step, and their mean square is at most n / (4 s^2) max|x|^2, plus 5 standard errors."""
     vector, s = vectors()[what], 2 ** (bits - 1) - 1
@@ -198,9 +199,8 @@ def test_zero_buckets_come_back_as_zero(bits: int, norm: str) -> None:
     assert got[100:200].any()
 
 
-@pytest.mark.parametrize(("bits", "norm"), CASES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 57, 219])
+@pytest.mark.parametrize(("place", "bad"), [(0, math.nan), (57, math.inf), (219, -math.inf)])
+@pytest.mark.parametrize(("bits", "norm"), [(1, "max"), (2, "l2"), (4, "max"), (8, "l2")])
 def test_what_is_not_finite_stays_so(bits: int, norm: str, bad: float, place: int) -> None:
     """The whole bucket, and no other; also once averaged with a finite rank's."""
     vector, codec = normal(220), quantizer(bits=bits, norm=norm, bucket_size=50)

@@ -118,12 +118,12 @@ def same(calls: ModuleType, one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(same(calls, value, other[key]) for key, value in pairs)
 
 
+RECORDED = ("topk", "qsgd", "powersgd", "gradiveq")
+FOR_A_REASON = ("clt_k", "random_k", "threshold", "qsgd, ring", "topk, smallest coding")
+
+
 def of_suite(case: str) -> object:
-    """One case of a codec is enough, and one that says otherwise why it is not recorded."""
-    codec, _, more = case.partition(", ")
-    return pytest.param(
-        case, marks=pytest.mark.thorough if more and NOT_RECORDED.get(case) == NOT_RECORDED.get(codec) else ()
-    )
+    return pytest.param(case, marks=() if case in (*RECORDED, *FOR_A_REASON) else pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("case", [of_suite(case) for case in cases() if case not in OTHERS_OF_IT])

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.prose import nodes_of
 from support.warm_python import torch_python
 
 if sys.version_info >= (3, 11):
@@ -27,6 +29,7 @@ EXTRAS = {"lightning", "accelerate", "transformers"}
 HEAVY = {"h5py", "scipy", "sklearn", "matplotlib", "typer", "rich", "jinja2"}
 
 
+@functools.cache
 def declared() -> dict[str, Path]:
     """Packages that pyproject.toml installs, with the folder each comes from."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -57,8 +60,8 @@ def everything() -> dict[str, Path]:
 @functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     """The imports and calls in a file's syntax tree."""
-    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return tuple(node for node in tree if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
+    every = nodes_of(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in every if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
 
 
 @functools.cache
@@ -245,7 +248,7 @@ def test_a_name_of_the_front_door_loads_its_own_room_alone() -> None:
 
 def test_importing_the_runtime_loads_torch_only() -> None:
     """Safetensors comes with the first artifact that is read or written."""
-    loaded = loaded_by("import gradlab.runtime")
+    loaded = loaded_by("import gradlab.runtime", torch_python())
     assert {"torch", "gradlab"} <= loaded
     assert loaded & (HEAVY | EXTRAS | {"safetensors"}) == set()
 
@@ -253,6 +256,16 @@ def test_importing_the_runtime_loads_torch_only() -> None:
 def test_codecs_and_plans_load_no_more() -> None:
     statement = "import gradlab.artifact, gradlab.codecs as c; [c.get(name) for name in c.names()]"
     assert loaded_by(statement, torch_python()) & HEAVY == set()
+
+
+def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+    jobs = ROOT / "tests" / "jobs" / "framework_jobs.py"
+    subprocess.run([torch_python(), str(jobs), "missing", str(tmp_path)], check=True, cwd=Path(sys.executable).parent)
+    assert json.loads((tmp_path / "missing-0.json").read_text())["missing_extras"] == {
+        f"{side}.{name}": f"gradlab.{side}.{name} needs {title}: pip install 'gradlab[{name}]'"
+        for side in ("runtime", "capture")
+        for name, title in (("lightning", "Lightning"), ("accelerate", "Accelerate"), ("transformers", "transformers"))
+    }
 
 
 # --- what is installed ----------------------------------------------------------------------------------------------
@@ -277,11 +290,12 @@ def test_every_source_file_is_installed() -> None:
 def test_the_side_packages_import_from_a_checkouts_root() -> None:
     """Where they lie beside the package, not in it: as the files there are, installed or not."""
     code = (
-        "import gradlab.analysis, gradlab.capture, gradlab.datasets, gradlab.runtime; print(gradlab.runtime.__file__)"
+        "import sys; sys.dont_write_bytecode = True; import gradlab.analysis, gradlab.capture, gradlab.datasets, "
+        "gradlab.runtime; print(gradlab.runtime.__file__)"
     )
     unset = ("PYTHONPATH", "PYTHONSAFEPATH")  # either may put another gradlab first
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    command = [sys.executable, "-B", "-c", code]
+    command = [torch_python(), "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert Path(done.stdout.strip()).samefile(ROOT / "runtime" / "__init__.py")

@@ -64,5 +64,6 @@ def test_arguments_without_a_noun_and_inverted_sentences_are_counted() -> None:
         'size: of a block.\nrank, step: number from 0.\n\nRaises:\n    ValueError: for others.\n"""\n'
         'setting(1, help="that are kept")\nsetting(1, help=f"by {name}")\nsetting(1, unit="bytes", help="of a block")\n'
     )
-    assert list(inversions(module)) == ["Which it is.", "Where it stands, it stays."]
-    assert list(arguments(module)) == ["that", "by", "of"]
+    nodes = list(ast.walk(module))
+    assert list(inversions(nodes)) == ["Which it is.", "Where it stands, it stays."]
+    assert list(arguments(nodes)) == ["that", "by", "of"]

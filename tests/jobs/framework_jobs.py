@@ -3,6 +3,7 @@
     framework_jobs.py first FOLDER       under torchrun, two ranks: scenarios, and examples as users start them
     framework_jobs.py resumed FOLDER     the same: the examples again, each from a checkpoint of its first run
     framework_jobs.py alone FOLDER       one process: what is refused there, and what needs no second one
+    framework_jobs.py missing FOLDER     one process: the message where a framework is not installed
 
 FOLDER is shared by the ranks. Each rank writes FOLDER/<what>-<rank>.json, results by name. A framework that is not
 installed is left out.
@@ -104,8 +105,8 @@ JOBS: dict[str, dict[str, Job]] = {
     "alone": {
         "transformers_scenarios": scenarios("transformers", "alone"),
         "lightning_scenarios": scenarios("lightning", "alone"),
-        "missing_extras": missing_extras,
     },
+    "missing": {"missing_extras": missing_extras},
 }
 
 

@@ -27,7 +27,7 @@ from gradlab.plan.accordion import is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.refresh import Refresh
 from gradlab.plan.replanning import Regimes, Replanner, choose
-from support.laws import law
+from support.laws import law, thorough
 from support.prescribed import gradients
 from support.process_pool import ProcessPool
 
@@ -163,7 +163,7 @@ def test_warm_starts_survive_a_change_of_rank(alternating: bool) -> None:
     torch.testing.assert_close(cold._start("w", matrix, kept, context), cold._start("w", matrix, {}, context))
 
 
-@pytest.mark.parametrize(("codec", "ranks"), [("powersgd", 2), ("powersgd", 3), ("topk", 3), ("qsgd", 2)])
+@pytest.mark.parametrize(("codec", "ranks"), [("powersgd", 3), thorough("topk", 3), thorough("qsgd", 2)])
 def test_the_engine_does_what_lockstep_does(pool: ProcessPool, codec: str, ranks: int) -> None:
     """Bit for bit in deterministic mode, bytes included; the settings change twice."""
     for result in pool.run("jobs.refresh_tasks:against_lockstep", ranks, codec=codec):
@@ -175,10 +175,9 @@ def test_the_engine_does_what_lockstep_does(pool: ProcessPool, codec: str, ranks
         assert set(result["report"]["choice"]) == {"conv", "wide", "tall"}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_engine_follows_accordion_as_lockstep_does(pool: ProcessPool, ranks: int) -> None:
+def test_the_engine_follows_accordion_as_lockstep_does(pool: ProcessPool) -> None:
     """All layers are critical first and after the rate fell; in between, those that became the loud one or were it."""
-    root, *others = pool.run("jobs.refresh_tasks:against_lockstep", ranks, codec="topk", accordion=True)
+    root, *others = pool.run("jobs.refresh_tasks:against_lockstep", 2, codec="topk", accordion=True)
     for result in (root, *others):
         assert result["same"]
         assert result["same_states"]
@@ -188,8 +187,9 @@ def test_the_engine_follows_accordion_as_lockstep_does(pool: ProcessPool, ranks:
     assert all(result["critical"] == [None] * tasks.STEPS for result in others)
 
 
-@pytest.mark.parametrize("accordion", [False, True])
-@pytest.mark.parametrize("stop", [3, 6, 7, 12])
+@pytest.mark.parametrize(
+    ("stop", "accordion"), [thorough(3, True), (6, True), (7, False), thorough(12, True), thorough(12, False)]
+)
 def test_resumed_is_never_stopped(pool: ProcessPool, stop: int, accordion: bool) -> None:
     """Amid accumulating; with a choice made and not told; just after one; with one more under way."""
     for result in pool.run("jobs.refresh_tasks:resumed", 2, codec="powersgd", stop=stop, accordion=accordion):

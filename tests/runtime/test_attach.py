@@ -48,6 +48,7 @@ def test_groups_that_send_more_than_16_bits_are_warned_of_and_more_than_plain_dd
             assert len(results[case]["told"]) == (rank == 0)
 
 
+@pytest.mark.thorough  # as the campaign `matrix` has it
 def test_compiled_models_train_as_the_model_itself_does(pool: ProcessPool) -> None:
     """torch.compile inside DDP, of a module in it, and around DDP: bit for bit, and compressed."""
     for results in pool.run("jobs.attach_tasks:compiled_models_train_compressed", 2):
@@ -57,6 +58,7 @@ def test_compiled_models_train_as_the_model_itself_does(pool: ProcessPool) -> No
             assert result["ratio"] > 20, form
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_is_recorded_as_the_model_itself_is(pool: ProcessPool, tmp_path: Path) -> None:
     assert pool.run("jobs.attach_tasks:a_compiled_model_is_recorded", 2, folder=str(tmp_path)) == [True, True]
 

@@ -68,6 +68,7 @@ def test_every_codec_is_checked_everywhere() -> None:
         assert any(line.startswith(f"speed: {name}") for line in listed)
 
 
+@pytest.mark.thorough
 def test_the_checks_themselves_on_the_cpu() -> None:
     wanted = ["exchange: topk", "*engine is lockstep: powersgd", "speed: cast*"]
     done = gpu("--device", "cpu", "--numel", str(4096 * 27), "--only", *wanted)
@@ -77,6 +78,7 @@ def test_the_checks_themselves_on_the_cpu() -> None:
     assert left_out.startswith("not run, needs a GPU: nccl x 1: engine is lockstep: powersgd")
 
 
+@pytest.mark.thorough
 def test_no_time_is_reported_by_name() -> None:
     done = gpu("--device", "cpu", "--seconds", "0", "--only", "exchange: topk", "gloo x 2: identity*")
     assert "not run, the time was up: exchange: topk; gloo x 2: identity is plain DDP" in done.stdout

@@ -18,14 +18,13 @@ REPORTS = "jobs.report_tasks_frameworks"
 BETWEEN: dict[str, Any] = {"codec": "several", "settings": {"of": "between"}}
 
 
-@pytest.mark.parametrize(
-    "option", ["default", "dense steps, 16 bits", "every pass reduced in 32 bits, gradients summed"]
-)
-def test_without_compression_it_is_native_hsdp(pool: ProcessPool, option: str) -> None:
+# The campaign `nodes` holds each of FSDP's options by itself, here and below.
+def test_without_compression_it_is_native_hsdp(pool: ProcessPool) -> None:
     """AdamW's parameters, bit for bit. FSDP converts a unit's gradient, or adds it, as soon as the hook returns."""
-    for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=4, option=option):
+    option = "every pass reduced in 32 bits, gradients summed"
+    for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=3, option=option):
         assert result["same"]
-        assert result["counted"] == result["forecast"] or "dense steps" in option
+        assert result["counted"] == result["forecast"]
 
 
 def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool) -> None:
@@ -38,39 +37,25 @@ def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool) -> None:
         assert result["refused"] == "this Exchange is closed; make a new one"
 
 
-# The campaign `nodes` holds each of FSDP's options by itself, too.
-@pytest.mark.parametrize(
-    "option",
-    [pytest.param(one, marks=() if one in ("default", "all together") else pytest.mark.thorough) for one in OPTIONS],
-)
-def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool, option: str) -> None:
+def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool) -> None:
     """Gradients and states, bit for bit, whatever FSDP does beside."""
+    option = "all together"
     for result in pool.run("jobs.fsdp_tasks:against_lockstep", 4, nodes=2, option=option, **BETWEEN):
         assert result["same"] == [True] * 5
         assert result["states"] == [True] * 5
         assert result["finite"] == [step != OPTIONS[option].get("overflow_at") for step in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "codec", "settings", "between"),
-    [(1, "ecsq", {"bits": 0.5}, ""), (2, "several", {"of": "inside"}, "topk")],
-)
-def test_a_compressed_reduce_scatter_does_what_lockstep_does(
-    pool: ProcessPool, nodes: int, codec: str, settings: dict[str, Any], between: str
-) -> None:
-    """Alone, and in two levels, with an exchange between nodes behind it; bit for bit, with residuals."""
-    arguments = {"nodes": nodes, "codec": codec, "settings": settings, "between": between}
+def test_a_compressed_reduce_scatter_does_what_lockstep_does(pool: ProcessPool) -> None:
+    """In two levels, with an exchange between nodes behind it; bit for bit, with residuals."""
+    arguments = {"nodes": 2, "codec": "several", "settings": {"of": "inside"}, "between": "topk"}
     for result in pool.run("jobs.fsdp_tasks:reduced", 4, **arguments):
         assert result["same"] == [True] * 3
-        # Sizes of this codec vary; those of three small layers, each a part, by more than what is asked for.
-        assert result["counted"] == result["forecast"] or (codec == "ecsq" and result["counted"] > 0)
+        assert result["counted"] == result["forecast"]
 
 
-@pytest.mark.parametrize("levels", [pytest.param(1, marks=pytest.mark.thorough), 2])
-def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(
-    pool: ProcessPool, tmp_path: Path, levels: int
-) -> None:
-    for result in pool.run("jobs.fsdp_tasks:resumed", 4, nodes=2, folder=str(tmp_path / "checkpoint"), levels=levels):
+def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(pool: ProcessPool, tmp_path: Path) -> None:
+    for result in pool.run("jobs.fsdp_tasks:resumed", 4, nodes=2, folder=str(tmp_path / "checkpoint"), levels=2):
         assert result == {"same": [True] * 3, "iterations": [7, 7]}
 
 
@@ -207,40 +192,19 @@ def test_groups_are_cut_where_units_end() -> None:
     assert [layer.shape for layer in plan.layers] == list(shards.values())
 
 
-# --- what public reports found ----------------------------------------------------------------------------------------
+# --- what public reports found; the campaign `reports` has more ------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_ranks_that_use_other_modules_are_refused(pool: ProcessPool, nodes: int) -> None:
+def test_ranks_that_use_other_modules_are_refused(pool: ProcessPool) -> None:
     """Blocks of one shape, of which some ranks leave out another: their gradients must not be averaged in silence."""
-    for told in pool.run(f"{REPORTS}:other_blocks", 4, nodes=nodes):
+    for told in pool.run(f"{REPORTS}:other_blocks", 4, nodes=2):
         assert told.startswith("step 0: ranks used other modules in this step")
-
-
-def test_a_model_that_was_used_before_can_be_attached_to(pool: ProcessPool) -> None:
-    """Whose forward pass left parameters gathered, which its optimizer then holds in place of the shards."""
-    for found in pool.run(f"{REPORTS}:used_before", 4):
-        assert "holds 12 of 15 parameters (not embedding.weight, head.weight, head.bias)" in found["told"]
-
-
-def test_an_optimizer_of_before_fully_shard_is_named(pool: ProcessPool) -> None:
-    for told in pool.run(f"{REPORTS}:optimizer_of_before", 4):
-        assert "pass the one that steps the model, made after fully_shard" in told["plain"]
-        assert "the optimizer holds 0 of 15 parameters" in told["rates"]
 
 
 def test_two_optimizers_are_followed(pool: ProcessPool) -> None:
     for found in pool.run(f"{REPORTS}:two_optimizers", 4):
         assert found["rates"] == [0.1, 0.02]
         assert "another optimizer (SGD) trains embedding.weight, head.weight" in found["one"]
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_shards_of_one_element_and_of_none(pool: ProcessPool, nodes: int) -> None:
-    """Parameters (1,) and (1, 8) over four ranks and two; torch itself refuses ()."""
-    for *wrong, scalar in pool.run(f"{REPORTS}:small_shards", 4, nodes=nodes):
-        assert wrong == []
-        assert "doesn't support scalar parameters" in scalar
 
 
 def test_another_dtype_while_attached_ends_in_an_error(pool: ProcessPool) -> None:

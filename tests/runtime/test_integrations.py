@@ -23,6 +23,8 @@ from gradlab.plan import Plan
 from gradlab.trial import TrialSettings
 from support.warm_python import python
 
+# Frameworks take long to import.
+pytestmark = pytest.mark.thorough
 HERE = Path(__file__).parents[1]
 EXAMPLES = HERE.parent / "docs" / "examples"
 # Lightning's own, of its use of PyTorch, and of a run that continues into another folder.
@@ -153,7 +155,6 @@ def piloted(name: str) -> nn.Module:
     return nn.ModuleDict({"network": network}) if name == "lightning" else network
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -433,11 +434,3 @@ def test_the_trainer_in_one_process_is_told_to_launch_more(alone: dict[str, Any]
     assert "torchrun --nproc-per-node 2" in result["one_process"]
     assert "residuals = 'keep', expected None or one of" in result["unknown_policy"]
     assert result["several_gpus"].startswith("CompressionCallback, 1 process(es): the model is in DataParallel")
-
-
-@pytest.mark.parametrize("side", ["runtime", "capture"])
-@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
-def test_a_missing_extra_is_named(alone: dict[str, Any], name: str, side: str) -> None:
-    title = name if name == "transformers" else name.capitalize()
-    expected = f"gradlab.{side}.{name} needs {title}: pip install 'gradlab[{name}]'"
-    assert alone["missing_extras"][f"{side}.{name}"] == expected

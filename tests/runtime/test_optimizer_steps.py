@@ -16,10 +16,7 @@ STEPS = 6
     ("loop", "options"),
     [
         ("bad batches", {"codec": "powersgd", "optimizer": "adamw", "zeros": True, "warmup": 0}),
-        ("bad batches", {"codec": "qsgd", "view": True}),
-        ("bad from the start", {"warmup": 0}),
-        ("adversary", {"codec": "powersgd", "zeros": True, "view": True}),
-        ("adversary", {"codec": "qsgd", "optimizer": "adamw", "warmup": 0}),
+        ("adversary", {"codec": "qsgd", "view": True}),
     ],
 )
 def test_passes_whose_gradients_are_dropped_leave_no_trace(pool: ProcessPool, loop: str, options: Any) -> None:
@@ -32,12 +29,8 @@ def test_passes_whose_gradients_are_dropped_leave_no_trace(pool: ProcessPool, lo
         assert not result["found without them"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"codec": "powersgd", "optimizer": "adamw", "zeros": True}, {"codec": "qsgd", "view": True, "warmup": 0}],
-)
-def test_synchronised_passes_that_add_up_are_one_iteration(pool: ProcessPool, options: Any) -> None:
-    for result in pool.run("jobs.step_tasks:synchronised", 2, **options):
+def test_synchronised_passes_that_add_up_are_one_iteration(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.step_tasks:synchronised", 2, codec="powersgd", optimizer="adamw", zeros=True):
         assert result["iteration"] == 2 * STEPS
         assert result["missing"] < 1e-6
         [(rule, value, seen, remedy)] = result["found"]
@@ -66,7 +59,7 @@ def test_a_step_whose_closure_has_the_backward_pass(pool: ProcessPool) -> None:
         assert result == {"iteration": STEPS, "saved": STEPS, "exact": True}
 
 
-@pytest.mark.parametrize("loop", ["first of two synchronised", "retained", "penalised, static graph", "inside"])
+@pytest.mark.parametrize("loop", ["first of two synchronised", "inside"])  # the campaign `reports` has more
 def test_a_step_that_applies_what_ranks_did_not_average_is_told(pool: ProcessPool, tmp_path: Path, loop: str) -> None:
     """By compression and by a recorder, which change nothing of plain DDP's training."""
     first, second = pool.run("jobs.report_tasks_training:looped", 2, loop=loop, folder=str(tmp_path))
@@ -91,18 +84,12 @@ def test_a_complex_layer_left_out_is_averaged_as_ever(pool: ProcessPool, tmp_pat
         assert result["compressed"]["difference"] < 1e-6
 
 
-@pytest.mark.parametrize(("passes", "every"), [(1, 1), (3, 2)])
-def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path, passes: int, every: int) -> None:
-    results = pool.run("jobs.step_tasks:recorded", 2, folder=str(tmp_path / "trace"), passes=passes, every=every)
-    expected = [iteration // passes for iteration in range(0, 4 * passes, every)]
+def test_a_recording_keeps_optimizer_steps(pool: ProcessPool, tmp_path: Path) -> None:
+    results = pool.run("jobs.step_tasks:recorded", 2, folder=str(tmp_path / "trace"), passes=3, every=2)
     for rank, result in enumerate(results):
-        assert result["steps"] == [expected, expected]
-        if passes == 1:
-            assert not result["remarks"]
-            assert not result["told"]
-            continue
+        assert result["steps"] == [[0, 0, 1, 2, 2, 3]] * 2
         [remark] = result["remarks"]
-        assert remark.startswith(f"{(len(expected) - 1) * every} synchronised backward passes for 3 optimizer steps")
+        assert remark.startswith("10 synchronised backward passes for 3 optimizer steps")
         assert "no_sync()" in remark
         assert len(result["told"]) == (rank == 0)
 

@@ -23,6 +23,7 @@ from gradlab.runtime.pilot.kept import copied
 from gradlab.runtime.pilot.race import looks, race
 from gradlab.runtime.pilot.result import outcome_of
 from gradlab.saving import Saving
+from support.laws import thorough
 from support.process_pool import ProcessPool
 from support.warm_python import python
 
@@ -33,10 +34,11 @@ _OWN = {"snapshot_bytes": 0}  # of each rank: ZeroRedundancyOptimizer shares its
 @pytest.mark.parametrize(
     ("ranks", "task"),
     [
-        pytest.param(2, {"optimizer": "sgd", "warm": 0}, marks=pytest.mark.thorough),
-        (2, {"optimizer": "zero", "warm": 2}),
-        (3, {"optimizer": "adam", "warm": 3, "left_early": True}),
-        (4, {"optimizer": "adam", "warm": 3, "local_ranks": 2}),
+        thorough(2, {"optimizer": "sgd", "warm": 0}),
+        thorough(2, {"optimizer": "zero", "warm": 2}),
+        thorough(3, {"optimizer": "adam", "warm": 3, "left_early": True}),
+        (2, {"optimizer": "adam", "warm": 3}),
+        thorough(4, {"optimizer": "adam", "warm": 3, "local_ranks": 2}),
     ],
 )
 def test_a_run_with_a_pilot_is_the_run_without(pool: ProcessPool, ranks: int, task: dict[str, Any]) -> None:
@@ -51,7 +53,7 @@ def test_a_run_with_a_pilot_is_the_run_without(pool: ProcessPool, ranks: int, ta
         assert found[0]["result"]["unlike"] == 0
 
 
-@pytest.mark.parametrize("between", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("between", [thorough(False), True])
 def test_a_sharded_run_with_a_pilot_is_the_run_without(pool: ProcessPool, between: bool) -> None:
     """Bit for bit, after the pilot without gradlab where the reduce-scatter was tried."""
     for found in pool.run("jobs.pilot_tasks:sharded_goes_on", 4, between=between):

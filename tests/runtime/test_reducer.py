@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.laws import thorough
 from support.process_pool import ProcessPool
 
 LACKING = {"unfrozen bias": "0.bias", "adapter": "0.down, 0.up", "replaced": "2.weight, 2.bias", "swapped": "2.weight"}
@@ -21,7 +22,7 @@ def test_layers_that_came_after_ddp_are_refused_by_name(pool: ProcessPool, tmp_p
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("way", ["identity", "powersgd", "recorder", "at close", "error"])
+@pytest.mark.parametrize("way", ["powersgd", "recorder", "at close", "error"])
 def test_layers_that_come_in_training_are_told_of(pool: ProcessPool, tmp_path: Path, way: str) -> None:
     change = "adapter" if way == "recorder" else "unfrozen bias"
     first, second = pool.run(
@@ -67,6 +68,6 @@ def test_a_recorder_averages_over_the_ranks_with_input_as_ddp_does(pool: Process
         assert "join(divide_by_initial_world_size=False)" in result["refused"]
 
 
-@pytest.mark.parametrize("way", ["compress", "recorder", pytest.param("local steps", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("way", ["compress", thorough("recorder"), thorough("local steps")])
 def test_copies_are_those_of_plain_ddp(pool: ProcessPool, tmp_path: Path, way: str) -> None:
     pool.run("jobs.reducer_tasks:copies", 4, folder=str(tmp_path), way=way)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradlab.codecs import names
 from gradlab.collectives import Mean
 from gradlab.executor import PlanRun
 from gradlab.layout import Layer
@@ -23,8 +22,8 @@ PLAN = Plan.uniform([Layer("wide", (20, 30), "linear")], "topk", density=0.1)
 
 
 def test_identity_plan_is_plain_ddp(pool: ProcessPool) -> None:
-    """After 20 steps over three or more buckets the parameters are plain DDP's, bit for bit; no thread is left."""
-    for result in pool.run("jobs.ddp_tasks:identity_equals_plain_ddp", 3, steps=20):
+    """After 8 steps over three or more buckets the parameters are plain DDP's, bit for bit; no thread is left."""
+    for result in pool.run("jobs.ddp_tasks:identity_equals_plain_ddp", 3, steps=8):
         assert result["equal"]
         assert result["buckets"] >= 3
         assert result["threads"] == []
@@ -40,9 +39,9 @@ def test_identity_plan_is_plain_ddp(pool: ProcessPool) -> None:
 def test_what_follows_from_messages_is_the_same_on_all_ranks(
     pool: ProcessPool, wrappers: list[str], tables: str, kept: int
 ) -> None:
-    """ecsq's tables by layer, after 15 steps under AdamW; and after 1,000 with STEPS=1000 around it."""
+    """ecsq's tables by layer, after 6 steps under AdamW; and after 1,000 with STEPS=1000 around it."""
     settings = {"bits": 0.3, "tables": tables}
-    arguments = {"settings": settings, "wrappers": wrappers, "steps": int(os.environ.get("STEPS", "15"))}
+    arguments = {"settings": settings, "wrappers": wrappers, "steps": int(os.environ.get("STEPS", "6"))}
     for result in pool.run("jobs.ddp_tasks:long_run", 3, codec="ecsq", adaptive=True, **arguments):
         assert result["agree"]
         assert result["finite"]
@@ -58,13 +57,13 @@ def test_warm_up_is_plain_ddp(pool: ProcessPool) -> None:
 
 
 def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:
-    """40 steps at 4 ranks over three or more buckets: no hang, and ranks agree bit for bit."""
-    for result in pool.run("jobs.ddp_tasks:long_run", 4, codec="powersgd", steps=40, settings={"rank": 2}):
+    """15 steps at 4 ranks over three or more buckets: no hang, and ranks agree bit for bit."""
+    for result in pool.run("jobs.ddp_tasks:long_run", 4, codec="powersgd", steps=15, settings={"rank": 2}):
         assert result["agree"]
         assert result["finite"]
         assert result["buckets"] >= 3
         report = result["report"]
-        assert report["iteration"] == 40
+        assert report["iteration"] == 15
         assert report["payload_bytes_per_step"] == report["forecast_payload_bytes"]
         assert report["compression_ratio"] > 4
         assert (
@@ -72,7 +71,7 @@ def test_powersgd_over_several_buckets_on_gloo(pool: ProcessPool) -> None:
         )
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("ranks", "rank"), [(4, 2), (2, 4)])
 def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int) -> None:
     """On one bucket, given the same first Q, with warm start and error feedback: the same algorithm in float64.
 
@@ -87,7 +86,7 @@ def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int)
         assert max(differences) < 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_every_request_on_a_process_group(pool: ProcessPool, ranks: int) -> None:
     for result in pool.run("jobs.ddp_tasks:every_request", ranks, deterministic=True):
         assert result["equal"]
@@ -227,8 +226,10 @@ def test_layers_that_ddp_skips(pool: ProcessPool) -> None:
 
 
 def test_state_survives_save_and_load(pool: ProcessPool) -> None:
-    """Every codec under feedback; tests/campaigns/test_resume.py resumes in new processes."""
-    stacks = [(codec, "feedback") for codec in names()]
+    """A codec of each kind under feedback; the campaign `resume` holds all, in new processes."""
+    stacks = [
+        (codec, "feedback") for codec in ("topk", "ecsq", "qsgd", "clt_k", "intsgd", "powersgd", "gradiveq", "lgc_ring")
+    ]
     for result in pool.run("jobs.ddp_tasks:save_and_load", 3, stacks=stacks):
         assert result["equal"]
         assert {f"matrix{n}::matrix{n}/residual" for n in range(len(stacks))} <= set(result["keys"])

@@ -48,7 +48,7 @@ def test_every_committed_step_is_seen_and_nothing_else(tmp_path: Path) -> None:
 def test_its_writer_does_not_notice(tmp_path: Path) -> None:
     """Looked at without a pause, a recording has every value of one that nobody looked at, and steps only grow."""
     with recording(tmp_path / "alone") as writer:
-        for _ in range(8):
+        for _ in range(4):
             writer.block()
         writer.end()
     problems, steps, ended = [], [0], threading.Event()
@@ -64,7 +64,7 @@ def test_its_writer_does_not_notice(tmp_path: Path) -> None:
         writer.block()
         looking = threading.Thread(target=look_on)
         looking.start()
-        for _ in range(7):
+        for _ in range(3):
             writer.block()
         writer.end()
         ended.set()

@@ -104,7 +104,7 @@ def test_what_is_written_is_read_back(template: Path) -> None:
         assert seen == 20
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sets(st.integers(0, 40), min_size=1, max_size=25), min_size=1, max_size=3), st.data())
 def test_positions_count_in_the_steps_that_all_ranks_hold(
     tmp_path: Path, held: list[set[int]], data: st.DataObject

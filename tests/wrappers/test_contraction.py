@@ -87,13 +87,13 @@ def test_decoded_and_residual_are_gradient_and_old_residual(case: tuple[str, dic
 @expanding
 def test_the_residual_stays_bounded_where_it_would_grow(case: tuple[str, dict[str, Any]]) -> None:
     """Within Stich and Karimireddy's bound, ||e|| <= 2 / delta max ||g|| for delta = 1 / zeta; no growth."""
-    history = run(ErrorFeedback(codecs.make(case[0], **case[1])), 30)
+    history = run(ErrorFeedback(codecs.make(case[0], **case[1])), 20)
     zeta = float(history[-1][0]["a/zeta"])
-    largest = max(float(torch.cat([g.reshape(-1) for g in gradients(step, 0).values()]).norm()) for step in range(30))
+    largest = max(float(torch.cat([g.reshape(-1) for g in gradients(step, 0).values()]).norm()) for step in range(20))
     norms = [norm(states[0]) for states in history]
     assert zeta > 1
     assert max(norms) < 2 * zeta * largest
-    assert max(norms[15:]) < 2 * max(norms[:15])
+    assert max(norms[10:]) < 2 * max(norms[:10])
 
 
 @pytest.mark.parametrize("around", [lambda codec: ErrorFeedback(TwoWay(codec)), MomentumCorrection])

@@ -17,6 +17,7 @@ from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, Wrap, method_plan
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.wrappers.onebit_adam import moves_variance
+from support.laws import thorough
 
 RATE, CLASSES, INPUTS, DEAD = 0.01, 4, 24, 6
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
@@ -136,14 +137,14 @@ def accuracy(net: nn.Module) -> float:
     return float((net(inputs).argmax(1) == labels).float().mean())
 
 
-@pytest.mark.parametrize("variance", ["frozen", pytest.param("zero_one", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("variance", ["frozen", thorough("zero_one")])
 def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
     """Signs both ways with feedback, as in the papers, after a tenth of the run; without the mask they run away."""
     both_ways = (Wrap("error_feedback", {"step_size_ratio": False}), Wrap("two_way", {"step_size_ratio": False}))
     lost = {}
     for mask in (True, False) if variance == "frozen" else (True,):
-        plan = plan_of("sign", both_ways, warmup_steps=30, variance=variance, mask=mask)
-        net, _ = train(plan, 2, 200 if mask else 60)
+        plan = plan_of("sign", both_ways, warmup_steps=20, variance=variance, mask=mask)
+        net, _ = train(plan, 2, 120 if mask else 60)
         lost[mask] = accuracy(net)
         if mask:
             assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
@@ -151,7 +152,7 @@ def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
             assert torch.equal(dead, begun)  # they stay where they are
         else:
             assert not float(net[0].weight[:, -DEAD:].detach().abs().max()) < 20
-    assert lost[True] > accuracy(adam(2, 200, 200)) - 0.03
+    assert lost[True] > accuracy(adam(2, 120, 120)) - 0.03
 
 
 def test_it_is_the_optimizer_and_no_other_may_be() -> None:
