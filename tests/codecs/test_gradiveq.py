@@ -279,22 +279,12 @@ def test_feedback_helps_only_where_the_code_changes(share: float, sent: bool) ->
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"loss_threshold": 1.0}, "loss_threshold"),
-        ({"slice_size": 0}, "slice_size"),
-        ({"reuse": 0}, "reuse"),
-        ({"sample_steps": 1}, "sample_steps = 1, expected iterations, at least 2"),
-        ({"compressed_steps": -1}, "compressed_steps"),
-        ({"sample_bits": 1}, "sample_bits"),
-        ({"monitor": "loud"}, "one of off, absolute, normalised"),
-        ({"on_loss": "cry"}, "one of refresh, dense, stop"),
-        ({"complement": 1.1}, "complement"),
         ({"complement": 1.0}, "a number where all axes are random"),
-        ({"ratio": 0.5}, "ratio"),
         ({"refresh": "decoded"}, "above 0 where bases are fitted on what was decoded"),
         ({"refresh": "decoded", "complement": 0.5, "compressed_steps": 50}, "at least sample_steps then"),
     ],
 )
-def test_settings_out_of_range(settings: dict[str, object], match: str) -> None:
+def test_settings_that_exclude_each_other_are_refused(settings: dict[str, object], match: str) -> None:
     with pytest.raises(GradlabError, match=match):
         GradiVeQ.Settings(**settings)  # type: ignore[arg-type]
 

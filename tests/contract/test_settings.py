@@ -21,7 +21,7 @@ from gradlab.cli.fit.options import parse_wrapper
 from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec, Gradients
 from gradlab.codec.registry import CODECS, listed
-from gradlab.codec.settings import build_settings
+from gradlab.codec.settings import Setting, build_settings, fields_of
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
@@ -146,9 +146,18 @@ def test_each_setting_says_what_it_does_and_refuses_what_is_out_of_range(method:
     for row in setting_rows(method):
         assert row.help, (method.name, row.name)
         assert row.values
-    for name in {row.name for row in setting_rows(method)}:
-        with pytest.raises(GradlabError, match=f"^{method.name}: setting {name} = .*, expected "):
-            build_settings(method, {name: {"no": "value"}})
+    for field in fields_of(method.Settings):
+        for value in ({"no": "value"}, *beyond(field.about)):
+            with pytest.raises(GradlabError, match=f"^{method.name}: setting .* = .*, expected "):
+                build_settings(method, {field.name: value})
+
+
+def beyond(about: Setting) -> list[Any]:
+    """Values that lie just outside of a setting's range."""
+    ends = [about.above, about.below]
+    ends += [None if about.least is None else about.least - 1, None if about.most is None else 2 * about.most + 1]
+    values = [*(end for end in ends if end is not None), *(["no such word"] if about.choices else [])]
+    return [value for value in values if value not in about.also]
 
 
 def test_a_range_is_checked_wherever_settings_are_made() -> None:

@@ -275,21 +275,6 @@ def test_samples_that_cannot_be_fitted_are_refused(samples: Tensors, message: st
         GradiVeQ().fit([LAYER], samples)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss_threshold": -0.1},
-        {"loss_threshold": 1.0},
-        {"slice_size": 0},
-        {"reuse": 0},
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, float]) -> None:
-    (name,) = settings
-    with pytest.raises(GradlabError, match=f"gradiveq: setting {name} = "):
-        GradiVeQ.Settings(**settings)  # type: ignore[arg-type]
-
-
 GOOD = {"w/basis": torch.eye(12)[None, :, :3], "w/mean": torch.zeros(4, 12)}
 
 

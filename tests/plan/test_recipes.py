@@ -91,14 +91,6 @@ def test_a_reset_drops_the_residual_after_so_many_compressed_steps() -> None:
     assert ["w/residual" in done.state for _, done in run(codec, 7, start=5)] == [True, True, False] * 2 + [True]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"), [({"carried": 0.0}, "carried = 0.0"), ({"reset_steps": -1}, "reset_steps = -1")]
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(GradlabError, match=message):
-        ErrorFeedback.Settings(**settings)
-
-
 # --- codecs of one's own --------------------------------------------------------------------------------------------
 
 

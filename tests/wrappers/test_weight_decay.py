@@ -167,7 +167,6 @@ def test_layers_that_stay_dense_get_the_same_form() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"form": "outside"}, "form = 'outside'"),
         ({"momentum": 0.9}, "momentum = 0.9, expected 0 unless form"),
         ({"nesterov": True}, "nesterov = True, expected false unless form"),
     ],
