@@ -28,7 +28,19 @@ settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 
 # The files that take longest are begun first, so that no core is left without work at the end.
-LONGEST = ("contract", "recommendation", "cli", "integrations", "fsdp", "faults", "resume", "report", "pilot", "docs")
+LONGEST = (
+    "recommendation",
+    "fsdp",
+    "contract",
+    "cli",
+    "digests",
+    "pilot",
+    "report",
+    "wrappers",
+    "docs",
+    "budget",
+    "sign",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

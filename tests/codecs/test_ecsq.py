@@ -334,7 +334,7 @@ def test_feedback_keeps_what_is_not_sent() -> None:
 def test_both_ways_every_message_has_the_size_asked_for() -> None:
     """Each server has a piece of every layer, though layers differ by a factor of 20. What servers keep is not lost:
     what was applied and what all have kept is what was given."""
-    ranks, bits, numel = 2, 0.5, sum(map(math.prod, SHAPES.values()))
+    ranks, bits, numel = 3, 0.5, sum(map(math.prod, SHAPES.values()))
     codec, states = ErrorFeedback(TwoWay(ECSQ(ECSQ.Settings(bits=bits)))), [dict[str, torch.Tensor]()] * ranks
     left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     counted, to_servers = [], []

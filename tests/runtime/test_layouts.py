@@ -14,7 +14,7 @@ WHEN = ["before DDP", "before step 1", "back before step 3"]
     ("when", "options"),
     [
         *((when, {"gradient_as_bucket_view": True}) for when in WHEN),
-        ("before step 1", {}),
+        *((when, {}) for when in ("before DDP", "before step 1")),
         ("before step 3", {"find_unused_parameters": True}),
     ],
 )
