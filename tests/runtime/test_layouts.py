@@ -7,7 +7,7 @@ import pytest
 
 from support.process_pool import ProcessPool
 
-WHEN = ["before DDP", "before step 1", "back before step 3"]
+WHEN = ["before DDP", *(f"before step {step}" for step in (0, 1, 3)), "back before step 0", "back before step 3"]
 
 
 @pytest.mark.parametrize(
