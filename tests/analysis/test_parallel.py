@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gradlab.analysis.parallel import Cluster, one_thread, share_out
+from gradlab.analysis.replay import parts_of, replay, replay_plans
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.artifact import Artifact
+from gradlab.cli.console import warnings_as_lines
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
@@ -68,6 +72,43 @@ def test_nothing_to_do_and_nobody_to_do_it() -> None:
         share_out(divmod, [(1, 1)], workers=0)
 
 
+def test_two_processes_replay_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several plans; one that cannot be replayed says why, and takes nothing from the others."""
+    layers = [
+        Layer("a.weight", (12, 8), "linear"),
+        Layer("b.weight", (12, 9), "linear"),
+        Layer("head.bias", (5,), "bias"),
+    ]
+    plans = {codec: Plan.uniform(tuple(layers), codec, minimum_numel=50) for codec in ("topk", "powersgd")}
+    assert plans["topk"].dense_layers == (layers[2],)
+    plans["other"] = Plan.uniform((Layer("c.weight", (12, 8), "linear"),), "topk", minimum_numel=1)
+    with record(tmp_path / "t", random_gradients(3, 5, 2, layers), layers) as trace:
+        one, two = (replay_plans(trace, plans, start=1, workers=workers) for workers in (1, 2))
+        assert list(one) == list(two) == list(plans)
+        for replays in (one, two):
+            assert "c.weight" in str(replays["other"])
+        for codec in ("topk", "powersgd"):
+            alone = replay(trace, plans[codec], start=1)
+            assert one[codec].layer_errors == two[codec].layer_errors == alone.layer_errors
+            assert [s.iteration for s in two[codec].steps] == [s.iteration for s in alone.steps]
+        monkeypatch.setattr("gradlab.analysis.replay.run._PART_VALUES", 100)
+        assert len(parts_of(plans["topk"], 2)) > 1
+        parts = [replay(trace, plans["topk"], workers=workers) for workers in (1, 2)]
+        assert parts[0].layer_errors == parts[1].layer_errors
+
+
+def test_what_workers_warn_of_is_one_line_here(capfd: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        with warnings_as_lines():
+            share_out(warnings.warn, [("figures lack glyphs",)] * 4, workers=2)
+            share_out(np.multiply, [(np.float32(1e38), np.float32(1e9))] * 4, workers=2)
+    assert capfd.readouterr().err.splitlines() == ["warning: figures lack glyphs"]
+
+
+# --- a cluster of dask's --------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a scheduler with a worker in a process of its own."""
@@ -97,6 +138,7 @@ def measured(value: Any) -> Any:
     return [measured(part) for part in value] if isinstance(value, list) else value
 
 
+@pytest.mark.thorough
 def test_everything_is_measured_the_same_by_a_cluster(cluster: str, folder: Path) -> None:
     plans = {name: Artifact.load(folder / f"{name}.safetensors").plan for name in ("topk", "powersgd")}
     found = []
@@ -121,6 +163,7 @@ def test_analyze_asks_the_scheduler_that_is_named(
     assert (code, "no dask scheduler at tcp://127.0.0.1:9" in error) == (2, True)
 
 
+@pytest.mark.thorough
 def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, folder: Path) -> None:
     artifacts = [folder / "topk.safetensors", folder / "powersgd.safetensors"]
     replays = []
@@ -132,6 +175,7 @@ def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, fol
     assert set(replays[0]) == {"topk", "powersgd"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
     [

@@ -79,6 +79,7 @@ def test_with_the_backends_own_order_a_recording_is_that_of_real_ranks_to_roundi
     assert max(differences[:4]) < 1e-3  # rounding, which training then multiplies; another batch or draw differs by 1
 
 
+@pytest.mark.thorough
 def test_the_command_records_what_real_ranks_record(gradlab: Command, tmp_path: Path) -> None:
     """Within a budget: it is told how many steps there will be, and these few fit whole."""
     reports, budget = [], 4_000_000

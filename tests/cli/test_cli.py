@@ -93,6 +93,12 @@ def test_the_loop(gradlab: Command, loop: Path, topk: Path, tmp_path: Path) -> N
         assert sent == set(run[f"{bytes_of}_per_step"].values())
     assert run["payload_bytes_per_step"]["mean"] == run["forecast_payload_bytes"]
 
+    code, out, err = gradlab("predict", topk, "--compute-seconds", report, "--nodes", 2, "--json")
+    assert code == 0, err
+    profile = json.loads(out)["profile"]
+    assert profile["compute_seconds"] == run["time"]["compute"]
+    assert profile["codec"]["seconds"] == run["time"]["compress"]
+
     events = json.loads(spans.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {WARMUP + 1}

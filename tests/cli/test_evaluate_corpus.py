@@ -126,7 +126,7 @@ def test_a_codec_of_ones_own_is_named_by_its_file(gradlab: Command, corpus: Path
     )
     assert found["cosine"] == short["cosine"] > 0.1
     words = ("sparse_ternary.py", "topk:density=0.01", "qsgd")
-    code, out, err = gradlab("evaluate", corpus / NAME, *words, "--workers", 2, "--json")
+    code, out, err = gradlab("evaluate", corpus / NAME, *words, "--json")
     assert code == 0, err
     methods = {name: replay["summary"]["methods"] for name, replay in json.loads(out).items()}
     assert list(methods) == list(words)

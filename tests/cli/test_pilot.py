@@ -49,7 +49,10 @@ def training(trace: Path, way: str) -> list[str]:
     return [*torchrun, str(HERE / "jobs/piloted_job.py"), str(trace), way]
 
 
-@pytest.mark.parametrize(("way", "every"), [("sharded", 1), ("by_hand", 1), ("outer", EVERY)])
+@pytest.mark.parametrize(
+    ("way", "every"),
+    [("by_hand", 1), *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("sharded", 1), ("outer", EVERY)))],
+)
 def test_each_line_of_gradlab_takes_the_plan_and_logs_losses(place: Path, tmp_path: Path, way: str, every: int) -> None:
     """A step of the outer loop has the losses of its local steps."""
     plan, folder = Artifact.load(place / "fine.safetensors").plan, tmp_path / "run"

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradlab.analysis.parallel import share_out
-from gradlab.cli.console import Table, print_table, warnings_as_lines
+from gradlab.cli.console import Table, print_table
 from gradlab.cli.main import main
 from gradlab.cli.streams import BROKEN_PIPE
 from gradlab.layout import Layer
@@ -89,6 +88,7 @@ def test_commands_end_well_whatever_their_output_can_hold(
     assert name in run(monkeypatch, encoding, "trace", "info", place / "trace")[1]
 
 
+@pytest.mark.thorough  # a start of Python; streams of ASCII are tried above
 def test_a_process_of_the_c_locale_ends_well(place: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     command = [sys.executable, "-m", "gradlab.cli.main", "trace", "info", str(place / "trace")]
@@ -155,15 +155,6 @@ def test_numpys_warnings_are_no_lines(place: Path, monkeypatch: pytest.MonkeyPat
         _, _, err = run(monkeypatch, "utf-8", *words)
         assert "encountered" not in err
         assert "RuntimeWarning" not in err
-
-
-def test_what_workers_warn_of_is_one_line_here(capfd: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        with warnings_as_lines():
-            share_out(warnings.warn, [("figures lack glyphs",)] * 4, workers=2)
-            share_out(np.multiply, [(np.float32(1e38), np.float32(1e9))] * 4, workers=2)
-    assert capfd.readouterr().err.splitlines() == ["warning: figures lack glyphs"]
 
 
 def test_glyphs_that_a_font_lacks_are_one_warning() -> None:

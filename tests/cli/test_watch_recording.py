@@ -6,7 +6,6 @@ import io
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from gradlab.trace.schema import rank_folder
 from support.command_line import Command
 from support.growing_recording import recording
 from support.recorded import random_gradients, record
+from support.warm_python import python
 
 
 def test_a_closed_recording_is_shown_whole(tmp_path: Path, gradlab: Command) -> None:
@@ -38,7 +38,7 @@ def test_a_closed_recording_is_shown_whole(tmp_path: Path, gradlab: Command) -> 
 def test_it_follows_a_recording_to_its_end(tmp_path: Path) -> None:
     with recording(tmp_path / "t") as writer:
         writer.block()
-        command = [sys.executable, "-m", "gradlab", "watch", tmp_path / "t"]
+        command = [python(), "-m", "gradlab.cli.main", "watch", tmp_path / "t"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
             writer.block()
             time.sleep(0.5)

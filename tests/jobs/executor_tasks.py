@@ -232,4 +232,5 @@ def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -
         same_states = state.states.keys() == theirs.states.keys() and all(
             torch.equal(state.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
         )
-        return {"same": same, "same_states": same_states, "held": held}
+        sent = [(step.payload_bytes, step.wire_bytes) for step in state.statistics.steps]
+        return {"same": same, "same_states": same_states, "held": held, "sent": sent}

@@ -346,9 +346,8 @@ def _periodic(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(one, marks=() if one == "text_words" else pytest.mark.thorough) for one in LEVELS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", LEVELS)
 def test_the_transformer_learns_more_than_frequencies(level: str, tmp_path: Path) -> None:
     """Better than the best model that looks at no past: the entropy of the tokens' frequencies."""
     workload = _workload(level, 16)
@@ -366,21 +365,19 @@ def test_the_transformer_learns_more_than_frequencies(level: str, tmp_path: Path
     assert workload.score(model, data.test_x, data.test_y) < 0.6 * frequencies
 
 
+@pytest.mark.parametrize("on", ["--emulate", pytest.param("--ranks", marks=pytest.mark.thorough)])
 def test_clipping_and_weight_decay_of_a_recipe_are_the_same_on_ranks_and_on_emulated_nodes(
-    gradlab: Command, tmp_path: Path
+    gradlab: Command, tmp_path: Path, on: str
 ) -> None:
-    """nanoGPT's recipe, by characters: on two emulated nodes, by two ranks, and by one process with both batches."""
+    """nanoGPT's recipe, by characters: on two emulated nodes or ranks, and by one process with both batches."""
     text = _periodic(tmp_path / "a.txt")
     words = ["train", "text_chars", "--data", text, "--steps", 6, "--batch-size", 2, "--json"]
-    code, out, err = gradlab(*words, "--emulate", 2, "--capture", tmp_path / "trace")
+    code, out, err = gradlab(*words, on, 2, "--capture", tmp_path / "trace")
     assert code == 0, err
-    emulated = json.loads(out)
-    assert emulated["metric"] == {"name": "nats per character", "better": "lower", "form": "number"}
-    code, out, err = gradlab(*words, "--ranks", 2)
-    assert code == 0, err
-    assert json.loads(out)["losses"] == emulated["losses"]
+    run = json.loads(out)
+    assert run["metric"] == {"name": "nats per character", "better": "lower", "form": "number"}
     oracle, data = datasets.get("text_chars"), datasets.get("text_chars").load(str(text))
-    assert emulated["losses"] == pytest.approx(_losses_of_nanogpt(oracle, data), rel=1e-4)
+    assert run["losses"] == pytest.approx(_losses_of_nanogpt(oracle, data), rel=1e-4)
 
 
 def _losses_of_nanogpt(workload: datasets.Workload, data: datasets.Data) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -211,13 +212,12 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
     assert total > 0
 
 
-@pytest.mark.parametrize("codec", COMPRESSORS)
-@pytest.mark.parametrize("grouping", ["layer", "model"])
+@pytest.mark.parametrize(("codec", "grouping"), list(zip(COMPRESSORS, itertools.cycle(["layer", "model"]))))
 def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str) -> None:
     require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "wrappers", [[Wrap("two_way")], [Wrap("two_way", {"server": "rank"})], [Wrap("momentum_correction")]]
 )
@@ -226,9 +226,13 @@ def test_dry_run_sees_through_wrappers(wrappers: list[Wrap], world_size: int) ->
     require_same_bytes(Plan.uniform(LAYERS, "topk", density=0.01, wrappers=wrappers), world_size)
 
 
-@pytest.mark.parametrize("codec", KINDS)
-@pytest.mark.parametrize(("grouping", "bucket_cap_mb"), [("layer", None), ("layer", 0.01), ("model", 0.01)])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("codec", "ranks", "grouping", "bucket_cap_mb"),
+    [
+        (codec, 2 + number % 2, *[("layer", None), ("layer", 0.01), ("model", 0.01)][number % 3])
+        for number, codec in enumerate(KINDS)
+    ],
+)
 def test_simulated_bytes_are_those_of_the_engine(
     pool: ProcessPool, codec: str, grouping: str, bucket_cap_mb: float | None, ranks: int
 ) -> None:
@@ -261,10 +265,10 @@ def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
     plan = Plan.uniform(LAYERS, "topk", density=0.01)
     few, many = (
         make_job(plan, DryRuns(plan, count, repeats=1), 1.0).buckets[0].exchanges[-1].turns[0].requests
-        for count in (2, 4096)
+        for count in (2, 512)
     )
     assert [request.tensor.shape for request in few] == [request.tensor.shape for request in many]  # type: ignore[union-attr]
-    assert all_gather(800, 4096).wire_bytes == 4095 * 800
+    assert all_gather(800, 512).wire_bytes == 511 * 800
 
 
 def test_every_gradient_is_looked_at_before_and_after() -> None:
@@ -1022,23 +1026,6 @@ def test_without_measurements_a_forecast_is_of_rings() -> None:
     result = forecast(plan, Network([Link(1e9)], [32], Profile(1.0, "as given")))
     assert result.to_json()["calibration"] is None
     assert any(line.startswith("Collectives are those of Gloo, rings") for line in result.remarks)
-
-
-def test_a_run_of_the_trainer_gives_the_times(gradlab: Command, tmp_path: Path) -> None:
-    """The report of a real compressed run, as `gradlab train --out` writes it, is a profile."""
-    from gradlab.datasets import get
-
-    plan = Plan.uniform(get("digits").model(0), "powersgd", rank=2)
-    made = Artifact(plan).save(tmp_path / "powersgd.safetensors")
-    code, _, err = gradlab("train", "digits", "--steps", 6, "--compress", made, "--out", tmp_path / "run.json")
-    assert code == 0, err
-    times = json.loads((tmp_path / "run.json").read_text())["time"]
-    code, out, err = gradlab("predict", made, "--compute-seconds", tmp_path / "run.json", "--nodes", "2", "--json")
-    assert code == 0, err
-    result = json.loads(out)
-    assert result["profile"]["compute_seconds"] == times["compute"]
-    assert result["profile"]["codec"]["seconds"] == times["compress"]
-    assert result["nodes"][0]["links"][0]["compressed"]["seconds"] >= times["compute"]
 
 
 def test_no_computing_time_says_how_to_get_it(gradlab: Command, artifact: Path, tmp_path: Path) -> None:
