@@ -252,14 +252,14 @@ class StepDriver:
         with self._timed(current):
             current.ticks.drain()
             while current.dense:
-                current.dense.popitem()[1].answers()
+                current.dense.popitem()[1].wait()
 
     def _drain_part(self, current: Iteration, index: int, last: int) -> None:
         """Wait until the results of one part are there. last: number of the part that completed its last group."""
         with self._timed(current):
             current.ticks.drain(lambda running: running.part <= last)
             if index in current.dense:
-                current.dense.pop(index).answers()
+                current.dense.pop(index).wait()
 
     def finish(self) -> StepRecord:
         """End the step after its last part: commit it, or fill all of it with NaN if a gradient was not finite."""
@@ -313,8 +313,8 @@ class StepDriver:
         with self._timed(current):
             current.ticks.drain()
             while current.dense:
-                index, fused = next(iter(current.dense.items()))
-                fused.answers()
+                index, mean = next(iter(current.dense.items()))
+                mean.wait()
                 del current.dense[index]
                 if not current.step.active and index + 1 < len(current.parts):
                     # Nothing to agree on: DDP may take bucket after bucket while the last ones travel.
