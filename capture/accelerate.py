@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradlab.capture.recorder import TraceRecorder
-from gradlab.ddp.frameworks import ddp_of_accelerate
+from gradlab.ddp.model import ddp_of_accelerate
 
 try:
     from accelerate import Accelerator

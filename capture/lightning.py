@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradlab.capture.recorder import TraceRecorder
-from gradlab.ddp.frameworks import ddp_of_lightning
+from gradlab.ddp.model import ddp_of_lightning
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -33,8 +33,8 @@ from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWr
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
+from gradlab.ddp.model import require_ddp, without_compile
 from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
-from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
 from gradlab.trial import trial
 

@@ -17,14 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.hook_average import average_as_ddp, ranks_with_input
 from gradlab.collectives import mean_of_node
-from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts, OldGradient
-from gradlab.ddp.groups import part_of
-from gradlab.ddp.model import attached_hook, divides_by_inputs, synchronised_layers
+from gradlab.ddp.groups import Ranks, part_of
+from gradlab.ddp.model import attached_hook, bare_module, divides_by_inputs, synchronised_layers
 from gradlab.ddp.sharded_units import SHARDED, Unit, attached_hooks, averaged_units, shard_group, units_of
 from gradlab.ddp.topology import Topology, find_grid, find_topology, group_along
-from gradlab.ddp.wrapping import bare_module
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from gradlab.capture.recorder import TraceRecorder
-from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
+from gradlab.ddp.model import ddp_of_trainer, wrap_again
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -69,7 +69,7 @@ class Artifact:
             "written_by": f"gradlab {VERSION}",
             "plan": self.plan.to_json(),
             "origin": self.provenance,
-            "sha256": self.plan.tensor_hashes(),
+            "sha256": {key: hash_tensor(tensor) for key, tensor in self.plan.tensors().items()},
         }
         # Copies, because groups may share a tensor and safetensors refuses shared memory.
         copies = {key: t.detach().cpu().clone(memory_format=_ROWS) for key, t in self.plan.tensors().items()}

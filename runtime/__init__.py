@@ -14,16 +14,19 @@ On gradients that you hand over yourself: `Exchange(plan, model.named_parameters
 coroutine on a process group: `drive(coroutine, Communicator(group))`.
 """
 
-from gradlab.runtime.attach import compress
-from gradlab.runtime.engine.driver import drive
-from gradlab.runtime.exchange import Exchange
-from gradlab.runtime.fsdp.state import FSDPCompression, compress_fsdp
-from gradlab.runtime.hook import compression_hook
-from gradlab.runtime.loggers import log_scalars
-from gradlab.runtime.network.communicator import Communicator
-from gradlab.runtime.outer import OuterStep
-from gradlab.runtime.scalar_log import ScalarLog
-from gradlab.runtime.state import CompressionState
+from typing import TYPE_CHECKING
+
+from gradlab.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from gradlab.runtime.attach import compress, compression_hook
+    from gradlab.runtime.engine.driver import drive
+    from gradlab.runtime.exchange import Exchange
+    from gradlab.runtime.fsdp.state import FSDPCompression, compress_fsdp
+    from gradlab.runtime.loggers import ScalarLog, log_scalars
+    from gradlab.runtime.network.communicator import Communicator
+    from gradlab.runtime.outer.step import OuterStep
+    from gradlab.runtime.state import CompressionState
 
 __all__ = [
     "Communicator",
@@ -38,3 +41,20 @@ __all__ = [
     "drive",
     "log_scalars",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Communicator": "gradlab.runtime.network.communicator",
+        "CompressionState": "gradlab.runtime.state",
+        "Exchange": "gradlab.runtime.exchange",
+        "FSDPCompression": "gradlab.runtime.fsdp.state",
+        "OuterStep": "gradlab.runtime.outer.step",
+        "ScalarLog": "gradlab.runtime.loggers",
+        "compress": "gradlab.runtime.attach",
+        "compress_fsdp": "gradlab.runtime.fsdp.state",
+        "compression_hook": "gradlab.runtime.attach",
+        "drive": "gradlab.runtime.engine.driver",
+        "log_scalars": "gradlab.runtime.loggers",
+    },
+)

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp.frameworks import ddp_of_accelerate
-from gradlab.ddp.wrapping import bare_module
+from gradlab.ddp.model import bare_module, ddp_of_accelerate
 from gradlab.plan import Plan
 from gradlab.runtime.attach import attach
-from gradlab.runtime.rank_files import RankFiles, check_policy
+from gradlab.runtime.saved import RankFiles, check_policy
 from gradlab.runtime.state import CompressionState
 
 try:

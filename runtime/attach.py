@@ -1,21 +1,77 @@
-"""Attach a plan to a DDP model, in one call."""
-
-from __future__ import annotations
+"""The hook itself, in a file that evaluates annotations: DDP compares them with the classes, not with their names."""
 
 import os
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp.wrapping import require_ddp
+from gradlab.ddp.copies import Detached
+from gradlab.ddp.model import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
+from gradlab.runtime.checks import check_ddp
 from gradlab.runtime.exchange import Exchange
-from gradlab.runtime.hook import compression_hook
-from gradlab.runtime.pilot.switch import switch_of
 from gradlab.runtime.state import CompressionState
+
+
+def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket by a plan: the hook for `DistributedDataParallel.register_comm_hook`.
+
+    Args:
+        state: state that the hook was registered with.
+        bucket: DDP's.
+
+    Returns:
+        A future of the bucket's buffer, averaged.
+
+    Raises:
+        GradlabError: if it was registered with anything but a CompressionState, a copy of one among it.
+    """
+    if not isinstance(state, (CompressionState, Detached)):
+        raise GradlabError(f"compression_hook needs a CompressionState, it was registered with {type(state).__name__}")
+    return state.submit(bucket)
+
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
+
+
+class Switch:
+    """A model's hook: a state's plan, or without one plain averages, as DDP makes them."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.state: CompressionState | None = None
+        self.group = model.process_group
+
+
+_SWITCHES: weakref.WeakKeyDictionary[DistributedDataParallel, Switch] = weakref.WeakKeyDictionary()
+
+
+def switched_hook(switch: Switch, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as the switch stands."""
+    return allreduce_hook(switch.group, bucket) if switch.state is None else switch.state.submit(bucket)
+
+
+def switch_of(model: DistributedDataParallel) -> Switch | None:
+    """Return the switch that a model's hook has, if a pilot gave it one."""
+    return _SWITCHES.get(model)
+
+
+def switched(model: DistributedDataParallel) -> Switch:
+    """Give a model a hook with a switch, unless it has one; refuse a model that is compressed."""
+    if (switch := switch_of(model)) is None:
+        check_ddp(model, None, None)
+        switch = Switch(model)
+        model.register_comm_hook(switch, switched_hook)
+        _SWITCHES[model] = switch
+    if switch.state is not None:
+        raise GradlabError("the DDP model is compressed already: let a pilot try plans before that")
+    return switch
 
 
 def compress(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
 from gradlab.artifact import Artifact
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.ddp.model import SWITCHED, attached_hook, refuse_complex, sparse_layers
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
@@ -23,8 +23,8 @@ from gradlab.errors import GradlabError
 from gradlab.executor.rules import RULES
 from gradlab.layout import Layer, names_as_in
 from gradlab.plan import Plan
-from gradlab.plan.node_rules import conflict_between_nodes
-from gradlab.plan.optimizer_rules import compressed_layers, conflict_of, layers_that_may_follow, needs_of
+from gradlab.plan.optimizer_rules import compressed_layers, conflict_of, follower_of, layers_that_may_follow, needs_of
+from gradlab.plan.shards import conflict_between_nodes
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime.engine.options import RunOptions
 
@@ -132,7 +132,7 @@ def _check_optimizers(plan: Plan, held: HeldLayers) -> None:
     needs = needs_of(plan)
     for need in () if held.optimizers else needs:
         if need.startswith("follows"):
-            raise GradlabError(f"the plan's {plan.follows_learning_rate} {need}: pass optimizer=, which has it")
+            raise GradlabError(f"the plan's {follower_of(plan)} {need}: pass optimizer=, which has it")
         if need.startswith("applies"):
             raise GradlabError(f"the plan {need}: pass optimizer=, so that its own is known to be off")
     if held.optimizers and held.named_missing(compressed_layers(plan)):
@@ -191,51 +191,33 @@ def device_of_model(pairs: Pairs) -> torch.device:
 
 
 def agree_on(
-    group: dist.ProcessGroup,
+    groups: Sequence[dist.ProcessGroup],
     device: torch.device,
     attempt: Callable[[], object],
     settings: Callable[[], dict[str, Any]] = dict,
 ) -> None:
     """Go on only if an attempt succeeds on all ranks, with the same settings (plain JSON).
 
-    Else raise the same line everywhere: the problem of the lowest rank, or the first difference.
+    Else raise the same line everywhere: the problem of the lowest rank, or the first difference. `groups` are one of
+    all ranks, or of a mesh those of this rank's row and column.
     """
-    problem, same = _attempted(attempt, settings)
-    ranks = Ranks(group, device)
-    ranks.raise_together(problem)
-    ranks.require_same(same)
-
-
-def agree_on_mesh(
-    mesh: Sequence[dist.ProcessGroup],
-    device: torch.device,
-    attempt: Callable[[], object],
-    settings: Callable[[], dict[str, Any]] = dict,
-) -> None:
-    """Do as `agree_on` for the ranks of a mesh, of which this one knows the group of its row and that of its column."""
-    problem, same = _attempted(attempt, settings)
-    rows = [Ranks(group, device) for group in mesh]
-    for ranks in rows:
+    problem, same = None, {}
+    try:
+        attempt()
+        same = settings()
+    except GradlabError as error:
+        problem = str(error)
+    except Exception as error:  # the others wait to hear of it
+        problem = f"{type(error).__name__}: {error}"
+    of_groups = [Ranks(group, device) for group in groups]
+    for ranks in of_groups:
         problem = ranks.first_of(problem)
         try:
             if problem is None:
                 ranks.require_same(same)
         except GradlabError as error:
             problem = str(error)
-    for ranks in rows:  # once more: a column has other rows' problems
+    for ranks in of_groups[1:] and of_groups:  # once more: a column has other rows' problems
         problem = ranks.first_of(problem)
     if problem is not None:
         raise GradlabError(problem)
-
-
-def _attempted(
-    attempt: Callable[[], object], settings: Callable[[], dict[str, Any]]
-) -> tuple[str | None, dict[str, Any]]:
-    """Compare what all ranks must have in common, and name what went wrong."""
-    try:
-        attempt()
-        return None, settings()
-    except GradlabError as error:
-        return str(error), {}
-    except Exception as error:  # the others wait to hear of it
-        return f"{type(error).__name__}: {error}", {}

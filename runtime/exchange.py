@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,25 +14,24 @@ import torch.distributed as dist
 from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizer_steps import refuse_other_steps
-from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import Finding, finding
 from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import follower_of
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, named_as_in, unknown_needs
-from gradlab.runtime.engine.assembly import make_driver
+from gradlab.runtime.engine.assembly import make_driver, surroundings_of
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
-from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.faults import CommunicationError, let_go
-from gradlab.runtime.stateful import RankState
-from gradlab.saving import bytes_in_16_bits
+from gradlab.runtime.saved import RankState
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="Exchange")
@@ -113,7 +112,7 @@ class Exchange(Uncopied):
         if group is None:
             raise GradlabError("Exchange: there is no process group; call torch.distributed.init_process_group first")
         agree_on(
-            group,
+            (group,),
             pairs[0][1].device if pairs else torch.device("cpu"),
             lambda: check(plan, pairs, group.size(), chosen),
             lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()},
@@ -130,6 +129,7 @@ class Exchange(Uncopied):
         """Put the parts together, from arguments that were checked. make: gives the driver."""
         self.plan = plan
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
+        self._shapes = {layer.name: layer.shape for layer, _ in pairs}
         self._device = device
         self._topology: Topology | None = None
         self._driver = make()
@@ -142,7 +142,7 @@ class Exchange(Uncopied):
             if excess := excess_of(plan, self._communicator.world_size):
                 seen = excess.sentence(self._communicator.world_size)
                 self._rules.tell([finding("bytes_sent", seen, excess.to_16_bits, 1)])
-            if plan.follows_learning_rate and not self.run.settings.plain_sgd and self._driver.everyone.rank == 0:
+            if follower_of(plan) and not self.run.settings.plain_sgd and self._driver.everyone.rank == 0:
                 warnings.warn(f"gradlab: {self._residuals}", stacklevel=4)
             if held.partial and unknown_needs(plan, held):
                 self._driver.closing.append(refuse_other_steps(held).remove)
@@ -224,9 +224,10 @@ class Exchange(Uncopied):
                 raise GradlabError(f"Exchange: a second gradient of {name} in one step")
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            if gradient.is_sparse or gradient.shape != parameter.shape:
+            shape = self._shapes[name]
+            if gradient.is_sparse or tuple(gradient.shape) != shape:
                 came = "a sparse tensor" if gradient.is_sparse else f"shape {list(gradient.shape)}"
-                raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(parameter.shape)}")
+                raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(shape)}")
             checked[name] = gradient.detach()
         return checked
 
@@ -352,31 +353,29 @@ class Exchange(Uncopied):
         return reporting.summarize_run(
             self.run,
             list(self.statistics.steps),
-            self._place(),
+            self._place,
+            self._forecast(),
             self._residuals,
             self._rules.findings,
         )
 
+    @cached_property
     def _place(self) -> reporting.Place:
-        """This rank's place, and the bytes that it carries."""
+        """This rank's place, and the bytes of what it carries."""
         everyone, topology = self._driver.everyone, self._topology
         if topology is None:
-            dense, half = self._uncompressed(lambda name: self._parameters[name].numel())
-            forecast = self.run.plan.payload_bytes(everyone.world_size)
-            return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast)
-        parts, local_rank = share_out(self.plan, topology.local_ranks), topology.local_rank
-        dense, half = self._uncompressed(lambda name: parts.numel(name, local_rank))
-        forecast = forecast_payload(self.plan, parts, local_rank, len(topology.nodes))
-        where = reporting.NodePlace(topology.node, len(topology.nodes), local_rank, topology.local_ranks)
-        return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast, where)
+            numel = {name: one.numel() for name, one in self._parameters.items()}
+            return reporting.place_of(everyone, self._parameters, numel)
+        parts = share_out(self.plan, topology.local_ranks)
+        numel = {name: parts.numel(name, topology.local_rank) for name in self._parameters}
+        return reporting.place_of(everyone, self._parameters, numel, topology)
 
-    def _uncompressed(self, numel: Callable[[str], int]) -> tuple[int, int]:
-        """Bytes of as many elements of each layer's gradient, as they are and in 16 bits."""
-        carried = [(parameter, numel(name)) for name, parameter in self._parameters.items()]
-        return (
-            sum(parameter.element_size() * count for parameter, count in carried),
-            sum(bytes_in_16_bits(parameter, count) for parameter, count in carried),
-        )
+    def _forecast(self) -> float:
+        """Bytes that this rank contributes per compressed step, by the plan as it is now."""
+        if (topology := self._topology) is None:
+            return self.run.plan.payload_bytes(self._driver.everyone.world_size)
+        parts = share_out(self.plan, topology.local_ranks)
+        return forecast_payload(self.plan, parts, topology.local_rank, len(topology.nodes))
 
     def report(self) -> dict[str, Any]:
         """Return `run_report` as plain JSON; a number that is not finite is None."""
@@ -388,12 +387,7 @@ class Exchange(Uncopied):
 
     def scalars(self) -> dict[str, float]:
         """Return the last step's numbers by name; `gradlab.runtime.log_scalars` hands them to a logger."""
-        return reporting.scalars(self.statistics, self._fixed_place)
-
-    @cached_property
-    def _fixed_place(self) -> reporting.Place:
-        """`_place`, which is needed after every step. Its forecast alone may change."""
-        return self._place()
+        return reporting.scalars(self.statistics.steps, self._place)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -442,37 +436,3 @@ def _layers_with_parameters(plan: object, named_parameters: Iterable[tuple[str, 
             seen.add(id(parameter))
             pairs.append((Layer(name, tuple(parameter.shape)), parameter))
     return named_as_in(plan, pairs)
-
-
-class _Values(Mapping[str, torch.Tensor]):
-    """The values of parameters as they are when they are asked for, by layer name.
-
-    A tensor that was detached once would go on in the old memory after `Module.to` or `parameter.data = ...`.
-    """
-
-    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        self._read = read
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._read[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-
-def surroundings_of(
-    parameters: Mapping[str, torch.Tensor],
-    options: RunOptions,
-    values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
-) -> Surroundings:
-    """Say where a run reads learning rates, loss scale and parameters; `values` gives what a rank holds (None: all)."""
-    scaler = options.scaler
-    known = {parameter: name for name, parameter in parameters.items()}
-    return Surroundings(
-        HeldLayers(options.optimizer, known),
-        lambda: scaler.get_scale() if scaler else 1.0,
-        _Values({name: one.detach for name, one in parameters.items()} if values is None else values),
-    )

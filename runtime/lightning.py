@@ -17,15 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.frameworks import ddp_of_lightning
+from gradlab.ddp.groups import Ranks
+from gradlab.ddp.model import ddp_of_lightning
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import attach
 from gradlab.runtime.outer.in_ddp import LocalSteps
-from gradlab.runtime.rank_files import check_policy
-from gradlab.runtime.saved import load_saved
-from gradlab.runtime.state import CompressionState
+from gradlab.runtime.saved import check_policy, go_on, load_saved
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,12 +34,67 @@ except ModuleNotFoundError as error:
     needed = "gradlab.runtime.lightning needs Lightning: pip install 'gradlab[lightning]'"
     raise ModuleNotFoundError(needed, name=error.name) from None
 
-# Where a checkpoint keeps the state dicts of all ranks, in rank order.
-_CHECKPOINT_KEY = "gradlab"
-_LOCAL_STEPS_KEY = "gradlab local steps"
+
+class _RankStates(Callback):
+    """A callback whose state on every rank becomes a part of rank 0's checkpoint, under `_key`."""
+
+    _key = "gradlab"
+    _without = "the checkpoint holds no compression states, they start anew"
+
+    def __init__(self, residuals: str | None = None) -> None:
+        check_policy(residuals)
+        self.state: Any = None
+        self._residuals = residuals
+        self._restored: list[dict[str, Any]] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the last fit. Lightning restores checkpoints after this and before it wraps the model."""
+        if stage == "fit":
+            self.state = self._restored = None
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the states of all ranks into rank 0's checkpoint. Lightning calls it on all ranks."""
+        if self.state is None:
+            checkpoint[self._key] = []  # as the learning rate finder does it, before our turn
+        elif trainer.interrupted:
+            # Other ranks may have failed, or have not: to wait for them could cost this checkpoint.
+            rank_zero_warn("gradlab: saved after an exception, this checkpoint is without the ranks' states")
+        else:
+            checkpoint[self._key] = _gather(self.state.state_dict(), trainer.strategy.root_device)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the states out of a checkpoint that fit continues from."""
+        if trainer.state.fn != "fit":
+            return
+        self._restored = checkpoint.get(self._key)
+        if self._restored is None:
+            rank_zero_warn(f"gradlab: {self._without}")
+        elif self.state is not None:  # within fit, as the learning rate finder may do it
+            self._go_on(trainer)
+
+    def _go_on(self, trainer: Trainer) -> bool:
+        """Continue with this rank's state of a checkpoint, if there is one."""
+        everyone, self._restored = self._restored, None
+        if not everyone:
+            return False
+        if self._residuals is None and len(everyone) != trainer.world_size:
+            came = f"checkpoint: world_size is {len(everyone)}, this run has {trainer.world_size}"
+            raise GradlabError(f"{came}; resume on as many ranks, or give CompressionCallback(residuals=...)")
+        go_on(self.state, self._residuals, trainer.global_rank, trainer.world_size, everyone.__getitem__)
+        return True
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop exchanging. The other ranks learn of the exception."""
+        if self.state is not None:
+            self.state.__exit__(type(exception), exception, None)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop exchanging."""
+        if self.state is not None:
+            self.state.close()
 
 
-class CompressionCallback(Callback):
+class CompressionCallback(_RankStates):
     """Compress the gradients of `trainer.fit`.
 
         Trainer(strategy="ddp", callbacks=[CompressionCallback("plan.safetensors")])
@@ -68,15 +121,8 @@ class CompressionCallback(Callback):
     def __init__(
         self, plan: Plan | str | os.PathLike[str], *, log: bool = False, residuals: str | None = None, **options: Any
     ) -> None:
-        check_policy(residuals)
-        self.state: CompressionState | None = None
-        self._plan, self._log, self._residuals, self._options = plan, log, residuals, options
-        self._restored: list[dict[str, Any]] | None = None
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the last fit. Lightning restores checkpoints after this and before it wraps the model."""
-        if stage == "fit":
-            self.state = self._restored = None
+        super().__init__(residuals)
+        self._plan, self._log, self._options = plan, log, options
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook on the model that the strategy has just wrapped."""
@@ -85,9 +131,7 @@ class CompressionCallback(Callback):
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             options["scaler"] = scaler
         self.state = attach(model, self._plan, **options)
-        if self._restored is not None:
-            self._load(self.state, self._restored, trainer)
-            self._restored = None
+        self._go_on(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -102,52 +146,8 @@ class CompressionCallback(Callback):
         """Return the plan's digest: Lightning warns if a checkpoint is resumed without a callback that saved one."""
         return {} if self.state is None else {"plan": self.state.plan.digest}
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put the states of all ranks into rank 0's checkpoint. Lightning calls it on all ranks."""
-        if self.state is None:
-            checkpoint[_CHECKPOINT_KEY] = []  # as the learning rate finder does it, before our turn
-            return
-        if trainer.interrupted:
-            # Other ranks may have failed, or have not: to wait for them could cost this checkpoint.
-            rank_zero_warn(
-                "gradlab: saved after an exception, this checkpoint is without the ranks' compression states"
-            )
-            return
-        checkpoint[_CHECKPOINT_KEY] = _gather(self.state.state_dict(), trainer.strategy.root_device)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the states out of a checkpoint that fit continues from."""
-        if trainer.state.fn != "fit":
-            return
-        everyone = checkpoint.get(_CHECKPOINT_KEY)
-        if everyone is None:
-            rank_zero_warn("gradlab: the checkpoint holds no compression states, they start anew")
-        elif everyone and self.state is None:
-            self._restored = everyone
-        elif everyone and self.state is not None:  # within fit, as the learning rate finder may do it
-            self._load(self.state, everyone, trainer)
-
-    def _load(self, state: CompressionState, everyone: list[dict[str, Any]], trainer: Trainer) -> None:
-        if self._residuals is not None and not state.has_ranks_of(everyone[0]):
-            state.load_state_dicts(everyone, self._residuals)
-        elif len(everyone) == trainer.world_size:
-            state.load_state_dict(everyone[trainer.global_rank])
-        else:
-            came = f"checkpoint: world_size is {len(everyone)}, this run has {trainer.world_size}"
-            raise GradlabError(f"{came}; CompressionCallback(residuals=...) says what becomes of the residuals")
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop the engine. The other ranks learn of the exception."""
-        if self.state is not None:
-            self.state.__exit__(type(exception), exception, None)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop the engine."""
-        if self.state is not None:
-            self.state.close()
-
-
-class LocalStepsCallback(Callback):
+class LocalStepsCallback(_RankStates):
     """Take local steps in `trainer.fit`, and exchange through a plan how far every worker came (`OuterStep`).
 
         Trainer(strategy="ddp", callbacks=[LocalStepsCallback("plan.safetensors", every=30)])
@@ -161,67 +161,35 @@ class LocalStepsCallback(Callback):
         options: those of `OuterStep`: outer_optimizer, every, fragments, delay, mixing and others.
 
     Attributes:
-        steps: steps of the current or the last fit; None before the first.
+        state: steps of the current or the last fit; None before the first.
 
     Raises:
         GradlabError: when fit starts, as CompressionCallback does. See also OuterStep.
     """
 
-    def __init__(self, plan: Plan | str, *, within: object = None, **options: Any) -> None:
-        self.steps: LocalSteps | None = None
-        self._plan, self._options = plan, {"within": within, **options}
-        self._restored: list[dict[str, Any]] | None = None
+    _key = "gradlab local steps"
+    _without = "the checkpoint holds no local steps: every worker begins with rank 0's model"
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the last fit."""
-        if stage == "fit":
-            self.steps = self._restored = None
+    def __init__(self, plan: Plan | str, *, within: object = None, **options: Any) -> None:
+        super().__init__()
+        self._plan, self._options = plan, {"within": within, **options}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook on the model that the strategy has just wrapped."""
         model = ddp_of_lightning(trainer, "LocalStepsCallback")
-        self.steps = LocalSteps(model, trainer.optimizers, self._plan, **self._options)
+        self.state = LocalSteps(model, trainer.optimizers, self._plan, **self._options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take back what a checkpoint holds of this rank: Lightning has restored rank 0's on all of them."""
-        if self.steps is None or self._restored is None:
-            return
-        if len(self._restored) != trainer.world_size:
-            came = f"checkpoint: world_size is {len(self._restored)}, this run has {trainer.world_size}"
-            raise GradlabError(f"{came}; local steps continue on as many ranks")
-        self.steps.load_state_dict(self._restored[trainer.global_rank])
-        self.steps.begins_after(trainer.global_step)
-        self._restored = None
+        if self._go_on(trainer):
+            self.state.begins_after(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch's optimizer step, if it took one."""
-        if self.steps is not None:
-            self.steps.after(trainer.global_step)
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Put what all ranks hold into rank 0's checkpoint. Lightning calls it on all ranks."""
-        if self.steps is not None and not trainer.interrupted:
-            checkpoint[_LOCAL_STEPS_KEY] = _gather(self.steps.state_dict(), trainer.strategy.root_device)
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take it out of a checkpoint that fit continues from."""
-        if trainer.state.fn != "fit":
-            return
-        self._restored = checkpoint.get(_LOCAL_STEPS_KEY)
-        if self._restored is None:
-            rank_zero_warn("gradlab: the checkpoint holds no local steps: every worker begins with rank 0's model")
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop exchanging. The other workers learn of the exception."""
-        if self.steps is not None:
-            self.steps.outer.__exit__(type(exception), exception, None)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop exchanging."""
-        if self.steps is not None:
-            self.steps.close()
+        if self.state is not None:
+            self.state.after(trainer.global_step)
 
 
 def _gather(state: dict[str, Any], device: torch.device) -> list[dict[str, Any]] | None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from gradlab import wrappers
 from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import HeldLayers
+from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun
 from gradlab.executor.rules import Finding, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.plan.replanning import Replanner
-from gradlab.runtime.engine.statistics import TIMES, Statistics, StepRecord, Summary, summarize_steps
-from gradlab.saving import Saving
+from gradlab.runtime.engine.statistics import TIMES, StepRecord, Summary, summarize_steps
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.saving import Saving, bytes_in_16_bits
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,6 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
-class CodecRow(Jsonable):
-    """The groups of one codec: how many there are, and their bytes and seconds per step in all."""
-
-    codec: str
-    groups: int
-    payload_bytes_per_step: float
-    encode_seconds: float
-    decode_seconds: float
-
-
-@dataclass(frozen=True)
 class RefreshReport(Jsonable):
     """The last choice of a plan's refresh.
 
@@ -95,7 +88,6 @@ class Place:
 
     dense_payload_bytes: bytes of its gradients, uncompressed.
     half_payload_bytes: bytes of them in plain 16-bit reduction.
-    forecast_payload_bytes: bytes of them per compressed step, by the plan.
     nodes: None where every rank stands for itself.
     """
 
@@ -103,7 +95,6 @@ class Place:
     world_size: int
     dense_payload_bytes: int
     half_payload_bytes: int
-    forecast_payload_bytes: float
     nodes: NodePlace | None = None
 
     def saving(self, sent_bytes: float) -> Saving:
@@ -116,25 +107,22 @@ class Place:
 class RunReport:
     """Measurements of a run on one rank.
 
+    forecast_payload_bytes: bytes that it contributes per compressed step, by the plan.
     iteration: number of the next step, from 0.
     residuals: rule for the residuals under the optimizer; None if the plan keeps none.
     refresh: the plan's; None if it has none.
     groups: one row per compressed group that this rank carries.
     rules: findings of the rules of `gradlab.executor.rules`.
-    codecs: their sums by codec.
     """
 
     place: Place
+    forecast_payload_bytes: float
     iteration: int
     residuals: str | None
     refresh: RefreshReport | None
     summary: Summary
     groups: tuple[GroupRow, ...]
     rules: tuple[Finding, ...] = ()
-
-    @property
-    def codecs(self) -> tuple[CodecRow, ...]:
-        return codec_rows(self.groups)
 
     @property
     def saving(self) -> Saving:
@@ -156,22 +144,38 @@ class RunReport:
             **({} if place.nodes is None else {"nodes": place.nodes}),
             "iteration": self.iteration,
             "dense_payload_bytes": place.dense_payload_bytes,
-            "forecast_payload_bytes": place.forecast_payload_bytes,
+            "forecast_payload_bytes": self.forecast_payload_bytes,
             **self.saving.to_json(),
             "residuals": self.residuals,
             "rules": self.rules,
             "refresh": self.refresh,
             **self.summary.to_json(),
             "groups": self.groups,
-            "codecs": self.codecs,
         }
         return {name: plain(value) for name, value in written.items()}
+
+
+def place_of(
+    everyone: Communicator,
+    parameters: Mapping[str, torch.Tensor],
+    numel: Mapping[str, int],
+    topology: Topology | None = None,
+) -> Place:
+    """Return the place of a rank that carries so many elements of each layer's gradient."""
+    carried = [(parameter, numel[name]) for name, parameter in parameters.items()]
+    dense = sum(parameter.element_size() * count for parameter, count in carried)
+    half = sum(bytes_in_16_bits(parameter, count) for parameter, count in carried)
+    where = None
+    if topology is not None:
+        where = NodePlace(topology.node, len(topology.nodes), topology.local_rank, topology.local_ranks)
+    return Place(everyone.rank, everyone.world_size, dense, half, where)
 
 
 def summarize_run(
     run: PlanRun,
     steps: Sequence[StepRecord],
     place: Place,
+    forecast_payload_bytes: float,
     residuals: str | None,
     rules: tuple[Finding, ...] = (),
 ) -> RunReport:
@@ -179,6 +183,7 @@ def summarize_run(
     replanner = run.replanner
     return RunReport(
         place=place,
+        forecast_payload_bytes=forecast_payload_bytes,
         iteration=run.iteration,
         residuals=residuals,
         refresh=None if replanner is None else _refresh_report(replanner),
@@ -216,25 +221,6 @@ def _means(group: Group, measured: Sequence[StepRecord]) -> GroupMeans:
         decode_seconds=fmean(decode for _, decode in seconds),
         relative_error=relative(*map(sum, zip(*errors, strict=True))) if errors else None,
         residual_norm=fmean(norms) if any(step.residual_norms for step in measured) else None,
-    )
-
-
-def codec_rows(rows: Iterable[GroupRow]) -> tuple[CodecRow, ...]:
-    """Sum groups by codec; a group that was not measured adds nothing but itself."""
-    by_codec: dict[str, list[GroupRow]] = {}
-    for row in rows:
-        by_codec.setdefault(row.codec, []).append(row)
-    return tuple(_codec_row(codec, groups) for codec, groups in by_codec.items())
-
-
-def _codec_row(codec: str, groups: Sequence[GroupRow]) -> CodecRow:
-    means = [row.means for row in groups if row.means is not None]
-    return CodecRow(
-        codec,
-        len(groups),
-        payload_bytes_per_step=sum((mean.payload_bytes_per_step for mean in means), 0.0),
-        encode_seconds=sum((mean.encode_seconds for mean in means), 0.0),
-        decode_seconds=sum((mean.decode_seconds for mean in means), 0.0),
     )
 
 
@@ -367,11 +353,11 @@ def _step_lines(report: RunReport) -> list[str]:
     ]
 
 
-def scalars(statistics: Statistics, place: Place) -> dict[str, float]:
+def scalars(steps: Sequence[StepRecord], place: Place) -> dict[str, float]:
     """Return the last step's numbers by name, as TensorBoard's add_scalar takes them; empty before the first."""
-    if not statistics.steps:
+    if not steps:
         return {}
-    last = statistics.steps[-1]
+    last = steps[-1]
     values = {
         "gradlab/payload_bytes": float(last.payload_bytes),
         "gradlab/wire_bytes": float(last.wire_bytes),
@@ -382,7 +368,7 @@ def scalars(statistics: Statistics, place: Place) -> dict[str, float]:
     }
     saving = place.saving(last.wire_bytes).to_json()
     values |= {f"gradlab/{name}": ratio for name, ratio in saving.items() if ratio is not None}
-    measured = next((step for step in reversed(statistics.steps) if step.errors and step.finite), None)
+    measured = next((step for step in reversed(steps) if step.errors and step.finite), None)
     if measured is not None:
         values |= {f"gradlab/relative_error/{name}": relative(*pair) for name, pair in measured.errors.items()}
         values |= {f"gradlab/residual_norm/{name}": norm for name, norm in measured.residual_norms.items()}

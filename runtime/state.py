@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,22 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts
+from gradlab.ddp.copies import Hook
 from gradlab.ddp.groups import group_like
-from gradlab.ddp.model import synchronised_layers
+from gradlab.ddp.model import attached_hook, require_ddp, synchronised_layers
 from gradlab.ddp.topology import NODE, find_topology
-from gradlab.ddp.wrapping import require_ddp
 from gradlab.errors import GradlabError
-from gradlab.executor.rules import Finding
+from gradlab.executor.rules import Finding, finding
 from gradlab.plan import Plan
 from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan, named_as_in
-from gradlab.runtime.engine.assembly import make_driver
+from gradlab.runtime.engine.assembly import make_driver, surroundings_of
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.worker import Engine
-from gradlab.runtime.exchange import Exchange, Result, surroundings_of
-from gradlab.runtime.unreached import UnreachedHook, drifting
+from gradlab.runtime.exchange import Exchange, Result
 from gradlab.trial import trial
 
 
@@ -222,7 +222,7 @@ class CompressionState(Exchange):
 
 
 def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict) -> None:
-    agree_on(model.process_group, next(model.parameters()).device, attempt, settings)
+    agree_on((model.process_group,), next(model.parameters()).device, attempt, settings)
 
 
 def _end(
@@ -237,3 +237,76 @@ def _end(
         missing = averaged.missing()
         found = [unreached.finding(), drifting(missing, driver.run.iteration) if missing else None]
         driver.rules.tell([one for one in found if one is not None])
+
+
+def drifting(missing: Sequence[str], step: int) -> Finding:
+    """Return the finding of layers that are trained and that DDP does not average, as seen at a step."""
+    return finding("layer_not_averaged", not_averaged(missing), len(missing), 0, step=step)
+
+
+class UnreachedHook:
+    """Counts backward and forward passes until the hook is reached for the first time.
+
+    It keeps neither the model nor a state alive, so that both can be dropped without closing.
+    """
+
+    def __init__(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
+        self._model = weakref.ref(model)
+        self._accumulated: Counter[int] = Counter()
+        self._calls = self._synchronised_calls = 0
+        self._handles: list[Any] = [model.register_forward_pre_hook(Hook(self._forward))]
+        for number, parameter in enumerate(parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._backward, number)))
+
+    def _forward(self, model: DistributedDataParallel, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls += 1
+            self._synchronised_calls += bool(model.require_backward_grad_sync)
+
+    def _backward(self, number: int, parameter: torch.Tensor) -> None:
+        self._accumulated[number] += 1
+
+    def end(self) -> None:
+        """Stop counting: the hook was reached, or the run is over."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def reached(self) -> None:
+        """Note that the hook got a bucket. The first time ends the counting."""
+        if self._handles:
+            self.end()
+            self._accumulated.clear()
+
+    def finding(self) -> Finding | None:
+        """Say which passes never reached the hook, and what to call; None if there were none."""
+        passes = max(self._accumulated.values(), default=0)
+        if not passes:
+            return None
+        count = f"{passes} backward passes" if passes > 1 else "a backward pass"
+        seen = f"{count} of this model, none of which reached the CompressionState"
+        return Finding("hook_not_reached", None, None, passes, 0, seen, "; ".join(self._reasons()))
+
+    def _reasons(self) -> list[str]:
+        model = self._model()
+        hook = None if model is None else attached_hook(model)
+        reasons = []
+        if model is not None and hook is None:
+            reasons.append(
+                "it was not registered, so nothing was compressed; call ddp_model.register_comm_hook(state, "
+                "compression_hook), or make the state with gradlab.compress(ddp_model, plan), which does it"
+            )
+        if not self._calls:
+            reasons.append(
+                "the DDP model itself was never called, so gradients were not even averaged; call ddp_model(...), "
+                "not the module inside it"
+            )
+        elif not self._synchronised_calls:
+            reasons.append(
+                "all were under no_sync, which exchanges nothing; leave the last forward and backward pass before "
+                "optimizer.step() outside of it"
+            )
+        return reasons or [
+            "DDP was not prepared for them; in Lightning's manual optimization call self.manual_backward(loss), not "
+            f"loss.backward() (the model's communication hook is {hook or 'unknown, as the model is gone'})"
+        ]

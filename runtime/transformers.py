@@ -17,13 +17,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from gradlab.ddp.frameworks import ddp_of_trainer, wrap_again
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.model import ddp_of_trainer, wrap_again
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.attach import attach
 from gradlab.runtime.outer.in_ddp import LocalSteps
-from gradlab.runtime.rank_files import RankFiles, check_policy
-from gradlab.runtime.state import CompressionState
+from gradlab.runtime.saved import RankFiles, check_policy
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -36,15 +37,41 @@ except ModuleNotFoundError as error:
 
 # Where the Trainer's state keeps which run saved it. Not a callback's name: the Trainer then leaves it alone.
 _ENTRY = "gradlab"
-_STEM = "gradlab"
-_LOCAL_STEPS_STEM = "gradlab_local_steps"
 _MISSING = (
     "if the checkpoint lies elsewhere, give CompressionCallback(resume_from_checkpoint=) its folder; if the run ended "
     "while it saved, resume from an earlier one (resume_from_checkpoint=False starts the compression states anew)"
 )
 
 
-class CompressionCallback(TrainerCallback):
+class _RankStates(TrainerCallback):
+    """A callback whose state on every rank becomes a file of each checkpoint, named after `_stem`."""
+
+    _stem = "gradlab"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.state: Any = None
+        self._trainer = trainer
+        self._files: RankFiles | None = None
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop exchanging."""
+        self._close()
+        wrap_again(self._trainer)
+
+    def _begin(self, state: Any, model: DistributedDataParallel, residuals: str | None = None) -> RankFiles:
+        """Begin with a state of the model that the Trainer has just wrapped."""
+        self.state, self._files = state, RankFiles(state, model, residuals)
+        return self._files
+
+    def _close(self) -> None:
+        if self.state is not None:
+            self.state.close()
+        self._files = None
+
+
+class CompressionCallback(_RankStates):
     """Compress the gradients of `trainer.train`.
 
         trainer = Trainer(model, args, train_dataset=dataset)
@@ -87,11 +114,10 @@ class CompressionCallback(TrainerCallback):
         resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         **options: Any,
     ) -> None:
+        super().__init__(trainer)
         check_policy(residuals)
-        self.state: CompressionState | None = None
-        self._plan, self._trainer, self._log, self._options = plan, trainer, log, options
+        self._plan, self._log, self._options = plan, log, options
         self._residuals, self._resume = residuals, resume_from_checkpoint
-        self._files: RankFiles | None = None
         self._logging = False
 
     def on_train_begin(
@@ -100,29 +126,24 @@ class CompressionCallback(TrainerCallback):
         """Register the hook on the model that the Trainer has just wrapped, and take back what a checkpoint holds."""
         self._close()
         model = ddp_of_trainer(self._trainer, "CompressionCallback")
-        options = {
-            "optimizer": kwargs.get("optimizer"),
-            "scaler": self._trainer.accelerator.scaler,
-            **self._options,
-        }
-        self.state = attach(model, self._plan, **options)
-        self._files = RankFiles(self.state, model, self._residuals)
+        given = {"optimizer": kwargs.get("optimizer"), "scaler": self._trainer.accelerator.scaler}
+        files = self._begin(attach(model, self._plan, **{**given, **self._options}), model, self._residuals)
         if state.global_step > 0:
-            self._restore(self._files, args, state)
-        elif isinstance(self._resume, (str, os.PathLike)) and self._files.rank == 0:
+            self._restore(files, args, state)
+        elif isinstance(self._resume, (str, os.PathLike)) and files.rank == 0:
             warnings.warn(
                 f"gradlab: CompressionCallback(resume_from_checkpoint={os.fspath(self._resume)!r}), but the Trainer "
                 "begins anew, and so do the compression states; give trainer.train(resume_from_checkpoint=...) it too",
                 stacklevel=2,
             )
         saved = not args.save_only_model and not state.is_hyper_param_search
-        _entries(state)[_ENTRY] = {"run": self._files.agree(secrets.token_hex(8)), "saved": saved}
+        _entries(state)[_ENTRY] = {"run": files.agree(secrets.token_hex(8)), "saved": saved}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write this rank's file into the checkpoint that the Trainer has just written."""
         entry = _entries(state).get(_ENTRY, {})
         if self._files is not None and entry.get("saved"):
-            self._files.save(_folder(args, state), _STEM, _marks(entry, state))
+            self._files.save(_folder(args, state), self._stem, _marks(entry, state))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the state's numbers after the loss, if `log` is set."""
@@ -133,18 +154,6 @@ class CompressionCallback(TrainerCallback):
             finally:
                 self._logging = False
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop the engine."""
-        self._close()
-        wrap_again(self._trainer)
-
-    def _close(self) -> None:
-        if self.state is not None:
-            self.state.close()
-        self._files = None
-
     def _restore(self, files: RankFiles, args: TrainingArguments, state: TrainerState) -> None:
         if self._resume is False:
             return
@@ -153,7 +162,7 @@ class CompressionCallback(TrainerCallback):
             if files.rank == 0:
                 warnings.warn("gradlab: the checkpoint holds no compression states, they start anew", stacklevel=2)
             return
-        files.load(self._place(args, state), _STEM, _MISSING, _marks(entry, state))
+        files.load(self._place(args, state), self._stem, _MISSING, _marks(entry, state))
 
     def _place(self, args: TrainingArguments, state: TrainerState) -> Path:
         """The folder that the user names; else the first that has files."""
@@ -161,10 +170,10 @@ class CompressionCallback(TrainerCallback):
             return Path(self._resume)
         named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
         places = [*([Path(named)] if isinstance(named, (str, os.PathLike)) else []), _folder(args, state)]
-        return next((place for place in places if any(place.glob(f"{_STEM}_rank_*"))), places[-1])
+        return next((place for place in places if any(place.glob(f"{self._stem}_rank_*"))), places[-1])
 
 
-class LocalStepsCallback(TrainerCallback):
+class LocalStepsCallback(_RankStates):
     """Take local steps in `trainer.train`, and exchange through a plan how far every worker came (`OuterStep`).
 
         trainer.add_callback(LocalStepsCallback("plan.safetensors", trainer=trainer, every=30))
@@ -180,16 +189,17 @@ class LocalStepsCallback(TrainerCallback):
         options: those of `OuterStep`: outer_optimizer, every, fragments, delay, mixing and others.
 
     Attributes:
-        steps: steps of the current or the last training; None before the first.
+        state: steps of the current or the last training; None before the first.
 
     Raises:
         GradlabError: when training begins, as CompressionCallback does. See also OuterStep.
     """
 
+    _stem = "gradlab_local_steps"
+
     def __init__(self, plan: Plan | str, *, trainer: Trainer, within: object = None, **options: Any) -> None:
-        self.steps: LocalSteps | None = None
-        self._plan, self._trainer, self._options = plan, trainer, {"within": within, **options}
-        self._files: RankFiles | None = None
+        super().__init__(trainer)
+        self._plan, self._options = plan, {"within": within, **options}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -197,34 +207,21 @@ class LocalStepsCallback(TrainerCallback):
         """Register the hook on the model that the Trainer has just wrapped, and take back what a checkpoint holds."""
         self._close()
         model = ddp_of_trainer(self._trainer, "LocalStepsCallback")
-        self.steps = LocalSteps(model, kwargs.get("optimizer"), self._plan, **self._options)
-        self._files = RankFiles(self.steps, model, None)
+        files = self._begin(LocalSteps(model, kwargs.get("optimizer"), self._plan, **self._options), model)
         if state.global_step > 0:
             missing = "local steps continue from a file of every rank in the checkpoint's folder"
-            self._files.load(_resumed_folder(args, state), _LOCAL_STEPS_STEM, missing, _step_mark(state))
-            self.steps.begins_after(state.global_step)
+            files.load(_resumed_folder(args, state), self._stem, missing, _step_mark(state))
+            self.state.begins_after(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the optimizer's step."""
-        if self.steps is not None:
-            self.steps.after(state.global_step)
+        if self.state is not None:
+            self.state.after(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write this rank's file into the checkpoint that the Trainer has just written."""
         if self._files is not None and not args.save_only_model:
-            self._files.save(_folder(args, state), _LOCAL_STEPS_STEM, _step_mark(state))
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop exchanging."""
-        self._close()
-        wrap_again(self._trainer)
-
-    def _close(self) -> None:
-        if self.steps is not None:
-            self.steps.close()
-        self._files = None
+            self._files.save(_folder(args, state), self._stem, _step_mark(state))
 
 
 def _step_mark(state: TrainerState) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_ratio, format_seconds
 from gradlab.jsonable import plain
 from gradlab.plan import Plan
+from gradlab.plan.traffic import varying_codecs
 from gradlab.progress import Progress
 
 # From here on a ring's latencies are worth a word.
@@ -303,9 +304,9 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
         )
     if plan.refresh is not None:
         lines.append(refresh_remark(plan.refresh))
-    if plan.varying:
+    if varying := varying_codecs(plan):
         lines.append(
-            f"Messages of {', '.join(plan.varying)} vary in size with the gradients: bytes and times are those of a "
+            f"Messages of {', '.join(varying)} vary in size with the gradients: bytes and times are those of a "
             "first iteration on random numbers; `gradlab evaluate` counts them on recorded ones."
         )
     if plan.schedule.warmup_steps:

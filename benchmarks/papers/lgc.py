@@ -176,7 +176,7 @@ def run(method: str, setting: Setting, data: Data, seed: int) -> dict[str, Any]:
     """Train once."""
     plan = METHODS[method](setting, setting.task.model(seed))
     recipe = setting.task.recipe
-    if plan.applies_momentum:
+    if plan.wrapper_that("applies_momentum"):
         recipe = replace(recipe, learning_rate=(1 - MOMENTUM) * recipe.learning_rate)
     return emulated.train(replace(setting.task, recipe=recipe), plan, data, seed)
 

@@ -222,7 +222,7 @@ def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
     recipe: Recipe = replace(
         WORKLOAD.recipe, batch_size=MODES[mode], steps=steps, warmup_steps=min(steps, WORKLOAD.recipe.warmup_steps)
     )
-    if plan.applies_momentum:
+    if plan.wrapper_that("applies_momentum"):
         recipe = replace(recipe, momentum=0.0)
     return emulated.Task(WORKLOAD, recipe, RANKS)
 

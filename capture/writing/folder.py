@@ -7,7 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
 from gradlab.trace.schema import (
     INDEX,

@@ -28,6 +28,7 @@ from gradlab.collectives import ring_sends
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_seconds
 from gradlab.plan import Plan, most_ranks, pays_up_to, saving_of_sent, sent_bytes
+from gradlab.plan.traffic import varying_codecs
 from gradlab.saving import Saving
 
 
@@ -68,7 +69,7 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
             "most_ranks": most_ranks(plan),
             **saving.to_json(),
             "world_size": ranks,
-            "estimated": plan.varying,
+            "estimated": varying_codecs(plan),
         }
         print_json({"digest": plan.digest, "plan": plan.to_json(), "origin": loaded.provenance, "expected": sizes})
         return
@@ -79,9 +80,9 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
     ]
     if limit := pays_up_to(plan):
         notes.append(f"this plan {limit}")
-    if plan.varying:
+    if varying := varying_codecs(plan):
         notes.append(
-            f"messages of {', '.join(plan.varying)} vary in size with the gradients: their bytes are an estimate, "
+            f"messages of {', '.join(varying)} vary in size with the gradients: their bytes are an estimate, "
             "which `gradlab evaluate` replaces by a count"
         )
     columns = ("group", "method", "dense", "payload", "wire", "ratio", "vs 16 bits")

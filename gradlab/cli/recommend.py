@@ -45,8 +45,8 @@ from gradlab.cli.named_method import loaded_plans
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.plan.node_rules import conflict_between_nodes, conflict_on_shards
 from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.plan.shards import conflict_between_nodes, conflict_on_shards
 from gradlab.progress import Progress
 from gradlab.trace import Trace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.agreement import Ranks
+from gradlab.errors import BadMessage, GradlabError
+from gradlab.layout import canonical_json
 
 _last_number = 0  # of the groups made here of a part of the world
 
@@ -55,3 +57,77 @@ def _name_of_its_own(groups: Sequence[dist.ProcessGroup], device: torch.device) 
     finally:
         for filler in fillers:
             del names[filler]
+
+
+_MOST_BYTES = 2**28
+
+
+class Ranks:
+    """The ranks of a process group, for plain JSON. Every method is a collective."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), group.size()
+        self._device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gather a value from every rank, in rank order."""
+        own = torch.tensor(list(canonical_json(value).encode()), dtype=torch.uint8, device=self._device)
+        size = torch.tensor([own.numel()], device=self._device)
+        sizes = [torch.zeros_like(size) for _ in range(self.size)]
+        dist.all_gather(sizes, size, group=self.group)
+        lengths = [int(length) for length in sizes]
+        for rank, length in enumerate(lengths):
+            if not 0 < length <= _MOST_BYTES:
+                raise BadMessage(f"rank {rank} announces {length} bytes of JSON, expected 1 to {_MOST_BYTES}")
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        padded[: own.numel()] = own
+        texts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(texts, padded, group=self.group)
+        parts = (bytes(text[:n].tolist()) for text, n in zip(texts, lengths, strict=True))
+        return [_parsed(part, rank) for rank, part in enumerate(parts)]
+
+    def raise_together(self, problem: str | None) -> None:
+        """Raise the problem of the lowest rank that has one, the same line on all ranks; go on if none has."""
+        first = self.first_of(problem)
+        if first is not None:
+            raise GradlabError(first)
+
+    def first_of(self, problem: str | None) -> str | None:
+        """Return the problem of the lowest rank that has one, with its number unless all have the same."""
+        problems = self.gather(problem)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                return text if all(other == text for other in problems) else f"rank {rank}: {text}"
+        return None
+
+    def require_same(self, settings: dict[str, Any]) -> None:
+        """Raise the first difference between ranks' settings, the same line on all ranks."""
+        everyone = self.gather(settings)
+        for rank, other in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if other[name] != value:
+                    theirs, ours = _where_they_differ(other[name], value)
+                    came = f"rank {rank} has {_short(theirs)}, rank 0 has {_short(ours)}"
+                    raise GradlabError(f"ranks disagree about {name}: {came}; give all ranks the same")
+
+
+def _parsed(text: bytes, rank: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as wrong:
+        raise BadMessage(f"rank {rank} sent what is no JSON: {str(wrong)[:100]}") from None
+
+
+def _where_they_differ(one: Any, other: Any) -> tuple[Any, Any]:
+    """Leave of two dicts the entries that differ; other values as they are."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one, other
+    names = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    left, right = ({name: part[name] for name in part if name in names} for part in (one, other))
+    return left, right
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value)
+    return text if len(text) <= 60 else text[:57] + "..."

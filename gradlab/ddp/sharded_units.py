@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlab.ddp.averaged import AveragedLayers
-from gradlab.ddp.wrapping import without_compile
+from gradlab.ddp.model import without_compile
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 

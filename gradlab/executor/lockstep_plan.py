@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from gradlab.collectives import (
     wire_bytes,
 )
 from gradlab.collectives.lockstep import answered, sent_on
-from gradlab.executor.alike import Shared
 from gradlab.executor.step import PlanRun, RunSettings, Step
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
 from gradlab.plan.replanning import ROOT
@@ -304,3 +303,37 @@ def _cost(results: Sequence[LockstepResult[Exchanged]], spent: Spent) -> GroupCo
 def learning_rates(plan: Plan, rate: float) -> dict[str, float]:
     """Return one learning rate for every layer, by name; empty where it is not known (NaN)."""
     return {} if math.isnan(rate) else {layer.name: rate for layer in plan.layers}
+
+
+class Shared:
+    """Values that the ranks of one exchange compute alike, and the seconds these took of processors and of the clock.
+    The n-th call of one rank is the n-th of every other: all run the same code."""
+
+    def __init__(self, ranks: int) -> None:
+        self.seconds = self.wall_seconds = 0.0
+        self._ranks = ranks
+        self._results: dict[int, tuple[object, int]] = {}  # by number of the call: the result, and who still wants it
+
+    def of_a_rank(self) -> Callable[[Callable[[], Result]], Result]:
+        """Make the function of one rank that computes what is alike, see `Context.once`."""
+        number = -1
+
+        def alike(compute: Callable[[], Result]) -> Result:
+            nonlocal number
+            number += 1
+            return self._result(number, compute)
+
+        return alike
+
+    def _result(self, number: int, compute: Callable[[], Result]) -> Result:
+        if number not in self._results:
+            processor, wall = time.process_time(), time.perf_counter()
+            self._results[number] = compute(), self._ranks
+            self.seconds += time.process_time() - processor
+            self.wall_seconds += time.perf_counter() - wall
+        result, wanted = self._results[number]
+        if wanted == 1:
+            del self._results[number]
+        else:
+            self._results[number] = result, wanted - 1
+        return result  # type: ignore[return-value]

@@ -71,6 +71,7 @@ class PlanRun:
         learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
         open_step: what was exchanged since the last optimizer step, where these are known.
         graphs: by group name, where exchanges are recorded.
+        seen: names of the groups whose gradients have been compared with the plan's shapes.
 
     Args:
         plan: to be run.
@@ -110,6 +111,7 @@ class PlanRun:
         self.overflowed = False
         self.learning_rates: dict[str, float] = {}
         self.open_step = OpenStep()
+        self.seen: set[str] = set()
         self._fresh_from = 0  # the first iteration that a refresh has not seen
 
     @property
@@ -355,13 +357,24 @@ class Step:
         return {name: gradient for name, gradient in gradients.items() if group_of.get(name) not in active}
 
     def batch(self, group: str) -> Batch:
-        """Return the gradients of a complete group.
+        """Return the gradients of a complete group. The first time, they are compared with the plan's shapes, which
+        codecs go by.
 
         Args:
             group: the group's name.
+
+        Raises:
+            GradlabError: for a gradient of another shape.
         """
-        table = self._run.tables[group]
-        return Batch({name: self.gradients[name] for name in table.names}, table)
+        table, known = self._run.tables[group], self._run.seen
+        batch = Batch({name: self.gradients[name] for name in table.names}, table)
+        if group not in known:
+            for layer, gradient in zip(table, batch.values(), strict=True):
+                if tuple(gradient.shape) != layer.shape:
+                    came = f"a gradient of shape {list(gradient.shape)} came"
+                    raise GradlabError(f"group {group}: {came} for {layer.name}, expected {list(layer.shape)}")
+            known.add(group)
+        return batch
 
     def exchange(
         self, group: str, once: Callable[[Callable[[], Any]], Any] = alone, *, reuse: bool = False

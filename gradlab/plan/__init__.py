@@ -1,7 +1,6 @@
 """Plans: the codec of each group of layers, and its first step; how plans are made and made anew."""
 
 from gradlab.plan.lgc_recipe import LgcRecipe, lgc_plan
-from gradlab.plan.payload_parts import PayloadParts, payload_parts
 from gradlab.plan.plan import (
     FEEDBACK,
     FINITE_FLAG_BYTES,
@@ -13,7 +12,7 @@ from gradlab.plan.plan import (
     groups_of_the_rest,
 )
 from gradlab.plan.recipes import method_plan, named_plan
-from gradlab.plan.traffic import most_ranks, pays_up_to, saving_of_sent, sent_bytes
+from gradlab.plan.traffic import PayloadParts, most_ranks, payload_parts, pays_up_to, saving_of_sent, sent_bytes
 
 __all__ = [
     "FEEDBACK",

@@ -39,27 +39,44 @@ def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
     """Return what a plan and an optimizer would both apply to some layer, momentum before weight decay; None: they go
     together. With several optimizers, the one that trains a layer counts for it."""
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.replaces_optimizer)):
-        if plan.replaces_optimizer and one.name != "SGD":
+        if one.name != "SGD":
             message = (
-                f"the plan makes gradients the updates of an optimizer ({plan.replaces_optimizer}), for {one.name}"
+                f"the plan makes gradients the updates of an optimizer ({plan.wrapper_that('replaces_optimizer')}), "
+                f"for {one.name}"
             )
             remedy = "train with torch.optim.SGD without momentum, at that optimizer's learning rate"
             return Conflict(message, remedy, False)
     for one in optimizer.of_layers(layers_under(plan, _fades)):
-        if plan.residual_is_momentum and (setting := one.momentum) and not one.adaptive:
+        if residual_fades(plan) and (setting := one.momentum) and not one.adaptive:
             message = f"the plan's residual is a momentum (error_feedback, carried) and the optimizer has {setting}"
             return Conflict(message, "set the optimizer's to 0", True)
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.applies_momentum)):
-        if conflict := conflict_between(plan.applies_momentum, False, one):
+        if conflict := conflict_between(applied_by(plan)[0], False, one):
             return conflict
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.applies_weight_decay)):
-        if conflict := conflict_between(None, plan.applies_weight_decay, one):
+        if conflict := conflict_between(None, applied_by(plan)[1], one):
             return conflict
     return None
 
 
 def _fades(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
     return wrapper.name == "error_feedback" and settings.get("carried", 1.0) < 1
+
+
+def applied_by(plan: Plan) -> tuple[str | None, bool]:
+    """Return the wrapper by which a plan applies momentum, or None, and whether it applies weight decay."""
+    return plan.wrapper_that("applies_momentum"), plan.wrapper_that("applies_weight_decay") is not None
+
+
+def residual_fades(plan: Plan) -> bool:
+    """Return whether a residual fades, so that it is a momentum (`error_feedback` with `carried` below 1)."""
+    return bool(layers_under(plan, _fades))
+
+
+def follower_of(plan: Plan) -> str | None:
+    """Return the name of a wrapper that is set to follow the optimizer's learning rate; None: there is none."""
+    wraps = (wrap for group in plan.groups for wrap in group.wrappers)
+    return next((wrap.name for wrap in wraps if wrap.settings.get("step_size_ratio")), None)
 
 
 def layers_under(plan: Plan, wanted: Callable[[type[Wrapper], Mapping[str, Any]], bool]) -> tuple[str, ...]:
@@ -94,10 +111,10 @@ def needs_of(plan: Plan) -> dict[str, tuple[str, ...]]:
         "follows the learning rate (step_size_ratio)": layers_under(
             plan, lambda _, settings: bool(settings.get("step_size_ratio"))
         ),
-        f"makes gradients the updates of an optimizer ({plan.replaces_optimizer})": layers_under(
+        f"makes gradients the updates of an optimizer ({plan.wrapper_that('replaces_optimizer')})": layers_under(
             plan, lambda wrapper, _: wrapper.effects.replaces_optimizer
         ),
-        f"applies momentum ({plan.applies_momentum})": layers_under(plan, lambda one, _: one.effects.applies_momentum),
+        f"applies momentum ({applied_by(plan)[0]})": layers_under(plan, lambda one, _: one.effects.applies_momentum),
         "keeps a momentum as its residual (error_feedback, carried)": layers_under(plan, _fades),
         "applies weight decay": layers_under(plan, lambda wrapper, _: wrapper.effects.applies_weight_decay),
     }

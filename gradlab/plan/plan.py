@@ -18,7 +18,6 @@ from gradlab import codecs
 from gradlab import wrappers as wrapper_registry
 from gradlab.codec import Bytes, Codec, PlanDefaults, Tensors, hash_tensor
 from gradlab.codec.settings import build_settings, plain
-from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
 from gradlab.plan.coverage import known_roles, left_dense, require_compressed, warn_left_dense
@@ -206,7 +205,7 @@ class Plan:
                 raise GradlabError(f"plan: group {group.name} has no layers")
             if missing := [name for name in group.layers if name not in self._by_name]:
                 raise GradlabError(f"plan: group {group.name} names layers the model lacks: {', '.join(missing)}")
-            self._forecasting(group)
+        _ = self._built  # refuses settings and layers that do not fit
         if strangers := sorted(set(self.learned) - {group.name for group in self.groups}):
             raise GradlabError(f"plan: learned tensors for groups it does not have: {', '.join(strangers)}")
         if self.refresh is not None:
@@ -317,14 +316,9 @@ class Plan:
         return {layer.name: layer for layer in self.layers}
 
     @functools.cached_property
-    def _codecs(self) -> dict[str, Codec]:
-        return {}
-
-    def _forecasting(self, group: Group) -> Codec:
-        """Return a group's codec, built once. It is for forecasts only, as running or moving it changes it."""
-        if group.name not in self._codecs:
-            self._codecs[group.name] = self.build(group)
-        return self._codecs[group.name]
+    def _built(self) -> dict[str, Codec]:
+        """The codecs by group name, for forecasts only, as running or moving one changes it."""
+        return {group.name: self.build(group) for group in self.groups}
 
     def build(self, group: Group) -> Codec:
         """Build a new codec for a group, inside the group's wrappers.
@@ -351,41 +345,18 @@ class Plan:
         """Groups that are not plainly dense."""
         return tuple(group for group in self.groups if not group.plainly_dense)
 
-    @property
-    def applies_momentum(self) -> str | None:
-        """The name of a wrapper that applies momentum, which the optimizer must then not do; or None."""
-        return next((name for name in self._wrappers() if wrapper_registry.get(name).effects.applies_momentum), None)
+    def wrapper_that(self, effect: str) -> str | None:
+        """Find a wrapper with an effect that concerns the optimizer.
 
-    @property
-    def replaces_optimizer(self) -> str | None:
-        """The name of the wrapper that turns gradients into an optimizer's updates, or None."""
-        return next((name for name in self._wrappers() if wrapper_registry.get(name).effects.replaces_optimizer), None)
+        Args:
+            effect: name of a field of `Effects`: "applies_momentum" or "applies_weight_decay", which the optimizer must
+                then not do, or "replaces_optimizer".
 
-    @property
-    def residual_is_momentum(self) -> bool:
-        """Whether a residual fades, so that it is a momentum (`error_feedback` with `carried` below 1)."""
-        wraps = (wrap for group in self.groups for wrap in group.wrappers)
-        return any(wrap.name == "error_feedback" and wrap.settings.get("carried", 1.0) < 1 for wrap in wraps)
-
-    @property
-    def applies_weight_decay(self) -> bool:
-        """Whether a wrapper applies weight decay, which the optimizer must then not do."""
-        return any(wrapper_registry.get(name).effects.applies_weight_decay for name in self._wrappers())
-
-    @property
-    def follows_learning_rate(self) -> str | None:
-        """The name of a wrapper that is set to follow the optimizer's learning rate; or None."""
-        wraps = (wrap for group in self.groups for wrap in group.wrappers)
-        return next((wrap.name for wrap in wraps if wrap.settings.get("step_size_ratio")), None)
-
-    def _wrappers(self) -> Iterator[str]:
-        return (wrap.name for group in self.groups for wrap in group.wrappers)
-
-    @property
-    def varying(self) -> tuple[str, ...]:
-        """Ids of codecs whose messages vary in size with the gradients, so that forecasts of bytes are estimates."""
-        groups = self.compressed_groups
-        return tuple(sorted({group.codec for group in groups if innermost(self._forecasting(group)).traits.varying}))
+        Returns:
+            The first such wrapper's name; None: there is none.
+        """
+        names = (wrap.name for group in self.groups for wrap in group.wrappers)
+        return next((name for name in names if getattr(wrapper_registry.get(name).effects, effect)), None)
 
     @functools.cached_property
     def dense_layers(self) -> tuple[Layer, ...]:
@@ -422,20 +393,13 @@ class Plan:
             world_size: number of ranks.
             state: state that the step starts from. None: the mean over a run.
         """
-        return self._forecasting(group).forecast(self.members(group), world_size, state)
+        return self._built[group.name].forecast(self.members(group), world_size, state)
 
     @property
     def digest(self) -> str:
         """Sha256 (hex) of the plan with its learned tensors: equal plans, and only they, have one digest."""
-        return hashlib.sha256(canonical_json([self.to_json(), self.tensor_hashes()]).encode()).hexdigest()
-
-    def tensor_hashes(self) -> dict[str, str]:
-        """Hash each learned tensor.
-
-        Returns:
-            Sha256 (hex) by "<group>::<key>".
-        """
-        return {key: hash_tensor(tensor) for key, tensor in self.tensors().items()}
+        hashes = {key: hash_tensor(tensor) for key, tensor in self.tensors().items()}
+        return hashlib.sha256(canonical_json([self.to_json(), hashes]).encode()).hexdigest()
 
     def tensors(self) -> Tensors:
         """Collect all learned tensors.

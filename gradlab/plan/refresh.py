@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
 from gradlab.plan.accordion import Accordion
-from gradlab.plan.metrics import METRICS
+from gradlab.plan.layer_errors import METRICS
 
 if TYPE_CHECKING:
     from gradlab.plan.plan import Plan

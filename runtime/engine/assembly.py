@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from gradlab.ddp.groups import part_of
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun, RunSettings
 from gradlab.executor.device_graphs import CudaGraphs
@@ -101,3 +103,37 @@ def _settings(plan: Plan, surroundings: Surroundings, options: RunOptions, devic
     plain = surroundings.held.plain_sgd(compressed_layers(plan))
     graphs = CudaGraphs(device.device) if options.cuda_graphs and device.device.type == "cuda" else None
     return RunSettings(plain, options.hold_unused, replan_beside=True, device=device.device, graphs=graphs)
+
+
+class _Values(Mapping[str, torch.Tensor]):
+    """The values of parameters as they are when they are asked for, by layer name.
+
+    A tensor that was detached once would go on in the old memory after `Module.to` or `parameter.data = ...`.
+    """
+
+    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def surroundings_of(
+    parameters: Mapping[str, torch.Tensor],
+    options: RunOptions,
+    values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+) -> Surroundings:
+    """Say where a run reads learning rates, loss scale and parameters; `values` gives what a rank holds (None: all)."""
+    scaler = options.scaler
+    known = {parameter: name for name, parameter in parameters.items()}
+    return Surroundings(
+        HeldLayers(options.optimizer, known),
+        lambda: scaler.get_scale() if scaler else 1.0,
+        _Values({name: one.detach for name, one in parameters.items()} if values is None else values),
+    )

@@ -334,7 +334,7 @@ class StepDriver:
         first, last = (current.parts[at].arrived if current.parts else time.perf_counter() for at in (0, -1))
         record.wait_seconds, record.synchronise_seconds = (time.perf_counter() - moment for moment in (last, first))
         self._timeline.add("backward", "backward", first, last)
-        self.statistics.add(record)
+        self.statistics.steps.append(record)
         self.rules.see_step(record, current.measured_groups)
         self.rules.settle(record, step.noticed)
         self.all_dense = not self.run.active

@@ -84,14 +84,6 @@ class Statistics:
     def __init__(self, history: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=history)
 
-    def add(self, record: StepRecord) -> None:
-        """Keep a step. The oldest one is dropped when there are too many."""
-        self.steps.append(record)
-
-    def summary(self) -> Summary:
-        """Summarise the steps kept; see `summarize_steps`."""
-        return summarize_steps(list(self.steps))  # a copy, made at once: the worker may add a step meanwhile
-
 
 def summarize_steps(steps: Sequence[StepRecord]) -> Summary:
     """Average one rank's compressed steps; all steps, if none was compressed."""

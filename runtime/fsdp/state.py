@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd import Variable
 
 from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import part_of
+from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
@@ -36,23 +37,20 @@ from gradlab.ddp.sharded_units import (
     units_of,
 )
 from gradlab.ddp.topology import find_grid, group_along
-from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
 from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import agree_on_mesh, check_timeout, given_plan
-from gradlab.runtime.engine.assembly import make_shard_driver
+from gradlab.runtime.checks import agree_on, check_timeout, given_plan
+from gradlab.runtime.engine.assembly import make_shard_driver, surroundings_of
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions
-from gradlab.runtime.exchange import Exchange, Result, surroundings_of
-from gradlab.runtime.fsdp.levels import HeldShards, Levels
-from gradlab.runtime.fsdp.reduction import ShardReduction, UnitReduceScatter
+from gradlab.runtime.exchange import Exchange, Result
+from gradlab.runtime.fsdp.reduction import HeldShards, Levels, ShardReduction, UnitReduceScatter
 from gradlab.runtime.network.faults import CommunicationError
-from gradlab.saving import bytes_in_16_bits
 from gradlab.trial import trial
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
@@ -101,7 +99,7 @@ class FSDPCompression(Exchange):
             second = _plan_inside(first, between, within, inside)
             levels.append(held.levels(first if between is not None else Plan(held.layers), second, topology, chosen))
 
-        agree_on_mesh((row, column), device, attempt, lambda: {**levels[0].digests, **chosen.same_everywhere()})
+        agree_on((row, column), device, attempt, lambda: {**levels[0].digests, **chosen.same_everywhere()})
         self._units, self._shards = units, held.by_name
         self._stream: Any = None
         pairs = [(layer, held.by_name[layer.name].values()) for layer in levels[0].shards.layers]
@@ -300,18 +298,23 @@ class FSDPCompression(Exchange):
         shards = identity.pop("local_ranks")  # which would say that local ranks share out whole layers
         return {**identity, "shards": shards}
 
+    @cached_property
     def _place(self) -> reporting.Place:
-        everyone, topology = self._driver.everyone, self._topology
-        assert topology is not None
-        dense = sum(shard.nbytes for shard in self._shards.values())
-        half = sum(bytes_in_16_bits(shard.parameter, shard.numel) for shard in self._shards.values())
+        parameters = {name: shard.parameter for name, shard in self._shards.items()}
+        numel = {name: shard.numel for name, shard in self._shards.items()}
+        dense = sum(shard.nbytes for shard in self._shards.values())  # in the type that travels
+        return replace(
+            reporting.place_of(self._driver.everyone, parameters, numel, self._topology), dense_payload_bytes=dense
+        )
+
+    def _forecast(self) -> float:
+        assert self._topology is not None
         grouped = {layer for group in self.run.plan.compressed_groups for layer in group.layers}
         whole = [unit for unit in self._units if grouped.isdisjoint(shard.layer.name for shard in unit.shards)]
-        # A unit without a compressed layer is averaged as it lies, padding included.
-        forecast = self.run.plan.payload_bytes(len(topology.nodes)) + sum(unit.padding for unit in whole)
-        forecast += FINITE_FLAG_BYTES * bool(grouped)  # of the order of units, beside the flag
-        where = reporting.NodePlace(topology.node, len(topology.nodes), topology.local_rank, topology.local_ranks)
-        return reporting.Place(everyone.rank, everyone.world_size, dense, half, forecast, where)
+        # A unit without a compressed layer is averaged as it lies, padding included; the order of units travels beside
+        # the flag.
+        forecast = self.run.plan.payload_bytes(len(self._topology.nodes)) + FINITE_FLAG_BYTES * bool(grouped)
+        return forecast + sum(unit.padding for unit in whole)
 
 
 def compress_fsdp(

@@ -26,7 +26,7 @@ from gradlab.collectives import (
     payload_bytes,
     signature,
 )
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse

@@ -201,7 +201,7 @@ def _empty(like: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.T
 
 
 def _by_request(
-    by_rank: Sequence[Sequence[torch.Tensor]], refused: Mapping[int, BadMessage] = MappingProxyType({})
+    by_rank: Sequence[Sequence[torch.Tensor]], refused: Mapping[int, BadMessage] | None = None
 ) -> list[Any]:
     """Sort what came from each rank by request; in the place of a refused one stands its error."""
     return [(refused or {}).get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]

@@ -95,6 +95,9 @@ class LocalSteps:
         """End the run; what is on its way arrives first."""
         self.outer.close()
 
+    def __exit__(self, *error: Any) -> None:
+        self.outer.__exit__(*error)
+
 
 class _Inside(Uncopied):
     """The ranks of a worker, or None, as the state of DDP's hook: a copy of DDP has no use for it."""

@@ -28,19 +28,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec import Tensors, separate
 from gradlab.codec.measures import all_finite
-from gradlab.ddp.agreement import Ranks
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.model import without_compile
+from gradlab.ddp.optimizer_steps import OptimizerSteps
 from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
-from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.plan.fragments import cut_like, fragments_of
 from gradlab.runtime import checkpoint
-from gradlab.runtime.checks import check_timeout, given_plan
+from gradlab.runtime.checks import agree_on, check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
-from gradlab.runtime.outer.optimizer_steps import OptimizerSteps
 from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, local_part, plan_of_rank
 from gradlab.trial import trial
 
@@ -163,7 +162,7 @@ class OuterStep(Uncopied):
         self.workers = Workers(group, inside, self._device.device, timeout, self._held.sharded)
         self.local_steps = 0
         held, beside = self._held.by_name, self._held.beside()
-        self._ranks = Ranks(self.workers.everyone, self._device.device)
+        self._together = partial(agree_on, (self.workers.everyone,), self._device.device)
         parts: list[Plan] = []
 
         def attempt() -> None:
@@ -176,11 +175,10 @@ class OuterStep(Uncopied):
                 plan_of_rank(one, self._held, self.workers.sharded) for one in fragments_of(self.plan, fragments)
             )
 
-        self._together(attempt)
-        numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
         kinds = {name: [*one.shape, str(one.dtype)] for name, one in beside.items()}
-        same = {"the plan (sha256)": self.plan.digest, "frozen layers and buffers": kinds}
-        self._ranks.require_same({**same, **numbers})
+        numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
+        same = {"frozen layers and buffers": kinds, **numbers}
+        self._together(attempt, lambda: {"the plan (sha256)": self.plan.digest, **same})
         with torch.no_grad():
             self.workers.spread([*(one.values for one in held.values()), *map(local_part, beside.values())])
         make = NESTEROV if outer_optimizer is None else outer_optimizer
@@ -203,15 +201,6 @@ class OuterStep(Uncopied):
             raise GradlabError(f"{CALLER}: delay = {self.delay}, expected less than every = {self.every}")
         if not isinstance(self._mixing, int | float) or not 0 <= self._mixing < 1:
             raise GradlabError(f"{CALLER}: mixing = {self._mixing!r}, expected a share from 0 to below 1")
-
-    def _together(self, attempt: Callable[[], None]) -> None:
-        """Do what may fail on one rank alone, and fail on all then."""
-        problem: GradlabError | None = None
-        try:
-            attempt()
-        except GradlabError as error:
-            problem = error
-        self._ranks.raise_together(None if problem is None else str(problem))
 
     def _fragment(self, plan: Plan, make: MakeOptimizer, options: Mapping[str, Any]) -> Fragment:
         parameters = {layer.name: nn.Parameter(_common(self._held.by_name[layer.name].values)) for layer in plan.layers}

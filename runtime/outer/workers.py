@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.groups import group_like, part_of
+from gradlab.ddp.groups import Ranks, group_like, part_of
+from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_units import let_go_of_gathered
 from gradlab.ddp.topology import find_topology
-from gradlab.ddp.wrapping import without_compile
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, bare_names, named_layers
 from gradlab.plan import Plan

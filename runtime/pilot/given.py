@@ -73,9 +73,9 @@ def checked_plans(plans: Any, control: str, exchanges: int) -> dict[str, Plan]:
 
 def gradients_of(model: object, outer: Any, options: dict[str, Any]) -> Any:
     """Return how a model's ranks exchange gradients: one of `runtime.pilot.gradients`."""
+    from gradlab.ddp.model import without_compile
     from gradlab.ddp.sharded_units import is_sharded
-    from gradlab.ddp.wrapping import without_compile
-    from gradlab.runtime.outer import OuterStep
+    from gradlab.runtime.outer.step import OuterStep
     from gradlab.runtime.pilot import gradients
 
     if outer is not None:

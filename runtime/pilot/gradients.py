@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.agreement import Ranks
-from gradlab.ddp.groups import group_like, part_of
-from gradlab.ddp.model import synchronised_layers
+from gradlab.ddp.groups import Ranks, group_like, part_of
+from gradlab.ddp.model import require_ddp, synchronised_layers, without_compile
 from gradlab.ddp.sharded_units import (
     attached_hooks,
     hooks_of,
@@ -23,13 +22,12 @@ from gradlab.ddp.sharded_units import (
     units_of,
 )
 from gradlab.ddp.topology import NODE, find_grid, find_topology
-from gradlab.ddp.wrapping import require_ddp, without_compile
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.runtime.attach import switched
 from gradlab.runtime.fsdp.state import column_of, compress_fsdp
-from gradlab.runtime.outer import OuterStep
-from gradlab.runtime.pilot.switch import switched
+from gradlab.runtime.outer.step import OuterStep
 from gradlab.runtime.state import CompressionState
 
 CALLER = "Pilot"  # named at the front of errors

@@ -30,7 +30,7 @@ from gradlab.runtime.pilot.together import Together
 from gradlab.runtime.pilot.watch import StepWatch
 
 if TYPE_CHECKING:
-    from gradlab.runtime.outer import OuterStep
+    from gradlab.runtime.outer.step import OuterStep
 
 _NEVER = 2**31  # steps in a row that are not finite: such a plan is out, and training goes on
 _ROUNDS = 3  # the longest: dense, 16 bits, and one plan at the least

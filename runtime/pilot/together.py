@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
 
 

@@ -46,7 +46,7 @@ from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
-from gradlab.runtime.rank_files import RankFiles
+from gradlab.runtime.saved import RankFiles
 from gradlab.trace import Trace, check
 from jobs.capture_scenarios import batches, loss_of, parallel_model
 from support.prescribed import Prescribed, gradients

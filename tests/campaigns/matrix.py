@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from jobs.matrix_cells import OPTIONS, rows, run_cell
 from support.warm_python import python
 

@@ -1422,7 +1422,7 @@ MUTANTS += (
         ("self.workers.hand_on(list(pseudo.values()))", "pass", "ranks_in_ddp", "A worker's other ranks get no mean."),
     ),
     *_faults(
-        "runtime/outer/optimizer_steps.py",
+        "gradlab/ddp/optimizer_steps.py",
         "tests/runtime/test_outer_step.py",
         ("self._stepped += self._since", "self._stepped += 1", "micro_batches", "Micro-batches count as steps."),
         ("first in self._parameters", "True", "micro_batches or front", "Any optimizer's step counts."),
@@ -1478,12 +1478,12 @@ MUTANTS += (
         ("if not all(whole) or not all(", "if not all(", "residuals_of", "States of fewer shards are taken."),
     ),
     *_faults(
-        "runtime/fsdp/levels.py",
+        "runtime/fsdp/reduction.py",
         "tests/runtime/test_fsdp.py",
         ("        check_alone(inside)\n", "", "construction", "Codecs that take means run in a reduce-scatter."),
     ),
     *_faults(
-        "gradlab/ddp/agreement.py",
+        "gradlab/ddp/groups.py",
         "tests/runtime/test_runtime.py",
         (
             ' if all(other == text for other in problems) else f"rank {rank}: {text}"',

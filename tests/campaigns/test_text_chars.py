@@ -66,4 +66,4 @@ def test_every_compressing_method_is_compared_by_default_settings_it_has(campaig
         if not method.by_layer:
             plan = method.plan(layers, 100)
             assert plan.schedule.warmup_steps == (100 if method.codec or method.published else 0)
-            assert bool(plan.applies_momentum) <= (not method.momentum)
+            assert bool(plan.wrapper_that("applies_momentum")) <= (not method.momentum)

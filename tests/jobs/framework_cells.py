@@ -39,7 +39,7 @@ import gradlab.runtime.accelerate
 import gradlab.runtime.lightning
 import gradlab.runtime.transformers
 from gradlab.capture import TraceRecorder
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, Exchange, compression_hook

@@ -188,7 +188,7 @@ def saved_on_exception(folder: Path) -> list[str]:
     callback = CompressionCallback(PLAN)
     saver = ModelCheckpoint(folder, save_on_exception=True)
     failing = trainer(folder, callback, saver, enable_checkpointing=True)
-    with pytest.warns(UserWarning, match="without the ranks' compression states"), pytest.raises(RuntimeError):
+    with pytest.warns(UserWarning, match="without the ranks' states"), pytest.raises(RuntimeError):
         failing.fit(Model(fails_at=2), loader())
     (path,) = folder.glob("*.ckpt")
     return sorted(torch.load(path, weights_only=True))
@@ -265,7 +265,7 @@ def local_steps(folder: Path) -> list[Any]:
     torch.distributed.all_gather(of_ranks, flat)
     pairs = zip(whole.parameters(), resumed.parameters(), strict=True)
     return [
-        callback.steps.outer.outer_steps,
+        callback.state.outer.outer_steps,
         torch.equal(of_ranks[0], of_ranks[1]),
         all(torch.equal(one, other) for one, other in pairs),
         lost_worker(folder),

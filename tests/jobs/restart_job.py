@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.runtime import OuterStep
 from jobs.outer_tasks import adamw, inner_step, network, plan_of
 from jobs.resume_job import Run

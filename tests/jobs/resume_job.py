@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.layout import layers_of
 from gradlab.learning.selection import GROUP_STATE
 from gradlab.runtime import CompressionState, compression_hook

@@ -341,7 +341,7 @@ def local_steps(folder: Path) -> list[Any]:
         shutil.copytree(folder / "whole" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
     dist.barrier()
     _, resumed = run("resumed", folder / "resumed" / "checkpoint-3")
-    return [callback.steps.outer.outer_steps, equal_parameters(model, by_loop), equal_parameters(model, resumed)]
+    return [callback.state.outer.outer_steps, equal_parameters(model, by_loop), equal_parameters(model, resumed)]
 
 
 def equal_parameters(one: torch.nn.Module, other: torch.nn.Module) -> bool:

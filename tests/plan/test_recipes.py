@@ -25,6 +25,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Plan, Wrap, method_plan
 from gradlab.plan.recipes import METHODS, SIGN_METHODS
+from gradlab.plan.traffic import varying_codecs
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.momentum_correction import MomentumCorrection
 from gradlab.wrappers.sparsity_warmup import SparsityWarmup
@@ -60,7 +61,7 @@ def _dense(plan: Plan) -> int:
 
 
 def test_names_are_found_whatever_their_case_and_suggested() -> None:
-    assert method_plan(LAYERS, "dgc").applies_momentum == "momentum_correction"
+    assert method_plan(LAYERS, "dgc").wrapper_that("applies_momentum") == "momentum_correction"
     with pytest.raises(GradlabError, match="did you mean PowerSGD"):
         method_plan(LAYERS, "PowerSDG")
 
@@ -294,8 +295,8 @@ def test_a_reloaded_class_takes_the_old_ones_place() -> None:
 def test_what_is_forecast_of_varying_messages_is_said_to_be_an_estimate(tmp_path: Path, gradlab: Command) -> None:
     """And it is that of a first exchange, however often the dry run is repeated."""
     plan = Plan.uniform(LAYERS, "threshold", density=0.05)
-    assert plan.varying == ("threshold",)
-    assert not Plan.uniform(LAYERS, "topk").varying
+    assert varying_codecs(plan) == ("threshold",)
+    assert not varying_codecs(Plan.uniform(LAYERS, "topk"))
     Artifact(plan, {}).save(tmp_path / "plan.safetensors")
     code, out, _ = gradlab("inspect", tmp_path / "plan.safetensors")
     assert code == 0

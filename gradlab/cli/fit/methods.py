@@ -34,6 +34,7 @@ from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import FEEDBACK, Plan, Wrap, method_plan, recipes
+from gradlab.plan.optimizer_rules import applied_by
 from gradlab.progress import Progress
 from gradlab.trace import Trace
 
@@ -213,7 +214,7 @@ class Ecsq(PlanMethod):
         )
         plan = with_fitted_tables(job.trace, plan) if fitted else plan
         optimizer = self.optimizer(job)
-        note = require_trainable(optimizer, plan.applies_momentum, plan.applies_weight_decay, "")
+        note = require_trainable(optimizer, *applied_by(plan), "")
         compared = compare_at_equal_bytes(job.trace, plan, workers=job.workers, progress=job.progress)
         return _replayed(job, plan, optimizer, [note], [printing.comparison(compared)], alone=compared)
 
@@ -266,8 +267,8 @@ class Signs(PlanMethod):
         optimizer, blocks = self.optimizer(job), None
         method, notes = _sign_method(self.method, optimizer)
         plan = self._plan(job, method, optimizer)
-        remedy = "use --weight-decay 0" if plan.applies_momentum is None else "use --method dist-EF-blockSGD"
-        notes += [require_trainable(optimizer, plan.applies_momentum, plan.applies_weight_decay, remedy)]
+        remedy = "use --weight-decay 0" if applied_by(plan)[0] is None else "use --method dist-EF-blockSGD"
+        notes += [require_trainable(optimizer, *applied_by(plan), remedy)]
         notes += [_decay_after_momentum(plan, optimizer)]
         if self.scales != 1:
             _require_blocks(method, job.settings)
@@ -498,7 +499,7 @@ class Uniform(PlanMethod):
             **job.settings,
         )
         remedy, optimizer = "leave such wrappers out of --wrap", self.optimizer(job)
-        note = require_trainable(optimizer, plan.applies_momentum, plan.applies_weight_decay, remedy)
+        note = require_trainable(optimizer, *applied_by(plan), remedy)
         return _replayed(job, plan, optimizer, [note])
 
 
@@ -565,7 +566,8 @@ def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool 
 
 def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
     """A note on weight decay that the optimizer applies after the plan's momentum."""
-    if optimizer is None or plan.applies_momentum is None or plan.applies_weight_decay or optimizer.adaptive:
+    momentum, decay = applied_by(plan)
+    if optimizer is None or momentum is None or decay or optimizer.adaptive:
         return None
     if optimizer.weight_decay is None:
         return None

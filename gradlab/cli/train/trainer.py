@@ -29,9 +29,10 @@ from gradlab.cli.train.report import RankOutcome, Report, header, measured
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
-from gradlab.ddp.agreement import Ranks
+from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
+from gradlab.plan.optimizer_rules import applied_by, residual_fades
 from gradlab.progress import Progress
 from gradlab.runtime import CompressionState, ScalarLog, compression_hook
 
@@ -165,13 +166,14 @@ def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
         plan = Artifact.load(artifact).plan
     except GradlabError:
         return recipe
-    if plan.replaces_optimizer:  # what would be clipped are updates
+    if plan.wrapper_that("replaces_optimizer"):  # what would be clipped are updates
         return replace(recipe, optimizer="sgd", momentum=0.0, nesterov=False, clip_norm=None)
     if recipe.optimizer != "sgd":  # its momentum is no setting that a plan's replaces: refused if both apply it
         return recipe
-    if plan.applies_momentum or plan.residual_is_momentum:
+    momentum, decay = applied_by(plan)
+    if momentum or residual_fades(plan):
         recipe = replace(recipe, momentum=0.0, nesterov=False)
-    return replace(recipe, weight_decay=0.0) if plan.applies_weight_decay else recipe
+    return replace(recipe, weight_decay=0.0) if decay else recipe
 
 
 def emulate(settings: TrainSettings, progress: Progress | None = None) -> Report:

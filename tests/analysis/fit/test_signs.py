@@ -23,7 +23,7 @@ from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan
-from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.plan.optimizer_rules import conflict_of, follower_of
 from support.command_line import Command
 from support.laws import law
 from support.recorded import random_gradients, record
@@ -167,7 +167,7 @@ def test_the_command_makes_a_plan_that_trains_under_the_recorded_optimizer(tmp_p
     assert "method dist-EF-blockSGD, without momentum in the plan: AdamW has momentum of its own (betas = (0.9" in out
     artifact = Artifact.load(tmp_path / "a.safetensors")
     assert conflict_of(artifact.plan, describe_optimizer(optimizers["adamw"]) or SGD) is None
-    assert artifact.plan.follows_learning_rate is None
+    assert follower_of(artifact.plan) is None
     assert artifact.provenance["optimizer"]["name"] == "AdamW"
     for words, remedy in (
         (("--method", "dist-EF-blockSGDM"), "use --method dist-EF-blockSGD, or -s trained_with=SGD"),
@@ -179,7 +179,7 @@ def test_the_command_makes_a_plan_that_trains_under_the_recorded_optimizer(tmp_p
         assert remedy in err
     code, out, _ = fit("adamw", "-s", "trained_with=SGD")
     assert code == 0
-    assert Artifact.load(tmp_path / "a.safetensors").plan.applies_momentum == "local_momentum"
+    assert Artifact.load(tmp_path / "a.safetensors").plan.wrapper_that("applies_momentum") == "local_momentum"
     code, out, _ = fit("sgd")
     assert code == 0
     said = " ".join(out.split())

@@ -25,7 +25,7 @@ from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.plan import hash_tensor
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.runtime.checkpoint import sealed
-from gradlab.runtime.rank_files import RankFiles
+from gradlab.runtime.saved import RankFiles
 from support.contract import SETTINGS
 from support.prescribed import Prescribed, gradients
 from support.prescribed import layers as prescribed_layers

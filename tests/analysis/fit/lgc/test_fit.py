@@ -273,7 +273,7 @@ def test_what_cannot_be_fitted_is_named(trace: Trace, tmp_path: Path) -> None:
     chosen = lgc_plan(LAYERS, "server", first="mid.weight", last="deep.weight", momentum=0.9)
     assert chosen.groups[0].layers == ("stem.weight", "head.weight")
     assert chosen.groups[1].codec == "topk"
-    assert chosen.applies_momentum
+    assert chosen.wrapper_that("applies_momentum")
     assert {group.layers[0] for group in chosen.groups[2:]} == {"mid.weight", "deep.bias"}
 
 
