@@ -21,7 +21,8 @@ from gradlab.analysis.parallel import Workers, share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
-from gradlab.plan.layer_errors import Candidate, require_metric, squared_errors
+from gradlab.plan.layer_errors import Candidate, squared_errors
+from gradlab.plan.refresh import require_metric
 from gradlab.progress import Progress
 from gradlab.trace.schema import CHUNK_STEPS
 

@@ -33,7 +33,7 @@ from gradlab.artifact import Artifact
 from gradlab.datasets import get
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.plan.layer_errors import METRICS
+from gradlab.plan.refresh import METRICS
 from gradlab.trace import Trace
 
 RANKS, STEPS, WARMUP = 4, 300, 50

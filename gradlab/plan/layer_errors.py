@@ -16,7 +16,6 @@ import torch
 from gradlab import codecs
 from gradlab.codec import Codec, Context, Tensors
 from gradlab.codec.settings import build_settings
-from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan.plan import Group, Wrap, default_wrappers
 
@@ -62,13 +61,3 @@ def squared_errors(
         built = [candidates[number].build() for number in numbers]
         errors |= zip(numbers, codecs.get(name).squared_errors(built, layer, gradient, context), strict=True)
     return [errors[number] for number in range(len(candidates))]
-
-
-METRICS = ("l2", "squared-l2")
-
-
-def require_metric(name: Any) -> str:
-    """Return the name of a metric; refuse what is none of `METRICS`."""
-    if name not in METRICS:
-        raise GradlabError(f"metric {str(name)[:80]!r}, expected one of {', '.join(METRICS)}")
-    return str(name)

@@ -38,12 +38,10 @@ class Conflict:
 def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
     """Return what a plan and an optimizer would both apply to some layer, momentum before weight decay; None: they go
     together. With several optimizers, the one that trains a layer counts for it."""
+    replacing = plan.wrapper_that("replaces_optimizer")
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.replaces_optimizer)):
-        if one.name != "SGD":
-            message = (
-                f"the plan makes gradients the updates of an optimizer ({plan.wrapper_that('replaces_optimizer')}), "
-                f"for {one.name}"
-            )
+        if replacing and one.name != "SGD":
+            message = f"the plan makes gradients the updates of an optimizer ({replacing}), for {one.name}"
             remedy = "train with torch.optim.SGD without momentum, at that optimizer's learning rate"
             return Conflict(message, remedy, False)
     for one in optimizer.of_layers(layers_under(plan, _fades)):

@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab.errors import GradlabError
 from gradlab.plan.accordion import Accordion
-from gradlab.plan.layer_errors import METRICS
 
 if TYPE_CHECKING:
     from gradlab.plan.plan import Plan
+
+# The measures that a plan by layer sums over layers. L-GreCo (MLSys 2024, section 3) sums L2 norms of compression
+# errors, in its paper and in its code. Squares of layers add up to the square of the whole gradient's error, which the
+# theory bounds; norms do not.
+METRICS = ("l2", "squared-l2")
+
+
+def require_metric(name: Any) -> str:
+    """Return the name of a metric; refuse what is none of `METRICS`."""
+    if name not in METRICS:
+        raise GradlabError(f"metric {str(name)[:80]!r}, expected one of {', '.join(METRICS)}")
+    return str(name)
 
 
 @dataclass(frozen=True)
