@@ -17,7 +17,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import share_out
 from gradlab.layout import Layer
-from gradlab.plan.replanning import ROOT
+from gradlab.plan.refresh import ROOT
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.trial import trial
 

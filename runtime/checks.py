@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
-from gradlab.artifact import Artifact
 from gradlab.ddp.groups import Ranks
 from gradlab.ddp.model import SWITCHED, attached_hook, refuse_complex, sparse_layers
 from gradlab.ddp.optimizers import HeldLayers
@@ -74,6 +73,8 @@ def given_plan(plan: object, caller: str) -> Plan:
             f"{caller}: {name!r} is a codec, expected a Plan or the path of an artifact; Plan.uniform(model, {name!r}) "
             "makes a plan of it"
         )
+    from gradlab.artifact import Artifact
+
     return Artifact.load(plan).plan
 
 

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,9 @@ from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.faults import CommunicationError, let_go
-from gradlab.runtime.saved import RankState
+
+if TYPE_CHECKING:
+    from gradlab.runtime.saved import RankState
 
 Result = TypeVar("Result")
 Own = TypeVar("Own", bound="Exchange")
@@ -315,6 +317,8 @@ class Exchange(Uncopied):
     @property
     def stateful(self) -> RankState:
         """This rank's state for `torch.distributed.checkpoint.save` and `load`, beside those of all other ranks."""
+        from gradlab.runtime.saved import RankState
+
         return RankState(self, f"rank {self._driver.everyone.rank}")
 
     def has_ranks_of(self, state: Mapping[str, Any]) -> bool:

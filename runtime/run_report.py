@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,10 +19,12 @@ from gradlab.executor.rules import Finding, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.optimizer_rules import compressed_layers
-from gradlab.plan.replanning import Replanner
 from gradlab.runtime.engine.statistics import TIMES, StepRecord, Summary, summarize_steps
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.saving import Saving, bytes_in_16_bits
+
+if TYPE_CHECKING:
+    from gradlab.plan.replanning import Replanner
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from gradlab.codec.settings import build_settings
 from gradlab.codec.wrapper import applies_earlier_gradients
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
-from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, StepResult, learning_rates
+from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, LockstepWatch, StepResult, learning_rates
 from gradlab.executor.rules import Finding
-from gradlab.executor.watch import LockstepWatch
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress

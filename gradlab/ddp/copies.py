@@ -8,6 +8,7 @@ a copy trains and evaluates as one of a plain DDP model does: states become a `D
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gradlab.errors import GradlabError
@@ -48,14 +49,8 @@ class Uncopied:
         return Detached, (type(self).__name__,)
 
 
-class Hook:
+class Hook(partial[Any]):
     """A hook for a module, parameter or optimizer, which in a copy does nothing."""
-
-    def __init__(self, act: Callable[..., Any]) -> None:
-        self._act = act
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._act(*arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _idle, ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ def at_each_step(
     handles: list[Any] = []
     for one in optimizers:
         if hasattr(one, "register_step_pre_hook"):
-            handles.append(one.register_step_pre_hook(Hook(partial(call, False))))
-            handles.append(one.register_step_post_hook(Hook(partial(call, True))))
+            handles.append(one.register_step_pre_hook(Hook(call, False)))
+            handles.append(one.register_step_post_hook(Hook(call, True)))
     return handles
 
 
@@ -46,9 +45,7 @@ class LocalPasses:
         self._passes = 0
         self._watched = [*parameters[:1], *parameters[1:][-1:]]
         method = weakref.WeakMethod(self._accumulated)
-        self._handles = [
-            one.register_post_accumulate_grad_hook(Hook(partial(call_alive, method))) for one in self._watched
-        ]
+        self._handles = [one.register_post_accumulate_grad_hook(Hook(call_alive, method)) for one in self._watched]
 
     def exchanged(self) -> None:
         """Note that ranks have averaged all gradients."""
@@ -109,7 +106,7 @@ class OptimizerSteps:
         self._parameters = {id(one) for one in parameters}
         self._seen = self._stepped = 0
         self._since = False
-        self._handle = register_optimizer_step_pre_hook(Hook(partial(_note, weakref.ref(self))))
+        self._handle = register_optimizer_step_pre_hook(Hook(_note, weakref.ref(self)))
         weakref.finalize(self, self._handle.remove)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:

@@ -20,9 +20,12 @@ from gradlab.collectives import (
     wire_bytes,
 )
 from gradlab.collectives.lockstep import answered, sent_on
+from gradlab.executor import rules
+from gradlab.executor.rules import Finding
 from gradlab.executor.step import PlanRun, RunSettings, Step
+from gradlab.executor.watch import GroupMeasures, RankWatch, gradient_norms, measure, residual_norms
 from gradlab.plan import FINITE_FLAG_BYTES, Group, Plan
-from gradlab.plan.replanning import ROOT
+from gradlab.plan.refresh import ROOT
 
 Result = TypeVar("Result")
 
@@ -153,20 +156,7 @@ class LockstepPlan:
         parameters: Tensors | None = None,
         finite: bool = True,
     ) -> StepResult:
-        """Run one iteration.
-
-        Args:
-            iteration: its number, from 0.
-            gradients: one dict per rank, by layer name, without the run's loss scale. Layers of no group may be
-                missing.
-            learning_rate: by layer name, as far as it is known.
-            loss_scale: the run's factor on its loss.
-            parameters: by layer name, for weight decay, which is left out where they are not known.
-            finite: whether the gradients that are not given were finite.
-
-        Returns:
-            What every rank got, with bytes and seconds.
-        """
+        """Run one iteration."""
         bill = _Bill(self.world_size)
         for run in self.runs:
             run.iteration = iteration
@@ -337,3 +327,54 @@ class Shared:
         else:
             self._results[number] = result, wanted - 1
         return result  # type: ignore[return-value]
+
+
+class LockstepWatch:
+    """The steps of all ranks of a `LockstepPlan`, with the first finding of each rule and group and the ranks that saw
+    it."""
+
+    def __init__(self, lockstep: LockstepPlan) -> None:
+        self.findings: tuple[Finding, ...] = ()
+        self._lockstep = lockstep
+        plain_sgd = lockstep.runs[0].settings.plain_sgd
+        self._ranks = [RankWatch(lockstep.plan, lockstep.codecs, plain_sgd) for _ in lockstep.runs]
+        self._steps = 0
+
+    def see(
+        self,
+        done: StepResult,
+        gradients: Sequence[Tensors],
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Judge a step from each rank's gradients without the loss scale. To measure groups takes some passes over
+        gradients."""
+        self._steps += done.compressing
+        if not done.finite:
+            found = [self._non_finite(done.iteration, rank, own) for rank, own in enumerate(gradients)]
+        elif done.compressing:
+            found = [
+                watch.see(
+                    done.iteration, self._steps, self._measure(rank, done, own, parameters or {}), done.learning_rate
+                )
+                for rank, (watch, own) in enumerate(zip(self._ranks, gradients, strict=True))
+            ]
+        else:
+            return
+        known = {one.key for one in self.findings}
+        self.findings += tuple(one for one in rules.merged(found) if one.key not in known)
+
+    def _measure(
+        self, rank: int, done: StepResult, gradients: Tensors, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, GroupMeasures]:
+        measured = {}
+        for name, ranks in done.exchanged.items():
+            codec, own = self._lockstep.codecs[name], ranks[rank]
+            measured[name] = measure(codec, own, residual_norms(own), gradient_norms(codec, gradients, own, parameters))
+        return measured
+
+    def _non_finite(self, iteration: int, rank: int, gradients: Tensors) -> list[Finding]:
+        layers = [name for name, value in gradients.items() if not bool(value.isfinite().all())]
+        run = self._lockstep.runs[rank]
+        state = rules.spoiled(run.codecs, run.states) if self._lockstep.runs[0].overflowed else ""
+        one = rules.non_finite(iteration, 1, False, layers, state)
+        return [] if one is None else [one]

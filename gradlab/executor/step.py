@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,11 +31,15 @@ from gradlab.codec.wrapper import acts_when_dense, adopted, entries_of, in_own_m
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
-from gradlab.executor.device_graphs import Graph, GroupGraphs
 from gradlab.executor.open_step import OpenStep
 from gradlab.plan import Group, Plan
-from gradlab.plan.replanning import Replanner
 from gradlab.workspace import Workspace
+
+if TYPE_CHECKING:
+    from gradlab.executor.device_graphs import Graph, GroupGraphs
+    from gradlab.plan.replanning import Replanner
+
+_DENSE = Identity()
 
 
 @dataclass(frozen=True)
@@ -98,15 +102,22 @@ class PlanRun:
         self.settings = settings or RunSettings()
         self.workspace = Workspace() if workspace is None else workspace
         beside = self.settings.replan_beside
-        self.replanner = None if plan.refresh is None else Replanner(plan, rank, world_size, beside=beside)
+        self.replanner: Replanner | None = None
+        if plan.refresh is not None:
+            from gradlab.plan.replanning import Replanner
+
+            self.replanner = Replanner(plan, rank, world_size, beside=beside)
         chosen = plan.compressed_groups if codecs is None else [group for group in plan.groups if group.name in codecs]
         self.groups: dict[str, Group] = {group.name: group for group in chosen}
         self.tables = {group.name: Table.of(plan.members(group)) for group in chosen}
         self.group_of = {layer: group.name for group in chosen for layer in group.layers}
         self.codecs: dict[str, Codec] = {g.name: self._built(g) for g in chosen} if codecs is None else dict(codecs)
         self.states: dict[str, Tensors] = {}
-        make = self.settings.graphs
-        self.graphs = {} if make is None else {name: GroupGraphs(make) for name in self.groups}
+        self.graphs: dict[str, GroupGraphs] = {}
+        if (make := self.settings.graphs) is not None:
+            from gradlab.executor.device_graphs import GroupGraphs
+
+            self.graphs = {name: GroupGraphs(make) for name in self.groups}
         self.iteration = 0
         self.overflowed = False
         self.learning_rates: dict[str, float] = {}
@@ -129,11 +140,7 @@ class PlanRun:
         )  # fmt: skip
 
     def refresh(self) -> Coroutine[str]:
-        """Adopt settings that were chosen anew, if any are due.
-
-        Returns:
-            On the root, why none could be chosen, so that the plan stays as it is; else an empty text.
-        """
+        """Adopt settings that were chosen anew, if any are due; return on the root why none could be."""
         request = self.replanner.message(self.iteration) if self.replanner is not None and self.fresh else None
         if self.replanner is None or request is None:
             return ""
@@ -142,11 +149,7 @@ class PlanRun:
         return self.replanner.failure
 
     def adopt(self, plan: Plan) -> None:
-        """Continue with other settings of the same groups. The codecs' states are carried over.
-
-        Args:
-            plan: with the same groups.
-        """
+        """Continue with other settings of the same groups. The codecs' states are carried over."""
         for group in plan.groups:
             if group.name in self.groups and group != self.groups[group.name]:
                 new = plan.build(group).to(self.settings.device)
@@ -167,17 +170,8 @@ class PlanRun:
         *,
         scaled: bool = True,
     ) -> Step:
-        """Begin the step of `iteration`.
-
-        Args:
-            learning_rates: by layer name, as far as they are known.
-            loss_scale: the run's factor on its loss.
-            parameters: by layer name, for weight decay.
-            scaled: whether the loss scale is on the gradients.
-
-        Returns:
-            The step.
-        """
+        """Begin the step of `iteration`. Rates and parameters are by layer name, as far as they are known. `scaled`:
+        the loss scale is on the gradients."""
         rates, start = dict(learning_rates or {}), self.plan.schedule.warmup_steps
         plain, before = self.settings.plain_sgd, {**rates, **self.learning_rates}
         context = Context(
@@ -193,12 +187,8 @@ class PlanRun:
         return Step(self, context, loss_scale if scaled else 1.0)
 
     def end(self, step: Step, results: Iterable[torch.Tensor] = ()) -> None:
-        """End a step that all ranks have agreed on: commit its states, if everything was finite.
-
-        Args:
-            step: as `begin` gave it.
-            results: the step's means. They have to be finite too, as finite gradients may overflow in their mean.
-        """
+        """End a step that all ranks have agreed on: commit its states, if everything was finite. `results` are the
+        step's means: finite gradients may overflow there."""
         if step.active:
             given = step.finite
             step.finite = step.finite and all_finite(results)
@@ -218,11 +208,8 @@ class PlanRun:
         return not self.open_step.followed or self.iteration >= self._fresh_from
 
     def go_on(self, dropped: Collection[str] = ()) -> None:
-        """Begin another exchange of the optimizer step that is open, before `begin`.
-
-        Args:
-            dropped: names of the groups whose results were dropped: their states become those before the open step.
-        """
+        """Begin another exchange of the optimizer step that is open, before `begin`. Groups whose results were dropped
+        go back to their states before that step."""
         for name in dropped:
             state, rates = self.open_step.states.pop(name)
             self.states[name] = state
@@ -233,11 +220,8 @@ class PlanRun:
             self.iteration = self.open_step.iteration
 
     def applied(self, groups: Collection[str] | None = None) -> None:
-        """Note an optimizer step, between two exchanges: it closes the open step, which was one iteration.
-
-        Args:
-            groups: whose parameters the optimizer holds; None: all.
-        """
+        """Note an optimizer step, between two exchanges: it closes the open step, which was one iteration. `groups` are
+        those whose parameters the optimizer holds; None: all."""
         if self.open_step.exchanges:
             self.iteration = self.open_step.iteration + 1 - self.open_step.taken_back
         self.open_step.seen, self.open_step.taken_back = True, 0
@@ -255,13 +239,7 @@ class PlanRun:
         return {**self.states, **before}, self.open_step.iteration if self.open_step.exchanges else self.iteration
 
     def go_on_from(self, states: dict[str, Tensors], iteration: int, learning_rates: dict[str, float]) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            states: by group name.
-            iteration: of the next step.
-            learning_rates: by layer name.
-        """
+        """Continue from a checkpoint: states by group, the next step's number, and learning rates by layer."""
         self.states, self.iteration, self.learning_rates = states, iteration, learning_rates
         self.open_step.forget()
         self._fresh_from = iteration
@@ -319,15 +297,8 @@ class Step:
         self._waiting = {name: len(run.groups[name].layers) for name in self.active}
 
     def add(self, gradients: Tensors, buffer: torch.Tensor | None = None) -> list[str]:
-        """Take in gradients of some layers.
-
-        Args:
-            gradients: by layer name.
-            buffer: a tensor of all these gradients and nothing else, so that one pass checks whether they are finite.
-
-        Returns:
-            The active groups that are complete now, in the layers' order.
-        """
+        """Take in gradients by layer; return the active groups that are complete now, in the layers' order. A `buffer`
+        that holds all of them and nothing else is looked at once for finiteness."""
         self.gradients |= gradients
         if not self.active:
             return []
@@ -341,14 +312,7 @@ class Step:
         return [group for group in arrived if not self._waiting[group]]
 
     def is_active(self, layer: str) -> bool:
-        """Say whether the codec of a layer's group runs in this step.
-
-        Args:
-            layer: the layer's name.
-
-        Returns:
-            False also for a layer of no group.
-        """
+        """Say whether the codec of a layer's group runs in this step."""
         return self._run.group_of.get(layer) in self.active
 
     def without_codec(self, gradients: Tensors) -> Tensors:
@@ -359,12 +323,6 @@ class Step:
     def batch(self, group: str) -> Batch:
         """Return the gradients of a complete group. The first time, they are compared with the plan's shapes, which
         codecs go by.
-
-        Args:
-            group: the group's name.
-
-        Raises:
-            GradlabError: for a gradient of another shape.
         """
         table, known = self._run.tables[group], self._run.seen
         batch = Batch({name: self.gradients[name] for name in table.names}, table)
@@ -379,17 +337,8 @@ class Step:
     def exchange(
         self, group: str, once: Callable[[Callable[[], Any]], Any] = alone, *, reuse: bool = False
     ) -> Coroutine[Exchanged]:
-        """Run a complete group's codec, and stage its new state.
-
-        Args:
-            group: the group's name.
-            once: computes what is identical on all ranks, see `Context`.
-            reuse: whether nobody reads the gradients after the exchange, so that the mean may be written in their
-                memory.
-
-        Returns:
-            The codec's result.
-        """
+        """Run a complete group's codec, and stage its new state. `reuse`: nobody reads the gradients afterwards, so
+        that the mean may be written in their memory."""
         given = self._run.codecs[group], self.batch(group), self._run.states.get(group, {})
         context = replace(self.context, group=group, once=once)
         if reuse and self.compressing and group in self._run.graphs:
@@ -401,27 +350,13 @@ class Step:
         return done
 
     def average(self, gradients: Tensors) -> Coroutine[Exchanged]:
-        """Average gradients of layers of no active group, uncompressed.
-
-        Args:
-            gradients: by layer name.
-
-        Returns:
-            The means.
-        """
-        done = yield from exchange_group(Identity(), gradients, {}, self.context, scaled_by=self._scaled_by)
+        """Average gradients of layers of no active group, uncompressed."""
+        done = yield from exchange_group(_DENSE, gradients, {}, self.context, scaled_by=self._scaled_by)
         return done
 
     def leave_out(self, layers: Iterable[str]) -> Tensors:
-        """Hold layers that have no gradient in this step, on any rank.
-
-        Args:
-            layers: names of those that did not come.
-
-        Returns:
-            Those that have to come as zeros nevertheless, by name, because other layers of their groups came. A group
-            of which nothing came stays as it is.
-        """
+        """Hold layers that have no gradient in this step, on any rank. Return those that have to come as zeros all the
+        same, because other layers of their groups came."""
         self._left_out = frozenset(layers)
         empty: Tensors = {}
         for name in list(self._waiting):
@@ -434,11 +369,7 @@ class Step:
         return empty
 
     def require_whole(self) -> None:
-        """Refuse a step in which layers of groups have no gradient.
-
-        Raises:
-            GradlabError: naming the layers of one group.
-        """
+        """Refuse a step in which layers of groups have no gradient."""
         if missing := sorted(name for name, left in self._waiting.items() if left):
             layers = self._run.groups[missing[0]].layers
             absent = [layer for layer in layers if layer not in self.gradients]
@@ -448,12 +379,8 @@ class Step:
             )
 
     def agree(self, device: torch.device | str = "cpu", *, notice: bool = False) -> Coroutine[None]:
-        """Learn whether gradients were finite on every rank, and which layers have none on any.
-
-        Args:
-            device: of the flags that the ranks exchange.
-            notice: whether this rank has something to tell the others.
-        """
+        """Learn whether gradients were finite on every rank, and which layers have none on any. `notice`: this rank has
+        something to tell the others."""
         unread, magnitudes = self._unread_of(device)
         flags = self._flags(device, notice, unread, magnitudes)
         mean = yield Mean(flags if self.order is None else torch.cat([flags, flags.new_tensor([self.order])]))

@@ -60,12 +60,7 @@ class Ticks(Generic[OneExchange]):
         self.last_bytes = 0.0
 
     def start(self, exchange: OneExchange, gradient_bytes: int) -> None:
-        """Start an exchange. Its collectives are issued with those of others.
-
-        Args:
-            exchange: in an order that is the same on all ranks.
-            gradient_bytes: size of its gradients.
-        """
+        """Start an exchange. Its collectives are issued with those of others."""
         exchange.advance(None)
         self._new.append(exchange)
         self._new_bytes += gradient_bytes
@@ -87,23 +82,12 @@ class Ticks(Generic[OneExchange]):
         self._in_flight = self._issue([request for exchange in self._running for request in exchange.requests])
 
     def drain(self, awaited: Callable[[OneExchange], bool] = lambda _: True) -> None:
-        """Go on until exchanges have ended.
-
-        Args:
-            awaited: says which; by default all. Others advance beside them.
-        """
+        """Go on until exchanges have ended."""
         while self.has(awaited):
             self.tick()
 
     def has(self, awaited: Callable[[OneExchange], bool]) -> bool:
-        """Say whether an exchange under way is one of those.
-
-        Args:
-            awaited: says which.
-
-        Returns:
-            False once all of them have ended.
-        """
+        """Say whether an exchange under way is one of those."""
         return any(awaited(exchange) for exchange in (*self._running, *self._new))
 
     def abandon(self) -> None:

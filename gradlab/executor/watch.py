@@ -7,7 +7,7 @@ DDP's engine has a `RankWatch` for its rank, and asks it on measured steps. A re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from gradlab.codec import Codec, Exchanged, Tensors
 from gradlab.codec.measures import squared_norms
 from gradlab.codec.wrapper import load_buffer, wrappers_of
 from gradlab.executor import rules
-from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
 from gradlab.executor.rules import Feedback, Finding, ResidualWatch
 from gradlab.plan import Plan
 
@@ -108,54 +107,3 @@ class RankWatch:
             if name in self._servers:
                 found.append(self._servers[name].add(step, steps, one.server_residual, one.server_input, rate))
         return [one for one in found if one is not None]
-
-
-class LockstepWatch:
-    """The steps of all ranks of a `LockstepPlan`, with the first finding of each rule and group and the ranks that saw
-    it."""
-
-    def __init__(self, lockstep: LockstepPlan) -> None:
-        self.findings: tuple[Finding, ...] = ()
-        self._lockstep = lockstep
-        plain_sgd = lockstep.runs[0].settings.plain_sgd
-        self._ranks = [RankWatch(lockstep.plan, lockstep.codecs, plain_sgd) for _ in lockstep.runs]
-        self._steps = 0
-
-    def see(
-        self,
-        done: StepResult,
-        gradients: Sequence[Tensors],
-        parameters: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Judge a step from each rank's gradients without the loss scale. To measure groups takes some passes over
-        gradients."""
-        self._steps += done.compressing
-        if not done.finite:
-            found = [self._non_finite(done.iteration, rank, own) for rank, own in enumerate(gradients)]
-        elif done.compressing:
-            found = [
-                watch.see(
-                    done.iteration, self._steps, self._measure(rank, done, own, parameters or {}), done.learning_rate
-                )
-                for rank, (watch, own) in enumerate(zip(self._ranks, gradients, strict=True))
-            ]
-        else:
-            return
-        known = {one.key for one in self.findings}
-        self.findings += tuple(one for one in rules.merged(found) if one.key not in known)
-
-    def _measure(
-        self, rank: int, done: StepResult, gradients: Tensors, parameters: Mapping[str, torch.Tensor]
-    ) -> dict[str, GroupMeasures]:
-        measured = {}
-        for name, ranks in done.exchanged.items():
-            codec, own = self._lockstep.codecs[name], ranks[rank]
-            measured[name] = measure(codec, own, residual_norms(own), gradient_norms(codec, gradients, own, parameters))
-        return measured
-
-    def _non_finite(self, iteration: int, rank: int, gradients: Tensors) -> list[Finding]:
-        layers = [name for name, value in gradients.items() if not bool(value.isfinite().all())]
-        run = self._lockstep.runs[rank]
-        state = rules.spoiled(run.codecs, run.states) if self._lockstep.runs[0].overflowed else ""
-        one = rules.non_finite(iteration, 1, False, layers, state)
-        return [] if one is None else [one]

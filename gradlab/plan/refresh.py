@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # errors, in its paper and in its code. Squares of layers add up to the square of the whole gradient's error, which the
 # theory bounds; norms do not.
 METRICS = ("l2", "squared-l2")
+ROOT = 0  # the rank that accumulates, measures and chooses
 
 
 def require_metric(name: Any) -> str:

@@ -26,8 +26,7 @@ from gradlab.knapsack import allocate
 from gradlab.plan.accordion import Accordion, is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.plan import Plan
-
-ROOT = 0  # the rank that accumulates, measures and chooses
+from gradlab.plan.refresh import ROOT
 
 
 def choose(

@@ -14,13 +14,11 @@ from gradlab.ddp.groups import part_of
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun, RunSettings
-from gradlab.executor.device_graphs import CudaGraphs
 from gradlab.executor.ownership import share_out
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import StepDriver
-from gradlab.runtime.engine.nodes import NodeDriver, NodeNetwork
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.timeline import Timeline
@@ -60,6 +58,8 @@ def make_driver(
     mine = ownership.owned(topology.local_rank)
     codecs = {one.name: plan.build(one).to(device.device) for one in plan.compressed_groups if one.name in mine}
     run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=workspace)
+    from gradlab.runtime.engine.nodes import NodeDriver, NodeNetwork
+
     nodes = NodeNetwork(ownership, inside, averaging, everyone)
     return NodeDriver(run, between, surroundings, workspace, options, nodes)
 
@@ -101,7 +101,11 @@ def _memory_and_communicator(
 
 def _settings(plan: Plan, surroundings: Surroundings, options: RunOptions, device: HostDevice) -> RunSettings:
     plain = surroundings.held.plain_sgd(compressed_layers(plan))
-    graphs = CudaGraphs(device.device) if options.cuda_graphs and device.device.type == "cuda" else None
+    graphs = None
+    if options.cuda_graphs and device.device.type == "cuda":
+        from gradlab.executor.device_graphs import CudaGraphs
+
+        graphs = CudaGraphs(device.device)
     return RunSettings(plain, options.hold_unused, replan_beside=True, device=device.device, graphs=graphs)
 
 

@@ -54,9 +54,7 @@ class OptimizerSteps:
         self._in_ddp = model is not None
         self._local: LocalPasses | None = None  # from the first exchange on, in DDP
         if self._handles and model is not None:
-            self._handles.append(
-                model.register_forward_pre_hook(Hook(partial(call_alive, weakref.WeakMethod(self._forward))))
-            )
+            self._handles.append(model.register_forward_pre_hook(Hook(call_alive, weakref.WeakMethod(self._forward))))
         self.follow(driver.run)
 
     def follow(self, run: PlanRun) -> None:

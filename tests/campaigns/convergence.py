@@ -34,8 +34,7 @@ from gradlab import codecs
 from gradlab.datasets.digits import Digits
 from gradlab.errors import GradlabError
 from gradlab.executor import rules
-from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
-from gradlab.executor.watch import LockstepWatch
+from gradlab.executor.lockstep_plan import LockstepPlan, LockstepWatch, StepResult
 from gradlab.layout import layers_of
 from gradlab.plan import Plan, Wrap
 

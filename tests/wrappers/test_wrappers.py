@@ -46,7 +46,7 @@ from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
-from gradlab.executor.watch import LockstepWatch
+from gradlab.executor.lockstep_plan import LockstepWatch
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
 from gradlab.wrappers.error_feedback import ErrorFeedback
