@@ -280,7 +280,10 @@ def lightning_scenarios(alone: dict[str, Any]) -> dict[str, Any]:
         ("hook_in_the_strategy", "DDPStrategy has a ddp_comm_hook, and DDP takes one only"),
         ("hook_on_the_model", "has the communication hook allreduce_hook already"),
         ("no_artifact", "absent.safetensors"),
-        ("another_world_size", "checkpoint: world_size is 2, this run has 1; resume on as many ranks, or give CompressionCallback(residuals=...)"),
+        (
+            "another_world_size",
+            "checkpoint: world_size is 2, this run has 1; resume on as many ranks, or give Compress",
+        ),
         ("unknown_policy", "residuals = 'keep', expected None or one of"),
         ("resumed_without_the_callback", "['CompressionCallback']"),
     ],
