@@ -51,6 +51,25 @@ def sealed(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**saved, "sha256": _hashes(content)}
 
 
+def require(saved: object, identity: Mapping[str, Any]) -> None:
+    """Refuse what is no whole checkpoint with these values, by key."""
+    compare(saved, identity)
+    assert isinstance(saved, Mapping)
+    verify(saved)
+
+
+def compare(saved: object, identity: Mapping[str, Any], where: str = "") -> None:
+    """Refuse what has other values than a run, by key."""
+    if not isinstance(saved, Mapping):
+        raise GradlabError(f"checkpoint: {where}a {type(saved).__name__}, expected what state_dict gives")
+    for key, expected in identity.items():
+        came = saved.get(key, _ALONE.get(key))
+        if type(came) is not type(expected) or came != expected:
+            other = key in ("world_size", *_ALONE)
+            hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
+            raise GradlabError(f"checkpoint: {where}{key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
+
+
 def verify(saved: Mapping[str, Any]) -> None:
     """Compare a checkpoint with its checksums; refuse a tensor that is missing, unknown or damaged."""
     listed = saved.get("sha256")
@@ -105,15 +124,7 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
     """Continue from `save` of the same plan, rank and world size. After an error the run is as it was."""
     if trial() is not None:
         return  # which tries another plan, and begins it anew
-    if not isinstance(saved, Mapping):
-        raise GradlabError(f"checkpoint: a {type(saved).__name__}, expected what state_dict gives")
-    for key, expected in {"format": _FORMAT, **_ALONE, **identity}.items():
-        came = {**_ALONE, **saved}.get(key)
-        if type(came) is not type(expected) or came != expected:
-            other = key in ("world_size", *_ALONE)
-            hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
-            raise GradlabError(f"checkpoint: {key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
-    verify(saved)
+    require(saved, {"format": _FORMAT, **_ALONE, **identity})
     states = states_of(run, saved)
     if strangers := sorted(states.keys() - run.codecs.keys()):
         raise GradlabError(f"checkpoint: a state of group {strangers[0]!r}, which another local rank owns")

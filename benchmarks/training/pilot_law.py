@@ -11,7 +11,7 @@ it finds one, how many of these ended within the limit, and their bytes over the
 
 Third table: the same by the place of training at which pilots begin.
 
-Then what a race (`gradlab.runtime.pilot.race`) saves, and the law of all tasks, which gradlab ships.
+Then what a race (`gradlab.runtime.pilot.result`) saves, and the law of all tasks, which gradlab ships.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, named_plan
 from gradlab.runtime.pilot.growth import chance_of
-from gradlab.runtime.pilot.race import race
-from gradlab.runtime.pilot.result import outcome_of
+from gradlab.runtime.pilot.result import outcome_of, race
 from gradlab.saving import Saving
 from gradlab.trace import Trace
 

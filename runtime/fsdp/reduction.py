@@ -174,10 +174,7 @@ class ShardReduction:
         place: this rank's node, the number of nodes, and the policy for residuals.
         """
         for one in saved:
-            for key, expected in (("plan", self.whole.digest), ("shards", len(self.runs))):
-                if one.get(key) != expected:
-                    came = repr(one.get(key))[:80]
-                    raise GradlabError(f"checkpoint: inside nodes, {key} is {came}, this run has {expected!r}")
+            checkpoint.compare(one, {"plan": self.whole.digest, "shards": len(self.runs)}, "inside nodes, ")
         parts = [one.get("parts") for one in saved]
         whole = (isinstance(of_rank, list) and len(of_rank) == len(self.runs) for of_rank in parts)
         if not all(whole) or not all(isinstance(part, Mapping) for of_rank in parts for part in of_rank):

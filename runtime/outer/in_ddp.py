@@ -66,10 +66,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of this rank and as many ranks."""
-        for key, expected in self._place.items():
-            if state.get(key) != expected:
-                raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected}")
-        checkpoint.verify(state)
+        checkpoint.require(state, self._place)
         self._model.module.load_state_dict(state["model"])
         load_states(self._optimizers, state["optimizer"])
         self.outer.load_state_dict(state["outer"])

@@ -474,14 +474,8 @@ class OuterStep(Uncopied):
         self.local_steps = states[0]["local_steps"]
 
     def _check(self, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping):
-            raise GradlabError(f"checkpoint: a {type(state).__name__}, expected what state_dict gives")
-        for key, expected in identity.items():
-            if key == "plan" and self._trial is not None:
-                continue
-            if type(state.get(key)) is not type(expected) or state[key] != expected:
-                raise GradlabError(f"checkpoint: {key} is {repr(state.get(key))[:80]}, this run has {expected!r}")
-        checkpoint.verify(state)
+        """Refuse a state of another run; a trial has another plan."""
+        checkpoint.require(state, {k: v for k, v in identity.items() if k != "plan" or self._trial is None})
 
     @torch.no_grad()
     def _restore(self, fragment: Fragment, saved: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from gradlab.errors import GradlabError
 from gradlab.plan import Plan, saving_of_sent
 from gradlab.runtime.pilot.given import (
     DENSE,
+    Together,
     checked_plans,
     control_of,
     exchanges_in,
@@ -22,12 +23,9 @@ from gradlab.runtime.pilot.given import (
     seconds_of,
 )
 from gradlab.runtime.pilot.kept import KeptBatches
-from gradlab.runtime.pilot.race import LEAST_STEPS, in_order, is_decided, looks, may_hold
-from gradlab.runtime.pilot.result import PilotResult, unlike_line
+from gradlab.runtime.pilot.result import LEAST_STEPS, PilotResult, in_order, is_decided, looks, may_hold, unlike_line
 from gradlab.runtime.pilot.scores import Scores
-from gradlab.runtime.pilot.snapshot import Snapshot, Stateful
-from gradlab.runtime.pilot.together import Together
-from gradlab.runtime.pilot.watch import StepWatch
+from gradlab.runtime.pilot.snapshot import Snapshot, Stateful, StepWatch
 
 if TYPE_CHECKING:
     from gradlab.runtime.outer.step import OuterStep

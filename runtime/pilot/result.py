@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gradlab.formatting import format_bytes
-from gradlab.runtime.pilot.delay import delay_of
 from gradlab.runtime.pilot.growth import GROWTH, End
 from gradlab.saving import Saving
 
@@ -173,3 +172,89 @@ def outcome_of(
     return Outcome(
         name, excess, excess - wide, excess + wide, growth, saving, steps, None, delay_of(losses, dense), chance
     )
+
+
+def delay_of(losses: Sequence[float], dense: Sequence[float]) -> float | None:
+    """Say how many steps a training lies behind the dense one, whose losses are of the same steps.
+
+    The mean loss of the second half is compared with means of as many dense steps that end 0, 1, 2... steps earlier,
+    with straight lines between. A training whose losses are those of dense n steps earlier lies n steps behind.
+
+    >>> dense = [10 - 0.1 * step for step in range(40)]
+    >>> round(delay_of([10.25 - 0.1 * step for step in range(40)], dense), 6)
+    2.5
+
+    It is infinite further than the dense losses reach back, which is half of the steps. It is None where the dense loss
+    does not fall by more than chance, 2 standard errors.
+    """
+    ours, theirs = np.asarray(losses, dtype=np.float64), np.asarray(dense, dtype=np.float64)
+    width = len(theirs) - len(theirs) // 2
+    back = np.convolve(theirs, np.full(width, 1 / width), "valid")[::-1]  # of windows that end 0, 1, 2... steps earlier
+    # Differences of neighbours show the noise of one step, whatever the trend (J. von Neumann, 1941).
+    error = math.sqrt(float(np.mean(np.diff(theirs) ** 2)) / width) if len(theirs) > 1 else math.inf
+    if not back[-1] - back[0] > 2 * error:
+        return None
+    level = float(ours[-width:].mean())
+    if level <= back[0]:
+        return 0.0
+    reached = np.flatnonzero(back >= level)
+    if not reached.size:
+        return math.inf
+    at = int(reached[0])
+    return float(at - 1 + (level - back[at - 1]) / (back[at] - back[at - 1]))
+
+
+LEAST_STEPS = 8  # that say something of a plan
+_EARLY = 3  # the first look comes after a third of the steps
+
+
+def looks(steps: int, longest: int) -> tuple[int, ...]:
+    """List after how many of a pilot's steps a plan is looked at; `longest` is for plans that hold until then.
+
+    >>> looks(60, 120), looks(12, 12)
+    ((20, 60, 120), (12,))
+    """
+    early = steps // _EARLY
+    return tuple(sorted({one for one in (early, steps, longest) if LEAST_STEPS <= one <= longest} | {longest}))
+
+
+def in_order(savings: Mapping[str, Saving]) -> list[str]:
+    """Sort plans by the bytes that they send, fewest first; equal ones stay in their order."""
+    return sorted(savings, key=lambda name: -(savings[name].ratio or 0.0))
+
+
+def may_hold(outcome: Outcome, max_loss: float) -> bool:
+    """Say whether a plan is worth more steps: its end may be within the limit. One that is not finite is not."""
+    return outcome.end.low <= max_loss
+
+
+def is_decided(outcomes: Iterable[Outcome], longest: int, max_loss: float, keep: int) -> bool:
+    """Say whether plans that send more need not be tried: `keep` plans have held to the end."""
+    return sum(one.steps >= longest and one.holds(max_loss) for one in outcomes) >= keep
+
+
+def race(
+    losses: Mapping[str, Sequence[float]],
+    dense: Sequence[float],
+    savings: Mapping[str, Saving],
+    *,
+    steps: int,
+    max_loss: float,
+    keep: int = 3,
+    chance: float = 0.0,
+) -> list[Outcome]:
+    """Tell from whole recorded trainings, losses by step from one snapshot, what a pilot would have found.
+
+    Returns outcomes of the plans that it would have tried, fewest bytes first. Their `steps` are what it would have
+    cost.
+    """
+    longest, found = len(dense), list[Outcome]()
+    for name in in_order(savings):
+        if is_decided(found, longest, max_loss, keep):
+            break
+        for look in looks(steps, longest):
+            outcome = outcome_of(name, losses[name][:look], dense[:look], savings[name], chance)
+            if not may_hold(outcome, max_loss):
+                break
+        found.append(outcome)
+    return found

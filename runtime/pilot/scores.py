@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from gradlab.runtime.pilot.given import DENSE
 from gradlab.runtime.pilot.growth import chance_of
-from gradlab.runtime.pilot.race import in_order
-from gradlab.runtime.pilot.result import Outcome, outcome_of
+from gradlab.runtime.pilot.result import Outcome, in_order, outcome_of
 from gradlab.saving import Saving
 
 

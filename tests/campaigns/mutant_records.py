@@ -1242,7 +1242,7 @@ MUTANTS: tuple[Mutant, ...] = (
         select="parts_of_any_sizes",
     ),
     Mutant(
-        file="runtime/pilot/race.py",
+        file="runtime/pilot/result.py",
         old="    return outcome.end.low <= max_loss",
         new="    return outcome.excess <= max_loss",
         tests=("tests/runtime/test_pilot.py",),

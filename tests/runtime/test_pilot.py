@@ -17,11 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab.errors import GradlabError
-from gradlab.runtime.pilot.delay import delay_of
 from gradlab.runtime.pilot.given import exchanges_in
 from gradlab.runtime.pilot.kept import copied
-from gradlab.runtime.pilot.race import looks, race
-from gradlab.runtime.pilot.result import outcome_of
+from gradlab.runtime.pilot.result import delay_of, looks, outcome_of, race
 from gradlab.saving import Saving
 from support.laws import thorough
 from support.process_pool import ProcessPool

@@ -15,8 +15,16 @@ from gradlab.cli.pilot.run import LOG, Ended, run_trial
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan, saving_of_sent
 from gradlab.runtime.pilot.growth import chance_of
-from gradlab.runtime.pilot.race import LEAST_STEPS, in_order, is_decided, looks, may_hold
-from gradlab.runtime.pilot.result import Outcome, PilotResult, outcome_of
+from gradlab.runtime.pilot.result import (
+    LEAST_STEPS,
+    Outcome,
+    PilotResult,
+    in_order,
+    is_decided,
+    looks,
+    may_hold,
+    outcome_of,
+)
 from gradlab.trial import Losses, TrialSettings
 
 DENSE, AGAIN, HALF = "plain DDP", "plain DDP again", "16 bits"
