@@ -184,7 +184,7 @@ def _varying_all_to_all(communicator: Communicator, requests: Sequence[AllToAll]
         mine = by_rank[communicator.rank]
         lengths, refused = _checked_lengths(requests, mine, announced.view(communicator.world_size, -1).tolist())
         like = [_empty(mine, row) for row in lengths]
-        incoming = [sum(tensor.nbytes for tensor in of_rank) for of_rank in like]
+        incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
         packed = [_pack(parts, communicator) for parts in by_rank]
         # No rank knows the largest part of all, and all have to send alike: as if it were large.
         sizes = [part.numel() for part in packed]

@@ -1227,7 +1227,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # FSDP2
     Mutant(
         file="runtime/engine/driver.py",
-        old="                current.dense.popitem()[1].answers()",
+        old="                current.dense.popitem()[1].wait()",
         new="                break",
         tests=("tests/runtime/test_fsdp.py",),
         what="A unit without a compressed layer is still on its way when FSDP's hook returns.",
