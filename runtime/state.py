@@ -146,20 +146,7 @@ class CompressionState(Exchange):
     def of(
         cls, plan: Plan | str | os.PathLike[str], ddp_model: DistributedDataParallel, caller: str, **options: Any
     ) -> CompressionState:
-        """Make the state for a plan, or the path of an artifact.
-
-        Args:
-            plan: either.
-            ddp_model: the DistributedDataParallel model.
-            caller: named at the front of errors.
-            options: those of the constructor.
-
-        Returns:
-            The state, to register with the model.
-
-        Raises:
-            GradlabError: as `load`, and for anything but a plan or a path.
-        """
+        """Make the state for a plan, or the path of an artifact; `caller` is named at the front of errors."""
         ddp_model = require_ddp(ddp_model, caller)
         if (running := trial()) is not None:
             return cls(running.plan, ddp_model, **options)

@@ -34,9 +34,8 @@ from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.knapsack import Allocation, allocate
 from gradlab.plan import Plan, sent_bytes
-from gradlab.plan.accordion import Accordion
 from gradlab.plan.layer_errors import Candidate
-from gradlab.plan.refresh import Refresh
+from gradlab.plan.refresh import Accordion, Refresh
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class LgrecoOptions:
         warmup_steps: dense steps before the first compressed one.
         refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
         accordion: with a refresh, the most and the least compressed value of the codec's main setting, between which
-            Accordion chooses the reference of every choice; see `gradlab.plan.accordion`.
+            Accordion chooses the reference of every choice; see `gradlab.plan.refresh`.
         seed: of the plan, and of random codecs while errors are measured.
         workers: processes, or a cluster, that measure errors.
     """

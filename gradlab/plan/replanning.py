@@ -23,10 +23,9 @@ from gradlab.codec.measures import is_finite
 from gradlab.collectives import Broadcast
 from gradlab.errors import BadMessage, GradlabError
 from gradlab.knapsack import allocate
-from gradlab.plan.accordion import Accordion, is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
 from gradlab.plan.plan import Plan
-from gradlab.plan.refresh import ROOT
+from gradlab.plan.refresh import ROOT, Accordion, is_critical
 
 
 def choose(

@@ -32,8 +32,7 @@ from gradlab.executor.ticks import InFlight
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.statistics import StepRecord
-from gradlab.runtime.network.communicator import Communicator
-from gradlab.runtime.network.messages import Messages
+from gradlab.runtime.network.communicator import Communicator, Messages
 from gradlab.workspace import RecyclingWorkspace
 
 LAG = 2  # parts that come in before a complete one has to be spread: codecs of two rounds have ended by then

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +12,13 @@ import torch.distributed as dist
 from gradlab.codec import Tensors
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import resize
-from gradlab.ddp.sharded_units import Unit
+from gradlab.ddp.sharded_units import Shard, Unit
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings, Step
 from gradlab.executor.reduce_scatter import check_alone, measure_parts, reduce_scatter_dense, reduce_scatter_group
 from gradlab.executor.rules import Finding
 from gradlab.executor.watch import GroupMeasures, RankWatch
-from gradlab.layout import Layer
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime import checkpoint
@@ -27,14 +26,6 @@ from gradlab.runtime.checks import check
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.network.communicator import Communicator
-
-
-@dataclass
-class ReductionRecord:
-    """Bytes of one step's reduce-scatters on this rank: contributed, and sent."""
-
-    payload_bytes: int = 0
-    wire_bytes: int = 0
 
 
 class Resumption(NamedTuple):
@@ -50,7 +41,7 @@ class ShardReduction:
 
     plan: plan of the padded shards, of one shape on all ranks of the node; `whole` is that of whole layers.
     runs: runs of the plan, one per shard of the node; their states are this rank's residuals of the shards.
-    last: bytes of the last step.
+    last: bytes of the last step on this rank, contributed and sent.
     measure_every: steps between those in which the rules look at residuals; 0: none.
     """
 
@@ -64,7 +55,7 @@ class ShardReduction:
             PlanRun(plan, self.mine, count if place == self.mine else 1, settings, codecs=codecs)
             for place in range(count)
         ]
-        self.last = ReductionRecord()
+        self.last = (0, 0)
         self._steps: list[Step] = []
         self._finite = True
         self._watch = RankWatch(plan, codecs, settings.plain_sgd)
@@ -84,7 +75,9 @@ class ShardReduction:
 
     def report(self) -> dict[str, Any]:
         """Say what the last step's reduce-scatters took on this rank, and what the plan forecasts, in bytes."""
-        return {**asdict(self.last), "forecast_payload_bytes": self.forecast_payload_bytes}
+        payload, wire = self.last
+        forecast = self.forecast_payload_bytes
+        return {"payload_bytes": payload, "wire_bytes": wire, "forecast_payload_bytes": forecast}
 
     @property
     def finite(self) -> bool:
@@ -160,7 +153,7 @@ class ShardReduction:
             step.finite = finite
             run.end(step)
         self._steps = []
-        self.last = ReductionRecord(*self.communicator.take_counts())
+        self.last = self.communicator.take_counts()
 
     def state_dict(self) -> dict[str, Any]:
         """Collect this rank's residuals, one entry per shard of the node."""
@@ -254,23 +247,22 @@ class Levels:
         return between if self.inside is None else {**between, "the plan inside nodes (sha256)": self.inside.digest}
 
 
-class HeldShards:
-    """All shards that a rank holds, by layer in the model's order; `layers` are the whole ones."""
-
-    def __init__(self, units: Sequence[Unit], layers: Sequence[Layer]) -> None:
-        held = {shard.layer.name: (unit.name, shard) for unit in units for shard in unit.shards}
-        self.by_name = {layer.name: held[layer.name][1] for layer in layers if layer.name in held}
-        self.layers = tuple(shard.layer for shard in self.by_name.values())
-        self._unit_of = {name: unit for name, (unit, _) in held.items()}
-
-    def levels(self, plan: Plan, inside: Plan | None, topology: Topology, options: RunOptions) -> Levels:
-        """Check plans of whole layers, and cut them for the shards; refuse those that cannot run on shards."""
-        pairs = [(shard.layer, shard.parameter) for shard in self.by_name.values()]
-        check(plan, pairs, len(topology.nodes), options)
-        shards = shard_plan(plan, {name: shard.shape for name, shard in self.by_name.items()}, self._unit_of)
-        if inside is None:
-            return Levels(plan, shards)
-        check(inside, pairs, topology.local_ranks, options)
-        check_alone(inside)
-        padded = {name: shard.padded_shape for name, shard in self.by_name.items()}
-        return Levels(plan, shards, inside, shard_plan(inside, padded, self._unit_of))
+def levels_of(
+    units: Sequence[Unit],
+    shards: Mapping[str, Shard],
+    plans: tuple[Plan, Plan | None],
+    topology: Topology,
+    options: RunOptions,
+) -> Levels:
+    """Check the plans of whole layers, between nodes and inside them, and cut them for a rank's shards by layer."""
+    plan, inside = plans
+    pairs = [(shard.layer, shard.parameter) for shard in shards.values()]
+    unit_of = {shard.layer.name: unit.name for unit in units for shard in unit.shards}
+    check(plan, pairs, len(topology.nodes), options)
+    between = shard_plan(plan, {name: shard.shape for name, shard in shards.items()}, unit_of)
+    if inside is None:
+        return Levels(plan, between)
+    check(inside, pairs, topology.local_ranks, options)
+    check_alone(inside)
+    padded = {name: shard.padded_shape for name, shard in shards.items()}
+    return Levels(plan, between, inside, shard_plan(inside, padded, unit_of))

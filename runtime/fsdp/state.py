@@ -49,7 +49,7 @@ from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions
 from gradlab.runtime.exchange import Exchange, Result
-from gradlab.runtime.fsdp.reduction import HeldShards, Levels, ShardReduction, UnitReduceScatter
+from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.trial import trial
 
@@ -87,7 +87,9 @@ class FSDPCompression(Exchange):
         if between is None and row.size() < dist.get_world_size():
             _warn_of_the_rest(row)
         chosen = RunOptions(**options)
-        held = HeldShards(units, layers_of_units(model))
+        held = {shard.layer.name: shard for unit in units for shard in unit.shards}
+        layers = [layer for layer in layers_of_units(model) if layer.name in held]
+        shards = {layer.name: held[layer.name] for layer in layers}  # in the model's order
         levels: list[Levels] = []
 
         def attempt() -> None:
@@ -97,22 +99,22 @@ class FSDPCompression(Exchange):
                 raise GradlabError(f"{CALLER}: between has one rank: there is nothing to compress between nodes")
             first = given_plan(plan, CALLER)
             second = _plan_inside(first, between, within, inside)
-            levels.append(held.levels(first if between is not None else Plan(held.layers), second, topology, chosen))
+            whole = first if between is not None else Plan(tuple(shard.layer for shard in shards.values()))
+            levels.append(levels_of(units, shards, (whole, second), topology, chosen))
 
         agree_on((row, column), device, attempt, lambda: {**levels[0].digests, **chosen.same_everywhere()})
-        self._units, self._shards = units, held.by_name
+        self._units, self._shards = units, shards
         self._stream: Any = None
-        pairs = [(layer, held.by_name[layer.name].values()) for layer in levels[0].shards.layers]
+        pairs = [(layer, shards[layer.name].values()) for layer in levels[0].shards.layers]
         host = HostDevice(device)
-        parameters = {name: shard.parameter for name, shard in held.by_name.items()}
-        self._around = surroundings_of(parameters, chosen, {name: shard.values for name, shard in held.by_name.items()})
+        parameters = {name: shard.parameter for name, shard in shards.items()}
+        self._around = surroundings_of(parameters, chosen, {name: shard.values for name, shard in shards.items()})
         make = partial(
             make_shard_driver, levels[0].shards, (row, column), topology, self._around, chosen, host, timeout
         )
         self._set_up(levels[0].shards, pairs, chosen, host, make)
         self.plan, self._topology = levels[0].whole, topology
-        shards = {name: one.parameter for name, one in held.by_name.items()}
-        self._steps = OptimizerSteps(self._driver, self._around.held.holding, shards, self._around.loss_scale)
+        self._steps = OptimizerSteps(self._driver, self._around.held.holding, parameters, self._around.loss_scale)
         self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
         self.inside = self._reduction(levels[0], chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,9 @@ from gradlab.collectives import (
     sum_in_rank_order,
 )
 from gradlab.errors import BadMessage, GradlabError
-from gradlab.runtime.network.messages import LEAST_BYTES, Messages
 
 if TYPE_CHECKING:
-    from gradlab.runtime.network.communicator import Communicator, Transfer
+    from gradlab.runtime.network.communicator import Communicator, Messages, Transfer
 
 
 _NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
@@ -188,7 +188,7 @@ def _varying_all_to_all(communicator: Communicator, requests: Sequence[AllToAll]
         packed = [_pack(parts, communicator) for parts in by_rank]
         # No rank knows the largest part of all, and all have to send alike: as if it were large.
         sizes = [part.numel() for part in packed]
-        out, bytes_sent = communicator.all_to_all(_joined(packed, communicator), sizes, incoming, LEAST_BYTES)
+        out, bytes_sent = communicator.all_to_all(_joined(packed, communicator), sizes, incoming, sys.maxsize)
         communicator.wait(bytes_sent)
         rows = zip(out.split(incoming), like, strict=True)
         return _by_request([_unpack(row, of_rank, communicator) for row, of_rank in rows], refused)

@@ -34,7 +34,7 @@ from gradlab.ddp.optimizer_steps import OptimizerSteps
 from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.plan.fragments import cut_like, fragments_of
+from gradlab.plan.shards import cut_like, fragments_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import agree_on, check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of

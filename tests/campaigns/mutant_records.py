@@ -643,7 +643,7 @@ MUTANTS: tuple[Mutant, ...] = (
         select="accumulated or weighs",
     ),
     Mutant(
-        file="gradlab/plan/accordion.py",
+        file="gradlab/plan/refresh.py",
         old="change >= eta",
         new="change > eta",
         tests=("tests/plan/test_accordion.py",),
@@ -1476,11 +1476,7 @@ MUTANTS += (
             "Groups mix.",
         ),
         ("if not all(whole) or not all(", "if not all(", "residuals_of", "States of fewer shards are taken."),
-    ),
-    *_faults(
-        "runtime/fsdp/reduction.py",
-        "tests/runtime/test_fsdp.py",
-        ("        check_alone(inside)\n", "", "construction", "Codecs that take means run in a reduce-scatter."),
+        ("    check_alone(inside)\n", "", "construction", "Codecs that take means run in a reduce-scatter."),
     ),
     *_faults(
         "gradlab/ddp/groups.py",

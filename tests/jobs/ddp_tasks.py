@@ -26,7 +26,7 @@ from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
 from gradlab.runtime import Communicator, CompressionState, compression_hook, drive
 from gradlab.runtime.checkpoint import sealed
-from gradlab.runtime.network.messages import LEAST_BYTES
+from gradlab.runtime.network.communicator import LEAST_BYTES
 from gradlab.runtime.saved import RankFiles
 from support.contract import agree, lockstep
 from support.image_network import image_network

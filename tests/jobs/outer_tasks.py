@@ -24,7 +24,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan
-from gradlab.plan.fragments import fragments_of
+from gradlab.plan.shards import fragments_of
 from gradlab.runtime import Exchange, OuterStep
 
 KEPT: list[Exception] = []  # errors that `lost` met

@@ -14,8 +14,7 @@ from gradlab.codec import Tensors
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.plan.accordion import Accordion
-from gradlab.plan.refresh import Refresh
+from gradlab.plan.refresh import Accordion, Refresh
 from gradlab.runtime import CompressionState, compression_hook
 from support.contract import SPARE
 from support.prescribed import Prescribed, gradients

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from gradlab.plan.accordion import is_critical
+from gradlab.plan.refresh import is_critical
 from support.laws import law
 
 NORMS = st.sampled_from([0.0, 0.5, 0.75, 1.0, 1.5, 2.0, math.nan])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan
-from gradlab.plan.fragments import fragments_of
+from gradlab.plan.shards import fragments_of
 
 
 @given(st.data())

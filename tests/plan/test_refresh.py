@@ -23,9 +23,8 @@ from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.knapsack import allocate
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
-from gradlab.plan.accordion import is_critical
 from gradlab.plan.layer_errors import Candidate, squared_errors
-from gradlab.plan.refresh import Refresh
+from gradlab.plan.refresh import Refresh, is_critical
 from gradlab.plan.replanning import Regimes, Replanner, choose
 from support.laws import law, thorough
 from support.prescribed import gradients

@@ -9,8 +9,7 @@ import torch
 from gradlab.artifact import Artifact
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule, Wrap
-from gradlab.plan.accordion import Accordion
-from gradlab.plan.refresh import Refresh
+from gradlab.plan.refresh import Accordion, Refresh
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "artifact.safetensors"
 
