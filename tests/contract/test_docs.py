@@ -191,8 +191,8 @@ def test_the_tutorials_codec_keeps_the_contract(tutorial: SimpleNamespace, monke
 def test_the_page_of_numbers_defines_every_figure() -> None:
     """Of `state.report()`, of a replay, of runs side by side and of a forecast."""
     page = (DOCS / "numbers.md").read_text()
-    place = Place(rank=0, world_size=1, dense_payload_bytes=8, half_payload_bytes=4, forecast_payload_bytes=8.0)
-    report = RunReport(place, iteration=0, residuals=None, refresh=None, summary=Summary(0), groups=())
+    place = Place(rank=0, world_size=1, dense_payload_bytes=8, half_payload_bytes=4)
+    report = RunReport(place, 8.0, iteration=0, residuals=None, refresh=None, summary=Summary(0), groups=())
     keys = {*report.to_json(), *(field.name for shape in (StepMeans, GroupMeans) for field in fields(shape))}
     assert not keys - set(re.findall(r"`(\w+)`", page))
     predict = ast.walk(ast.parse(Path(predict_module.__file__).read_text(encoding="utf-8")))
