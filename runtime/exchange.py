@@ -16,6 +16,7 @@ from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizer_steps import refuse_other_steps
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
+from gradlab.executor import PlanRun
 from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import Finding, finding
 from gradlab.layout import Layer, bare_names
@@ -25,10 +26,9 @@ from gradlab.plan.traffic import excess_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, named_as_in, unknown_needs
-from gradlab.runtime.engine.assembly import make_driver, surroundings_of
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
-from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.faults import CommunicationError, let_go
 
@@ -120,22 +120,19 @@ class Exchange(Uncopied):
             lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()},
         )
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
-        around = surroundings_of({layer.name: parameter for layer, parameter in pairs}, chosen)
         device = HostDevice(device_of_model(pairs))
-        self._set_up(plan, pairs, chosen, device, lambda: make_driver(plan, group, around, chosen, device, owned=False))
+        around = Surroundings({layer.name: parameter for layer, parameter in pairs}, chosen, device)
+        self._set_up(plan, pairs, plain_driver(plan, group, around, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
-    def _set_up(
-        self, plan: Plan, pairs: Pairs, options: RunOptions, device: HostDevice, make: Callable[[], StepDriver]
-    ) -> None:
-        """Put the parts together, from arguments that were checked. make: gives the driver."""
+    def _set_up(self, plan: Plan, pairs: Pairs, driver: StepDriver) -> None:
+        """Put the parts together, from arguments that were checked."""
         self.plan = plan
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._shapes = {layer.name: layer.shape for layer, _ in pairs}
-        self._device = device
+        self._device = driver.around.device
         self._topology: Topology | None = None
-        self._driver = make()
-        held = self._driver.held
+        self._driver, held = driver, driver.held
         self._residuals = reporting.residual_statement(plan, held)
         self.run, self._communicator = self._driver.run, self._driver.communicator
         self.statistics = self._driver.statistics
@@ -440,3 +437,13 @@ def _layers_with_parameters(plan: object, named_parameters: Iterable[tuple[str, 
             seen.add(id(parameter))
             pairs.append((Layer(name, tuple(parameter.shape)), parameter))
     return named_as_in(plan, pairs)
+
+
+def plain_driver(plan: Plan, group: dist.ProcessGroup, around: Surroundings, *, owned: bool) -> StepDriver:
+    """Make the driver of a plan's steps between the ranks of a group."""
+    everyone = around.communicator(group, owned=owned)
+    if everyone.world_size == 1:
+        warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=4)
+    settings = around.settings(plan)
+    run = PlanRun(plan, everyone.rank, everyone.world_size, settings, workspace=around.workspace)
+    return StepDriver(run, everyone, around)

@@ -24,13 +24,12 @@ from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, finding
 from gradlab.plan import Plan
 from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan, named_as_in
-from gradlab.runtime.engine.assembly import make_driver, surroundings_of
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
-from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.worker import Engine
-from gradlab.runtime.exchange import Exchange, Result
+from gradlab.runtime.exchange import Exchange, Result, plain_driver
 from gradlab.trial import trial
 
 
@@ -105,18 +104,22 @@ class CompressionState(Exchange):
         group = process_group or group_like(ranks, timeout, device.device)
         # Of groups made here the communicators alone hold on: destroying them is how peers learn of a failure.
         owned = process_group is None
-        around = surroundings_of({layer.name: parameter for layer, parameter in pairs}, chosen)
-        make = partial(make_driver, plan, group, around, chosen, device, owned=owned, topology=topology)
+        parameters = {layer.name: parameter for layer, parameter in pairs}
+        around = Surroundings(parameters, chosen, device)
+        if topology is None:
+            driver = plain_driver(plan, group, around, owned=owned)
+        else:
+            from gradlab.runtime.engine.nodes import node_driver
+
+            driver = node_driver(plan, group, around, topology, owned=owned)
         del group
-        self._set_up(plan, pairs, chosen, device, make)
-        del make
+        self._set_up(plan, pairs, driver)
         self._topology = topology
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self._layouts = BucketLayouts(ddp_model, rearrange=True)
         self.engine = Engine(self._driver, self._device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
-        parameters = {layer.name: parameter for layer, parameter in pairs}
         optimizers = self._driver.held.holding
         self._steps = OptimizerSteps(self._driver, optimizers, parameters, around.loss_scale, ddp_model)
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.

@@ -30,13 +30,12 @@ from gradlab.errors import BadMessage, GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.executor.ticks import InFlight
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
-from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.options import Surroundings
 from gradlab.runtime.engine.rules import RuleWatch
 from gradlab.runtime.engine.statistics import Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import InPlaceMean
-from gradlab.workspace import RecyclingWorkspace
 
 Result = TypeVar("Result")
 
@@ -176,9 +175,7 @@ class StepDriver:
         self,
         run: PlanRun,
         communicator: Communicator,
-        surroundings: Surroundings,
-        workspace: RecyclingWorkspace,
-        options: RunOptions,
+        around: Surroundings,
         everyone: Communicator | None = None,
         beside: Communicator | None = None,
     ) -> None:
@@ -186,18 +183,16 @@ class StepDriver:
         self.communicator = communicator
         self.everyone = everyone or communicator
         self.beside = beside
-        self.statistics = Statistics(options.history)
+        self.statistics = Statistics(around.options.history)
         self.current: Iteration | None = None
         self.broken: str | None = None
         self.ranks_compared = False
         self.all_dense = False
-        self.held = surroundings.held
+        self.held = around.held
         self.closing: list[Callable[[], None]] = []  # what else ends with it
-        self._surroundings = surroundings
-        self._options = options
-        self._workspace = workspace
+        self.around = around
         self._timeline = communicator.timeline
-        self.rules = RuleWatch(run, options, self.everyone)
+        self.rules = RuleWatch(run, around.options, self.everyone)
         assert self.everyone.group is not None
         self._reasons = Reasons(self.everyone.group.group_name, self.everyone.rank, self.everyone.world_size)
 
@@ -221,12 +216,12 @@ class StepDriver:
             warnings.warn(message, stacklevel=2)
         if self.held.look():
             self.rules.see_groups(self.held)
-        rates, scale = self.held.rates(), self._surroundings.loss_scale()
+        rates, scale = self.held.rates(), self.around.loss_scale()
         self.rules.see_rates(rates)
-        step = self.run.begin(rates, scale, self._surroundings.parameters)
+        step = self.run.begin(rates, scale, self.around.parameters)
         record = StepRecord(self.run.iteration, step.compressing, loss_scale=scale)
         self.current = Iteration(
-            step, record, Ticks(self._issue, self._options.segment_bytes), self._is_measured(step.compressing)
+            step, record, Ticks(self._issue, self.around.options.segment_bytes), self._is_measured(step.compressing)
         )
 
     def add(self, part: Part) -> None:
@@ -339,7 +334,7 @@ class StepDriver:
         self.rules.settle(record, step.noticed)
         self.all_dense = not self.run.active
         self.current = None
-        self._workspace.recycle()
+        self.around.workspace.recycle()
         for part in current.parts:
             part.settle()
         return record
@@ -411,7 +406,7 @@ class StepDriver:
             self.ranks_compared = True
 
     def _is_measured(self, compressing: bool) -> bool:
-        every = self._options.measure_every
+        every = self.around.options.measure_every
         return compressing and every > 0 and (self.run.iteration - self.run.plan.schedule.warmup_steps) % every == 0
 
     def _average(self, current: Iteration, part: Part, buffer: torch.Tensor) -> None:
@@ -455,7 +450,7 @@ class StepDriver:
         """Note norms by layer, and what the rules ask of the group."""
         codec, record = self.run.codecs[name], current.record
         residuals = residual_norms(done)
-        norms = gradient_norms(codec, gradients, done, self._surroundings.parameters, record.loss_scale)
+        norms = gradient_norms(codec, gradients, done, self.around.parameters, record.loss_scale)
         record.residual_norms |= residuals
         record.gradient_norms |= norms
         current.measured_groups[name] = measure(codec, done, residuals, norms)

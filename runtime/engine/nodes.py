@@ -25,15 +25,17 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.collectives import Request, mean_of_node
+from gradlab.ddp.groups import part_of
+from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
-from gradlab.executor.ownership import Ownership
+from gradlab.executor.ownership import Ownership, share_out
 from gradlab.executor.ticks import InFlight
+from gradlab.plan import Plan
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
-from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.options import Surroundings
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.runtime.network.communicator import Communicator, Messages
-from gradlab.workspace import RecyclingWorkspace
 
 LAG = 2  # parts that come in before a complete one has to be spread: codecs of two rounds have ended by then
 
@@ -104,12 +106,10 @@ class NodeDriver(StepDriver):
         self,
         run: PlanRun,
         communicator: Communicator,
-        surroundings: Surroundings,
-        workspace: RecyclingWorkspace,
-        options: RunOptions,
+        around: Surroundings,
         nodes: NodeNetwork,
     ) -> None:
-        super().__init__(run, communicator, surroundings, workspace, options, nodes.everyone, nodes.inside)
+        super().__init__(run, communicator, around, nodes.everyone, nodes.inside)
         self._nodes = nodes
         self._numel = {layer.name: layer.numel for layer in run.plan.layers}
         self._group_of = {layer: group for group in run.plan.compressed_groups for layer in group.layers}
@@ -129,7 +129,7 @@ class NodeDriver(StepDriver):
         carried = range(inside.world_size)
         sizes = [sum(ownership.numel(name, local_rank) for name in flat) for local_rank in carried]
         pieces = [flat[name][ownership.share(name, local_rank)] for local_rank in carried for name in flat]
-        sent = self._workspace.empty((sum(sizes),), part.memory[0])
+        sent = self.around.workspace.empty((sum(sizes),), part.memory[0])
         if pieces:  # DDP's bucket may hold layers alone that were frozen after DDP was made
             torch.cat(pieces, out=sent)
         return Addends(sizes, *inside.all_to_all(sent, sizes))
@@ -192,7 +192,7 @@ class NodeDriver(StepDriver):
         self._nodes.averaging.wait(addends.work)
         size = addends.sizes[self._nodes.local_rank]
         rows = addends.received.view(len(addends.sizes), size)
-        own = self._workspace.empty((size,), rows)
+        own = self.around.workspace.empty((size,), rows)
         return _Spread(part, mean_of_node(list(rows), own), addends.sizes)
 
     def _own_gradients(self, spread: _Spread) -> Tensors:
@@ -252,7 +252,7 @@ class NodeDriver(StepDriver):
             inside = self._nodes.inside
             for owner, size in enumerate(spread.sizes):
                 mine = owner == inside.rank  # sent from where it is
-                spread.gathered.append(spread.memory if mine else self._workspace.empty((size,), spread.memory))
+                spread.gathered.append(spread.memory if mine else self.around.workspace.empty((size,), spread.memory))
                 spread.works.append(inside.broadcast(spread.gathered[-1], owner))
 
     def _write(self, current: Iteration, held: frozenset[str]) -> None:
@@ -289,3 +289,26 @@ class NodeDriver(StepDriver):
         began = time.perf_counter()
         yield
         current.record.inside_seconds += time.perf_counter() - began
+
+
+def node_driver(
+    plan: Plan, group: dist.ProcessGroup, around: Surroundings, topology: Topology, *, owned: bool
+) -> NodeDriver:
+    """Make the driver of a plan's steps between nodes. A collective on the group, as nodes have groups of their own."""
+    device = around.device.device
+    everyone = around.communicator(group, owned=owned)
+    inside, between = (
+        around.communicator(part_of((group,), ranks, None, device), owned=True)
+        for ranks in (topology.inside, topology.between)
+    )
+    averaging = inside
+    if around.device.shares_stream:
+        averaging = around.communicator(
+            part_of((group,), topology.inside, None, device), deterministic=False, owned=True
+        )
+    ownership = share_out(plan, topology.local_ranks)
+    mine = ownership.owned(topology.local_rank)
+    codecs = {one.name: plan.build(one).to(device) for one in plan.compressed_groups if one.name in mine}
+    settings, nodes = around.settings(plan), NodeNetwork(ownership, inside, averaging, everyone)
+    run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=around.workspace)
+    return NodeDriver(run, between, around, nodes)

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradlab import version
 from gradlab.ddp.optimizers import HeldLayers, check_optimizer_and_scaler, describe_optimizer
 from gradlab.errors import GradlabError
+from gradlab.executor import RunSettings
 from gradlab.executor.rules import levels
 from gradlab.executor.ticks import SEGMENT_BYTES
+from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import compressed_layers
+from gradlab.runtime.engine.device import HostDevice
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.timeline import Timeline
+from gradlab.workspace import RecyclingWorkspace
 
 
 @dataclass(frozen=True)
@@ -70,17 +78,64 @@ class RunOptions:
         }
 
 
-@dataclass(frozen=True)
 class Surroundings:
-    """Values that are read anew in each iteration.
+    """What a run has around it on one rank: options, device, memory, and values that it reads anew in each iteration.
 
     held: the layers by the optimizers that train them, with their learning rates.
-    loss_scale: gives the loss scaler's factor, 1 without one.
+    parameters: their values by layer name as they are when they are asked for.
     """
 
-    held: HeldLayers
-    loss_scale: Callable[[], float]
-    parameters: Mapping[str, torch.Tensor]
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        options: RunOptions,
+        device: HostDevice,
+        values: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+    ) -> None:
+        """Take parameters by layer name; `values` gives what a rank holds of them (None: all)."""
+        self.options, self.device = options, device
+        self.held = HeldLayers(options.optimizer, {parameter: name for name, parameter in parameters.items()})
+        read = {name: one.detach for name, one in parameters.items()} if values is None else values
+        self.parameters: Mapping[str, torch.Tensor] = _Values(read)
+        self.workspace = RecyclingWorkspace()
+        self._timeline = Timeline(options.trace_steps)
+
+    def loss_scale(self) -> float:
+        """Return the loss scaler's factor, 1 without one."""
+        return self.options.scaler.get_scale() if self.options.scaler else 1.0
+
+    def communicator(self, group: dist.ProcessGroup, **options: Any) -> Communicator:
+        """Make a communicator of a group, with this run's memory and options."""
+        given = {"deterministic": self.options.deterministic, "check_requests": self.options.check_requests, **options}
+        return Communicator(
+            group, timeline=self._timeline, workspace=self.workspace, device=self.device.device, **given
+        )
+
+    def settings(self, plan: Plan) -> RunSettings:
+        """Return the training that a plan runs in."""
+        plain, device, graphs = self.held.plain_sgd(compressed_layers(plan)), self.device.device, None
+        if self.options.cuda_graphs and device.type == "cuda":
+            from gradlab.executor.device_graphs import CudaGraphs
+
+            graphs = CudaGraphs(device)
+        return RunSettings(plain, self.options.hold_unused, replan_beside=True, device=device, graphs=graphs)
+
+
+class _Values(Mapping[str, torch.Tensor]):
+    """The values of parameters, by layer name. A tensor that was detached once would go on in the old memory after
+    `Module.to` or `parameter.data = ...`."""
+
+    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 def _require_whole(name: str, value: object, least: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from gradlab.codec import Tensors
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import resize
+from gradlab.ddp.groups import part_of
 from gradlab.ddp.sharded_units import Shard, Unit
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
@@ -24,7 +26,8 @@ from gradlab.plan.shards import shard_plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import check
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.engine.driver import StepDriver
+from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.network.communicator import Communicator
 
 
@@ -266,3 +269,20 @@ def levels_of(
     check_alone(inside)
     padded = {name: shard.padded_shape for name, shard in shards.items()}
     return Levels(plan, between, inside, shard_plan(inside, padded, unit_of))
+
+
+def shard_driver(
+    plan: Plan,
+    mesh: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    topology: Topology,
+    around: Surroundings,
+    timeout: timedelta | None,
+) -> StepDriver:
+    """Make the driver of a plan of this rank's shards, between the ranks that hold the same ones (its mesh column)."""
+    everyone, inside, between = (
+        around.communicator(part_of(mesh, ranks, timeout, around.device.device), owned=True, averages=True)
+        for ranks in ([rank for node in topology.nodes for rank in node], topology.inside, topology.between)
+    )
+    settings = around.settings(plan)
+    run = PlanRun(plan, topology.node, len(topology.nodes), settings, workspace=around.workspace)
+    return StepDriver(run, between, around, everyone, inside)

@@ -43,13 +43,12 @@ from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import agree_on, check_timeout, given_plan
-from gradlab.runtime.engine.assembly import make_shard_driver, surroundings_of
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
-from gradlab.runtime.engine.options import RunOptions
+from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.exchange import Exchange, Result
-from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of
+from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of, shard_driver
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.trial import trial
 
@@ -106,13 +105,11 @@ class FSDPCompression(Exchange):
         self._units, self._shards = units, shards
         self._stream: Any = None
         pairs = [(layer, shards[layer.name].values()) for layer in levels[0].shards.layers]
-        host = HostDevice(device)
         parameters = {name: shard.parameter for name, shard in shards.items()}
-        self._around = surroundings_of(parameters, chosen, {name: shard.values for name, shard in shards.items()})
-        make = partial(
-            make_shard_driver, levels[0].shards, (row, column), topology, self._around, chosen, host, timeout
-        )
-        self._set_up(levels[0].shards, pairs, chosen, host, make)
+        values = {name: shard.values for name, shard in shards.items()}
+        self._around = Surroundings(parameters, chosen, HostDevice(device), values)
+        driver = shard_driver(levels[0].shards, (row, column), topology, self._around, timeout)
+        self._set_up(levels[0].shards, pairs, driver)
         self.plan, self._topology = levels[0].whole, topology
         self._steps = OptimizerSteps(self._driver, self._around.held.holding, parameters, self._around.loss_scale)
         self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
