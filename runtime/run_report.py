@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -60,49 +60,32 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
-class RefreshReport(Jsonable):
-    """The last choice of a plan's refresh.
-
-    choice: a setting's index by group; None: none was chosen yet.
-    failure: reason why the choice after that failed, on rank 0.
-    critical: groups in a critical regime in the last window, on rank 0; None: no window has ended,
-        or the refresh does not follow Accordion.
-    """
-
-    choice: dict[str, int] | None
-    failure: str
-    critical: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class NodePlace(Jsonable):
-    """Place of a rank in a run between nodes; nodes and ranks of a node count from 0."""
-
-    node: int
-    nodes: int
-    local_rank: int
-    local_ranks: int
-
-
-@dataclass(frozen=True)
 class Place:
     """A rank's place and its bytes: all of the model's, or between nodes those of the part that it owns.
 
     dense_payload_bytes: bytes of its gradients, uncompressed.
     half_payload_bytes: bytes of them in plain 16-bit reduction.
-    nodes: None where every rank stands for itself.
+    topology: its node and local rank; None where every rank stands for itself.
     """
 
     rank: int
     world_size: int
     dense_payload_bytes: int
     half_payload_bytes: int
-    nodes: NodePlace | None = None
+    topology: Topology | None = None
 
     def saving(self, sent_bytes: float) -> Saving:
         """Compare the bytes that this rank sends in a step with a ring all-reduce between as many ranks, or nodes."""
-        ring = self.world_size if self.nodes is None else self.nodes.nodes
+        ring = self.world_size if self.topology is None else len(self.topology.nodes)
         return Saving.of_sent(sent_bytes, self.dense_payload_bytes, ring, self.half_payload_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the rank's place; nodes and ranks of a node count from 0."""
+        written: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
+        if (at := self.topology) is not None:
+            place = {"node": at.node, "nodes": len(at.nodes), "local_rank": at.local_rank}
+            written["nodes"] = {**place, "local_ranks": at.local_ranks}
+        return written
 
 
 @dataclass(frozen=True)
@@ -121,7 +104,7 @@ class RunReport:
     forecast_payload_bytes: float
     iteration: int
     residuals: str | None
-    refresh: RefreshReport | None
+    refresh: dict[str, Any] | None
     summary: Summary
     groups: tuple[GroupRow, ...]
     rules: tuple[Finding, ...] = ()
@@ -141,9 +124,7 @@ class RunReport:
         """Write the report as `state.report()` returns it; numbers that are not finite become None."""
         place = self.place
         written = {
-            "rank": place.rank,
-            "world_size": place.world_size,
-            **({} if place.nodes is None else {"nodes": place.nodes}),
+            **place.to_json(),
             "iteration": self.iteration,
             "dense_payload_bytes": place.dense_payload_bytes,
             "forecast_payload_bytes": self.forecast_payload_bytes,
@@ -167,10 +148,7 @@ def place_of(
     carried = [(parameter, numel[name]) for name, parameter in parameters.items()]
     dense = sum(parameter.element_size() * count for parameter, count in carried)
     half = sum(bytes_in_16_bits(parameter, count) for parameter, count in carried)
-    where = None
-    if topology is not None:
-        where = NodePlace(topology.node, len(topology.nodes), topology.local_rank, topology.local_ranks)
-    return Place(everyone.rank, everyone.world_size, dense, half, where)
+    return Place(everyone.rank, everyone.world_size, dense, half, topology)
 
 
 def summarize_run(
@@ -188,16 +166,19 @@ def summarize_run(
         forecast_payload_bytes=forecast_payload_bytes,
         iteration=run.iteration,
         residuals=residuals,
-        refresh=None if replanner is None else _refresh_report(replanner),
+        refresh=None if replanner is None else _of_refresh(replanner),
         summary=summarize_steps(steps),
         groups=group_rows([group for group in run.plan.compressed_groups if group.name in run.codecs], steps),
         rules=rules,
     )
 
 
-def _refresh_report(replanner: Replanner) -> RefreshReport:
+def _of_refresh(replanner: Replanner) -> dict[str, Any]:
+    """Return the last choice of a plan's refresh, and why the one after it failed, on rank 0. `critical` are the groups
+    in a critical regime in the last window, on rank 0; None before any, and without Accordion."""
     critical = None if replanner.regimes is None else replanner.regimes.critical
-    return RefreshReport(replanner.choice, replanner.failure, None if critical is None else tuple(sorted(critical)))
+    regimes = None if critical is None else sorted(critical)
+    return {"choice": replanner.choice, "failure": replanner.failure, "critical": regimes}
 
 
 def group_rows(groups: Iterable[Group], steps: Sequence[StepRecord]) -> tuple[GroupRow, ...]:
@@ -230,69 +211,38 @@ def residual_statement(plan: Plan, optimizer: object) -> str | None:
     """Say in one line what holds for a plan's residuals under its optimizers; None if it keeps none."""
     held = optimizer if isinstance(optimizer, HeldLayers) else HeldLayers(optimizer)
     stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
-    kept = [residuals for wraps in stacks if (residuals := _residuals(wraps))]
-    ratios = [residual.step_size_ratio for residuals in kept for residual in residuals]
+    ratios = [ratio for wraps in stacks for ratio in _ratios(wraps)]
     if not ratios:
         return None
     plain = held.plain_sgd(compressed_layers(plan))
     follows = [plain if wanted is None else wanted for wanted in ratios]
-    if not all(follows):
-        which = "some residuals are" if any(follows) else "residuals are"
-        why = "as the plan says" if plain else f"under {_named(held)}"
-        return f"{which} kept as they are {why}{_remedy_of_kept(plain, held)}"
-    if not plain:
+    if all(follows) and plain:
+        return "residuals follow the learning rate"
+    if all(follows):
         return (
             f"residuals follow the learning rate as the plan says, but under {_named(held)}: the error-corrected "
             "iterate is known to follow a recurrence (the lemmas of dist-EF-SGD) for SGD without momentum alone, and "
             "residuals grow without bound as the rate falls to 0; step_size_ratio=None in the plan's wrappers (an "
             "argument of method_plan, too) keeps them as they are"
         )
-    if not all(map(_lossless, kept)):
-        return "residuals follow the learning rate"
-    momentum = any(wrap.name == "local_momentum" for wraps in stacks for wrap in wraps)
-    law = "Nesterov's SGD (Lemma 3 of dist-EF-SGD)" if momentum else "SGD (Lemma 1 of dist-EF-SGD)"
-    return f"residuals follow the learning rate: the error-corrected iterate follows the recurrence of {law}"
+    which = "some residuals are" if any(follows) else "residuals are"
+    why = "as the plan says" if plain else f"under {_named(held)}"
+    advice = "; there is nothing to do when the learning rate changes"
+    if plain or not held.optimizers:
+        follow = "step_size_ratio=None in the plan's wrappers lets them follow it"
+        remedy = follow if held.optimizers else "pass optimizer=, so that they follow SGD's rate"
+        advice = f": right as long as the learning rate stays the same; {remedy}"
+    return f"{which} kept as they are {why}{advice}"
 
 
-def _remedy_of_kept(plain: bool, held: HeldLayers) -> str:
-    """Advice on residuals that do not follow the learning rate; for most optimizers none."""
-    if not held.optimizers:
-        return ": right as long as the learning rate stays the same; pass optimizer=, so that they follow SGD's rate"
-    if plain:
-        return (
-            ": right as long as the learning rate stays the same; step_size_ratio=None in the plan's wrappers lets "
-            "them follow it"
-        )
-    return "; there is nothing to do when the learning rate changes"
-
-
-@dataclass(frozen=True)
-class _Residual:
-    """How one wrapper keeps a residual: the wrapper's name, and those of its settings that matter here."""
-
-    wrapper: str
-    step_size_ratio: bool | None  # whether it follows the learning rate; None: under SGD without momentum alone
-    buffer: str  # the type that it is stored in
-    decay: float  # share of the old residual in the new one; 0 where the wrapper has no such setting
-
-
-def _residuals(wraps: Sequence[Wrap]) -> tuple[_Residual, ...]:
-    """The residuals that the wrappers of one group keep."""
-    kept = []
+def _ratios(wraps: Sequence[Wrap]) -> Iterator[bool | None]:
+    """Whether each residual of one group follows the learning rate; None: under SGD without momentum alone."""
     for wrap in wraps:
         wrapper = wrappers.get(wrap.name)
         settings = build_settings(wrapper, wrap.settings)
         follows = wrapper.effects.keeps_residual and hasattr(settings, "step_size_ratio")  # EF21 keeps what it sent
         if follows or (wrap.name == "two_way" and settings.error_feedback):
-            decay = getattr(settings, "decay", 0.0)
-            kept.append(_Residual(wrap.name, settings.step_size_ratio, settings.buffer, decay))
-    return tuple(kept)
-
-
-def _lossless(residuals: Sequence[_Residual]) -> bool:
-    """Whether compression errors are kept to rounding, at the ranks too."""
-    exact = all(residual.buffer == "float32" and not residual.decay for residual in residuals)
-    return exact and any(residual.wrapper == "error_feedback" for residual in residuals)
+            yield settings.step_size_ratio
 
 
 def _named(held: HeldLayers) -> str:
@@ -345,9 +295,9 @@ def _step_lines(report: RunReport) -> list[str]:
     spent = ", ".join(f"{name.removesuffix('_seconds')} {getattr(means, name) * 1e3:.2f} ms" for name in TIMES)
     saving = f", {report.saving}" if report.saving.ratio else ""
     inside, where = "", []
-    if nodes := report.place.nodes:
+    if at := report.place.topology:
         inside = f", inside the node {means.inside_wire_bytes_per_step:,.0f} B"
-        where = [f"node {nodes.node} of {nodes.nodes}, local rank {nodes.local_rank} of {nodes.local_ranks}"]
+        where = [f"node {at.node} of {len(at.nodes)}, local rank {at.local_rank} of {at.local_ranks}"]
     return [
         *where,
         f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{saving}{inside}",
