@@ -241,14 +241,6 @@ class StepDriver:
                     current.ticks.start(running, nbytes)
                 current.ticks.end_part()
 
-    def drain(self) -> None:
-        """Wait until the results of all complete groups are written, and the means of all whole buffers."""
-        current = self._in_progress(None)
-        with self._timed(current):
-            current.ticks.drain()
-            while current.dense:
-                current.dense.popitem()[1].wait()
-
     def _drain_part(self, current: Iteration, index: int, last: int) -> None:
         """Wait until the results of one part are there. last: number of the part that completed its last group."""
         with self._timed(current):
@@ -259,7 +251,8 @@ class StepDriver:
     def finish(self) -> StepRecord:
         """End the step after its last part: commit it, or fill all of it with NaN if a gradient was not finite."""
         current = self._in_progress(None)
-        self._complete(current)
+        self._start_agreement(current)
+        self.drain()
         self._agree_beside(current)
         if current.step.mixed:
             raise GradlabError(
@@ -288,11 +281,6 @@ class StepDriver:
             step.finite, step.noticed = not rows[1], bool(rows[2])
         return frozenset(name for name, held in zip(names, rows[3:], strict=True) if held)
 
-    def _complete(self, current: Iteration) -> None:
-        """Let the ranks agree, and wait until all results are written."""
-        self._start_agreement(current)
-        self._await_results(current)
-
     def _start_agreement(self, current: Iteration) -> None:
         """Let the ranks learn, beside the last part's exchange, whether all gradients were finite."""
         current.step.require_whole()
@@ -303,8 +291,10 @@ class StepDriver:
                 current.ticks.start(Running("finite flag", agreement, last, watch=self._watch), 0)
                 current.ticks.tick()
 
-    def _await_results(self, current: Iteration) -> None:
-        """Wait until all results are written, and settle parts as far as nothing can change them."""
+    def drain(self) -> None:
+        """Wait until the results of all complete groups are written, and the means of all whole buffers; settle parts
+        that nothing can change."""
+        current = self._in_progress(None)
         with self._timed(current):
             current.ticks.drain()
             while current.dense:

@@ -27,7 +27,6 @@ from gradlab.codec import Tensors
 from gradlab.collectives import Request, mean_of_node
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.topology import Topology
-from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import Ownership, share_out
 from gradlab.executor.ticks import InFlight
@@ -153,15 +152,12 @@ class NodeDriver(StepDriver):
         while self._waiting and self._is_due(self._waiting[0], part.index):
             self._await_and_spread(current, self._waiting[0])
 
-    def drain(self) -> None:
-        raise GradlabError("between nodes, results are there when a step has ended")
-
     def finish(self) -> StepRecord:
         current = self._in_progress(None)
         self._start_agreement(current)
         while self._waiting:
             self._await_and_spread(current, self._waiting[0])
-        self._await_results(current)
+        self.drain()
         with self._inside(current):
             held = self._agree_beside(current)
             self._write(current, held)

@@ -50,7 +50,7 @@ def train(run: Exchange, rank: int, steps: int) -> None:
 def diverging(group: dist.ProcessGroup, rules: Any = None) -> dict[str, Any]:
     """QSGD of 2 bits with the L2 norm: each step multiplies the residual."""
     error, rank = "", dist.get_rank(group)
-    settings = {"bits": 2, "norm": "l2", "contraction": "none", "bucket_size": 4096}
+    settings = {"bits": 2, "norm": "l2", "bucket_size": 4096}
     with listening() as warned:
         run = exchange(
             group, plan("qsgd", settings, Wrap("error_feedback", {"contraction": "none"})), rules=rules, measure_every=2
