@@ -79,7 +79,7 @@ class RunOptions:
 
 
 class Surroundings:
-    """What a run has around it on one rank: options, device, memory, and values that it reads anew in each iteration.
+    """The options, device and memory of a run on one rank, and values that it reads anew in each iteration.
 
     held: the layers by the optimizers that train them, with their learning rates.
     parameters: their values by layer name as they are when they are asked for.
