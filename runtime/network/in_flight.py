@@ -204,7 +204,10 @@ def _by_request(
     by_rank: Sequence[Sequence[torch.Tensor]], refused: Mapping[int, BadMessage] | None = None
 ) -> list[Any]:
     """Sort what came from each rank by request; in the place of a refused one stands its error."""
-    return [(refused or {}).get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]
+    answers: list[Any] = [list(tensors) for tensors in zip(*by_rank, strict=True)]
+    for at, error in refused.items() if refused else ():
+        answers[at] = error
+    return answers
 
 
 def _checked_lengths(
