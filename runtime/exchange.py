@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
-from gradlab.ddp.optimizer_steps import refuse_other_steps
+from gradlab.ddp.optimizer_steps import at_any_step
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
@@ -144,7 +144,7 @@ class Exchange(Uncopied):
             if follower_of(plan) and not self.run.settings.plain_sgd and self._driver.everyone.rank == 0:
                 warnings.warn(f"gradlab: {self._residuals}", stacklevel=4)
             if held.partial and unknown_needs(plan, held):
-                self._driver.closing.append(refuse_other_steps(held).remove)
+                self._driver.closing.append(at_any_step(held.refuse_other).remove)
         except GradlabError:
             self._driver.close()
             raise

@@ -11,8 +11,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradlab.ddp.copies import Hook
-from gradlab.ddp.optimizers import HeldLayers
-from gradlab.errors import GradlabError
 
 
 def at_each_step(
@@ -80,20 +78,10 @@ def call_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: obje
         alive(*arguments)
 
 
-def refuse_other_steps(held: HeldLayers) -> Any:
-    """Refuse a step of a layer that none of the given optimizers holds, by another one; return a handle with
-    `remove`."""
-    seen = weakref.ref(held)
-
-    def hook(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-        alive = seen()
-        if alive is not None and alive.missing and (taken := alive.taken_by(optimizer)):
-            raise GradlabError(
-                f"{type(optimizer).__name__} was not given to gradlab and trains {', '.join(taken[:3])}: give all "
-                "optimizers that train the model: optimizer=[a, b]"
-            )
-
-    return register_optimizer_step_pre_hook(hook)
+def at_any_step(act: Callable[..., None]) -> Any:
+    """Call a bound method, whose object is not kept alive, before every step of any bare optimizer of this process;
+    return a handle with `remove`."""
+    return register_optimizer_step_pre_hook(Hook(call_alive, weakref.WeakMethod(act)))
 
 
 _LOOKS = 16  # local steps that are looked at; a loss scaler skips fewer than half of these at the beginning
@@ -106,10 +94,10 @@ class OptimizerSteps:
         self._parameters = {id(one) for one in parameters}
         self._seen = self._stepped = 0
         self._since = False
-        self._handle = register_optimizer_step_pre_hook(Hook(_note, weakref.ref(self)))
+        self._handle = at_any_step(self._note)
         weakref.finalize(self, self._handle.remove)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         """Note an optimizer's step. Its first parameter tells whether it is of this model."""
         first = next((id(one) for group in optimizer.param_groups for one in group["params"]), None)
         self._since = self._since or first in self._parameters
@@ -130,8 +118,3 @@ class OptimizerSteps:
             )
         self._handle.remove()
         return True
-
-
-def _note(counts: weakref.ref[OptimizerSteps], optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-    if (alive := counts()) is not None:
-        alive.note(optimizer)

@@ -271,6 +271,14 @@ class HeldLayers:
         )
         return tuple(self._names[p] for p in taken if id(p) not in ours)
 
+    def refuse_other(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        """Refuse a step, by an optimizer that was not given, of a layer that none of the given ones holds."""
+        if self.missing and (taken := self.taken_by(optimizer)):
+            raise GradlabError(
+                f"{type(optimizer).__name__} was not given to gradlab and trains {', '.join(taken[:3])}: give all "
+                "optimizers that train the model: optimizer=[a, b]"
+            )
+
     def also_held_by(self) -> tuple[str, ...]:
         """Return class names of live optimizers of this process that were not given and hold a missing layer. They are
         looked for among all live objects, which takes a moment."""

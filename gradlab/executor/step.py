@@ -180,7 +180,7 @@ class PlanRun:
             iteration=self.iteration,
             repeat=self.open_step.repeats,
             seed=self.plan.seed,
-            training=Training(rates, before, plain, loss_scale, start, parameters or {}),
+            training=Training(rates, before, plain, loss_scale, start, {} if parameters is None else parameters),
             memory=Memory(self.workspace),
             dense=not self.compresses,
         )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradlab.ddp.copies import Hook
+from gradlab.ddp.optimizer_steps import at_any_step
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 
@@ -160,15 +158,9 @@ class StepWatch:
         self._optimizers, self._held = optimizers, HeldLayers(optimizers, names)
         self._stepped = False
         self._others: dict[str, str] = {}
-        method = weakref.WeakMethod(self._note)
+        self._handle = at_any_step(self._note)
 
-        def note(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-            if (alive := method()) is not None:
-                alive(optimizer)
-
-        self._handle = register_optimizer_step_pre_hook(Hook(note))
-
-    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         self._stepped = self._stepped or any(optimizer is one for one in self._optimizers)
         for layer in self._held.taken_by(optimizer)[:1]:
             self._others[type(optimizer).__name__] = layer
