@@ -189,7 +189,9 @@ class Exchange(Uncopied):
 
         def exchange() -> None:
             current = self._driver.current
-            self._driver.add(Part(len(current.parts) if current else 0, self._checked(gradients)))
+            before = current.step.gradients if current else {}
+            checked = _checked(gradients, self._parameters, self._shapes, before)
+            self._driver.add(Part(len(current.parts) if current else 0, checked))
             self._driver.drain()
 
         self._guarded(exchange)
@@ -210,25 +212,6 @@ class Exchange(Uncopied):
             return self._driver.finish()
 
         return self._guarded(finish)
-
-    def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> Tensors:
-        """The gradients as dense tensors of the right shapes, by layer name."""
-        before = self._driver.current.step.gradients if self._driver.current else {}
-        checked: Tensors = {}
-        for name, gradient in gradients.items():
-            parameter = self._parameters.get(name)
-            if parameter is None:
-                raise GradlabError(f"Exchange: a gradient of {str(name)[:80]!r}, which the plan does not have")
-            if name in before:
-                raise GradlabError(f"Exchange: a second gradient of {name} in one step")
-            if gradient is None:
-                gradient = torch.zeros_like(parameter)
-            shape = self._shapes[name]
-            if gradient.is_sparse or tuple(gradient.shape) != shape:
-                came = "a sparse tensor" if gradient.is_sparse else f"shape {list(gradient.shape)}"
-                raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(shape)}")
-            checked[name] = gradient.detach()
-        return checked
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Do a part of a step; if it fails, tell the other ranks, and refuse to go on."""
@@ -281,7 +264,7 @@ class Exchange(Uncopied):
             GradlabError: naming what differs, or if a step is in progress. If ranks continue from different
                 iterations, the next step raises it.
         """
-        self._require_between_steps()
+        self._driver.require_between_steps()
         checkpoint.restore(self.run, state, self._identity(), self._device)
         self._driver.ranks_compared = False
 
@@ -307,7 +290,7 @@ class Exchange(Uncopied):
             GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole. Also
                 if a step is in progress.
         """
-        self._require_between_steps()
+        self._driver.require_between_steps()
         checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
         self._driver.ranks_compared = False
 
@@ -328,10 +311,6 @@ class Exchange(Uncopied):
             False where `load_state_dicts` is needed.
         """
         return checkpoint.same_ranks(state, self._identity())
-
-    def _require_between_steps(self) -> None:
-        if self._driver.current is not None:
-            raise GradlabError(f"step {self.iteration} is in progress; load a checkpoint between steps")
 
     def _identity(self) -> dict[str, Any]:
         everyone, topology = self._driver.everyone, self._topology
@@ -427,6 +406,27 @@ class Exchange(Uncopied):
         if kind is not None:
             self._driver.leave(f"{kind.__name__}: {error}")
         self.close()
+
+
+def _checked(
+    gradients: Mapping[str, torch.Tensor | None],
+    parameters: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    before: Mapping[str, torch.Tensor],
+) -> Tensors:
+    """The gradients as dense tensors of the plan's shapes, by layer name; none of them came before."""
+    checked: Tensors = {}
+    for name, gradient in gradients.items():
+        if name not in parameters:
+            raise GradlabError(f"Exchange: a gradient of {str(name)[:80]!r}, which the plan does not have")
+        if name in before:
+            raise GradlabError(f"Exchange: a second gradient of {name} in one step")
+        given = torch.zeros_like(parameters[name]) if gradient is None else gradient
+        if given.is_sparse or tuple(given.shape) != shapes[name]:
+            came = "a sparse tensor" if given.is_sparse else f"shape {list(given.shape)}"
+            raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(shapes[name])}")
+        checked[name] = given.detach()
+    return checked
 
 
 def _layers_with_parameters(plan: object, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Pairs:

@@ -359,6 +359,11 @@ class StepDriver:
             if one is not None:
                 one.close()
 
+    def require_between_steps(self) -> None:
+        """Refuse to load a checkpoint into a step in progress."""
+        if self.current is not None:
+            raise GradlabError(f"step {self.run.iteration} is in progress; load a checkpoint between steps")
+
     def abandon(self) -> list[Part]:
         """Let go of the step in progress, after an error; return its parts."""
         current, self.current = self.current, None

@@ -266,7 +266,7 @@ class FSDPCompression(Exchange):
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
-        self._require_between_steps()
+        self._driver.require_between_steps()
         checkpoint.check_arguments(states, residuals)
         column = checkpoint.same_shards(states, self._identity())
         self._require_same_levels(column)
