@@ -246,7 +246,7 @@ class StepDriver:
         with self._timed(current):
             current.ticks.drain(lambda running: running.part <= last)
             if index in current.dense:
-                current.dense.pop(index).wait()
+                current.dense.pop(index).answers()
 
     def finish(self) -> StepRecord:
         """End the step after its last part: commit it, or fill all of it with NaN if a gradient was not finite."""
@@ -299,7 +299,7 @@ class StepDriver:
             current.ticks.drain()
             while current.dense:
                 index, mean = next(iter(current.dense.items()))
-                mean.wait()
+                mean.answers()
                 del current.dense[index]
                 if not current.step.active and index + 1 < len(current.parts):
                     # Nothing to agree on: DDP may take bucket after bucket while the last ones travel.

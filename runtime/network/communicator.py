@@ -334,7 +334,7 @@ class Round:
     def answers(self) -> list[Any]:
         """Wait for the collectives; return one answer per request, in order. No two tensors overlap."""
         answers: list[Any] = [None] * self._count
-        for positions, answers_of in self._fused:
-            for position, answer in zip(positions, answers_of(), strict=True):
+        for positions, fused in self._fused:
+            for position, answer in zip(positions, fused.answers(), strict=True):
                 answers[position] = answer
         return answers

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,16 +32,24 @@ _NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
 _WORTH_A_CALL = 2**13  # elements of a vector, on average
 
 
-Answers = Callable[[], list[Any]]
-
-
-def fuse(communicator: Communicator, requests: Sequence[Any]) -> Answers:
-    """Start one collective for one or more requests of one fusion key; return what waits for it, and gives one answer
-    per request, in order."""
+def fuse(communicator: Communicator, requests: Sequence[Any]) -> Fused:
+    """Start one collective for one or more requests of one fusion key."""
     return _FUSED[fusion_key(requests[0])[0]](communicator, requests)
 
 
-class InPlaceMean:
+class Fused(ABC):
+    """One collective in flight, for several requests of one kind.
+
+    It is no closure: the traceback of an error keeps a function and what that closes over, and with these the group
+    that peers must see closed.
+    """
+
+    @abstractmethod
+    def answers(self) -> list[Any]:
+        """Wait for the collective; return one answer per request, in order."""
+
+
+class InPlaceMean(Fused):
     """Mean of one flat floating-point buffer, in place.
 
     scaled: whether the buffer is multiplied by 1/N already.
@@ -70,8 +79,7 @@ class InPlaceMean:
         padded = torch.nn.functional.pad(self._buffer, (0, chunk * world_size - self._buffer.numel()))
         self._received, self._work = self._communicator.all_to_all(padded, [chunk] * world_size)
 
-    def wait(self) -> torch.Tensor:
-        """Wait for the mean, and return the buffer."""
+    def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
         if self._received is not None:
             world_size = self._communicator.world_size
@@ -79,135 +87,145 @@ class InPlaceMean:
             gathered, work = self._communicator.all_gather(total)
             self._communicator.wait(work)
             self._buffer.copy_(gathered.view(-1)[: self._buffer.numel()])
-        return self._buffer
+        return [self._buffer]
 
 
-def _mean(communicator: Communicator, requests: Sequence[Mean]) -> Answers:
+class _FusedMean(InPlaceMean):
     """Several Means of one dtype as one."""
-    like = [request.tensor for request in requests]
-    vectors = [tensor.reshape(-1) for tensor in like]
-    scaled = not communicator.deterministic
-    mean = InPlaceMean(communicator, (_joined_and_scaled if scaled else _joined)(vectors, communicator), scaled)
-    return lambda: [_aligned(piece, communicator) for piece in cut_like(mean.wait(), like)]
+
+    def __init__(self, communicator: Communicator, requests: Sequence[Mean]) -> None:
+        self._like = [request.tensor for request in requests]
+        vectors = [tensor.reshape(-1) for tensor in self._like]
+        if communicator.deterministic:
+            super().__init__(communicator, _joined(vectors, communicator))
+        else:
+            super().__init__(communicator, _joined_and_scaled(vectors, communicator), scaled=True)
+
+    def answers(self) -> list[Any]:
+        (buffer,) = super().answers()
+        return [_aligned(piece, self._communicator) for piece in cut_like(buffer, self._like)]
 
 
-def _sum(communicator: Communicator, requests: Sequence[Sum]) -> Answers:
+class _FusedSum(Fused):
     """Several Sums of one dtype as one. Sums of integers are the same in any order."""
-    like = [request.tensor for request in requests]
-    buffer = _joined([tensor.reshape(-1) for tensor in like], communicator)
-    work = communicator.all_reduce(buffer) if buffer.numel() else None
 
-    def answers() -> list[Any]:
-        communicator.wait(work)
-        return [_aligned(piece, communicator) for piece in cut_like(buffer, like)]
+    def __init__(self, communicator: Communicator, requests: Sequence[Sum]) -> None:
+        self._communicator, self._like = communicator, [request.tensor for request in requests]
+        self._buffer = _joined([tensor.reshape(-1) for tensor in self._like], communicator)
+        self._work = communicator.all_reduce(self._buffer) if self._buffer.numel() else None
 
-    return answers
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        return [_aligned(piece, self._communicator) for piece in cut_like(self._buffer, self._like)]
 
 
-def _gather(communicator: Communicator, requests: Sequence[Gather]) -> Answers:
+class _FusedGather(Fused):
     """Several Gathers of equal sizes as one all-gather of bytes."""
-    like = [request.tensor for request in requests]
-    rows, work = communicator.all_gather(_pack(like, communicator))
 
-    def answers() -> list[Any]:
-        communicator.wait(work)
-        return _by_request([_unpack(row, like, communicator) for row in rows])
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator = communicator
+        self._like = [request.tensor for request in requests]
+        packed = _pack(self._like, communicator)
+        self._rows, self._work = communicator.all_gather(packed)
 
-    return answers
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        by_rank = [_unpack(row, self._like, self._communicator) for row in self._rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
 
 
-def _varying_gather(communicator: Communicator, requests: Sequence[Gather]) -> Answers:
+class _VaryingGather(Fused):
     """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, padded."""
-    tensors = [request.tensor for request in requests]
-    sent = torch.tensor([tensor.numel() for tensor in tensors], device=tensors[0].device)
-    announced, work = communicator.all_gather(sent)
 
-    def answers() -> list[Any]:
-        communicator.wait(work)
-        lengths, refused = _checked_lengths(requests, tensors, announced.tolist())
-        sizes = [tensor.element_size() for tensor in tensors]
+    def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
+        self._communicator, self._requests = communicator, requests
+        self._tensors = [request.tensor for request in requests]
+        lengths = torch.tensor([tensor.numel() for tensor in self._tensors], device=self._tensors[0].device)
+        self._lengths, self._work = communicator.all_gather(lengths)
+
+    def answers(self) -> list[Any]:
+        communicator = self._communicator
+        communicator.wait(self._work)
+        lengths, refused = _checked_lengths(self._requests, self._tensors, self._lengths.tolist())
+        sizes = [tensor.element_size() for tensor in self._tensors]
         longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
-        packed = _pack(tensors, communicator)
-        rows = communicator.gather_bytes(torch.nn.functional.pad(packed, (0, longest - packed.numel())))
-        like = [_empty(tensors, counts) for counts in lengths]
-        return _by_request([_unpack(*pair, communicator) for pair in zip(rows, like, strict=True)], refused)
+        packed = _pack(self._tensors, communicator)
+        padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
+        rows = communicator.gather_bytes(padded)
+        by_rank = [
+            _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)], communicator)
+            for row, counts in zip(rows, lengths, strict=True)
+        ]
+        return [refused.get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]
 
-    return answers
 
-
-def _broadcast(communicator: Communicator, requests: Sequence[Broadcast]) -> Answers:
+class _FusedBroadcast(Fused):
     """Several Broadcasts from one root as one of bytes."""
-    like = [request.tensor for request in requests]
-    packed = _pack(like, communicator)
-    work = communicator.broadcast(packed, requests[0].root)
 
-    def answers() -> list[Any]:
-        communicator.wait(work)
-        return _unpack(packed, like, communicator)
+    def __init__(self, communicator: Communicator, requests: Sequence[Broadcast]) -> None:
+        self._communicator = communicator
+        self._like = [request.tensor for request in requests]
+        self._packed = _pack(self._like, communicator)
+        self._work = communicator.broadcast(self._packed, requests[0].root)
 
-    return answers
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        return _unpack(self._packed, self._like, self._communicator)
 
 
-def _all_to_all(communicator: Communicator, requests: Sequence[AllToAll | Gather]) -> Answers:
+class _FusedAllToAll(Fused):
     """Several AllToAlls, and Gathers of lengths that all ranks know, as one all-to-all of bytes.
 
     Destination j's parts of all requests lie together. A gathered message goes to all destinations.
     """
-    ranks = range(communicator.world_size)
-    for request in requests:
-        _check_length(request, communicator.rank)
-    packed = [_pack([_part_for(request, j) for request in requests], communicator) for j in ranks]
-    like = [[_part_from(request, j, communicator.rank) for request in requests] for j in ranks]
-    incoming = [sum(tensor.nbytes for tensor in of_rank) for of_rank in like]
-    sizes = [part.numel() for part in packed]
-    largest = sum(map(_largest, requests))
-    out, work = communicator.all_to_all(_joined(packed, communicator), sizes, incoming, largest)
 
-    def answers() -> list[Any]:
-        communicator.wait(work)
-        rows = zip(out.split(incoming), like, strict=True)
-        return _by_request([_unpack(row, of_rank, communicator) for row, of_rank in rows])
-
-    return answers
-
-
-def _varying_all_to_all(communicator: Communicator, requests: Sequence[AllToAll]) -> Answers:
-    """Several AllToAlls of varying lengths: an all-to-all of the lengths, then one of the bytes."""
-    by_rank = list(zip(*(request.tensors for request in requests), strict=True))
-    sent = [tensor.numel() for parts in by_rank for tensor in parts]
-    announced, work = communicator.all_to_all(
-        torch.tensor(sent, device=by_rank[0][0].device), [len(requests)] * communicator.world_size
-    )
-
-    def answers() -> list[Any]:
-        communicator.wait(work)
-        mine = by_rank[communicator.rank]
-        lengths, refused = _checked_lengths(requests, mine, announced.view(communicator.world_size, -1).tolist())
-        like = [_empty(mine, row) for row in lengths]
-        incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
-        packed = [_pack(parts, communicator) for parts in by_rank]
-        # No rank knows the largest part of all, and all have to send alike: as if it were large.
+    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll | Gather]) -> None:
+        self._communicator = communicator
+        ranks = range(communicator.world_size)
+        for request in requests:
+            _check_length(request, communicator.rank)
+        packed = [_pack([_part_for(request, j) for request in requests], communicator) for j in ranks]
+        self._like = [[_part_from(request, j, communicator.rank) for request in requests] for j in ranks]
+        self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
         sizes = [part.numel() for part in packed]
-        out, bytes_sent = communicator.all_to_all(_joined(packed, communicator), sizes, incoming, sys.maxsize)
-        communicator.wait(bytes_sent)
+        self._out, self._work = communicator.all_to_all(
+            _joined(packed, communicator), sizes, self._sizes, sum(map(_largest, requests))
+        )
+
+    def answers(self) -> list[Any]:
+        self._communicator.wait(self._work)
+        rows = zip(self._out.split(self._sizes), self._like, strict=True)
+        by_rank = [_unpack(row, like, self._communicator) for row, like in rows]
+        return [list(tensors) for tensors in zip(*by_rank, strict=True)]
+
+
+class _VaryingAllToAll(Fused):
+    """Several AllToAlls of varying lengths: an all-to-all of the lengths, then one of the bytes."""
+
+    def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
+        self._communicator, self._requests = communicator, requests
+        self._by_rank = list(zip(*(request.tensors for request in requests), strict=True))
+        lengths = [tensor.numel() for parts in self._by_rank for tensor in parts]
+        device = requests[0].tensors[0].device
+        counts = [len(requests)] * communicator.world_size
+        self._lengths, self._work = communicator.all_to_all(torch.tensor(lengths, device=device), counts)
+
+    def answers(self) -> list[Any]:
+        communicator = self._communicator
+        communicator.wait(self._work)
+        mine, lengths = self._by_rank[communicator.rank], self._lengths.view(communicator.world_size, -1).tolist()
+        lengths, refused = _checked_lengths(self._requests, mine, lengths)
+        like = [[tensor.new_empty(n) for tensor, n in zip(mine, row, strict=True)] for row in lengths]
+        incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
+        packed = [_pack(parts, communicator) for parts in self._by_rank]
+        # No rank knows the largest part of all, and all have to send alike: as if it were large.
+        out, work = communicator.all_to_all(
+            _joined(packed, communicator), [part.numel() for part in packed], incoming, sys.maxsize
+        )
+        communicator.wait(work)
         rows = zip(out.split(incoming), like, strict=True)
-        return _by_request([_unpack(row, of_rank, communicator) for row, of_rank in rows], refused)
-
-    return answers
-
-
-def _empty(like: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-    return [tensor.new_empty(length) for tensor, length in zip(like, lengths, strict=True)]
-
-
-def _by_request(
-    by_rank: Sequence[Sequence[torch.Tensor]], refused: Mapping[int, BadMessage] | None = None
-) -> list[Any]:
-    """Sort what came from each rank by request; in the place of a refused one stands its error."""
-    answers: list[Any] = [list(tensors) for tensors in zip(*by_rank, strict=True)]
-    for at, error in refused.items() if refused else ():
-        answers[at] = error
-    return answers
+        by_rank = [_unpack(row, tensors, communicator) for row, tensors in rows]
+        return [refused.get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]
 
 
 def _checked_lengths(
@@ -248,7 +266,7 @@ def _part_from(request: AllToAll | Gather, source: int, rank: int) -> torch.Tens
     return request.tensor.new_empty((request.lengths or ())[source])
 
 
-class _Ring:
+class _FusedRing(Fused):
     """Several Rings as one, Algorithm 1 of GradiVeQ: a segment's messages of all of them lie together.
 
     While a message travels, this rank prepares its own part of it; while a sum travels, it decompresses the last one.
@@ -348,12 +366,12 @@ def _aligned(piece: torch.Tensor, communicator: Communicator, element_size: int 
 
 
 _FUSED: dict[Any, Any] = {
-    Mean: _mean,
-    Sum: _sum,
-    Gather: _gather,
-    "varying": _varying_gather,
-    Broadcast: _broadcast,
-    AllToAll: _all_to_all,
-    "varying parts": _varying_all_to_all,
-    Ring: lambda communicator, requests: _Ring(communicator, requests).answers,
+    Mean: _FusedMean,
+    Sum: _FusedSum,
+    Gather: _FusedGather,
+    "varying": _VaryingGather,
+    Broadcast: _FusedBroadcast,
+    AllToAll: _FusedAllToAll,
+    "varying parts": _VaryingAllToAll,
+    Ring: _FusedRing,
 }

@@ -1227,7 +1227,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # FSDP2
     Mutant(
         file="runtime/engine/driver.py",
-        old="                mean.wait()\n",
+        old="                mean.answers()\n",
         new="                break\n",
         tests=("tests/runtime/test_fsdp.py",),
         what="A unit without a compressed layer is still on its way when FSDP's hook returns.",
