@@ -163,7 +163,7 @@ MUTANTS: tuple[Mutant, ...] = (
         new=".nbytes",
         tests=("tests/contract/test_contract.py",),
         what="CLT-k's forecast counts the leader's positions at every rank.",
-        select="lockstep_laws and clt",
+        select="keeps_the_contract and clt",
     ),
     Mutant(
         file="gradlab/codecs/dct_topk.py",
@@ -1189,8 +1189,9 @@ MUTANTS: tuple[Mutant, ...] = (
         file="runtime/checkpoint.py",
         old='"learning_rates": dict(run.learning_rates),',
         new='"learning_rates": {},',
-        tests=("tests/campaigns/test_resume.py",),
+        tests=("tests/runtime/test_runtime.py",),
         what="A checkpoint forgets the learning rates that residuals are in the unit of.",
+        select="save_and_load",
     ),
     Mutant(
         file="runtime/network/communicator.py",

@@ -39,7 +39,7 @@ def test_nothing_falls(name: str, tmp_path: Path) -> None:
 def test_ranks_refuse_what_one_of_them_sends_or_share_a_result(pool: ProcessPool) -> None:
     """Between processes of Gloo, where a length that is announced is taken memory for, and errors must reach all."""
     ended = []
-    for number in range(6):
+    for number in (0, 1, 2, 11, 14, 21, 23):  # two or more of each
         case = drawn_case(np.random.default_rng([number]), ["topk, smallest coding", "two_way ecsq", "chunk_topk"], 2)
         try:
             judged(case["family"], pool.run(TASK, ranks=case.pop("world_size"), **case))

@@ -394,24 +394,31 @@ def ignored_parameter(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def save_and_load(group: dist.ProcessGroup, stacks: Stacks) -> dict[str, Any]:
-    """Six steps at once against three, a checkpoint through torch.save, and three more in a new state."""
+    """Six steps at once against three, a checkpoint through torch.save, and three more in a new state; the learning
+    rate, which residuals follow, falls in each step."""
     shapes = several_shapes(stacks)
     rank = dist.get_rank(group)
     spare = SPARE.get(dist.get_world_size(group))
+
+    optimizer: torch.optim.Optimizer
 
     def steps(state: CompressionState, model: nn.Module, span: range) -> list[torch.Tensor]:
         model.register_comm_hook(state, compression_hook)
         seen = []
         for step in span:
             model.zero_grad()
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
             model(gradients(shapes, rank, step)).backward()
+            optimizer.step()
             seen.append(torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()]))
         return seen
 
     def fresh() -> tuple[CompressionState, nn.Module]:
+        nonlocal optimizer
         model = DistributedDataParallel(Prescribed(shapes), process_group=group, bucket_cap_mb=0.01)
         plan = several_plan(stacks, layers_of(model))
-        return CompressionState(plan, model, deterministic=True, process_group=spare), model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return CompressionState(plan, model, optimizer=optimizer, deterministic=True, process_group=spare), model
 
     state, model = fresh()
     with state:

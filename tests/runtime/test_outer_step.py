@@ -71,7 +71,7 @@ def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay:
         assert (result["workers"], result["changed"]) == (2, True)
 
 
-@pytest.mark.parametrize(("codec", "delay"), [("topk", 2), thorough("identity", 0)])
+@pytest.mark.parametrize(("codec", "delay"), [("topk", 2), ("identity", 0)])
 def test_what_is_not_finite_takes_all_back(pool: ProcessPool, codec: str, delay: int) -> None:
     """Where no codec runs, too."""
     for result in pool.run("jobs.outer_tasks:not_finite", 2, codec=codec, settings=CODECS[codec], delay=delay):
@@ -142,6 +142,12 @@ def test_workers_begin_with_one_model(pool: ProcessPool) -> None:
         assert found["differ"] == []
         assert found["other width"].startswith("rank 1: this plan is for another model")
         assert found["other buffers"].startswith("ranks disagree about frozen layers and buffers: rank 1 has")
+
+
+def test_micro_batches_that_are_taken_for_steps_are_told(pool: ProcessPool) -> None:
+    for told in pool.run(f"{REPORTS}:micro_batches", 2):
+        assert told["accumulated"].startswith("OuterStep: only 4 of the first 16 calls of step() came after")
+        assert told["each"] == ""
 
 
 def test_a_worker_that_ends_early_is_named(pool: ProcessPool) -> None:
