@@ -394,8 +394,7 @@ def ignored_parameter(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def save_and_load(group: dist.ProcessGroup, stacks: Stacks) -> dict[str, Any]:
-    """Six steps at once against three, a checkpoint through torch.save, and three more in a new state; the learning
-    rate, which residuals follow, falls in each step."""
+    """Six steps at a falling learning rate against three, a checkpoint through torch.save, and three in a new state."""
     shapes = several_shapes(stacks)
     rank = dist.get_rank(group)
     spare = SPARE.get(dist.get_world_size(group))
