@@ -2,31 +2,25 @@
 
 Alimohammadi, Markov, Frantar, Alistarh, "L-GreCo: Layerwise-adaptive gradient compression for efficient and accurate
 deep learning", MLSys 2024. The paper's reference and ranges of settings (section 5.1), its metric (L2 error of
-accumulated gradients, section 3), its objective (size) or one of time (section 4). Beyond it: an exact search, errors
-of all ranks, several codecs in one plan (named there as future work), and a check on iterations that were not looked
-at.
+accumulated gradients, section 3) and its objective, the size. Beyond it: an exact search, errors of all ranks, several
+codecs in one plan (named there as future work), and a check on later iterations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gradlab import codecs
 from gradlab.analysis.forecast.dry_run import DryRuns
-from gradlab.analysis.forecast.network import Network
-from gradlab.analysis.layer_plan.bucket_time import bucket_of_layers
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
-from gradlab.analysis.layer_plan.hold import Hold, holds, largest_alpha
 from gradlab.analysis.layer_plan.problem import Choice, Problem, total
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
-from gradlab.analysis.layer_plan.step_time_search import FastestPlan, StepTimes, fastest_plan, require_one_step
 from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
 from gradlab.artifact import Artifact
@@ -55,15 +49,11 @@ class LgrecoOptions:
         candidates: by layer name, in place of the paper's range around the reference. The reference joins them.
         alpha: the error allowed, in the uniform plan's.
         budget: in place of alpha, an error summed over layers, mean over ranks and windows.
-        hold: where the error asked for does not hold on held-out windows, take the largest alpha that does.
         metric: "l2" sums norms of errors over layers, as the paper does; "squared-l2" sums their squares.
         window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
         start: position of the first recorded step to look at.
         cost: what is kept small.
-        step: one link, which is the cost's, and one number of nodes. With a cost in seconds, the plan of the shortest
-            step predicted for it is looked for in place of the least sum; see
-            `gradlab.analysis.layer_plan.step_time_search`.
-        world_size: ranks that the plan is for; None takes the step's nodes, or else the trace's ranks.
+        world_size: ranks that the plan is for; None: the trace's.
         warmup_steps: dense steps before the first compressed one.
         refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
         accordion: with a refresh, the most and the least compressed value of the codec's main setting, between which
@@ -75,12 +65,10 @@ class LgrecoOptions:
     candidates: Mapping[str, Sequence[Candidate]] | None = None
     alpha: float = 1.0
     budget: float | None = None
-    hold: bool = False
     metric: str = "l2"
     window: int | None = None
     start: int = 0
     cost: Cost = PAYLOAD
-    step: Network | None = None
     world_size: int | None = None
     warmup_steps: int = 0
     refresh_every: int = 0
@@ -88,32 +76,15 @@ class LgrecoOptions:
     seed: int = 0
     workers: Workers = 1
 
-    @property
-    def cost_name(self) -> str:
-        """The cost's name, or "step"."""
-        return self.cost.name if self.step is None else "step"
-
     def ranks(self, recorded: int) -> int:
-        """Tell how many ranks the plan is for.
-
-        Args:
-            recorded: ranks of the trace.
-        """
-        if self.world_size is not None:
-            return self.world_size
-        return recorded if self.step is None else self.step.nodes[0]
+        """The number of ranks that the plan is for; recorded: those of the trace."""
+        return recorded if self.world_size is None else self.world_size
 
     def check(self, ranks: int) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            GradlabError: naming them.
-        """
+        """Refuse options that contradict each other, by name."""
         least = 1 if self.cost.name == "payload" else 2
         if ranks < least:
-            raise GradlabError(f"nodes = {ranks}, expected at least {least} for {self.cost_name}")
-        if self.hold and self.budget is not None:
-            raise GradlabError("hold: looks for an alpha, and a budget is given in place of one")
+            raise GradlabError(f"nodes = {ranks}, expected at least {least} for {self.cost.name}")
         if self.accordion is not None and not self.refresh_every:
             raise GradlabError("accordion: it acts where plans are chosen anew while training, which needs a refresh")
         if self.accordion is not None and not self.accordion[0] < self.accordion[1]:
@@ -121,14 +92,8 @@ class LgrecoOptions:
             raise GradlabError(f"accordion {between}, expected the more compressed, smaller value first")
         if self.refresh_every and self.budget is not None:
             raise GradlabError("refresh: while training plans are chosen by payload and alpha, without a budget")
-        if self.refresh_every and self.cost_name != "payload":
-            raise GradlabError(f"refresh: while training plans are chosen by payload, not by {self.cost_name}")
-        if self.step is not None and self.cost.link is None:
-            raise GradlabError("a step is predicted from seconds on a link")
-        if self.step is not None:
-            require_one_step(self.step, ranks)
-            if self.cost.link != self.step.links[0]:
-                raise GradlabError(f"step: its link is {self.step.links[0]}, expected the cost's, {self.cost.link}")
+        if self.refresh_every and self.cost.name != "payload":
+            raise GradlabError(f"refresh: while training plans are chosen by payload, not by {self.cost.name}")
 
 
 @dataclass(frozen=True)
@@ -173,13 +138,13 @@ def fit_lgreco(
 
     Args:
         trace: gradients of all ranks.
-        codec: of the uniform plan that is known to train well. Its error, times alpha, is the budget.
+        codec: codec of the uniform plan that is known to train well. Its error, times alpha, is the budget.
         reference: settings of that codec.
         options: everything else.
         changes: fields of `LgrecoOptions` by name, which differ from `options`.
 
     Raises:
-        GradlabError: for a budget that no plan meets, no alpha that holds where one is to, no layer to compress, a
+        GradlabError: for a budget that no plan meets, no layer to compress, a
             refresh from several codecs or towards another cost than payload, or what `measure_errors` refuses.
     """
     options = replace(options or LgrecoOptions(), **changes)
@@ -189,27 +154,17 @@ def fit_lgreco(
     uniform = Candidate(codec, {varied: getattr(settings, varied), **(reference or {})})
     ranks = options.ranks(trace.world_size)
     options.check(ranks)
-    if options.step is not None:
-        bucket_of_layers(trace.model_layers, options.step.bucket_cap_mb)  # refuses a cap that cannot be
     warmup, seed = options.warmup_steps, options.seed
     base = Plan.uniform(trace.model_layers, codec, warmup_steps=warmup, seed=seed, group_bytes=0, **uniform.settings)
     runs = DryRuns(base, ranks, repeats=_REPEATS)
     problem = _measure(trace, base, uniform, options, runs, progress)
     errors, budget = _errors_and_budget(problem, options)
-    times = None if options.step is None else StepTimes(partial(plan_of, base, problem.table), runs, options.step)
-    choose = partial(_chosen, problem, errors, times=times, seed=seed, progress=progress)
-    allocation, fastest = choose(budget)
-    unit = total(errors, problem.reference)  # alpha is in it
-    hold = _hold(problem, options, allocation.choice, lambda alpha: choose(alpha * unit)[0].choice, progress)
-    if hold is not None and hold.taken and hold.largest is not None:
-        options, budget = replace(options, alpha=hold.largest), hold.largest * unit
-        allocation, fastest = choose(budget)
+    allocation = allocate(errors, problem.costs, budget)
     plan = plan_of(base, problem.table, allocation.choice)
     if options.refresh_every:
         plan = replace(plan, refresh=_refresh(problem, options, varied))
-    chosen: dict[str, Any] = {"budget": budget, "hold": hold, "step": fastest, **_sizes(problem, allocation, fastest)}
-    chosen["alone"] = problem.alone(errors, budget) if fastest is None else {}
-    made = _provenance(trace, base, plan, problem, options, uniform, allocation, **chosen)
+    sizes = {"budget": budget, "alone": problem.alone(errors, budget)}
+    made = _provenance(trace, base, plan, problem, options, uniform, allocation, **sizes)
     return LgrecoFit(plan, problem, allocation, made)
 
 
@@ -221,13 +176,17 @@ def _provenance(
     options: LgrecoOptions,
     uniform: Candidate,
     allocation: Allocation,
-    **chosen: Any,
+    **sizes: Any,
 ) -> LgrecoProvenance:
-    """Collect how a plan was made; `chosen` are further fields."""
+    """Collect how a plan was made; sizes: the budget, and costs of plans of one codec."""
     ranks, windows = options.ranks(trace.world_size), problem.table.windows
+    size, uniform_size = (total(problem.costs, choice) for choice in (allocation.choice, problem.reference))
     return LgrecoProvenance(
         method="lgreco",
         trace=trace.digest,
+        size=size,
+        uniform_size=uniform_size,
+        gain=uniform_size / size if size else math.inf,
         gap=allocation.gap,
         payload_bytes=plan.payload_bytes(ranks),
         sent_bytes=sent_bytes(plan, ranks),
@@ -239,14 +198,14 @@ def _provenance(
         layers=_layer_settings(problem, allocation.choice),
         alpha=None if options.budget is not None else options.alpha,
         metric=options.metric,
-        cost=options.cost_name,
+        cost=options.cost.name,
         world_size=ranks,
         sample=trace.extent if trace.samples else None,
         codec=uniform.codec,
         reference=dict(uniform.settings),
         varied=main_setting(uniform.codec),
         uniform=str(uniform),
-        **chosen,
+        **sizes,
     )
 
 
@@ -274,47 +233,6 @@ def _errors_and_budget(problem: Problem, options: LgrecoOptions) -> tuple[list[n
         return problem.table.errors(options.metric, chosen_on), options.budget
     errors = problem.errors(options.metric, chosen_on)
     return errors, options.alpha * total(errors, problem.reference)
-
-
-def _chosen(
-    problem: Problem,
-    errors: Sequence[np.ndarray],
-    budget: float,
-    *,
-    times: StepTimes | None,
-    seed: int,
-    progress: Progress | None,
-) -> tuple[Allocation, FastestPlan | None]:
-    """The plan within a budget: the smallest, or where steps are predicted the fastest, and how that was found."""
-    if times is None:
-        return allocate(errors, problem.costs, budget), None
-    fastest = fastest_plan(problem, errors, budget, times, seed=seed, progress=progress)
-    return Allocation(fastest.choice, fastest.seconds, fastest.bound), fastest
-
-
-def _hold(
-    problem: Problem,
-    options: LgrecoOptions,
-    choice: Choice,
-    choose: Callable[[float], Choice],
-    progress: Progress | None,
-) -> Hold | None:
-    """Whether alpha's plan holds, and which alpha's does; None: a budget was given, or nothing is held out."""
-    chosen_on, held_out = _halves(len(problem.table.windows))
-    if held_out == chosen_on and options.hold:
-        raise GradlabError("hold: the trace is one window, so that no window is held out; choose a shorter one")
-    if held_out == chosen_on or options.budget is not None:
-        return None
-    asked = options.alpha
-    if holds(problem, choice, options.metric, held_out, asked):
-        return Hold(asked, True, asked)
-    largest = largest_alpha(problem, options.metric, held_out, asked, choose, progress=progress)
-    if options.hold and largest is None:
-        raise GradlabError(
-            f"hold: no alpha below {asked:g} has a plan whose error on the held-out iterations is no larger than the "
-            "uniform plan's: choose on more iterations, or on later ones"
-        )
-    return Hold(asked, False, largest, taken=options.hold)
 
 
 def _windows(trace: Trace, start: int, window: int | None) -> list[tuple[int, int]]:
@@ -389,15 +307,6 @@ def plan_of(base: Plan, table: ErrorTable, choice: Choice) -> Plan:
     learned = {name: dict(candidate.learned) for name, candidate in compressed if candidate.learned}
     groups = (*(candidate.group(name) for name, candidate in compressed), *others)
     return Plan(base.layers, groups, base.schedule, base.seed, learned)
-
-
-def _sizes(problem: Problem, allocation: Allocation, fastest: FastestPlan | None) -> dict[str, float]:
-    """Cost of the plan and of the uniform plan, and how many times larger the latter is."""
-    if fastest is not None:
-        size, uniform = fastest.seconds, fastest.uniform
-    else:
-        size, uniform = (total(problem.costs, choice) for choice in (allocation.choice, problem.reference))
-    return {"size": size, "uniform_size": uniform, "gain": uniform / size if size else math.inf}
 
 
 def _plan_errors(problem: Problem, choice: Choice, metric: str) -> PlanErrors:

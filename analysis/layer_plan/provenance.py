@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradlab.analysis.layer_plan.hold import Hold
-from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 from gradlab.jsonable import Jsonable
 from gradlab.saving import Saving
 
@@ -58,7 +56,7 @@ class LayerSetting(Jsonable):
 class LgrecoProvenance(Jsonable):
     """How a plan by layer was made; its JSON is the artifact's metadata.
 
-    size, uniform_size: cost of the plan and of the uniform plan; with a step, predicted seconds.
+    size, uniform_size: cost of the plan and of the uniform plan.
     gap: share of its size that the plan may be too large by; 0: no plan is smaller.
     gain: uniform_size / size.
     payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
@@ -70,14 +68,12 @@ class LgrecoProvenance(Jsonable):
     alpha: the error allowed, in the uniform plan's; None: a budget was given.
     budget: the error allowed, summed over layers.
     metric: "l2", the paper's, or "squared-l2".
-    cost: "payload", "wire", "seconds" or "step".
+    cost: "payload", "wire" or "seconds".
     world_size: ranks that the plan is for.
     varied: the setting that the codec's grid varies.
     uniform: the uniform plan's codec and settings, as a text.
-    step: how the fastest plan was found; None: a sum was made small.
-    alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec, or a step.
+    alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec.
     sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
-    hold: whether the error asked for holds on the held-out windows; None: nothing was held out, or a budget given.
     """
 
     method: str
@@ -103,22 +99,15 @@ class LgrecoProvenance(Jsonable):
     world_size: int
     varied: str
     uniform: str
-    step: FastestPlan | None = None
     alone: Mapping[str, float] = field(default_factory=dict)
     sample: str | None = None
-    hold: Hold | None = None
 
     @property
     def saving(self) -> Saving:
         """How many times fewer bytes a rank sends in a compressed step, of the whole model."""
         return Saving.of_sent(self.sent_bytes, self.dense_payload_bytes, self.world_size)
 
-    @property
-    def layer_cost(self) -> str:
-        """Unit of the cost per layer: seconds for cost "step", because a step time is no sum over layers."""
-        return "seconds" if self.cost == "step" else self.cost
-
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, by field; those with a default only where there are any."""
-        missing = {name for name in ("step", "alone", "sample", "hold") if not getattr(self, name)}
+        missing = {name for name in ("alone", "sample") if not getattr(self, name)}
         return {name: value for name, value in super().to_json().items() if name not in missing}

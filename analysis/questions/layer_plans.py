@@ -8,15 +8,11 @@ import numpy as np
 
 from gradlab.analysis.chart import Chart, Panel, lines, points, rule
 from gradlab.analysis.figures.style import BLUE, SKY, VERMILION, method_colors, method_markers
-from gradlab.analysis.forecast.decide import SPEED_NOISE
-from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.section import Table
 from gradlab.formatting import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
 if TYPE_CHECKING:
-    from gradlab.analysis.layer_plan.hold import Hold
     from gradlab.analysis.layer_plan.provenance import LgrecoProvenance
-    from gradlab.analysis.layer_plan.step_time_search import FastestPlan
 
 _LITTLE_GAIN = 0.02  # a plan by layer is not worth a smaller gain
 _UNITS = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "seconds"}
@@ -25,9 +21,6 @@ _UNITS = {"payload": "payload, bytes", "wire": "bytes on the wire", "seconds": "
 def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     """Say what a plan by layer saves against the uniform one, and whether its error holds on later iterations."""
     gain = provenance.gain
-    if provenance.step is not None:
-        step = _step_line(provenance, provenance.step)
-        return " ".join([step, _later_error_line(provenance), *_hold_lines(provenance.hold)])
     what = {"payload": "bytes", "wire": "bytes on the wire", "seconds": "seconds"}[provenance.cost]
     if gain < 1 - _LITTLE_GAIN:  # weighted costs, or a budget of its own
         first = f"By layer {format_ratio(1 / gain)} more {what} than {provenance.uniform} everywhere"
@@ -39,7 +32,7 @@ def layer_plan_verdict(provenance: LgrecoProvenance) -> str:
     if alone := provenance.alone:
         best = min(alone, key=lambda name: alone[name])
         said.append(f"Of one codec alone, {best} needs {format_ratio(alone[best] / provenance.size)} as much.")
-    said += [_later_error_line(provenance), *_hold_lines(provenance.hold)]
+    said.append(_later_error_line(provenance))
     if provenance.gap:
         said.append(f"The search was cut short: a plan may be {format_percent(provenance.gap)} smaller.")
     return " ".join(said)
@@ -60,48 +53,9 @@ def _later_error_line(provenance: LgrecoProvenance) -> str:
     )
 
 
-def _hold_lines(hold: Hold | None) -> list[str]:
-    """Say which alpha's error holds on later iterations where the one asked for does not."""
-    if hold is None or hold.holds:
-        return []
-    if hold.largest is None:
-        return [
-            f"That is more than was allowed ({hold.asked:g} times the uniform plan's, --alpha), and a smaller one "
-            "does not help. Expect the larger error in your run, or fit on a longer recording, or on later "
-            "iterations of it (-s start=...)."
-        ]
-    if hold.taken:
-        return [
-            f"With --alpha {hold.asked:g} it was more than allowed, so that the plan is that of {hold.largest:g}, the "
-            "largest that keeps its error there. These iterations were chosen on too: the figure is no check any more."
-        ]
-    return [
-        f"That is more than was allowed ({hold.asked:g} times the uniform plan's, --alpha). Expect it in your run, or "
-        f"give --hold: it takes --alpha {hold.largest:g}, the largest whose error is as allowed there."
-    ]
-
-
-def _step_line(provenance: LgrecoProvenance, step: FastestPlan) -> str:
-    """Compare the plan's predicted step with the uniform and the dense one, and with a lower bound for any plan."""
-    own, uniform, dense, half = map(format_seconds, (step.seconds, step.uniform, step.dense, step.half))
-    where = f"{provenance.world_size} ranks at {spell_rate(step.link.bits_per_second)}"
-    least = format_seconds(step.bound)
-    bound = f"no choice among these settings, at this error, is predicted to take less than {least}"
-    if step.dense <= (1 + SPEED_NOISE) * step.seconds:
-        return (
-            f"Do not compress for speed: with {where} a dense step is predicted to take {dense} ({half} in plain "
-            f"16-bit reduction), the fastest plan found {own}, {provenance.uniform} everywhere {uniform}; {bound}."
-        )
-    first = f"By layer a step is predicted to take {own}, with {provenance.uniform} everywhere {uniform}"
-    if step.uniform <= (1 + SPEED_NOISE) * step.seconds:
-        first = f"By layer a step gains next to nothing: {own}, with {provenance.uniform} everywhere {uniform}"
-    beaten = ", which is about as fast or faster" if step.half <= (1 + SPEED_NOISE) * step.seconds else ""
-    return f"{first}, dense {dense}, in plain 16-bit reduction {half}{beaten} ({where}); {bound}."
-
-
 def layer_plan_table(provenance: LgrecoProvenance) -> Table:
     """List every layer's setting, with its cost and error beside the uniform plan's."""
-    cost = provenance.layer_cost
+    cost = provenance.cost
     text = format_seconds if cost == "seconds" else format_bytes
     rows = [
         [
@@ -137,7 +91,7 @@ def layers_chart(provenance: LgrecoProvenance) -> Chart:
             rows = [row for row, layer in enumerate(layers) if layer.codec == codec]
             settings.append(points(at[rows], [shares[row] for row in rows], colors[codec], codec, markers[codec]))
         settings.append(rule(1.0, BLUE, "uniform", linestyle="--"))
-        label, look = f"{_UNITS[provenance.layer_cost]} / uniform's", {"yscale": "log"}
+        label, look = f"{_UNITS[provenance.cost]} / uniform's", {"yscale": "log"}
     errors = [
         points(at, [layer.uniform_relative_error for layer in layers], BLUE, marker="_"),
         points(at, [layer.relative_error for layer in layers], VERMILION, marker="."),

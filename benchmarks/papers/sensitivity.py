@@ -26,8 +26,9 @@ import torch
 from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
 from rows import Row, add, read
+from scipy import stats
 
-from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
+from gradlab.analysis.intervals import rank_correlation
 from gradlab.codec import Tensors
 from gradlab.datasets.optimizer import build_optimizer
 from gradlab.ddp.optimizers import is_plain_sgd
@@ -104,16 +105,15 @@ def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback:
     layers = checkpoint.dense.layers
     uniform = Plan.uniform(layers, codec, group_bytes=0, **{name: values[0]})
     planned = [layer for group in uniform.compressed_groups for layer in uniform.members(group)]
-    sensitivity = loss_sensitivity(
-        checkpoint.run,
-        layers,
-        {layer.name: [*candidates, NOISE] for layer in planned},
-        progress=lambda what, done, total: print(f"{what} {done}/{total}", flush=True),
-    )
+    loss, losses = checkpoint.run(Plan(layers)), []
+    for done, layer in enumerate(planned, start=1):
+        plans = [Plan(layers, (candidate.group(layer.name),)) for candidate in (*candidates, NOISE)]
+        losses.append([checkpoint.run(plan) - loss for plan in plans])
+        print(f"short runs of layer {done}/{len(planned)}", flush=True)
     ranks = checkpoint.accumulated()
     errors = [np.sum([squared_errors(x, of_rank[x.name], candidates) for of_rank in ranks], axis=0) for x in planned]
-    differences = [sensitivity.differences[layer.name][:-1] for layer in planned]
-    noise = [float(sensitivity.differences[layer.name][-1]) for layer in planned]
+    differences = [np.array(row[:-1]) for row in losses]
+    noise = [row[-1] for row in losses]
     return {
         "codec": codec,
         "varied": name,
@@ -123,12 +123,23 @@ def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback:
         "feedback": feedback,
         "noise": float(np.std(noise)),
         "spread": np.std(differences, axis=0).tolist(),
-        "loss": sensitivity.loss,
+        "loss": loss,
         "layers": [layer.name for layer in planned],
         "errors": np.array(errors).tolist(),
         "differences": np.array(differences).tolist(),
         "correlations": correlations(errors, differences),
         "correlations_of_magnitudes": correlations(errors, [np.abs(row) for row in differences]),
+    }
+
+
+def correlations(errors: Sequence[Any], differences: Sequence[Any]) -> dict[str, list[Any]]:
+    """Errors with loss differences, (layers, settings) each, over layers: Pearson (Fig. 11a), Spearman, intervals."""
+    pairs = list(zip(np.array(errors).T, np.array(differences).T, strict=True))
+    ranks = [rank_correlation(*pair) for pair in pairs]
+    return {
+        "pearson": [float(stats.pearsonr(*pair).statistic) for pair in pairs],
+        "spearman": [one.rho for one in ranks],
+        "spearman_intervals": [one.interval for one in ranks],
     }
 
 

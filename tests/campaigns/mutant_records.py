@@ -657,13 +657,6 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A learning rate that fell once makes every later window critical.",
         select="recorded_windows",
     ),
-    Mutant(
-        file="analysis/layer_plan/hold.py",
-        old="return tried / _STEPS",
-        new="return (tried - 1) / _STEPS",
-        tests=("tests/analysis/layer_plan/test_hold.py",),
-        what="A smaller alpha than the largest that holds is proposed.",
-    ),
     # collectives and their bytes
     Mutant(
         file="gradlab/collectives/requests.py",
@@ -1088,14 +1081,6 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("tests/analysis/replay/test_windows.py",),
         what="A window counts although one part of the plan was not finite in it.",
         select="not_finite",
-    ),
-    Mutant(
-        file="analysis/forecast/calibration.py",
-        old="held_up = [seen.on(bare).seconds_per_byte <= low for",
-        new="held_up = [seen.on(bare).seconds_per_byte >= low for",
-        tests=("tests/analysis/forecast/test_step_time.py",),
-        what="Links that are slower than the processors are taken for those held up.",
-        select="planted",
     ),
     # running under DDP
     Mutant(

@@ -14,8 +14,6 @@ from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
 from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
 from gradlab.analysis.fit.uniform import uniform_artifact
 from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
-from gradlab.analysis.forecast.network import Network
-from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.layer_plan.costs import Cost
 from gradlab.analysis.layer_plan.grids import candidates_of_grid
 from gradlab.analysis.layer_plan.lgreco import LgrecoOptions, fit_lgreco
@@ -28,7 +26,6 @@ from gradlab.cli.console import Answer
 from gradlab.cli.evaluate import answer_of
 from gradlab.cli.fit import printing
 from gradlab.cli.fit.options import optimizer_of_training, parse_wrapper, require_trainable
-from gradlab.cli.options import node_of
 from gradlab.codec.settings import build_settings, check_ranges, setting
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.ddp.optimizers import OptimizerSettings
@@ -299,32 +296,25 @@ class Lgreco(Method):
     """L-GreCo: a setting per layer, the smallest plan with no more error than a uniform one.
 
     All ranks' gradients are accumulated over windows of the trace, and compressed without feedback. The plan is chosen
-    on the first half of the windows and checked on the other half. If its error there is above the uniform plan's, the
-    largest alpha at which it is not is named, and --hold takes it. The search proves that no plan is smaller. With
-    --cost step it proves how much faster another plan could be at most.
+    on the first half of the windows and checked on the other half. The search proves that no plan is smaller.
 
     Example:
 
-      gradlab fit lgreco trace --codec topk -s density=0.01 --hold --figure layers.svg --out topk.safetensors
+      gradlab fit lgreco trace --codec topk -s density=0.01 --figure layers.svg --out topk.safetensors
 
       gradlab fit lgreco trace -s rank=4 -s family=all --cost wire -s nodes=8 --out hybrid.safetensors
 
       gradlab fit lgreco trace -s rank=4 -s refresh=400 -s accordion=2:8 --out accordion.safetensors
-
-      gradlab fit lgreco trace --cost step -s compute_seconds=0.36s -s bandwidth=200mbit --out fast.safetensors
     """
 
     name, about = "lgreco", "A setting for each layer (L-GreCo)"
-    options = ("codec", "alpha", "hold", "cost", "figure")
+    options = ("codec", "alpha", "cost", "figure")
     codec: str = setting("powersgd", help="codec of the uniform plan, which you know to train well")
     alpha: float = setting(1.0, help="the error that the plan may have, as a multiple of the uniform plan's")
-    hold: bool = setting(
-        False, help="the largest alpha that keeps to --alpha on later iterations, if the plan's error there is above"
-    )
     cost: str = setting(
         "payload",
-        help="cost that the plan minimises: payload (bytes, as in the paper), wire (bytes sent among the ranks), "
-        "seconds (summed over layers, as if nothing were hidden), or step (predicted; needs compute_seconds)",
+        help="cost that the plan minimises: payload (bytes, as in the paper), wire (bytes sent among the ranks) or "
+        "seconds (summed over layers, as if nothing were hidden)",
     )
     figure: str | None = setting(None, help="drawing of what every layer got (.svg, .pdf)")
     grid: str = setting(
@@ -340,13 +330,10 @@ class Lgreco(Method):
     metric: str = setting("l2", help="sum of layers' errors: 'l2' (norms, as in the paper) or 'squared-l2'")
     window: int | None = setting(None, help="steps that gradients are accumulated over; a quarter of the trace")
     start: int = setting(0, help="position of the first recorded step to look at")
-    bucket_cap_mb: float | None = setting(None, help="DDP's bucket size in MiB")
     nodes: int | None = setting(None, help="number of ranks that will train; the trace's")
-    bandwidth: str = setting("1gbit", help="speed of a node's link, for cost seconds and step: 200mbit, 10gbit")
+    bandwidth: str = setting("1gbit", help="speed of a node's link, for cost seconds: 200mbit, 10gbit")
     latency: str = setting("100us", help="one-way latency of that link")
     local_ranks: int = setting(1, help="ranks per node, which share its one link to the others")
-    inside: str = setting("400gbit", help="speed of each rank's link inside its node")
-    compute_seconds: str | None = setting(None, help="a step without gradient exchange, for cost step: 0.36s, 120ms")
     refresh: int = setting(0, help="iterations of training after which plans are chosen anew; 0: never")
     accordion: str | None = setting(
         None,
@@ -357,7 +344,6 @@ class Lgreco(Method):
     def make(self, job: Job) -> Made:
 
         ranks = job.trace.world_size if self.nodes is None else self.nodes
-        small, step = self._objective(ranks)
         candidates, first = candidates_of_grid(
             job.trace,
             self.codec,
@@ -372,12 +358,10 @@ class Lgreco(Method):
         options = LgrecoOptions(
             candidates,
             alpha=self.alpha,
-            hold=self.hold,
             metric=self.metric,
             window=self.window,
             start=first,
-            cost=replace(small, local_ranks=self.local_ranks),
-            step=step and replace(step, node=node_of(self.local_ranks, self.inside)),
+            cost=self._cost(),
             world_size=ranks,
             warmup_steps=self.warmup_steps or 0,
             refresh_every=self.refresh,
@@ -388,17 +372,9 @@ class Lgreco(Method):
         fit = fit_lgreco(job.trace, self.codec, job.settings, options, progress=job.progress)
         return Made(fit.artifact(), printing.layer_plan(fit.provenance), layers_chart(fit.provenance))
 
-    def _objective(self, ranks: int) -> tuple[Cost, Network | None]:
-        """The cost to minimise; for cost step also the network that steps are predicted for."""
-        if self.cost not in ("seconds", "step"):
-            return Cost(self.cost), None
-        link = Link(parse_bandwidth(self.bandwidth), parse_seconds(self.latency))
-        if self.cost == "seconds":
-            return Cost("seconds", link), None
-        if self.compute_seconds is None:
-            raise GradlabError("--cost step needs -s compute_seconds=..., the time of a step without gradient exchange")
-        profile = Profile(parse_seconds(self.compute_seconds), "as given")
-        return Cost("seconds", link), Network([link], [ranks], profile, bucket_cap_mb=self.bucket_cap_mb)
+    def _cost(self) -> Cost:
+        link = Link(parse_bandwidth(self.bandwidth), parse_seconds(self.latency)) if self.cost == "seconds" else None
+        return Cost(self.cost, link, local_ranks=self.local_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from functools import partial
-from itertools import count, product
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import CodecTime, Profile
-from gradlab.analysis.intervals import rank_correlation
-from gradlab.analysis.layer_plan.bucket_time import (
-    bucket_of_layers,
-    fit_bucket_times,
-    linear_priority,
-)
 from gradlab.analysis.layer_plan.costs import Cost, candidate_costs
 from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates
 from gradlab.analysis.layer_plan.grids import candidates_of_grid, main_setting, paper_settings
-from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco, plan_of
+from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco
 from gradlab.analysis.layer_plan.problem import total
-from gradlab.analysis.layer_plan.sensitivity import correlations, loss_sensitivity
-from gradlab.analysis.layer_plan.step_time_search import StepTimes, fastest_plan
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes
 from gradlab.errors import GradlabError
-from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.knapsack import allocate
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Plan
-from gradlab.plan.layer_errors import Candidate, squared_errors
+from gradlab.plan.layer_errors import Candidate
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import record
@@ -324,151 +309,6 @@ def test_costs_are_bytes_or_seconds() -> None:
             Cost(*bad)
 
 
-def test_buckets_are_numbered_in_the_order_of_communication() -> None:
-    numbers = bucket_of_layers(LAYERS, 0.003)
-    assert len(set(numbers.values())) > 2
-    assert numbers["head.weight"] == 0
-    assert numbers["stem.weight"] == max(numbers.values())
-    assert linear_priority(LAYERS, 0.003) == {name: number + 1 for name, number in numbers.items()}
-
-
-def test_bucket_times_are_found_again() -> None:
-    """Planted coefficients, with noise; what is no byte's fault is the intercept."""
-    rng = np.random.default_rng(0)
-    sizes = rng.uniform(1e4, 1e6, (200, 4))
-    planted = np.array([1e-9, 5e-9, 0.0, 2e-8])
-    fit = fit_bucket_times(sizes, 0.03 + sizes @ planted + 1e-5 * rng.standard_normal(200))
-    np.testing.assert_allclose(fit.coefficients, planted, atol=1e-10)
-    assert fit.intercept == pytest.approx(0.03, abs=1e-4)
-    assert fit.score > 0.999
-    falling = 0.05 - 1e-9 * sizes[:, 0]
-    assert fit_bucket_times(sizes, falling).coefficients.min() >= 0
-    assert fit_bucket_times(sizes, falling, positive=False).coefficients[0] == pytest.approx(-1e-9)
-    for bad, message in (
-        ((sizes[:4], np.ones(4)), "4 samples of 4 buckets"),
-        ((sizes, np.ones(3)), "expected"),
-        ((sizes, np.full(200, np.nan)), "not finite"),
-        ((np.zeros((3, 0)), np.ones(3)), "expected"),
-    ):
-        with pytest.raises(GradlabError, match=message):
-            fit_bucket_times(*bad)
-
-
-def test_the_fastest_plan_and_its_bound(short: Trace) -> None:
-    """Whatever codecs take here: no plan within the budget is faster than the bound, and none that an objective found
-    is faster than the plan taken; a budget at one end, and a link that hides nothing or everything."""
-    settings = [Candidate("identity"), Candidate("powersgd", {"rank": 1}), Candidate("topk", {"density": 0.1})]
-    candidates = dict.fromkeys(("stem.weight", "deep.weight", "head.weight"), settings)
-    for rate, computing, cores in ((1e5, 1e-3, 2.0), (1e9, 1e-3, 0.25), (1e12, 1.0, 2.0)):
-        link = Link(rate)
-        network = Network([link], [4], Profile(computing, "as given"), cores, bucket_cap_mb=0.003)
-        fit = fit_lgreco(
-            short, "powersgd", {"rank": 4}, candidates=candidates, cost=Cost("seconds", link), step=network
-        )
-        assert fit.provenance.world_size == 4
-        step, problem = fit.provenance.step, fit.problem
-        assert step is not None
-        assert step.seconds == fit.provenance.size == min(step.by_objective.values()) <= step.uniform
-        errors, budget = problem.errors("l2", slice(0, 2)), fit.provenance.budget
-        assert total(errors, fit.allocation.choice) <= budget * (1 + 1e-9)
-        base = Plan.uniform(short.layers, "powersgd", group_bytes=0, rank=4)
-        times = StepTimes(partial(plan_of, base, problem.table), DryRuns(base, 4), network)
-        sent = StepTimes(times.plan_of, times.runs.of(base), network)
-        again = fastest_plan(problem, errors, budget, sent)
-        every = product(*(range(len(t.candidates)) for t in problem.table.layers))
-        within = [np.array(choice) for choice in every if total(errors, choice) <= budget]
-        fastest = min(sent.seconds(choice) for choice in within)
-        assert again.bound <= fastest + 1e-12 <= again.seconds + 2e-12
-        assert again.bound >= computing
-        assert fit.provenance.cost == "step"
-    assert again.seconds < 2 * computing
-
-
-def test_the_predicted_step_is_the_forecasts(short: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step time that --cost step states for its plan is what `forecast` predicts for that plan on the same network,
-    with more and with fewer cores than ranks. The clock is counted, as two measurements of one codec would differ."""
-    ticks = count()
-    monkeypatch.setattr("time.thread_time", lambda: next(ticks) / 1024)
-    bounds = {}
-    for link, cores in product((Link(1e5), Link(math.inf)), (0.25, 1.0)):
-        network = Network([link], [RANKS], Profile(1e-3, "as given"), cores, bucket_cap_mb=0.003)
-        fit = fit_lgreco(short, "powersgd", {"rank": 4}, cost=Cost("seconds", link), step=network)
-        step, [node] = fit.provenance.step, forecast(fit.plan, network).nodes
-        assert step is not None
-        assert step.seconds == pytest.approx(node.links[0].compressed.seconds, rel=1e-12)
-        assert step.dense == pytest.approx(node.links[0].dense.seconds, rel=1e-12)
-        assert step.half == pytest.approx(node.links[0].half.seconds, rel=1e-12)
-        assert step.bound <= step.seconds
-        bounds[link, cores] = step.bound
-        assert step.to_json()["model"] == {"compute_seconds": 1e-3, "cores": cores, "bucket_cap_mb": 0.003}
-        assert list(step.to_json())[-2:] == ["link", "model"]
-    assert bounds[link, 0.25] - 1e-3 == pytest.approx(4 * (bounds[link, 1.0] - 1e-3))  # codecs alone, four times slower
-
-
-def test_a_step_is_predicted_for_one_link_and_one_number_of_ranks(trace: Trace) -> None:
-    link, profile = Link(1e9), Profile(1e-3, "as given")
-    network = Network([link], [4], profile)
-    seconds = Cost("seconds", link)
-    for changes, message in (
-        ({"step": network}, "predicted from seconds on a link"),
-        ({"step": network, "cost": seconds, "refresh_every": 9}, "not by step"),
-        ({"step": network, "cost": Cost("seconds", Link(1e8))}, "step: its link is"),
-        ({"step": network, "cost": seconds, "world_size": 3}, "step: nodes = 4 in the network, expected the plan's 3"),
-        ({"step": Network([link, link], [4], profile), "cost": seconds}, "the network has 2 links, expected one"),
-        ({"step": Network([link], [4, 8], profile), "cost": seconds}, "the network has 2 numbers of nodes"),
-        (
-            {"step": replace(network, profile=replace(profile, codec=CodecTime(1, 2, True, "a run"))), "cost": seconds},
-            "codec time",
-        ),
-    ):
-        with pytest.raises(GradlabError, match=message):
-            fit_lgreco(trace, "powersgd", {"rank": 4}, **changes)
-    base = Plan.uniform(trace.layers, "powersgd", group_bytes=0, rank=4)
-    with pytest.raises(GradlabError, match="nodes = 4"):
-        StepTimes(lambda choice: base, DryRuns(base, 5), network)
-
-
-# --- sensitivity ------------------------------------------------------------------------------------------------------
-
-
-def test_losses_differ_where_a_layer_is_compressed() -> None:
-    """One run per layer and candidate, with that layer alone compressed; on a quadratic the order is the error's."""
-    rng = np.random.default_rng(0)
-    goals = {x.name: torch.from_numpy(rng.standard_normal(x.shape)).float() * (1 + 5 * i) for i, x in enumerate(LAYERS)}
-    seen: list[Plan] = []
-
-    def run(plan: Plan) -> float:
-        seen.append(plan)
-        lockstep = LockstepPlan(plan, 1)
-        here = {name: torch.zeros_like(goal) for name, goal in goals.items()}
-        for step in range(5):
-            grads = {name: here[name] - goals[name] for name in goals}
-            result = lockstep.step(step, [grads])
-            means = {name: mean for ranks in result.exchanged.values() for name, mean in ranks[0].mean.items()}
-            for name in here:
-                here[name] = here[name] - 0.2 * means.get(name, grads[name])
-        return sum(float((here[name] - goals[name]).square().sum()) for name in goals)
-
-    settings = [Candidate("topk", {"density": density}) for density in (0.05, 0.3)]
-    candidates = {layer.name: settings for layer in LAYERS if len(layer.shape) > 1}
-    sensitivity = loss_sensitivity(run, LAYERS, candidates)
-    assert len(seen) == 1 + 2 * len(candidates)
-    assert [len(plan.compressed_groups) for plan in seen] == [0] + [1] * 2 * len(candidates)
-    assert all((row > 0).all() and row[0] > row[1] for row in sensitivity.differences.values())
-    errors = [np.array(squared_errors(x, goals[x.name], settings)) for x in LAYERS if x.name in candidates]
-    measured = correlations(errors, list(sensitivity.differences.values()))
-    assert measured["spearman"] == pytest.approx([1.0, 1.0])
-    assert measured["spearman_intervals"] == [rank_correlation(range(len(errors)), range(len(errors))).interval] * 2
-    assert min(measured["pearson"]) > 0.9
-    with pytest.raises(GradlabError, match="no layer 'nosuch'"):
-        loss_sensitivity(run, LAYERS, {"nosuch": settings})
-    with pytest.raises(GradlabError, match="loss without compression is nan"):
-        loss_sensitivity(lambda _: math.nan, LAYERS, candidates)
-    with pytest.raises(GradlabError, match="at least three layers"):
-        correlations(errors[:2], list(sensitivity.differences.values())[:2])
-    assert np.isnan(correlations([np.ones(1)] * 3, [np.zeros(1)] * 3)["pearson"]).all()
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -493,11 +333,6 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, short: Trace, tmp_p
                               "--set", "rank=4", "--out", tmp_path / "hybrid.safetensors", "--json")  # fmt: skip
     assert code == 0, err
     assert json.loads(text)["cost"] == "seconds"
-    code, text, err = gradlab(
-        *words[:-1], tmp_path / "fast.safetensors", "--cost", "step", "-s", "compute_seconds=1s", "-s", "bandwidth=inf"
-    )
-    assert code == 0, err
-    assert text.startswith("Do not compress for speed: ")
     for wrong, expected in (
         (["--alpha", 0.0], "smallest reachable"),
         (["-s", "family=wavelets"], "no family 'wavelets'"),
@@ -507,9 +342,7 @@ def test_the_command_fits_draws_and_prints(gradlab: Command, short: Trace, tmp_p
         (["-s", "window=1000"], "window = 1000"),
         (["-s", "accordion=2:8"], "needs a refresh"),
         (["-s", "accordion=two"], "accordion 'two', expected two values, as 2:8"),
-        (["--hold", "-s", "window=6"], "hold: the trace is one window"),
         (["--out", out], "exists already"),
-        (["--cost", "step"], "needs -s compute_seconds="),
     ):
         target = [] if "--out" in wrong else ["--out", tmp_path / "other.safetensors"]
         code, text, err = gradlab("fit", "lgreco", short.path, *target, *wrong)
