@@ -34,7 +34,6 @@ class Mark:
     kind: "lines", "points", "bars", "heat", "intervals", "timeline"; or "rule", "band" and "note".
     x, y: coordinates (n,); None and NaN are gaps. Heat: y is the matrix.
     ends: low and high ends along x of intervals and spans, (n,) each; the left ends of bars, (n,).
-    look: matplotlib's names.
     """
 
     kind: str
@@ -70,10 +69,9 @@ def note(x: float, y: float, text: str, **look: Any) -> Mark:
 class Panel:
     """One pair of axes.
 
-    x, y: labels of the axes.
     rows: names of the rows 0, 1, ..., from above, in place of a scale of y.
     ticks: places on the axis of x with their labels.
-    x_text, y_text: how an axis writes its values.
+    x_text, y_text: functions that write an axis's values.
     legend: whether the panel has a legend of its own.
     look: arguments of `Axes.set`, such as xscale and ylim.
     """
@@ -94,12 +92,11 @@ class Panel:
 class Chart:
     """Panels side by side.
 
-    height: of a row of panels, in inches.
+    height: inches of a row of panels.
     legend: "below", "right" or "", for the labels of all panels.
-    layers: names of the layers that the first lines of each panel are of, in order; a colour bar names many.
+    layers: names of the layers that the first lines of each panel show, in order; a colour bar names many.
     heat_label: label of the colour bar beside heat; empty: there is none.
     shares: axes that panels have in common, as `Figure.subplots` takes them.
-    caption: text below the panels.
     """
 
     panels: Sequence[Panel]

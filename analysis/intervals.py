@@ -43,14 +43,12 @@ FEWEST_RANKED = 5
 class SeriesMean(Jsonable):
     """The mean of a series over iterations, with an interval that knows how alike neighbours are.
 
-    mean: in the series' unit. None: no finite value.
     low, high: ends of the interval of confidence `level`. None: `refused` says why.
-    level: of the interval.
     iterations: T, those that are finite.
-    autocorrelation: of neighbours, less its bias. None: fewer than 12 iterations.
-    drift: start and end of the fitted line, where the series drifts at 99 % confidence. None: it does not. A trend
-        cannot be told from a wandering that is slower than the series is long.
-    refused: what came and what is needed where there is no interval, else empty.
+    autocorrelation: correlation of neighbours, less its bias. None: fewer than 12 iterations.
+    drift: start and end of the fitted line, if the series drifts at 99 % confidence. None: it does not. A trend cannot
+        be told from a wandering that is slower than the series is long.
+    refused: reason for no interval, with the need, else empty.
     """
 
     mean: float | None
@@ -89,10 +87,7 @@ def mean_interval(series: np.ndarray, level: float = 0.95) -> SeriesMean:
 
 
 def autocorrelation(values: np.ndarray) -> float:
-    """Return the correlation of neighbours in a series (T,), less its bias.
-
-    Around an estimated mean that correlation is (1 + 4 rho) / T too small (Marriott & Pope, Biometrika 41, 1954).
-    """
+    """Return the correlation of neighbours in a series (T,), less its bias (Marriott & Pope, Biometrika 41, 1954)."""
     apart, count = values - values.mean(), len(values)
     energy = float(apart @ apart)
     if not energy > 0:
@@ -159,7 +154,7 @@ def _drift(values: np.ndarray) -> tuple[float, float] | None:
     """Start and end of the least-squares line where the series drifts.
 
     A line has 98.6 % of its energy in the first cosine, which in a series without one is no larger than the others:
-    their ratio has Student's t distribution. What the line leaves says how many of the others may be compared.
+    their ratio has Student's t distribution. The rest beside the line says how many of the others may be compared.
     """
     count = len(values)
     time = np.arange(count) - (count - 1) / 2

@@ -23,11 +23,9 @@ class Drawing:
 class Table:
     """A table of text cells. The first column names the row.
 
-    title, note: shown above and below it.
-    rows: the cells, one per column.
     text_columns: number of leading columns that hold words instead of numbers.
     links: anchors in the page that a row's name leads to, by the names.
-    shades: how dark each cell is, from 0 to 1, by row and column; empty: none is.
+    shades: darkness of each cell, from 0 to 1, by row and column; empty: none is.
     takes_turns: whether it shares its place with the section's other such tables, of which the reader chooses one.
     """
 
@@ -53,7 +51,6 @@ class Table:
 class Section:
     """One question with its answer, on a page of its own when printed, or one part of what answers it.
 
-    name: the name of its anchor in the page.
     parts: sections that fold out beneath. A section without parts folds its own tables and figures.
     of_layer: whether it shows one layer alone.
     """

@@ -26,13 +26,11 @@ class Place(Jsonable):
 
 @dataclass(frozen=True)
 class Judgement(Jsonable):
-    """A method on one recording.
+    """A method on one recording; fields of the same name are those of `Outcome`.
 
-    payload_bytes, dense_payload_bytes, cosine, length, memory, aggregate_error, predicted: as in `Outcome`.
     codec_seconds: processor seconds in the codec per step and rank, on this machine.
-    by_cosine: its place among the corpus's methods of its own kind, and itself, by the cosine; None: not known. The
-        kinds are plans that apply gradients of earlier steps and plans that do not.
-    by_bytes: its place among all methods, and itself, by the payload.
+    by_cosine: place by the cosine among the corpus's methods of its own kind, with or without memory; None: not known.
+    by_bytes: place among all methods by the payload.
     """
 
     payload_bytes: float

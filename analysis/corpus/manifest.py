@@ -58,13 +58,10 @@ class Source(Jsonable):
 class Recording(Jsonable):
     """One recording of a corpus.
 
-    title: what was trained, in a few words.
-    world_size: ranks.
+    title: a few words on the training.
     iterations: first and last recorded iteration.
-    recorded_steps: number of recorded iterations.
-    steps, batch_size: of the training: iterations, and samples per rank and iteration.
-    seeds: of the recorded run, and of the runs that methods were trained in.
-    digest: of the trace, as `Trace.digest` has it.
+    steps, batch_size: iterations of the training, and its samples per rank and iteration.
+    seeds: seeds of the recorded run, and of the runs that methods were trained in.
     """
 
     name: str
@@ -95,11 +92,7 @@ class Recording(Jsonable):
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus whose files are those that its manifest lists.
-
-    outcomes: what became of methods, of all recordings.
-    manifest: all of corpus.json but its sha256.
-    """
+    """A corpus whose files are those that its manifest lists; manifest: all of corpus.json but its sha256."""
 
     folder: Path
     recordings: tuple[Recording, ...]

@@ -39,19 +39,18 @@ class Outcome(Jsonable):
     """A method on one recording of a corpus.
 
     Attributes:
-        recording: the recording's name.
-        method: what the method is called in tables.
-        words: as `gradlab evaluate` takes it, such as "topk:density=0.01"; empty where no such words say it.
+        recording: name of the recording.
+        method: name of the method in tables.
+        words: method as `gradlab evaluate` takes it, such as "topk:density=0.01"; empty where no such words say it.
         memory: whether its plan applies gradients of earlier steps.
-        cosines: of the replay's sums with the true sums, by number of steps.
-        cosine, length: what the replay is judged by, as `Judged` has it; None: no step had an error.
+        cosines: cosines of the replay's sums with the true sums, by number of steps.
+        cosine, length: cosine and length of the window that judge it; None: no step had an error.
         aggregate_error: median ||mean - true mean|| / ||true mean|| of a step; None: not known.
-        payload_bytes, dense_payload_bytes: per rank and step, of the plan while compressing, and of float32 gradients.
-        predicted: what trainings with similar cosines ended at, by the calibration that comes with gradlab; None:
-            not known.
+        payload_bytes, dense_payload_bytes: bytes per rank and step, of the plan while compressing, and of float32.
+        predicted: range that trainings with similar cosines ended in, by gradlab's calibration; None: not known.
         loss: mean over the last steps of training with the method; None: it diverged.
         dense_loss: the same of dense training with the same seed, which sees the same batches.
-        steps, warmup_steps, seed: of the training; the warm-up is dense.
+        steps, warmup_steps, seed: length, dense steps and seed of the training.
     """
 
     recording: str

@@ -27,7 +27,7 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
-from gradlab.learning.slice_pca import layer_slices, possible_axes, principal_axes, shared_dimensions
+from gradlab.learning.slice_pca import layer_slices, possible_axes
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.plan.coverage import known_roles, left_dense, list_roles
 from gradlab.progress import Progress
@@ -60,28 +60,24 @@ class GradiveqOptions:
     The paper's order is a warm-up, L_t dense iterations to fit on, then compression.
 
     >>> from gradlab.analysis import GradiveqOptions
-    >>> GradiveqOptions(samples=50, warmup_steps=100).total_ratio is None
+    >>> GradiveqOptions(samples=50, warmup_steps=100).start is None
     True
 
     Args:
         samples: recorded steps to fit on (L_t), at least 2. All later steps are held out.
         start: position of the first of them. By default they are the last before `warmup_steps`, or the trace's first
-            where that is 0. A fit on iterations that the plan compresses gets a warning.
-        settings: of every group; None is `PAPER`. With a complement the groups get error feedback.
-        layer_settings: by layer name, settings that differ there.
-        total_ratio: dense bytes of the whole model over those of a compressed iteration, at least 1. In place of
-            eq. (6) it gives d to all layers at once: each further axis goes where it holds most energy per byte. That
-            energy is measured on the last quarter of the samples, which the axes are not fitted on meanwhile.
-        roles: of the layers to fit. Where they leave more than half of the model's bytes dense, the fit warns.
+            if that is 0. A fit on iterations that the plan compresses gets a warning.
+        settings: settings of every group; None is `PAPER`. With a complement the groups get error feedback.
+        layer_settings: settings that differ for a layer, by its name.
+        roles: roles of the layers to fit. The fit warns if they leave more than half of the model's bytes dense.
         warmup_steps: dense steps before the first compressed one; 0 compresses from the iteration after the samples.
-        seed: of the plan and of the random bases it is compared with.
+        seed: seed of the plan and of the random bases it is compared with.
     """
 
     samples: int = 100
     start: int | None = None
     settings: GradiVeQ.Settings | None = None
     layer_settings: Mapping[str, Mapping[str, Any]] | None = None
-    total_ratio: float | None = None
     roles: Sequence[str] = GradiVeQ.about.defaults.roles
     warmup_steps: int = 0
     seed: int = 0
@@ -91,15 +87,11 @@ class GradiveqOptions:
 class FittedLayer(Jsonable):
     """A layer's bases, and what they lose on the iterations they were fitted on.
 
-    slice_axis: that slices lie along, "outputs" or "inputs".
-    slice_size: elements of a slice (K).
-    dimension: codes per slice (d), of fitted axes and random coordinates.
-    fitted_axes: those of them that were fitted.
+    slice_axis: axis that slices lie along, "outputs" or "inputs".
+    slice_size, dimension: elements (K) and codes (d) of a slice; fitted_axes: codes along fitted axes.
     samples: iterations with finite gradients among those fitted on.
-    fitted_slices_energy: squared error and squared norm, summed over the iterations and the fitted slices.
-    fitted_slices_loss: the error over the norm there.
-    in_sample_energy: the same two sums over all slices.
-    in_sample_loss: the error over the norm there.
+    fitted_slices_energy, in_sample_energy: squared error and squared norm there, of fitted slices and of all.
+    fitted_slices_loss, in_sample_loss: the error over the norm.
     """
 
     slice_axis: str
@@ -118,29 +110,19 @@ class FittedLayer(Jsonable):
 class GradiveqMeasurement(Jsonable):
     """How bases were fitted, and what they lose where they were fitted and on later iterations.
 
-    world_size: ranks recorded.
-    settings: of every group, but for `GradiveqOptions.layer_settings`.
-    total_ratio: as asked for; None where each layer's d comes from its settings.
-    promised_loss: the largest lambda of any layer; None where something else than eq. (6) decides on d.
-    fitted_on: iterations.
-    warmup_steps: dense steps before the first compressed one.
+    promised_loss: the largest lambda of any layer; None if K / d is set.
     held_out_on: the first and the last iteration held out.
-    layers: the fitted layers, by name.
-    skipped: why a layer was left dense, by name.
-    left_dense: which roles are left dense, where that is more than half of the model's bytes; else empty.
-    fitted_slices_loss: of all layers, on the fitted slices of the iterations fitted on.
-    in_sample_loss: of all layers, on all slices of these iterations.
-    holdout: loss on later iterations.
-    random_basis: loss of random bases of the same size on these iterations.
-    payload_bytes: of a compressed iteration and rank, with the fitted bases in use.
-    mean_payload_bytes: of a compressed iteration and rank, on average over refreshes of the bases.
-    dense_payload_bytes: of a dense iteration and rank.
+    skipped: reason for leaving a layer dense, by name.
+    left_dense: roles that are left dense, if that is more than half of the model's bytes; else empty.
+    fitted_slices_loss, in_sample_loss: losses on the iterations fitted on, on the fitted slices and on all.
+    holdout, random_basis: losses on later iterations, of the fit and of random bases of the same size.
+    payload_bytes: bytes of a compressed iteration and rank with the fitted bases, mean_payload_bytes: over refreshes.
+    dense_payload_bytes: bytes of a dense iteration and rank.
     """
 
     trace: str
     world_size: int
     settings: GradiVeQ.Settings
-    total_ratio: float | None
     promised_loss: float | None
     fitted_on: list[int]
     warmup_steps: int
@@ -178,12 +160,7 @@ class GradiveqMeasurement(Jsonable):
 
 @dataclass(frozen=True)
 class GradiveqFit:
-    """A plan with fitted bases.
-
-    Args:
-        plan: one group per fitted layer.
-        measured: how the bases were fitted, and what they lose on later iterations.
-    """
+    """A plan with fitted bases, a group per fitted layer, and how they were measured."""
 
     plan: Plan
     measured: GradiveqMeasurement
@@ -214,7 +191,7 @@ def fit_gradiveq(
     """Fit bases of slices for each layer of the given roles, and measure their loss on later steps.
 
     Layers with fewer elements than a slice, or whose codes would be no smaller, stay dense. `measured.skipped` lists
-    them. Where K / d is set and `slice_axis` is "auto", slices of a matrix lie along the axis that loses least at that
+    them. If K / d is set and `slice_axis` is "auto", slices of a matrix lie along the axis that loses least at that
     K / d on the last quarter of the samples, with bases fitted on the others.
 
     >>> from gradlab.analysis import fit_gradiveq
@@ -225,24 +202,19 @@ def fit_gradiveq(
 
     Args:
         trace: gradients of all ranks, or their averages.
-        options: what to fit, and on which steps.
+        options: settings, and the steps to fit on.
         workers: processes, or a cluster, that share the layers out.
         progress: called as the work goes on.
         changes: fields of `GradiveqOptions` by name, which differ from `options`.
 
     Raises:
-        NotFittable: for too few steps before the warm-up ends, nothing left to hold out, or no layer that can be
-            fitted.
-        GradlabError: for fewer than two samples, a start out of range, a negative warm-up, settings of a layer that is
-            not fitted, or a total ratio out of reach.
+        GradlabError: for settings that cannot be; `NotFittable` for a trace that is too short or has no such layer.
     """
     options = dataclasses.replace(options or GradiveqOptions(), **changes)
     roles = known_roles(options.roles)
-    settings, total_ratio = options.settings or PAPER, options.total_ratio
+    settings = options.settings or PAPER
     if settings.complement == 1:
         raise NotFittable("complement = 1: all axes are random, there is nothing to fit; make a uniform plan")
-    if total_ratio is not None and not total_ratio >= 1:
-        raise GradlabError(f"total ratio = {total_ratio:g}, expected at least 1")
     _require_slices(trace, roles)
     chosen = _chosen_settings(trace, settings, options.layer_settings or {}, roles)
     schedule = Schedule(options.warmup_steps)
@@ -250,8 +222,6 @@ def fit_gradiveq(
     if options.warmup_steps == 0:
         schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
     chosen = _with_measured_axes(trace, window, chosen, workers, progress)
-    if total_ratio is not None:
-        chosen = _within_budget(trace, window, chosen, total_ratio, workers, progress)
     learned, layers, skipped = _fit_layers(trace, window, chosen, workers, progress)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
@@ -282,8 +252,7 @@ def _measured(
         trace=trace.digest,
         world_size=trace.world_size,
         settings=options.settings or PAPER,
-        total_ratio=options.total_ratio,
-        promised_loss=None if options.total_ratio else _promised_loss(chosen),
+        promised_loss=_promised_loss(chosen),
         fitted_on=[int(step) for step in trace.steps[window.start : window.stop]],
         warmup_steps=plan.schedule.warmup_steps,
         held_out_on=(int(trace.steps[window.stop]), int(trace.steps[-1])),
@@ -420,62 +389,6 @@ def _later_loss(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Se
         return math.nan
     rows = _losses_by_slice(trace, range(first, window.stop), layer, codec)
     return _loss(rows) if rows[:, 1].sum() > 0 else math.nan
-
-
-def _within_budget(
-    trace: Trace,
-    window: range,
-    chosen: Mapping[str, GradiVeQ.Settings],
-    total_ratio: float,
-    workers: Workers,
-    progress: Progress | None,
-) -> dict[str, GradiVeQ.Settings]:
-    """The settings with each layer's d, so that the whole model is total_ratio smaller in a compressed iteration."""
-    free = 4.0 * sum(layer.numel for layer in trace.model_layers) / total_ratio
-    sizes = {name: GradiVeQ(settings).slice_size(trace.layer(name)) for name, settings in chosen.items()}
-    cut = [layer for layer in trace.model_layers if layer.numel >= sizes.get(layer.name, layer.numel + 1)]
-    free -= 4 * sum(layer.numel % sizes[layer.name] if layer in cut else layer.numel for layer in trace.model_layers)
-    energies = _by_layer(_layer_energies, trace, window, cut, chosen, "energies", workers, progress)
-    prices = [4.0 * (layer.numel // sizes[layer.name]) for layer in cut]
-    try:
-        shared = shared_dimensions(list(energies.values()), prices, free)
-    except GradlabError as error:
-        raise GradlabError(f"total ratio {total_ratio:g} is out of reach: {error}") from None
-    dimensions = {layer.name: kept for layer, kept in zip(cut, shared, strict=True)}
-    return {
-        name: dataclasses.replace(settings, ratio=sizes[name] / dimensions[name])
-        for name, settings in chosen.items()
-        if name in dimensions
-    } | {name: settings for name, settings in chosen.items() if name not in dimensions}
-
-
-def _layer_energies(source: TraceSource, window: range, layer: Layer, settings: GradiVeQ.Settings) -> torch.Tensor:
-    """Energy that each further axis holds of all slices of a layer."""
-    codec = GradiVeQ(settings)
-    count = layer.numel // codec.slice_size(layer)
-    fitted = codec.fitted_slices(count)[0]
-    with source.open([layer.name]) as trace:
-        slices, _ = _samples(trace, window, layer, codec, fitted)
-    judges = max(1, round(_JUDGES * len(slices)))
-    # The slices looked at stand for all of the layer's.
-    return count / len(fitted) * _energy_per_axis(slices.double(), judges, settings.complement)
-
-
-def _energy_per_axis(slices: torch.Tensor, judges: int, complement: float) -> torch.Tensor:
-    """Compute the energy that each further axis holds of the `judges` latest samples (T, r, K), fitted on the others.
-    With a complement there are K codes, and a random coordinate holds its share of the energy that the axes leave.
-    """
-    size = slices.shape[2]
-    earlier = slices[: max(2, len(slices) - judges)].flatten(0, 1)
-    axes, later = principal_axes(earlier)[1], slices[-judges:].reshape(-1, size)
-    fitted = torch.cat([torch.zeros(1), (later @ axes).square().sum(0).cumsum(0)])
-    if complement == 0:
-        return fitted.diff()
-    count = torch.arange(size + 1)
-    kept = (count * (1 - complement)).round().long().clamp(max=axes.shape[1])
-    left = later.square().sum() - fitted[kept]
-    held = fitted[kept] + left * (count - kept) / size
-    return held.diff()
 
 
 def _fit_layers(

@@ -30,14 +30,9 @@ class EnergyShares(Jsonable):
 
 @dataclass(frozen=True)
 class BlockFit(Jsonable):
-    """Blocks of signs for every layer.
+    """Blocks of signs for every layer: elements per block, number of scales, and energy kept, later too.
 
-    Args:
-        block_sizes: elements per block, by layer name.
-        scales: number of blocks in all layers.
-        fitted: energy kept on the iterations that were fitted on.
-        held_out: energy kept on later iterations.
-        iterations: the first fitted on, the first held out, the last held out.
+    iterations: the first fitted on, the first held out, the last held out.
     """
 
     block_sizes: Mapping[str, int]

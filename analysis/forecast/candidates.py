@@ -151,12 +151,7 @@ def _family(found: Sequence[Candidate], usual: str, coarse: bool) -> Family:
 
 
 def without(families: Mapping[str, Family], names: Iterable[str]) -> dict[str, Family]:
-    """Leave settings out, such as those that a run would refuse, and families of which none is left.
-
-    Args:
-        families: as `candidates` lists them.
-        names: of the candidates to leave out.
-    """
+    """Leave settings out by name, such as those that a run would refuse, and families of which none is left."""
     out, kept = set(names), {}
     for name, family in families.items():
         left = tuple(one for one in family.candidates if one.name not in out)

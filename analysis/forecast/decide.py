@@ -37,11 +37,10 @@ WORDS: Mapping[str, str] = {
 class Decision(Jsonable):
     """A decision for one number of nodes on one link, and why.
 
-    take: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: to compress with, else None.
-    seconds: time of a step as decided.
+    take: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: None unless it is the first.
     why, short: the decision as a sentence, and in a few words.
-    refused: a sentence on the fastest plan where it would lose too much; break_even: one on the link speeds at which
-        the decision turns. Empty: there is none.
+    refused: sentence on the fastest plan if it would lose too much; break_even: one on the link speeds at which the
+        decision turns. Empty: there is none.
     """
 
     take: str

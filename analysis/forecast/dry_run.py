@@ -141,14 +141,10 @@ def _apply(done: Exchanged, grads: Tensors) -> float:
 
 
 class DryRuns:
-    """Exchanges of a plan's groups at N ranks, each kind run once.
+    """Exchanges of a plan's groups at N ranks, each kind run once, as `rank` requests them.
 
     Groups that differ in their layers' names alone are of one kind. The iteration is late enough that every warm-up is
     over. Rank 0 leads in it.
-
-    world_size: number of ranks N.
-    rank: the rank whose requests are collected.
-    repeats: timed runs per kind, see `dry_run`.
     """
 
     def __init__(self, plan: Plan, world_size: int, rank: int = 0, repeats: int = REPEATS) -> None:
@@ -210,7 +206,7 @@ class DryRuns:
 
 
 def scan_seconds_per_byte() -> float:
-    """Measure how long a search for values that are not finite takes on this machine, in seconds per byte."""
+    """Measure the seconds per byte of a search for values that are not finite, on this machine."""
     buffer, times = torch.ones(_SCANNED), []
     for _ in range(5):
         began = time.thread_time()

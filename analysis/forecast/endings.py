@@ -41,11 +41,10 @@ def loss_limit_text(max_loss: float) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """A method that was trained with.
+    """A method that was trained with: its loss over dense training's, minus 1 (infinite: it diverged), and its cosines.
 
     memory: whether it applies gradients of earlier steps.
-    cosines: of its replay, by number of steps that are summed over.
-    excess: its loss over dense training's, minus 1; infinite if it diverged.
+    cosines: cosines of its replay, by number of steps that are summed over.
     """
 
     task: str
@@ -57,11 +56,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class EndingRange(Jsonable):
-    """Losses over dense training's, minus 1, of trainings with an error like a plan's.
-
-    low, middle, high: nine tenths of them are from low to high; infinite: they diverged.
-    least_cosine, most_cosine: of these trainings.
-    """
+    """Losses over dense training's, minus 1, of trainings with an error like a plan's: nine tenths, low to high."""
 
     low: float
     middle: float

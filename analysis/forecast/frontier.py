@@ -36,14 +36,11 @@ _FASTEST, _RISKIER = 3, 2
 
 @dataclass(frozen=True)
 class Row(Jsonable):
-    """A replayed plan on one link.
+    """A setting with a replay: its step in seconds, what a rank sends, and its judgement.
 
-    name, family: of the plan; setting: what it sets, None for a plan that was given.
-    seconds: of a step between the first number of nodes on the first link; None: not forecast.
-    bytes_ratio: how many times fewer bytes a rank sends than plain DDP's, as replayed.
-    cosine, summed_over: that the plan is judged by, and the number of steps that are summed.
-    judged_steps: number of steps that it is judged on.
-    within: whether it is within the allowed loss.
+    setting: None for a plan that was given.
+    seconds: time of a step between the first number of nodes on the first link; None: not forecast.
+    within: whether similar trainings ended within the allowed loss.
     """
 
     name: str

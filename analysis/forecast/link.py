@@ -40,8 +40,7 @@ _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 class Link:
     """A rank's connection, the same in both directions and for all ranks at once.
 
-    bits_per_second: line rate, decimal.
-    latency_seconds: from one rank's send of a small message to another rank's receive, its wake-up included.
+    latency_seconds: time between two ranks, of a small message with the receiver's wake-up.
     header_share: bytes of protocol per byte sent (TCP over Ethernet: 66 of 1448, and its acknowledgements).
     host_seconds_per_byte: time of the ranks' processors per byte sent, while other bytes are on the link.
     collective_seconds: fixed cost of starting a collective.
@@ -82,11 +81,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective as the link sees it.
+    """One collective: bytes that this rank sends, bytes on the busiest link, and messages that follow one another.
 
-    wire_bytes: bytes that this rank sends.
-    path_bytes: bytes that the busiest link carries, in or out.
-    rounds: messages that have to follow one another.
     gathered: whether it is a gather or an all-to-all, which pass messages on whole.
     """
 
@@ -97,10 +93,7 @@ class Transfer:
 
 
 def all_reduce(nbytes: int, world_size: int) -> Transfer:
-    """Describe an all-reduce: a reduce-scatter and an all-gather around a ring, N - 1 messages each.
-
-    Patarasuk, Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
-    """
+    """Describe an all-reduce: a reduce-scatter and an all-gather around a ring, N - 1 messages each."""
     wire = all_reduce_wire_bytes(nbytes, world_size)
     return Transfer(wire, wire, 2 * (world_size - 1))
 

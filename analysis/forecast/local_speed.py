@@ -2,8 +2,8 @@
 
 The plans are those of `gradlab.analysis.forecast.speed`, and so is the rule that chooses among them: any whose similar
 methods ended within the allowed loss of dense (--max-loss) will do, and uncompressed training always does. The fewest
-local steps are taken at which one of these waits for at most a tenth of a step, none if synchronous training does. Of
-those that then do, the plan with the least error is taken.
+local steps are taken at which one of these waits for at most a tenth of a step, none if synchronous training does. The
+plan with the least error is taken among those that then do.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ ENDED_ABOVE = {8: 0.02, 30: 0.10, 100: 0.18}
 
 @dataclass(frozen=True)
 class LocalConfiguration:
-    """All plans at one number of nodes on one link.
+    """All plans at one number of nodes on one link, and the plan to take.
 
-    nodes: number of nodes.
     plans: times by the plan's name, those of `UNCOMPRESSED` first.
     local_steps: how many to take between two exchanges, H; 0: none, as synchronous training waits little.
-    judged: what a replay says of the plan; None of `UNCOMPRESSED`.
+    judged: the plan's judgement by its replay; None: `UNCOMPRESSED`.
     """
 
     nodes: int
@@ -84,7 +83,6 @@ class LocalSpeed:
 
     recorded: local steps that a recorded pseudo-gradient adds up, H; None: gradients of single steps were recorded.
     configurations: numbers of nodes with links. For recorded gradients those alone on which every plan waits too long.
-    cautions: limits of the replays, a sentence each.
     """
 
     recorded: int | None

@@ -22,12 +22,10 @@ CLOSE = 1.05  # of computing alone: what "next to computing alone" means
 class LocalSteps:
     """Times of one number of nodes on one link, in seconds.
 
-    compute: of a step without any exchange.
-    dense, compressed: of a step that exchanges its gradients, as plain DDP and through the plan.
-    exchange: of one outer step, which exchanges the whole model through the plan while nothing is computed.
-    dense_exchange: the same, uncompressed.
-    work, dense_work: of either, the time that it takes from local steps that go on meanwhile: codecs' and sockets'
-        work as far as there is no core left for it. 0 with two cores per rank.
+    compute: a step without any exchange; dense, compressed: one that exchanges gradients, plainly or through the plan.
+    exchange, dense_exchange: an outer step, which exchanges the whole model while nothing is computed.
+    work, dense_work: time that either takes from local steps meanwhile: codecs' and sockets' work as far as there is no
+        core left for it. 0 with two cores per rank.
     """
 
     nodes: int

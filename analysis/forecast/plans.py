@@ -39,8 +39,8 @@ class NodeForecast:
 
     job: the step, ready for any link.
     links: the plan beside plain DDP, on each link of the network.
-    break_even: bits per second from which on plain DDP is as fast. None: at every speed. Infinity: at none.
-    half_break_even: the same of plain 16-bit reduction.
+    break_even, half_break_even: bits per second from which on plain DDP, or plain 16-bit reduction, is as fast. None:
+        at every speed. Infinity: at none.
     curve: the plan beside plain DDP over link speed, for a figure.
     """
 
@@ -51,11 +51,7 @@ class NodeForecast:
     curve: tuple[Comparison, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited".
-
-        Returns:
-            Plain JSON.
-        """
+        """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited"."""
         return {
             "nodes": self.job.world_size,
             "codec_seconds": self.job.codec_seconds,
@@ -78,13 +74,7 @@ def _json_or_none(rate: float | None) -> float | str | None:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan's steps beside plain DDP's on a network.
-
-    method: the plan's codecs, in words.
-    network: the network that it is made for.
-    nodes: one forecast per number of nodes.
-    remarks: warnings, one line each.
-    """
+    """A plan's steps beside plain DDP's on a network, one forecast per number of nodes, with warnings."""
 
     method: str
     network: Network
@@ -98,10 +88,7 @@ class Forecast:
 
     @property
     def verdict(self) -> str:
-        """Whether compression pays on the network, and whether more than plain 16-bit reduction does.
-
-        Configurations where it does not come first.
-        """
+        """Whether compression saves time on the network, and against plain 16 bits; where it does not comes first."""
         pays = [pair for pair in self.comparisons if pair[1].speedup > 1 / (1 - SPEED_NOISE)]
         losing = [pair for pair in self.comparisons if pair not in pays]
         if not losing:
@@ -117,11 +104,7 @@ class Forecast:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Write everything as plain JSON: times in seconds, sizes in bytes.
-
-        Returns:
-            Plain JSON.
-        """
+        """Write everything as plain JSON: times in seconds, sizes in bytes."""
         link = plain(self.network.links[0])
         del link["bits_per_second"]
         return {

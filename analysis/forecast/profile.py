@@ -21,12 +21,7 @@ _HOW = (
 
 @dataclass(frozen=True)
 class CodecTime:
-    """The codecs' time in one step.
-
-    seconds: measured at `world_size` ranks.
-    engine: whether the seconds include the engine's own work.
-    source: where the time comes from, in words.
-    """
+    """The codecs' time in one step at `world_size` ranks; engine: whether it includes the engine's own work."""
 
     seconds: float
     world_size: int
@@ -36,12 +31,7 @@ class CodecTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured times of a training step.
-
-    compute_seconds: seconds of a step without gradient exchange.
-    compute_source: where that time comes from, in words.
-    codec: the codecs' time. None: they are timed on this machine.
-    """
+    """The seconds of computing in a training step, with their origin; codec: the codecs' time, None: timed here."""
 
     compute_seconds: float
     compute_source: str

@@ -25,8 +25,6 @@ class Proposal(Jsonable):
 
     risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: few did, or
         there are too few to tell.
-    seconds: of a step.
-    text: what is known of its loss, in prose.
     """
 
     plan: str
@@ -39,11 +37,8 @@ class Proposal(Jsonable):
 class Recommendation(Jsonable):
     """A recommendation, and why.
 
-    decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`.
-    plan: to compress with; None otherwise.
-    seconds: of a step as recommended.
-    dense_seconds, half_seconds: of the fastest dense step, and of the fastest in plain 16 bits.
-    max_loss: that was allowed: the final loss over dense training's, minus 1.
+    decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: None unless it is the first.
+    max_loss: the final loss that was allowed, over dense training's, minus 1.
     proposals: faster plans than what is recommended, for a pilot: the one of less risk first.
     """
 

@@ -30,9 +30,8 @@ PLANS = BETWEEN, SHARDS = "between nodes", "shards"
 
 @dataclass(frozen=True)
 class Turn:
-    """A stretch of a codec's code.
+    """A stretch of a codec's code, and the requests that it ends with; the last turn of an exchange has none.
 
-    requests: what it ends with. The last turn of an exchange has none.
     copy_seconds: the engine's time to pack the requests before it and to unpack their answers.
     """
 
@@ -43,11 +42,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One group's exchange in an iteration.
+    """One group's exchange in an iteration, in the turns of its codec's code.
 
-    name: the group's.
-    gradient_bytes: size of its gradients.
-    turns: the stretches of its codec's code, in order.
     apply_seconds: the engine's time to measure the result's error and to copy it.
     """
 
@@ -67,15 +63,7 @@ class Exchange:
         return self.apply_seconds + sum(turn.copy_seconds for turn in self.turns)
 
     def scaled(self, codec: float, engine: float) -> Exchange:
-        """Multiply the codec's times and the engine's.
-
-        Args:
-            codec: factor on the codec's.
-            engine: factor on the engine's.
-
-        Returns:
-            The exchange with other times.
-        """
+        """Multiply the codec's times and the engine's."""
         turns = tuple(
             replace(turn, seconds=codec * turn.seconds, copy_seconds=engine * turn.copy_seconds) for turn in self.turns
         )
@@ -84,12 +72,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One of DDP's buckets.
+    """One of DDP's buckets: seconds of computing that are done when it is handed over, and exchanges that it starts.
 
-    ready_seconds: seconds of computing that are done when it is handed over.
     in_place_bytes: its size, if it is averaged in its own buffer; else 0.
-    scan_seconds: seconds of looking for values that are not finite.
-    exchanges: those that it starts.
+    scan_seconds: time of looking for values that are not finite.
     """
 
     ready_seconds: float
@@ -107,9 +93,7 @@ class Bucket:
 class Step:
     """A step's time in seconds, and its parts: seconds = compute + encode + communicate.
 
-    compute: forward and backward, alone.
-    encode: codec work that computing did not hide, and the time by which it slowed computing down.
-    communicate: the same of the network.
+    encode, communicate: work of codecs, and of the network, that computing did not hide or that slowed it down.
     wire_bytes: bytes that this rank sends.
     """
 
@@ -124,11 +108,10 @@ class Step:
 class Node:
     """Several ranks to a node, with a fast link among them and one link between nodes for all of them.
 
-    local_ranks: ranks of a node, L.
-    inside: the link of each of them within the node.
-    plans: what plans run on, one of `PLANS`.
-    on_cpus: whether ranks are processes on CPUs. What travels inside is then the processors' work, as codecs' is, and
-        native HSDP holds backward up while a unit is exchanged. On GPUs both travel beside backward.
+    local_ranks: ranks of a node, L; inside: the link of each of them within the node.
+    plans: kind of gradients that plans run on, one of `PLANS`.
+    on_cpus: whether ranks are processes on CPUs. Traffic inside is then the processors' work, as codecs' is, and native
+        HSDP holds backward up while a unit is exchanged. On GPUs both travel beside backward.
     """
 
     local_ranks: int
@@ -152,9 +135,8 @@ class Node:
 class Clock:
     """The worker's time, and how far computing is; all in seconds.
 
-    speed: of computing and of codecs while both run: 1 with a core for each, 0.5 where they share one.
-    computed: how much of `compute` is done.
-    waited: time of waiting for the network after computing was over.
+    speed: rate of computing and of codecs while both run: 1 with a core for each, 0.5 where they share one.
+    computed: how much of `compute` is done; waited: time of waiting for the network after computing was over.
     """
 
     compute: float
@@ -190,12 +172,7 @@ class Clock:
 
 @dataclass
 class Wire:
-    """The link over a step.
-
-    clock: of the worker whose processors serve the link.
-    free: the moment, in seconds, at which the link is free again.
-    wire_bytes: bytes that this rank has sent.
-    """
+    """The link over a step; free: the moment at which it is free again; clock: the worker's, which serves it."""
 
     link: Link
     clock: Clock
@@ -214,7 +191,6 @@ class Wire:
 class Within:
     """Exchanges inside nodes in a step, beside the exchange between them.
 
-    node: its ranks and their link.
     sharded: whether parameters are sharded inside (FSDP2, HSDP): they are gathered before each bucket's backward, and
         gradients are not spread. Else gradients are averaged inside first, and results are spread inside at the end.
     """

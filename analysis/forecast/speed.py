@@ -31,14 +31,11 @@ if TYPE_CHECKING:
 class Configuration(Jsonable):
     """All plans at one number of nodes on one link.
 
-    nodes: number of nodes.
-    dense_seconds: the fastest dense step.
-    dense_way: its name; plain DDP's with one rank per node.
-    half_seconds: the fastest one with gradients reduced in 16 bits.
+    dense_seconds, dense_way: the fastest dense step and its name; half_seconds: the fastest one in 16 bits.
     seconds: each plan's step, by name.
     fastest, fastest_saves: the fastest of the plans that save more than `SPEED_NOISE`, and the share of the dense step
-        that it saves. None and 0: no plan saves as much.
-    closest, closest_saves: the same, of the plans whose similar methods ended within the allowed loss.
+        that it saves; None and 0: no plan saves as much.
+    closest, closest_saves: the same, among plans whose similar methods ended within the allowed loss.
     """
 
     nodes: int
@@ -81,10 +78,10 @@ class Configuration(Jsonable):
 class Judged(Jsonable):
     """A plan judged by its replay.
 
-    cosine: of sums over `length` steps (1: of single steps). None: not known.
+    cosine: cosine of sums over `length` steps (1: of single steps). None: not known.
     memory: whether the plan applies gradients of earlier steps.
-    ended: what trainings with similar cosines ended at; None without a cosine.
-    caution: what limits the replay.
+    ended: range that trainings with similar cosines ended in; None without a cosine.
+    caution: limit of the replay.
     """
 
     cosine: float | None = None
@@ -133,9 +130,9 @@ def caution_lines(judged: Iterable[Judged]) -> list[str]:
 class SpeedForecast:
     """Forecasts of several plans on one network.
 
-    judged: what the replays say of the plans, by name.
+    judged: judgements by the replays, by name.
     configurations: every number of nodes with every link, the links of the first number of nodes first.
-    max_loss: by how much similar methods may have ended above dense training, as a share of its loss.
+    max_loss: loss above dense training's that similar methods may have ended at, as a share of it.
     """
 
     network: Network

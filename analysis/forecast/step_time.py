@@ -68,12 +68,8 @@ def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) ->
 
 @dataclass(frozen=True)
 class Job:
-    """A plan's step at N ranks, ready for any link.
+    """A plan's step at N ranks, ready for any link: DDP's buckets under the plan, and under plain DDP.
 
-    world_size: N.
-    compute_seconds: forward and backward, alone.
-    buckets: DDP's buckets under the plan.
-    dense_buckets: the same buckets under plain DDP.
     rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
     """
 
@@ -201,8 +197,7 @@ def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -
 class Comparison:
     """A plan beside dense training on one link, as it is and with gradients reduced in 16 bits (half).
 
-    link: of every rank; of every node, where nodes have several ranks.
-    compressed: the plan's step.
+    link: a rank's, or a node's if nodes have several ranks.
     dense, half: the fastest uncompressed one, in 32 and in 16 bits.
     ways: all uncompressed ones by name, see `FLAT`, `HIERARCHICAL` and `HSDP`. Empty with a rank per node: plain DDP.
     """

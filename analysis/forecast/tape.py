@@ -1,8 +1,7 @@
 """A plan's steps written down, so that they can be forecast where there is no Python, as in a report's page.
 
-What a forecast computes from is a `Job`: buckets, and the exchanges that they start with the times of their code and
-the bytes of their requests. A tape holds it as plain JSON, from which `analysis/report/scripts/forecast.js` computes
-steps.
+A forecast computes from a `Job`: buckets, and the exchanges that they start with the times of their code and the bytes
+of their requests. A tape holds it as plain JSON, from which `analysis/report/scripts/forecast.js` computes steps.
 """
 
 from __future__ import annotations

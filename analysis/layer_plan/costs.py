@@ -29,9 +29,9 @@ class Cost:
 
     name: "payload" is bytes that a rank contributes, the papers' size. "wire" is bytes that a rank sends at N ranks.
         "seconds" is time on a link with its latencies, as if nothing were hidden or fused.
-    codec_time: add the codec's time, measured here, to "seconds".
+    codec_time: whether the codec's time, measured here, is part of "seconds".
     local_ranks: ranks of a node that share out the layers, L: as many codecs run at once, and each counts 1/L. The link
-        is then the node's. What averaging inside the node takes is the same for every candidate.
+        is then the node's. Averaging inside the node takes the same time for every candidate.
     """
 
     name: str = "payload"

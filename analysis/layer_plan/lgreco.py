@@ -43,22 +43,22 @@ _DELAY_SHARE = 10  # a tenth of the iterations between two choices is left for m
 
 @dataclass(frozen=True)
 class LgrecoOptions:
-    """How `fit_lgreco` measures, what it keeps small, and what the plan is for.
+    """How `fit_lgreco` measures, the cost that it minimises, and the ranks that the plan is for.
 
     Args:
-        candidates: by layer name, in place of the paper's range around the reference. The reference joins them.
+        candidates: candidates by layer name, for the paper's range around the reference. The reference joins them.
         alpha: the error allowed, in the uniform plan's.
-        budget: in place of alpha, an error summed over layers, mean over ranks and windows.
+        budget: error summed over layers, mean over ranks and windows, in place of alpha.
         metric: "l2" sums norms of errors over layers, as the paper does; "squared-l2" sums their squares.
         window: steps that gradients are accumulated over; None cuts the trace from `start` on into 4 windows.
         start: position of the first recorded step to look at.
-        cost: what is kept small.
+        cost: measure of size: bytes, or seconds on a link.
         world_size: ranks that the plan is for; None: the trace's.
         warmup_steps: dense steps before the first compressed one.
         refresh_every: steps of training after which the plan is chosen anew from these settings; 0 is never.
-        accordion: with a refresh, the most and the least compressed value of the codec's main setting, between which
-            Accordion chooses the reference of every choice; see `gradlab.plan.refresh`.
-        seed: of the plan, and of random codecs while errors are measured.
+        accordion: the most and the least compressed value of the codec's main setting, with a refresh. Accordion takes
+            the reference of every choice between them; see `gradlab.plan.refresh`.
+        seed: seed of the plan, and of random codecs while errors are measured.
         workers: processes, or a cluster, that measure errors.
     """
 
@@ -98,14 +98,7 @@ class LgrecoOptions:
 
 @dataclass(frozen=True)
 class LgrecoFit:
-    """A plan by layer.
-
-    Args:
-        plan: the base plan with a codec per layer.
-        problem: the tables that the plan was chosen from.
-        allocation: the choice, its cost and a lower bound on any choice's cost.
-        provenance: how the plan was made, and its errors on later windows; as JSON the artifact's metadata.
-    """
+    """A plan by layer, the tables that it was chosen from, the choice with a bound, and how it was made."""
 
     plan: Plan
     problem: Problem

@@ -15,9 +15,7 @@ class WindowErrors(Jsonable):
     """A plan's relative errors by the metric that it was chosen by, as shares of sending zeros.
 
     By `l2`, the sum of the errors' norms over that of the gradients'; by `squared-l2`, the root of the same of squares.
-
-    chosen_on: on the windows that the plan was chosen on.
-    held_out: on later windows; None: there are none.
+    held_out: None: there are no later windows.
     """
 
     chosen_on: float
@@ -34,12 +32,7 @@ class PlanErrors(Jsonable):
 
 @dataclass(frozen=True)
 class LayerSetting(Jsonable):
-    """Setting of one layer, beside the uniform plan's setting.
-
-    chosen: codec and settings, as a text.
-    cost, uniform_cost: in the unit of the fit's cost.
-    relative_error, uniform_relative_error: on the windows chosen on, shares of the gradient's l2 norm.
-    """
+    """Setting of one layer, beside the uniform plan's: costs, and errors on the windows chosen on over the l2 norm."""
 
     name: str
     numel: int
@@ -56,24 +49,14 @@ class LayerSetting(Jsonable):
 class LgrecoProvenance(Jsonable):
     """How a plan by layer was made; its JSON is the artifact's metadata.
 
-    size, uniform_size: cost of the plan and of the uniform plan.
+    size, uniform_size: cost of the plan and of the uniform plan; gain: the latter over the former.
     gap: share of its size that the plan may be too large by; 0: no plan is smaller.
-    gain: uniform_size / size.
-    payload_bytes, uniform_payload_bytes, dense_payload_bytes: of the whole model, per rank and step.
-    sent_bytes: what a rank sends for the first of these.
-    relative_error: of both plans.
-    windows: first and last iteration of each window.
-    windows_chosen_on: how many of them, from the first, the plan was chosen on.
-    codec, reference: the uniform plan's codec and settings.
-    alpha: the error allowed, in the uniform plan's; None: a budget was given.
-    budget: the error allowed, summed over layers.
-    metric: "l2", the paper's, or "squared-l2".
-    cost: "payload", "wire" or "seconds".
-    world_size: ranks that the plan is for.
-    varied: the setting that the codec's grid varies.
-    uniform: the uniform plan's codec and settings, as a text.
+    payload_bytes, uniform_payload_bytes, dense_payload_bytes: bytes of the whole model, per rank and step.
+    sent_bytes: bytes that a rank sends for the first of these.
+    windows: first and last iteration of each; windows_chosen_on: how many of them, from the first, it was chosen on.
+    alpha: the error allowed, in the uniform plan's; None: a budget was given. budget: the same, summed over layers.
     alone: cost of the best plan of one codec and dense layers, by codec; empty: one codec.
-    sample: what share of which layers the trace holds, where errors are of samples; None: it holds all values.
+    sample: extent of the trace, if errors are those of samples; None: it holds all values.
     """
 
     method: str

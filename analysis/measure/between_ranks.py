@@ -59,15 +59,11 @@ _LAGS = (0, 1, 2, 5, 10, 20, 50)
 
 @dataclass(frozen=True)
 class BetweenRanks:
-    """How much of a trace is measured.
+    """How much of a trace is measured: at most so many iterations, pairs of ranks and values of a layer.
 
-    iterations: most iterations.
-    pairs: most pairs of ranks.
-    values: most values of a layer.
     shift: positions between the gradients of the shifted null. None: a quarter of the trace, at most 50.
-    bins: of a second histogram beside LGC's 2^32.
-    level: of the intervals.
-    seed: of the drawn pairs of ranks and shuffled values.
+    bins: number of bins of a second histogram beside LGC's 2^32.
+    level: confidence of the intervals.
     """
 
     iterations: int = 32
@@ -81,10 +77,7 @@ class BetweenRanks:
 
 @dataclass(frozen=True)
 class HistogramSeries(Jsonable):
-    """LGC's eq. (1) per iteration, means over pairs of ranks, in bits: (T,) each.
-
-    entropy, conditional, information, bias: as in `PlugIn`; shuffled, shifted: the information of the two nulls.
-    """
+    """LGC's eq. (1) per iteration, means over pairs of ranks, in bits, (T,) each: see `PlugIn`; and the two nulls."""
 
     entropy: np.ndarray
     conditional: np.ndarray
@@ -96,10 +89,9 @@ class HistogramSeries(Jsonable):
 
 @dataclass(frozen=True)
 class EstimatorSeries(Jsonable):
-    """A corrected estimator per iteration, means over pairs of ranks, in bits.
+    """A corrected estimator per iteration, (T,), means over pairs of ranks, in bits; shuffled: one shuffled pair.
 
-    samples: values per estimate, which for nearest neighbours are as many as the interval needs; paired, shifted: (T,);
-    shuffled: of one shuffled pair; excess: of paired over shifted.
+    samples: values per estimate, which for nearest neighbours are as many as the interval needs.
     """
 
     samples: int
@@ -134,13 +126,8 @@ class LayerBetweenRanks(Jsonable):
     """One layer's measurements at T iterations.
 
     values: number of them that were sampled.
-    iterations: (T,).
-    pairs: of ranks.
-    lags: copula information over the distance in recorded iterations.
-    top_indices: overlap of the ranks' largest values.
-    cosine: mean over pairs, (T,).
-    mean_cosine: over the iterations, with its interval.
-    signal_to_noise: of the mean over ranks. None: not known.
+    iterations, cosine: (T,); the cosine is a mean over pairs.
+    signal_to_noise: ratio in the mean over ranks. None: not known.
     place: marks of `layer_places`.
     """
 
@@ -162,7 +149,7 @@ class LayerBetweenRanks(Jsonable):
 
 @dataclass(frozen=True)
 class TraceBetweenRanks(Jsonable):
-    """Measurements of layers, in bits per parameter; shift, shift_iterations: of the shifted null."""
+    """Measurements of layers, in bits per parameter; shift, shift_iterations: distances of the shifted null."""
 
     settings: BetweenRanks = field(metadata={"json": False})
     world_size: int

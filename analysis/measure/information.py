@@ -13,8 +13,8 @@ Three estimators of the information between paired scalars:
   its monotone transforms. Normal scores of correlation rho share no less than a normal pair does. Tied samples have
   scores in random order, so that this holds for discrete values too; the bound is loose there.
 
-Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent. What two ranks
-share in an iteration is therefore the excess over pairs that are iterations apart (`excess_information`).
+Samples of one pair of gradients share the scales of their parameters, which alone makes them dependent. The share of
+two ranks in an iteration is therefore the excess over pairs that are iterations apart (`excess_information`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ _MOST_CORRELATED = 1 - 1e-12  # of normal scores: 20 bits, so that sums stay fin
 
 @dataclass(frozen=True)
 class PlugIn(Jsonable):
-    """A pair's plug-in quantities on a grid of bins, in bits.
-
-    entropy_x, entropy_y: marginal; conditional: H(y | x); information: I(x; y); bias: the excess of `information` by
-    Miller's first-order term, which holds only while it is small.
-    """
+    """A pair's plug-in quantities on a grid of bins, in bits: entropies, H(y | x), I(x; y), and its bias (Miller)."""
 
     entropy_x: float
     entropy_y: float
@@ -67,8 +63,7 @@ class PlugIn(Jsonable):
 class InformationEstimate(Jsonable):
     """Mutual information in bits, 0 or more, with an interval of confidence `level` that holds it.
 
-    high: infinity where neighbours, or a copula, cannot tell the pair from one variable that is a function of the
-    other; the value is at least about `low`.
+    high: infinity if neighbours, or a copula, cannot tell the pair from one variable that is a function of the other.
     """
 
     bits: float
@@ -183,10 +178,7 @@ def neighbor_information(
 
 @dataclass(frozen=True)
 class Excess(Jsonable):
-    """Information of pairs of one iteration beyond that of pairs that are iterations apart, in bits.
-
-    paired, shifted: means over iterations; bits: paired - shifted; the others: of the difference, as in `SeriesMean`.
-    """
+    """Information of pairs of one iteration beyond that of pairs iterations apart, in bits, as a `SeriesMean`."""
 
     paired: float
     shifted: float

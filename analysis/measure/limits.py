@@ -53,7 +53,7 @@ _MOST_COORDINATES = 2**18
 
 @dataclass(frozen=True)
 class CodecPoint(Jsonable):
-    """A codec on a layer: squared error relative to the gradient's energy, bits per value, bits above the floor."""
+    """A codec on a layer: squared error over the gradient's energy, bits per value, bits above the floor."""
 
     codec: str
     setting: str
@@ -64,7 +64,7 @@ class CodecPoint(Jsonable):
 
 @dataclass(frozen=True)
 class PlanPoint(Jsonable):
-    """A replayed plan on a layer: squared error relative to the compressor input's energy, and as `CodecPoint`."""
+    """A replayed plan on a layer: squared error over the compressor input's energy, and as `CodecPoint`."""
 
     plan: str
     layer: str
@@ -77,8 +77,7 @@ class PlanPoint(Jsonable):
 class LayerLimits(Jsonable):
     """One layer's floors in bits per value, (E,) at `RELATIVE_ERRORS`, and the codecs above them.
 
-    positions, iterations: those read; slice_size: K; coordinates, slices: the module's two descriptions; floor: the
-    lower of both.
+    coordinates, slices: the module's two descriptions; floor: the lower of both.
     """
 
     name: str
@@ -104,11 +103,7 @@ class Limits(Jsonable):
 
 @dataclass(frozen=True)
 class LimitExtent(Jsonable):
-    """How much of a trace is measured.
-
-    positions: most iterations that floors are computed from; windows: most iterations that codecs are measured in;
-    settings: most settings of a codec; layers: most layers, spread from the first to the last, None for all.
-    """
+    """Most iterations for floors and for codecs, most settings of a codec, and most layers (None: all)."""
 
     positions: int = 24
     windows: int = 2

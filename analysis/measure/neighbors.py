@@ -8,7 +8,7 @@ is, in nats,
 
 The neighbourhood of i reaches to its k-th neighbour, in the larger of the distances in x and in y. n_x and n_y samples,
 with i, lie nearer than that in x and in y. For continuous values this is algorithm 1 of Kraskov, Stoegbauer and
-Grassberger (PRE 69, 066138, 2004). Where more than k samples share a pair, the neighbourhood is that pair, and k, n_x
+Grassberger (PRE 69, 066138, 2004). If more than k samples share a pair, the neighbourhood is that pair, and k, n_x
 and n_y are the numbers of samples that are tied with i: the plug-in at the pair.
 
 Distances are of normal scores, so that monotone transforms change nothing. Tied samples have one place, the middle of

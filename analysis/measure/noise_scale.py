@@ -29,9 +29,9 @@ _RANK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class NoiseScale(Jsonable):
     """B in batches of one rank, with its interval; infinity where no signal is found.
 
-    B in examples is B times the batch's size. signal: ||G||^2, noise: tr(Sigma) of one rank's batch, means over
-    iterations. low, high: None where `refused` says what an interval needs. drift: the share of signal at the start and
-    end of the fitted line, where it drifts, as in `SeriesMean`.
+    signal: ||G||^2, noise: tr(Sigma) of one rank's batch, means over iterations.
+    low, high: None if there is no interval; `refused` says why.
+    drift: the share of signal at the start and end of the fitted line, if it drifts, as in `SeriesMean`.
     """
 
     batches: float
@@ -53,11 +53,7 @@ class LayerNoise(NoiseScale):
 
 @dataclass(frozen=True)
 class GroupCosine(Jsonable):
-    """Agreement of larger batches, as recorded.
-
-    batches: ranks in a group, whose mean is the gradient of so many recorded batches.
-    cosine: between the means of two such groups; NaN where every gradient is zero.
-    """
+    """The cosine between mean gradients of two groups of so many ranks; NaN if every gradient is zero."""
 
     batches: int
     cosine: float
@@ -65,12 +61,7 @@ class GroupCosine(Jsonable):
 
 @dataclass(frozen=True)
 class ExpectedAgreement(Jsonable):
-    """Agreement of two ranks over the batch, as the model's noise scale has it.
-
-    batches: (n,), a rank's batch in recorded batches.
-    cosine: (n,), between two ranks.
-    information: (n,), bits per value that two ranks share.
-    """
+    """Agreement of two ranks over the batch of one, (n,), in recorded batches: cosine, and bits shared per value."""
 
     batches: tuple[float, ...]
     cosine: tuple[float, ...]
@@ -79,11 +70,7 @@ class ExpectedAgreement(Jsonable):
 
 @dataclass(frozen=True)
 class RankCount(Jsonable):
-    """Redundancy of N ranks, each with the recorded batch.
-
-    redundancy_bits: bits per value and rank, see `redundancy`.
-    signal_share_of_mean: share of the energy of the mean over ranks that is the true gradient's.
-    """
+    """Redundancy of N ranks, bits per value and rank, and the true gradient's share of the energy of their mean."""
 
     nodes: int
     redundancy_bits: float
@@ -92,14 +79,7 @@ class RankCount(Jsonable):
 
 @dataclass(frozen=True)
 class TraceNoise(Jsonable):
-    """The noise scale of a model and its layers, and what follows from it over batch and N.
-
-    world_size: N of the recording.
-    batch_size: examples of one rank; None: not known.
-    measured_cosine: by size of a group of ranks.
-    expected: over the batch of one rank.
-    by_nodes: by N.
-    """
+    """The noise scale of a model and its layers, and what follows from it over batch and N."""
 
     world_size: int
     batch_size: int | None

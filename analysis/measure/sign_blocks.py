@@ -1,7 +1,7 @@
 """How much of a gradient's energy blocks of signs keep: Fig. 1 and Table 1 of dist-EF-blockSGD, and better blocks.
 
 Zheng, Huang, Kwok, "Communication-efficient distributed blockwise momentum SGD with error-feedback", NeurIPS 2019,
-section 3.2. Of a block v of d elements, C(v) = ||v||_1 / d sign(v) keeps ||v||_1^2 / d of the energy ||v||_2^2.
+section 3.2. C(v) = ||v||_1 / d sign(v) of a block v of d elements keeps ||v||_1^2 / d of the energy ||v||_2^2.
 
 Sums of magnitudes and energies add up over tensors, so that work is shared out by layer and a worker holds one layer.
 """

@@ -74,11 +74,7 @@ def spread(count: int, most: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SpectrumOptions:
-    """How much of a trace is measured.
-
-    start, stop: positions in the trace; slice_size: K in elements, None for `default_slice_size`; max_samples: most
-    steps read, spread evenly; max_slices: most slices of a layer measured.
-    """
+    """How much of a trace is measured: positions, K (None: `default_slice_size`), most steps, and most slices."""
 
     start: int = 0
     stop: int | None = None
@@ -91,10 +87,9 @@ class SpectrumOptions:
 class LayerSpectrum(Jsonable):
     """One layer's measurements; arrays over the sampled steps have length T.
 
-    slice_size, slices: K and M; slice_eigenvalues: of the first slice, which GradiVeQ fits; slice_dimensions: by the
-    number of a sampled slice, d by lambda; layer_eigenvalues: of the whole layer over time; mean_share: share of the
-    energy that the average over time holds; norm: l2 norm of the averaged gradient, (T,); cosine: mean over pairs of
-    ranks, (T,), NaN where there is none; signal_to_noise: see the function; inner: products between ranks, (T, N, N).
+    slice_eigenvalues: those of the first slice, which GradiVeQ fits; slice_dimensions: d by lambda, by sampled slice.
+    mean_share: share of the energy that the average over time holds; norm: l2 norm of the averaged gradient, (T,).
+    cosine: mean over pairs of ranks, (T,), NaN where there is none; inner: products between ranks, (T, N, N).
     """
 
     layer: Layer = field(metadata={"json": False})
@@ -128,11 +123,7 @@ class LayerSpectrum(Jsonable):
 
 @dataclass(frozen=True)
 class TraceSpectrum(Jsonable):
-    """Measurements of several layers at the same steps.
-
-    steps: iterations (T,) that are finite on all ranks and layers; nonfinite_steps: sampled iterations that are not;
-    skipped_layers: names of layers not measured; never_finite_layers: names of layers left out.
-    """
+    """Measurements of several layers at the same iterations, (T,), those that are finite on all ranks and layers."""
 
     world_size: int
     steps: np.ndarray

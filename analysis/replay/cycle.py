@@ -31,12 +31,10 @@ DENSE, SAMPLED, COMPRESSED = PHASES = ("dense", "sampled", "compressed")
 
 @dataclass(frozen=True)
 class LayerCycle(Jsonable):
-    """The iterations of one layer.
+    """The iterations of one layer: "dense", "sampled" (uncompressed or as QSGD, to fit on) or "compressed".
 
-    phases: per iteration: "dense", "sampled" (uncompressed or as QSGD, to fit on) or "compressed".
     fitted_after: iterations whose sample was the last before bases were fitted.
-    slices: of the layer; 1 where it is not cut into slices.
-    fitted_slices: for each basis, the slices that it is fitted on.
+    slices: number of slices, 1 if the layer is not cut; fitted_slices: those that each basis is fitted on.
     """
 
     phases: tuple[str, ...]

@@ -157,8 +157,7 @@ class Replay:
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
 
-        provenance: of the plan's artifact or fit. If it names no iterations, or another trace, the replay is returned
-        as it is.
+        provenance: metadata of the plan's artifact or fit. Without iterations, or of another trace, it changes nothing.
 
         Raises:
             GradlabError: if its "fitted_on" is not a list of iterations.

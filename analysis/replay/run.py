@@ -51,11 +51,9 @@ def replay(
 ) -> Replay:
     """Run the plan over positions start..stop of a trace.
 
-    Groups of a large model are independent of one another, and are replayed in parts, which workers share: processes,
-    or a cluster.
-    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. Of a layer that
-    the trace holds a sample of, the sample is replayed: see `gradlab.analysis.replay.sampled`. Errors on the iterations
-    that a plan was fitted on are no prediction: see `Replay.held_out`.
+    Layers that the plan compresses must be in the trace; layers it sends dense may be missing from it. A layer that the
+    trace holds a sample of is replayed on the sample. Errors on the iterations that a plan was fitted on are no
+    prediction: see `Replay.held_out`.
 
     >>> from gradlab.analysis import replay
     >>> with Trace("trace") as trace:
@@ -93,16 +91,13 @@ def replay_plans(
 
     Args:
         trace: the recording.
-        plans: by name.
+        plans: plans by name.
         start, stop: positions, as `replay` takes them.
         workers: processes, or a cluster.
-        progress: called after each part, or, of a single part in this process, after each step.
+        progress: called after each part, or, for a single part in this process, after each step.
 
     Returns:
         By name, a replay, or the error of a plan that cannot be replayed on this trace.
-
-    Raises:
-        GradlabError: for fewer than 1 worker, where there is work to share.
     """
     stop = len(trace.steps) if stop is None else stop
     works = {name: _work_of(trace, plan, start, stop) for name, plan in plans.items()}
@@ -229,8 +224,8 @@ def parts_of(plan: Plan, world_size: int) -> list[tuple[str, ...]]:
 class _Sums:
     """Sums over the groups of a part in one step.
 
-    layers: squared error and norm of contribution_error, by layer; mean: of the applied with the true mean; energy: of
-    the ranks' gradients; payload, wire: bytes by rank.
+    layers: squared error and norm of contribution_error, by layer; mean: the applied with the true mean; payload, wire:
+    bytes by rank.
     """
 
     iteration: int

@@ -1,11 +1,11 @@
 """Compare what a plan applies with the true means: in one step, and summed over windows of successive steps.
 
 Training follows the sum of updates. Error feedback applies in later steps what it did not send at once, and momentum
-spreads a gradient over many steps: in each step both look wrong, and their sums are right. What a code never sends is
-missing from the sum too, and the noise of an unbiased code averages out in it.
+spreads a gradient over many steps: in each step both look wrong, and their sums are right. A part that a code never
+sends is missing from the sum too, and the noise of an unbiased code averages out in it.
 
 With A_t the applied and G_t the true mean of step t, a window of W steps has the error ||sum A - sum G|| / ||sum G||
-and the cosine <sum A, sum G> / (||sum A|| ||sum G||). W = 1 is one step. Of each length two running sums are held, so
+and the cosine <sum A, sum G> / (||sum A|| ||sum G||). W = 1 is one step. Two running sums are held for each length, so
 that memory does not grow with the number of steps.
 """
 

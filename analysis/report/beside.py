@@ -56,12 +56,7 @@ _REPORT = {
 
 @dataclass(frozen=True)
 class Measure:
-    """One number of a plan or a layer, of which both reports have one.
-
-    name: the head of its table.
-    of: by the name of the plan or layer, from a report.
-    text: how it is written.
-    """
+    """One number of a plan or a layer that both reports have: its name, its values by report and row, and its text."""
 
     name: str
     of: Mapping[str, Mapping[str, Value]]

@@ -28,16 +28,13 @@ class Bounded(Jsonable):
 class Look(Jsonable):
     """The extent of a report's measurements.
 
-    quick: whether this is a quick look, which its report then says.
     spectrum, signs, replays: iterations of spectra, of signs and of replays.
     search_seconds: budget of the search for settings.
-    samples: GradiVeQ's L_t. Of a shorter trace the first half is fitted, so that the other half can be held out.
+    samples: GradiVeQ's L_t. Half of a shorter trace is fitted, so that the other half can be held out.
     fitted: parameters up to which a GradiVeQ fit of the whole model is made.
-    between: how much of what ranks share.
-    limits: how much of codecs beside their limit.
-    figures: of a section, the first ones; None: all.
-    layer_figures: layers, the largest, that have figures of their own: drawing one takes about as long as measuring the
-        layer.
+    between, limits: extents of the pages of ranks, and of codecs beside their limit.
+    figures: number of figures of a section; None: all.
+    layer_figures: layers, the largest, that have figures of their own: drawing one takes about as long as measuring it.
     """
 
     quick: bool = False

@@ -40,13 +40,11 @@ from gradlab.version import VERSION
 class Page:
     """Everything a report shows.
 
-    title, verdict: its first two lines.
-    brief: what stands in place of the verdict in the page, in short; empty: the verdict.
+    title, verdict: its first two lines; brief: text in place of the verdict in the page, if it is shorter.
     data: plain JSON, written to report.json.
     facts: names with values, about the recording or the runs.
-    formats: of the figures' files, "svg" and perhaps "pdf".
-    play: plain JSON from which the page's script computes steps on the reader's own network, see `playable_data`; it
-        stands in the first section. None: there is nothing to play with.
+    play: plain JSON from which the page's script computes steps on the reader's own network, see `playable_data`. None:
+        there is nothing to play with.
     full: whether tables and figures are unfolded.
     repeat: the command that writes the report again; empty if there is none.
     """

@@ -59,17 +59,15 @@ def summarize_trace(trace: Trace) -> dict[str, Any]:
 class Examination:
     """Measurements of a trace. Each page of a report shows a part of it.
 
-    spectrum: of every layer. None: not measured yet.
+    spectrum: spectra of every layer. None: not measured yet.
     fit: a GradiVeQ fit on the trace.
-    plans, replays: plans replayed on the trace, by name.
-    speed: forecasts of those plans on a network.
+    plans, replays: plans replayed on the trace, by name; speed: forecasts of them.
     frontier: every setting that was replayed in search of those plans, see `gradlab.analysis.forecast.frontier`.
-    local_steps: the same where an exchange comes after several steps. None: not known, or not worth a word.
-    tapes: of those plans, see `gradlab.analysis.forecast.tape`. None: the page computes nothing itself.
+    local_steps: the same with an exchange after several steps. None: not known, or not worth a word.
+    tapes: recordings of those plans' steps for the page's script. None: the page computes nothing itself.
     measured: further parts by their names in report.json: between_nodes, noise_scale, limits, slice_structure,
         sign_blocks. A part that is missing or None has no page.
     remarks: warnings, one line each.
-    look: how much was measured.
     """
 
     spectrum: TraceSpectrum | None = None
@@ -111,9 +109,6 @@ def write_trace_report(
 
     Returns:
         The path of report.html.
-
-    Raises:
-        GradlabError: for a report that is there already (unless overwrite), or a trace too short to measure.
     """
     folder = require_free(out, overwrite, contents=REPORT_FILES)
     known = examination or Examination()
@@ -163,7 +158,7 @@ def write_comparison(
 
     Args:
         out: the folder, made if it is missing.
-        runs: the trainer's reports by name. The run named "dense" is the reference.
+        runs: the trainer's reports by name, at least one. The run named "dense" is the reference.
         replays: replays of the runs' plans, by the runs' names; those of fits are judged after the fits' samples.
         fits: fits of the runs' plans, by the runs' names.
         trace_summary: the replayed trace, as `summarize_trace` gives it.
@@ -173,9 +168,6 @@ def write_comparison(
 
     Returns:
         The path of report.html.
-
-    Raises:
-        GradlabError: for a report that is there already (unless overwrite), or no run at all.
     """
     folder = require_free(out, overwrite, contents=REPORT_FILES)
     if not runs:

@@ -16,7 +16,6 @@ from itertools import pairwise
 import torch
 
 from gradlab.errors import GradlabError
-from gradlab.knapsack import allocate
 from gradlab.layout import Layer, filter_axes, flatten, matrices, split_slices
 from gradlab.workspace import Workspace
 
@@ -164,22 +163,6 @@ def stacked_axes(axes: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """Stack the leading axes (K, R) of B fits to bases, float32 (B, K, width), completed to orthonormal sets. Slices
     that never change have no axes and get the first unit vectors."""
     return torch.stack([_first_columns(of_basis, width) for of_basis in axes]).float().contiguous()
-
-
-def shared_dimensions(energies: Sequence[torch.Tensor], prices: Sequence[float], budget: float) -> list[int]:
-    """Choose d of each layer, at least 1, that together hold the most energy within a budget of bytes, see
-    `gradlab.knapsack`.
-
-    energies: per layer (R,), not negative: the energy of held-out samples along each axis.
-    prices: per layer, bytes of one axis.
-    """
-    if budget < sum(prices):
-        raise GradlabError(f"a budget of {budget:.0f} bytes, but one axis for every layer takes {sum(prices):.0f}")
-    # `allocate` minimises sizes under a budget of errors: here sizes are missed energies, and errors are bytes.
-    # Energies of nothing are rounded to either side of zero.
-    missed = [[*energy.double().clamp_min(0).flip(0).cumsum(0).flip(0)[1:].tolist(), 0.0] for energy in energies]
-    spent = [[price * d for d in range(1, len(energy) + 1)] for energy, price in zip(energies, prices, strict=True)]
-    return [int(index) + 1 for index in allocate(spent, missed, budget).choice]
 
 
 def _first_columns(axes: torch.Tensor, width: int) -> torch.Tensor:

@@ -179,7 +179,7 @@ def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, fol
 @pytest.mark.parametrize(
     "method",
     [
-        ["gradiveq", "--samples", 8, "-s", "slice_size=48", "--total-ratio", 4],
+        ["gradiveq", "--samples", 8, "-s", "slice_size=48"],
         ["lgreco", "--codec", "topk", "--set", "density=0.1"],
         ["lgc", "--density", 0.1, "-s", "epochs=2", "--warmup-steps", 0],
         ["signs", "--scales", 4],

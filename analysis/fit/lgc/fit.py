@@ -47,12 +47,7 @@ _EQUAL = 1.05  # times as many bytes are still called as many
 
 @dataclass(frozen=True)
 class Fitting:
-    """How an autoencoder is learned.
-
-    epochs: the most passes over the iterations learned from.
-    patience: epochs without a smaller error on the iterations that say when to stop.
-    batch: iterations per step of Adam.
-    """
+    """How an autoencoder is learned; patience: epochs without a smaller error; batch: iterations of a step of Adam."""
 
     epochs: int = 100
     patience: int = 10
@@ -69,14 +64,11 @@ class Fitting:
 
 @dataclass(frozen=True)
 class LgcOptions(LgcRecipe):
-    """The plan that `fit_lgc` makes, and how its autoencoder is learned.
+    """The plan that `fit_lgc` makes, a `gradlab.plan.LgcRecipe` without a warm-up, and how its autoencoder is learned.
 
     Args:
-        settings: of codec `lgc_ring` or `lgc_server`. Its loss, optimizer, learning_rate and the like are for tuning
-            while training.
-        fitting: how the autoencoder is learned on the trace; None is `Fitting()`.
-        first, last, vectors, momentum, keep, warmup_steps, seed: as for `gradlab.plan.LgcRecipe`, but that
-            warmup_steps is 0 by default.
+        settings: settings of codec `lgc_ring` or `lgc_server`. Its loss, optimizer and learning_rate are for training.
+        fitting: epochs, patience, rate and batch of learning on the trace; None is `Fitting()`.
     """
 
     settings: Mapping[str, Any] | None = None
@@ -94,11 +86,9 @@ class EpochErrors(Jsonable):
 
 @dataclass(frozen=True)
 class CodeScore(Jsonable):
-    """A way to send the selected values, tried on the iterations held out.
+    """A way to send the selected values: error on held-out iterations over that of zeros, and bytes of an iteration.
 
-    error: squared error, as a share of the error of sending zeros.
-    payload_bytes: of an iteration, mean over ranks.
-    wire_bytes: of an iteration, that rank 0 sends.
+    payload_bytes: mean over ranks; wire_bytes: those that rank 0 sends.
     """
 
     name: str
@@ -109,13 +99,7 @@ class CodeScore(Jsonable):
 
 @dataclass(frozen=True)
 class Parts(Jsonable):
-    """Iterations in each part of the trace.
-
-    Args:
-        learned: that were learned from.
-        stopped_by: that say when to stop.
-        held_out: the later ones.
-    """
+    """Numbers of iterations: to learn from, to stop by, and later ones."""
 
     learned: int
     stopped_by: int
@@ -124,11 +108,7 @@ class Parts(Jsonable):
 
 @dataclass(frozen=True)
 class AgeErrors(Jsonable):
-    """The autoencoder's squared error on later iterations by age, as a share of the error of sending zeros.
-
-    ages: iterations since the last one learned from: first and last age of each bin, (b,).
-    error_by_age: (b,).
-    """
+    """The autoencoder's error over that of zeros, (b,), by age in iterations: first and last age of each bin."""
 
     ages: list[tuple[int, int]]
     error_by_age: list[float]
@@ -138,17 +118,11 @@ class AgeErrors(Jsonable):
 class LgcMeasurement(Jsonable):
     """How an autoencoder was learned, and its error on later iterations beside that of codes without learning.
 
-    pattern: "ring" or "server".
-    world_size: ranks recorded.
     selected: values that a rank selects in an iteration.
-    settings: of the codec, those that were given.
-    most_error: the codec's; with a larger error training does without the autoencoder. It is not written.
-    iterations: in each part of the trace.
-    code_spread: how much codes of consecutive iterations differ, relative to their norm.
+    most_error: setting of the codec; with a larger error training does without the autoencoder. It is not written.
+    code_spread: difference of codes of consecutive iterations, relative to their norm.
     codes: the autoencoder, then those without learning.
-    holdout: the autoencoder's error by age.
-    payload_bytes: of a compressed iteration and rank.
-    dense_payload_bytes: of a dense iteration and rank.
+    payload_bytes, dense_payload_bytes: bytes of a compressed and of a dense iteration and rank.
     """
 
     pattern: str
@@ -186,12 +160,7 @@ class LgcMeasurement(Jsonable):
 
 @dataclass(frozen=True)
 class LgcFit:
-    """A plan with its autoencoder.
-
-    Args:
-        plan: of `gradlab.plan.lgc_plan`, with the weights learned.
-        measured: how they were learned, and their error on later iterations.
-    """
+    """A plan with its learned autoencoder, and how it was measured."""
 
     plan: Plan
     measured: LgcMeasurement
@@ -229,8 +198,7 @@ def fit_lgc(
         changes: fields of `LgcOptions` by name, which differ from `options`.
 
     Raises:
-        GradlabError: for fewer than 20 iterations, a trace of one rank, a model with nothing between its first and its
-            last layer, or a setting out of range.
+        GradlabError: for fewer than 20 iterations, one rank, no layer between the first and the last, or a bad setting.
     """
     options = replace(options or LgcOptions(), **changes)
     if isinstance(workers, Cluster):

@@ -65,8 +65,7 @@ class ComparedSlices(SpatialConsistency):
 class LayerStructure(Jsonable):
     """One layer's measurements; a part that cannot be measured is None, and a remark says why.
 
-    slice_size: K of the codec, of the first slice's measurements; period: at whose multiples slices are alike;
-    period_is: "F D", or "F" where F D leaves no second slice.
+    period: at whose multiples slices are alike, "F D", or "F" if F D leaves no second slice.
     """
 
     layer: Layer = field(metadata={"json": False})
@@ -99,9 +98,7 @@ class SliceStructure(Jsonable):
 
 @dataclass(frozen=True)
 class _Positions:
-    """Positions of a trace that are read: fit, windows: ranges [first, stop); later: (n,), held out; read: all,
-    (m,).
-    """
+    """Positions of a trace: ranges [first, stop) that are fitted on, later ones (n,), and all that are read (m,)."""
 
     fit: tuple[int, int]
     later: np.ndarray
@@ -111,10 +108,9 @@ class _Positions:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A layer's sampled averaged gradients.
+    """A layer's sampled averaged gradients (P, C), float32, finite, at positions and iterations (P,).
 
-    values: (P, C), float32, finite; positions, steps: (P,), positions in the trace and iterations; columns: (C,),
-    places in GradiVeQ's order; left_out: number of iterations that are not finite.
+    columns: (C,), places in GradiVeQ's order; left_out: number of iterations that are not finite.
     """
 
     layer: Layer
@@ -141,9 +137,7 @@ def measure_slice_structure(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> SliceStructure:
-    """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace.
-    At most 5 L_t + 72 averaged gradients of a layer, 65 536 values, K of 4096, and 16 slices against 16 are compared.
-    """
+    """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace, within bounds."""
     recorded = len(trace.steps)
     if samples < 2 or not 0 <= start < recorded:
         raise GradlabError(

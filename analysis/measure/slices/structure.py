@@ -130,10 +130,9 @@ def cut_slices(vectors: np.ndarray, places: np.ndarray, least: int) -> np.ndarra
 
 @dataclass(frozen=True)
 class Correlation(Jsonable):
-    """Correlation of n adjacent values over T iterations.
+    """Correlation of n adjacent values over T iterations, (n, n), NaN if a value never changes; its absolute mean.
 
-    matrix: (n, n), NaN where a value never changes; mean_absolute: mean of the absolute correlation over pairs;
-    by_chance: mean_absolute expected of independent normal values, sqrt(2 / (pi (T - 1))).
+    by_chance: the mean expected of independent normal values, sqrt(2 / (pi (T - 1))).
     """
 
     matrix: np.ndarray
@@ -158,10 +157,9 @@ def adjacent_correlation(values: np.ndarray) -> Correlation:
 
 @dataclass(frozen=True)
 class Scatter(Jsonable):
-    """Fig. 4: adjacent values before and after rotation onto their principal axes.
+    """Fig. 4: adjacent values (T, 3), before and after rotation onto their principal axes.
 
-    before: (T, 3); after: (T, 3), centred and rotated; share: (3,), of the variance by axis; later_share: (3,), of the
-    energy of later iterations about the same mean.
+    share, later_share: (3,), by axis, of the variance, and of the energy of later iterations about the same mean.
     """
 
     before: np.ndarray
@@ -191,11 +189,11 @@ def _shares(scores: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SliceSizeCurve(Jsonable):
-    """Fig. 5: losses under the first slice's basis; arrays over n slice sizes K.
+    """Fig. 5: losses under the first slice's basis, over n slice sizes K.
 
-    sizes: K; multiples: whether K is a multiple of `period` (F D); dimensions: d; ratios: K / d; fitted_loss: of the
-    first slice on the iterations fitted on; in_sample_loss: of the remaining slices on these iterations; later_loss: of
-    the remaining slices on later iterations; random_loss: the same under a random basis.
+    multiples: whether K is a multiple of `period` (F D); dimensions: d; ratios: K / d; fitted_loss: loss of the first
+    slice on the iterations fitted on; in_sample_loss: of the remaining slices there; later_loss: of these on later
+    iterations; random_loss: the same under a random basis.
     """
 
     period: int
@@ -218,9 +216,7 @@ def loss_by_slice_size(
     rule: DimensionRule | None = None,
     columns: np.ndarray | None = None,
 ) -> SliceSizeCurve:
-    """Measure Fig. 5: the loss of the first slice's compressor on the remaining slices, for each K.
-    fit, later: averaged gradients (T, n) and (T', n). Costs O((T + T') n d) for each K, n of at most 32 768.
-    """
+    """Measure Fig. 5: the loss of the first slice's compressor on the remaining slices, for each K."""
     rule, columns = rule or DimensionRule(), _places(fit, later, columns)
     rows = [_one_size(fit, later, size, rule, columns) for size in sizes]
     kept = np.array([row[0] for row in rows], dtype=np.int64)
@@ -270,10 +266,9 @@ def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SpatialConsistency(Jsonable):
-    """Losses of slice j under the basis of slice i, at [i, j].
+    """Losses of slice j under the basis of slice i, at [i, j], on the iterations fitted on and on later ones, (M, M).
 
-    in_sample, later: (M, M), on the iterations fitted on and on later ones; dimensions: (M,), d of each basis; own:
-    mean of later's diagonal; others: mean of the rest of later; random: mean of random bases over the same rest.
+    own, others, random: means of later's diagonal, of its rest, and of random bases over the same rest.
     """
 
     in_sample: np.ndarray
@@ -287,9 +282,7 @@ class SpatialConsistency(Jsonable):
 def spatial_consistency(
     fit: np.ndarray, later: np.ndarray, rule: DimensionRule | None = None, most: int = MOST_SLICES
 ) -> SpatialConsistency:
-    """Measure the loss of each slice under each other slice's basis (section 1, point 2); fit, later: (T, M, K), (T',
-    M, K). Costs O((T + T') M^2 K d). `others` and `random` are NaN for one slice.
-    """
+    """Measure the loss of each slice under each other slice's basis (section 1, point 2); (T, M, K), (T', M, K)."""
     chosen, rule = spread(fit.shape[1], most), rule or DimensionRule()
     fit, later = _checked(fit[:, chosen], 2), _checked(later[:, chosen], 1)
     mean, bases = fit.mean(0), [fit_basis(fit[:, m]) for m in range(len(chosen))]
@@ -321,11 +314,10 @@ def _ratios(energies: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Staleness(Jsonable):
-    """Loss of bases fitted on windows against their age, in iterations after the window's last.
+    """Loss of bases fitted on windows against their age, in iterations after the window's last, (n,) pooled by bin.
 
-    ages: (n, 2), first and last of each bin; loss, random_loss, steps: (n,), pooled over windows; by_window: (w, n);
-    relative: (n,), the loss over that of the youngest bin, of the same windows; dimensions: (w,); suggested: L_c in
-    iterations, None if no bin's loss exceeds 1 + tolerance times the youngest bin's; last_age: the oldest age measured.
+    relative: the loss over that of the youngest bin, of the same windows; suggested: L_c in iterations, None if no
+    bin's loss exceeds 1 + tolerance times the youngest bin's.
     """
 
     ages: np.ndarray

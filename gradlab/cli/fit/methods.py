@@ -118,21 +118,18 @@ class Gradiveq(Method):
 
       gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
 
-      gradlab fit gradiveq trace --out gradiveq.safetensors --total-ratio 16 -s stem.weight:on_loss=dense
+      gradlab fit gradiveq trace --out gradiveq.safetensors -s ratio=16 -s stem.weight:on_loss=dense
 
       gradlab fit gradiveq trace --out paper.safetensors --paper -s loss_threshold=0.05
     """
 
     name, about = "gradiveq", "PCA bases of gradient slices (GradiVeQ)"
-    options = ("samples", "total_ratio", "role", "paper")
+    options = ("samples", "role", "paper")
     listed = "gradiveq"
     by_layer = True
     samples: int = setting(
         100,
         help="iterations to fit on (the paper's L_t): the last before --warmup-steps, or the first of the trace",
-    )
-    total_ratio: float | None = setting(
-        None, help="dense bytes of the whole model over compressed ones: d of all layers at once"
     )
     role: tuple[str, ...] = setting((), help=ROLE)
     paper: bool = setting(
@@ -149,7 +146,6 @@ class Gradiveq(Method):
             start=self.start,
             settings=self._settings({name: value for name, value in job.settings.items() if ":" not in name}),
             layer_settings=_by_layer(job.settings),
-            total_ratio=self.total_ratio,
             roles=self.role or GradiVeQ.about.defaults.roles,
             warmup_steps=self.warmup_steps or 0,
             seed=self.seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -23,12 +22,12 @@ from gradlab.codecs.topk import TopK
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten
-from gradlab.learning.slice_pca import fitted_slices, shared_dimensions
+from gradlab.learning.slice_pca import fitted_slices
 from gradlab.plan import Plan
 from gradlab.plan.plan import FINITE_FLAG_BYTES
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.laws import law
-from support.recorded import BIAS, CONVOLUTION, LINEAR, random_gradients, record
+from support.recorded import CONVOLUTION, LINEAR, random_gradients, record
 
 SIZE, SLICES = 40, 6
 LAYER = Layer("w", (SIZE, SLICES, 1, 1), "convolution")  # K = F: slice m is what belongs to input m
@@ -119,79 +118,6 @@ def test_slices_that_are_fitted_on_are_spread_over_those_served(slices: int, reu
         assert max(gaps) - min(gaps) <= 1
     assert len(chosen) == -(-slices // reuse)
     assert fitted_slices(slices, None) == ([[0]] if slices else [])
-
-
-@law(
-    st.lists(st.lists(st.floats(0, 100), min_size=1, max_size=4), min_size=1, max_size=3),
-    st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=3, max_size=3),
-    st.floats(0, 40),
-)
-def test_a_shared_budget_is_spent_as_well_as_can_be(
-    energies: list[list[float]], prices: list[float], spare: float
-) -> None:
-    """Against all combinations."""
-    prices = prices[: len(energies)]
-    falling = [torch.tensor(sorted(energy, reverse=True)) for energy in energies]
-    budget = sum(prices) + spare
-    dimensions = shared_dimensions(falling, prices, budget)
-
-    def value(choice: tuple[int, ...]) -> float:
-        return sum(float(energy[:d].sum()) for energy, d in zip(falling, choice, strict=True))
-
-    def cost(choice: tuple[int, ...]) -> float:
-        return sum(price * d for price, d in zip(prices, choice, strict=True))
-
-    choices = itertools.product(*(range(1, len(energy) + 1) for energy in energies))
-    best = max(value(choice) for choice in choices if cost(choice) <= budget)
-    assert cost(tuple(dimensions)) <= budget
-    assert value(tuple(dimensions)) == pytest.approx(best, rel=1e-6)
-
-
-def test_a_budget_buys_a_later_axis_through_an_earlier_one() -> None:
-    """On samples that were not fitted on, energies need not fall: the third axis is worth the second."""
-    assert shared_dimensions([torch.tensor([5.0, -2e-17]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 3.0) == [1, 2]
-    assert shared_dimensions([torch.tensor([5.0, 0.0, 9.0]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 4.0) == [3, 1]
-    assert shared_dimensions([torch.tensor([5.0, 0.0, 9.0]), torch.tensor([5.0, 4.0])], [1.0, 1.0], 3.0) == [1, 2]
-    with pytest.raises(GradlabError, match="a budget of 1 bytes, but one axis for every layer takes 2"):
-        shared_dimensions([torch.ones(2), torch.ones(2)], [1.0, 1.0], 1.0)
-
-
-def test_a_total_ratio_goes_where_the_structure_is(tmp_path: Path) -> None:
-    """Of two layers one has structure, the other is noise as strong: axes go to the first; the bytes are as asked."""
-    rng = np.random.default_rng(0)
-    layers = (Layer("good", (16, 8, 1, 1), "convolution"), Layer("noise", (16, 8, 1, 1), "convolution"), BIAS)
-    directions = np.linalg.qr(rng.standard_normal((128, 6)))[0]
-    steps = [
-        {
-            "good": (4 * rng.standard_normal(6) @ directions.T).reshape(layers[0].shape).astype(np.float32),
-            "noise": rng.standard_normal(layers[1].shape).astype(np.float32),
-            BIAS.name: np.zeros(BIAS.shape, np.float32),
-        }
-        for _ in range(60)
-    ]
-    with record(tmp_path / "t", [[step] for step in steps], layers) as trace:
-        fit = fit_gradiveq(trace, samples=40, total_ratio=16)
-        with pytest.raises(GradlabError, match="total ratio 1000 is out of reach"):
-            fit_gradiveq(trace, samples=40, total_ratio=1000)
-    dimensions = {name: fact["dimension"] for name, fact in fit.provenance["layers"].items()}
-    assert dimensions["good"] == 6
-    dense = sum(4 * layer.numel for layer in layers)
-    assert fit.provenance["payload_bytes"] <= dense / 16 + 4 < fit.provenance["payload_bytes"] + 4 + 4
-    assert fit.provenance["promised_loss"] is None
-    assert not any("lambda" in line for line in fit.warnings)
-
-
-@pytest.mark.parametrize(("complement", "total_ratio"), [(0.5, 4), (0.25, 2), (0.5, 20)])
-def test_random_coordinates_fill_a_budget_that_samples_cannot(
-    tmp_path: Path, complement: float, total_ratio: float
-) -> None:
-    """Nine fitted axes at most, but the bytes are as asked, to within an axis of a layer."""
-    layers = (CONVOLUTION, Layer("second.weight", (16, 8, 3, 3), "convolution"))
-    settings = GradiVeQ.Settings(complement=complement, compressed_steps=0, whitening=False)
-    with record(tmp_path / "t", random_gradients(0, 30, 2, layers), layers) as trace:
-        fit = fit_gradiveq(trace, samples=12, settings=settings, total_ratio=total_ratio)
-    dense = 4 * sum(layer.numel for layer in layers)
-    assert dense / total_ratio - 8 < fit.provenance["payload_bytes"] - 4 <= dense / total_ratio
 
 
 @pytest.mark.parametrize("complement", [0.0, 0.25, 0.5, 1.0])
@@ -311,8 +237,6 @@ def test_all_axes_lose_nothing() -> None:
         ),
         ({"layer_settings": {CONVOLUTION.name: {"on_loss": "cry"}}}, "one of refresh, dense, stop"),
         ({"layer_settings": {CONVOLUTION.name: {"size": 1}}}, "gradiveq has no setting size"),
-        ({"total_ratio": 1e9}, "total ratio 1e\\+09 is out of reach"),
-        ({"total_ratio": math.nan}, "total ratio = nan, expected at least 1"),
         ({"settings": GradiVeQ.Settings(complement=1.0, ratio=4.0)}, "nothing to fit"),
         ({"samples": 1}, "at least 2"),
     ],
