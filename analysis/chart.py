@@ -95,7 +95,6 @@ class Chart:
     height: inches of a row of panels.
     legend: "below", "right" or "", for the labels of all panels.
     layers: names of the layers that the first lines of each panel show, in order; a colour bar names many.
-    heat_label: label of the colour bar beside heat; empty: there is none.
     shares: axes that panels have in common, as `Figure.subplots` takes them.
     """
 
@@ -104,7 +103,6 @@ class Chart:
     height: float = 2.5
     legend: str = "below"
     layers: Sequence[str] = ()
-    heat_label: str = ""
     caption: str = ""
     shares: Mapping[str, Any] = field(default_factory=dict)
 
@@ -166,9 +164,7 @@ def draw(chart: Chart) -> Figure:
     figure, axes = panels(len(chart.panels), chart.columns, height=chart.height, **chart.shares)
     write_below(figure, chart.caption)
     for number, (one, panel) in enumerate(zip(axes, chart.panels, strict=True)):
-        heat = _draw_panel(one, panel, number)
-        if chart.heat_label and heat is not None and number == len(axes) - 1:
-            figure.colorbar(heat, ax=axes, label=chart.heat_label, aspect=30, pad=0.02)
+        _draw_panel(one, panel, number)
     if chart.layers:
         name_layers(figure, axes, chart.layers)
     elif chart.legend and (named := _named(axes)):
@@ -185,12 +181,10 @@ def _named(axes: Sequence[Axes]) -> dict[str, Any]:
     return {label: handle for one in without for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
 
 
-def _draw_panel(axes: Axes, panel: Panel, number: int) -> Any:
-    heat, series = None, 0
+def _draw_panel(axes: Axes, panel: Panel, number: int) -> None:
+    series = 0
     for mark in panel.marks:
         artist = _DRAWN[mark.kind](axes, mark)
-        if mark.kind == "heat":
-            heat = artist
         if mark.kind in _SERIES and len(mark.y):
             artist.set_gid(f"series-{number}-{series}")
             series += 1
@@ -207,7 +201,6 @@ def _draw_panel(axes: Axes, panel: Panel, number: int) -> Any:
             axis.set_minor_formatter(NullFormatter())
     if panel.legend:
         axes.legend(fontsize=7)
-    return heat
 
 
 def _possible(panel: Panel) -> dict[str, Any]:

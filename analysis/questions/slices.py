@@ -30,7 +30,7 @@ _FIT_COLUMNS = (
 )  # fmt: skip
 _STRUCTURE_COLUMNS = (
     "layer", "slice K", "correlation of neighbours (by chance)", "loss at multiples of F D / beside them",
-    "loss, own basis / other slices'", "random", "L_c",
+    "L_c",
 )  # fmt: skip
 
 
@@ -136,16 +136,13 @@ def structure_table(structure: Json) -> Table:
 
 
 def _structure_row(layer: Json) -> list[str]:
-    correlation, compared = (layer[part] or {} for part in ("correlation", "consistency"))
-    aged = layer["staleness"]
+    correlation, aged = layer["correlation"] or {}, layer["staleness"]
     lasts = format_number(None) if aged is None else aged["suggested"] or f"at least {aged['last_age']}"
     return [
         layer["name"],
         format_count(layer["slice_size"]),
         f"{format_number(correlation.get('mean_absolute'), 2)} ({format_number(correlation.get('by_chance'), 2)})",
         " / ".join(format_percent(loss) for loss in _at_and_beside(layer["slice_sizes"])),
-        f"{format_percent(compared.get('own'))} / {format_percent(compared.get('others'))}",
-        format_percent(compared.get("random")),
         str(lasts),
     ]
 
@@ -179,12 +176,6 @@ def structure_drawings(structure: Json) -> list[Drawing]:
             "After Fig. 5: the basis fitted on the first slice (d by eq. (6)) compresses the remaining ones. The paper "
             f"finds that the loss dips at multiples of F D. {held}",
             _slice_sizes,
-        ),
-        "consistency": (
-            "one slice's basis on another",
-            f"Loss of the slice in a column under the basis of the slice in a row. {held} Where slices share their "
-            "correlation, the whole square is as dark as its diagonal.",
-            _consistency,
         ),
         "staleness": (
             "how fast a basis grows old",
@@ -233,23 +224,6 @@ def _slice_sizes(structure: Json, layers: Sequence[Json]) -> Chart:
         panels.append(Panel([*losses, *marked], size, _LOSS, short(layer["name"]), ticks=ticks, look=look))
         panels.append(Panel([*ratios, *marked], size, "K / d", title, ticks=ticks, look={"xscale": "log"}))
     return Chart(panels, columns=2, height=1.9)
-
-
-def _consistency(structure: Json, layers: Sequence[Json]) -> Chart:
-    """Loss of every slice under every other slice's basis, on later iterations."""
-    # One scale for all: layers are to be compared, and 1 is what losing everything means.
-    most = max(1.0, *(float(numbers(layer["consistency"]["later"]).max()) for layer in layers))
-    look = {"vmin": 0, "vmax": most, "cmap": "cividis"}
-    panels = [
-        Panel(
-            [Mark("heat", y=layer["consistency"]["later"], look=look)],
-            "slice, of those compared",
-            "basis of slice",
-            f"{short(layer['name'])}, K = {layer['consistency']['slice_size']}",
-        )
-        for layer in layers
-    ]
-    return Chart(panels, columns=2, height=2.7, heat_label=_LOSS)
 
 
 def _staleness(structure: Json, layers: Sequence[Json]) -> Chart:

@@ -10,20 +10,15 @@ import numpy as np
 
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.slices.structure import (
-    MOST_SLICES,
     Correlation,
     DimensionRule,
     Scatter,
     SliceSizeCurve,
-    SpatialConsistency,
     Staleness,
     adjacent_correlation,
-    cut_slices,
     loss_by_slice_size,
     rotated_scatter,
-    spatial_consistency,
     staleness,
-    whole_slices,
 )
 from gradlab.analysis.measure.spectrum import spread
 from gradlab.analysis.parallel import Workers, share_out
@@ -54,14 +49,6 @@ _BLOCK_VALUES = 2**22
 
 
 @dataclass(frozen=True)
-class ComparedSlices(SpatialConsistency):
-    """`SpatialConsistency` of slices of slice_size = K; slices: their numbers (M,)."""
-
-    slice_size: int
-    slices: np.ndarray
-
-
-@dataclass(frozen=True)
 class LayerStructure(Jsonable):
     """One layer's measurements; a part that cannot be measured is None, and a remark says why.
 
@@ -75,7 +62,6 @@ class LayerStructure(Jsonable):
     correlation: Correlation | None
     scatter: Scatter | None
     slice_sizes: SliceSizeCurve | None
-    consistency: ComparedSlices | None
     staleness: Staleness | None
     remarks: tuple[str, ...]
 
@@ -276,10 +262,6 @@ def _measure_layer(
             "loss by slice size (Fig. 5)",
             lambda: loss_by_slice_size(fit, later, sizes, period=period, rule=rule, columns=columns),
         ),
-        consistency=parts.measure(
-            "consistency between slices",
-            lambda: _consistency(sampled, fit, later, _consistent_size(layer, period), rule),
-        ),
         staleness=parts.measure(
             "loss by age", lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance)
         ),
@@ -302,17 +284,6 @@ class _Attempts:
             return None
 
 
-def _consistency(
-    sampled: _Sampled, fit: np.ndarray, later: np.ndarray, size: int, rule: DimensionRule | None
-) -> ComparedSlices:
-    numbers, places = whole_slices(sampled.columns, size)
-    chosen = spread(len(numbers), MOST_SLICES)
-    if len(numbers) < 2:
-        raise GradlabError(f"{len(numbers)} slices of {size} elements, expected two to compare")
-    losses = spatial_consistency(cut_slices(fit, places[chosen], 2), cut_slices(later, places[chosen], 1), rule)
-    return ComparedSlices(**vars(losses), slice_size=size, slices=numbers[chosen])
-
-
 def _period(view: Layer) -> tuple[int, str]:
     """F D, at whose multiples GradiVeQ's slices are alike; F where F D leaves no second slice of at most 4096."""
     filters, depth = filter_axes(view)
@@ -327,8 +298,3 @@ def _sizes_between(layer: Layer, period: int) -> list[int]:
     eighths = (2, 4, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 64, 96, 128, 256)
     sizes = {round(period * part / 8) for part in eighths}
     return sorted(size for size in sizes if 1 <= size <= min(_LARGEST_SLICE, layer.numel // 2)) or [period]
-
-
-def _consistent_size(layer: Layer, period: int) -> int:
-    """The largest multiple of the period up to 2048 that leaves 16 slices to compare; the period if none does."""
-    return period * max(1, min(_LARGEST_SLICE // 2 // period, layer.numel // (period * MOST_SLICES)))

@@ -23,8 +23,8 @@ from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.learning.slice_pca import dimension, principal_axes
 
-# At most so many slices are compared, spread evenly; for Fig. 5 as many as hold 2^15 values, but at least 16.
-MOST_SLICES = 16
+# Slices compared for Fig. 5, spread evenly: as many as hold 2^15 values, but at least 16.
+_FEWEST_COMPARED = 16
 _MOST_COMPARED = 2**15
 # A loss below this is rounding.
 _ROUNDING = 1e-12
@@ -103,6 +103,12 @@ def _loss(energies: np.ndarray) -> float:
         return math.nan
     error, _, energy = energies.sum(0)
     return float(error / energy) if energy > 0 else 0.0
+
+
+def _ratios(energies: np.ndarray) -> np.ndarray:
+    """Error over energy of (..., 3); 0 where there is no energy."""
+    error, energy = energies[..., 0], energies[..., 2]
+    return np.divide(error, energy, out=np.zeros_like(error), where=energy > 0)
 
 
 def _random_loss(energies: np.ndarray, kept: int, size: int) -> float:
@@ -230,7 +236,7 @@ def _one_size(
 ) -> tuple[float, ...]:
     """d, and the losses of `SliceSizeCurve` in its order."""
     places = _held(columns, size, least=2)
-    places = places[spread(len(places), max(MOST_SLICES, _MOST_COMPARED // size))]
+    places = places[spread(len(places), max(_FEWEST_COMPARED, _MOST_COMPARED // size))]
     slices = cut_slices(fit, places, 2)
     basis, mean = fit_basis(slices[:, 0]), slices.mean(0)
     kept = rule.dimension(basis)
@@ -261,55 +267,7 @@ def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
     return places
 
 
-# --- 3: spatial consistency -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SpatialConsistency(Jsonable):
-    """Losses of slice j under the basis of slice i, at [i, j], on the iterations fitted on and on later ones, (M, M).
-
-    own, others, random: means of later's diagonal, of its rest, and of random bases over the same rest.
-    """
-
-    in_sample: np.ndarray
-    later: np.ndarray
-    dimensions: np.ndarray
-    own: float
-    others: float
-    random: float
-
-
-def spatial_consistency(
-    fit: np.ndarray, later: np.ndarray, rule: DimensionRule | None = None, most: int = MOST_SLICES
-) -> SpatialConsistency:
-    """Measure the loss of each slice under each other slice's basis (section 1, point 2); (T, M, K), (T', M, K)."""
-    chosen, rule = spread(fit.shape[1], most), rule or DimensionRule()
-    fit, later = _checked(fit[:, chosen], 2), _checked(later[:, chosen], 1)
-    mean, bases = fit.mean(0), [fit_basis(fit[:, m]) for m in range(len(chosen))]
-    kept = [rule.dimension(basis) for basis in bases]
-    served = [basis.axes[:, :d] for basis, d in zip(bases, kept, strict=True)]
-    seen, unseen = (_cross_energies(part, mean, served) for part in (fit, later))
-    matrix, other = _ratios(unseen), ~np.eye(len(chosen), dtype=bool)
-    control = [[_random_loss(pair[None], d, fit.shape[2]) for pair in row] for row, d in zip(unseen, kept, strict=True)]
-    means = [float(part.mean()) if part.size else math.nan for part in (matrix[other], np.array(control)[other])]
-    return SpatialConsistency(_ratios(seen), matrix, np.array(kept), float(np.diag(matrix).mean()), *means)
-
-
-def _cross_energies(slices: np.ndarray, mean: np.ndarray, served: Sequence[np.ndarray]) -> np.ndarray:
-    """`_energies` of slices (T, M, K), summed over time, under each of several bases: (bases, M, 3)."""
-    centred = slices - mean
-    about, energy = np.square(centred).sum((0, 2)), np.square(slices).sum((0, 2))
-    errors = [(about - _captured(centred, axes).sum(0)).clip(min=0) for axes in served]
-    return np.stack([np.stack([error, about, energy], axis=-1) for error in errors])
-
-
-def _ratios(energies: np.ndarray) -> np.ndarray:
-    """Error over energy of (..., 3); 0 where there is no energy."""
-    error, energy = energies[..., 0], energies[..., 2]
-    return np.divide(error, energy, out=np.zeros_like(error), where=energy > 0)
-
-
-# --- 4: staleness -----------------------------------------------------------------------------------------------------
+# --- 3: staleness -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

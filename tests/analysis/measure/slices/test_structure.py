@@ -22,7 +22,6 @@ from gradlab.analysis.measure.slices.structure import (
     fit_basis,
     loss_by_slice_size,
     rotated_scatter,
-    spatial_consistency,
     staleness,
     whole_slices,
 )
@@ -152,44 +151,6 @@ def test_a_selection_of_a_layer_gives_what_its_whole_slices_give() -> None:
     assert curve.to_json() == loss_by_slice_size(packed[:12], packed[12:], [10], period=10).to_json()
 
 
-# --- 3: spatial consistency -------------------------------------------------------------------------------------------
-
-
-@law(SEEDS, st.integers(1, 4), examples=15)
-def test_shared_subspaces_serve_each_other(seed: int, rank: int) -> None:
-    slices = periodic(np.random.default_rng(seed), 50, 6, 20, rank).reshape(50, 6, 20)
-    losses = spatial_consistency(slices[:30], slices[30:], ALL)
-    assert max(losses.later.max(), losses.in_sample.max()) < 1e-9
-    assert losses.dimensions.tolist() == [rank] * 6
-
-
-def test_independent_subspaces_serve_nobody_else() -> None:
-    rng = np.random.default_rng(5)
-    slices = np.stack([periodic(rng, 50, 1, 24, 3) for _ in range(16)], axis=1)
-    losses = spatial_consistency(slices[:30], slices[30:], ALL)
-    assert losses.own < 1e-9
-    assert losses.later[~np.eye(16, dtype=bool)].min() > 0.3
-    # The mean of 30 samples, which is subtracted, adds a thirtieth of the energy.
-    assert losses.random == pytest.approx((1 - 3 / 24) * 31 / 30, rel=0.02)
-    assert losses.others == pytest.approx(losses.random, rel=0.02)
-
-
-def test_each_entry_is_the_loss_of_that_slice_under_that_basis() -> None:
-    rng = np.random.default_rng(6)
-    fit, later = rng.standard_normal((12, 40, 9)) + 1, rng.standard_normal((7, 40, 9)) + 1
-    rule = DimensionRule(0.3)
-    losses = spatial_consistency(fit, later, rule, most=3)
-    chosen = [0, 20, 39]
-    for i, basis_of in enumerate(chosen):
-        basis = fit_basis(fit[:, basis_of])
-        axes = basis.axes[:, : rule.dimension(basis)]
-        for j, slice_of in enumerate(chosen):
-            mean = fit[:, slice_of].mean(0)
-            decoded = (later[:, slice_of] - mean) @ axes @ axes.T + mean
-            expected = np.square(decoded - later[:, slice_of]).sum() / np.square(later[:, slice_of]).sum()
-            assert losses.later[i, j] == pytest.approx(expected)
-
-
 # --- 4: staleness -----------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +229,6 @@ def test_gradients_that_never_change_lose_nothing() -> None:
         still = np.full((20, 24), value)
         fit, later = still[:10], still[10:]
         assert loss_by_slice_size(fit, later, [6, 8], period=6).later_loss.max() < 1e-30
-        assert spatial_consistency(fit.reshape(10, 4, 6), later.reshape(10, 4, 6)).later.max() < 1e-30
         assert staleness(still, np.arange(20), [(0, 10)]).suggested is None
 
 
@@ -291,7 +251,6 @@ def nan_at(*shape: int) -> np.ndarray:
         (lambda: loss_by_slice_size(np.ones((1, 9)), np.ones((2, 9)), [3], period=3), "expected at least 2"),
         (lambda: loss_by_slice_size(np.ones((4, 9)), np.ones((0, 9)), [3], period=3), "no later samples"),
         (lambda: loss_by_slice_size(np.ones((4, 9)), nan_at(2, 9), [2], period=3, columns=np.arange(9) + 1), "first"),
-        (lambda: spatial_consistency(nan_at(4, 3, 5), np.ones((2, 3, 5))), "NaN or infinity"),
         (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 4)]), "1 windows, none with later samples"),
         (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 1)]), "expected at least 2"),
         (lambda: staleness(np.ones((4, 5)), np.arange(4), [(0, 2)], tolerance=-0.1), "tolerance -0.1"),
@@ -330,14 +289,13 @@ def test_a_trace_is_read_in_gradiveqs_order(tmp_path) -> None:
     expected = loss_by_slice_size(ordered[:20], later, layer.slice_sizes.sizes, period=8, rule=DimensionRule(0.1))
     assert layer.slice_sizes.to_json() == expected.to_json()
     np.testing.assert_array_equal(layer.scatter.before, ordered[:20, :3])
-    assert layer.consistency.slices.tolist() == list(range(9))
     assert structure.windows == ((0, 14), (15, 29), (30, 44), (45, 59))
     aged = staleness(ordered, np.arange(60), [(0, 15), (15, 30), (30, 45), (45, 60)], rule=DimensionRule(0.1))
     assert layer.staleness.to_json() == aged.to_json()
 
 
 def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
-    """Every block of F D = 8 in the same two dimensions: dips, a dark square, bases that last."""
+    """Every block of F D = 8 in the same two dimensions: dips, and bases that last."""
     rng = np.random.default_rng(14)
     ordered = periodic(rng, 120, 9, 8, 2).astype(np.float32)
     native = np.empty_like(ordered)
@@ -347,7 +305,6 @@ def test_planted_structure_is_found_in_a_trace(tmp_path) -> None:
     dips = layer.slice_sizes.multiples
     losses = layer.slice_sizes.later_loss
     assert losses[dips].max() < 1e-6 < 0.01 < losses[~dips & (layer.slice_sizes.sizes > 8)].min()
-    assert layer.consistency.others < 1e-6 < 0.5 < layer.consistency.random
     assert layer.staleness.suggested is None
 
 
@@ -434,7 +391,6 @@ def test_of_large_layers_stretches_with_whole_slices_are_read(tmp_path, monkeypa
     with record_layer(tmp_path / "t", values, WIDE) as trace:
         (layer,) = measure_slice_structure(trace, samples=8).layers
     assert max(layer.slice_sizes.sizes) <= 64
-    assert layer.consistency.slices.tolist() != list(range(9))
 
 
 # --- in the report ----------------------------------------------------------------------------------------------------
