@@ -17,9 +17,9 @@ import torch
 
 from gradlab.analysis.forecast.link import weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
-from gradlab.codec import Batch, Codec, Compressor, Context, Exchanged, Memory, Tensors, Training, exchange_group
+from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.measures import is_finite
-from gradlab.codec.wrapper import innermost
+from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.collectives.ring import RingCode
@@ -83,8 +83,10 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     """
     inner = innermost(codec)
-    if isinstance(inner, Compressor) and inner.spreads:
-        layers = [_in_whole_pieces(layer, context.world_size) for layer in layers]
+    if inner.traits.varying and any(wrapper.effects.server_residual for wrapper in wrappers_of(codec)):
+        # Shards of the same sizes: who stands for all ranks decodes one rank's message as every other's.
+        numel = -(-sum(layer.numel for layer in layers) // context.world_size) * context.world_size
+        layers = [replace(layers[0], shape=(numel,), role="other")]
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
     context = replace(context, memory=Memory(workspace))
@@ -101,11 +103,6 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
         for same in zip(*(item.turns for item in runs), strict=True)
     ]
     return replace(runs[-1], turns=tuple(turns), apply_seconds=median(item.apply_seconds for item in runs))
-
-
-def _in_whole_pieces(layer: Layer, world_size: int) -> Layer:
-    """Round a layer up to a multiple of the ranks: who stands for all decodes one rank's message as every other's."""
-    return replace(layer, shape=(-(-layer.numel // world_size) * world_size,))
 
 
 def _gradients(layers: Sequence[Layer], seed: int) -> Batch:

@@ -52,7 +52,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "intsgd": [{}],
     "terngrad": [{}, {"shared_scale": True}],
     "sign": [{}, {"block_size": 4096}, {"block_size": 256}, {"scale": "one"}],
-    "one_bit": [{}, {"block": "tensor"}],
+    "one_bit": [{}],
     "topk": [{"density": 0.01}, {"density": 0.001}, {"density": 0.01, "index_coding": "smallest"}],
     "sampled_threshold": [{"density": 0.01}],
     "threshold": [{"density": 0.01}],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +17,6 @@ from gradlab.codec.context import Context
 from gradlab.codec.contract import Bytes, Codec, Deferred, Exchanged, Traits
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
-from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import Payload, Shard, Shards, average_of_ranks, averaged_in_shards, most_bytes
 from gradlab.codec.sparsifier import count_of
@@ -51,7 +50,6 @@ class Compressor(Codec):
     """
 
     block: int = 1  # elements that must stay together when a vector is cut into shards
-    spreads: ClassVar[bool] = False  # whether shards are pieces of every layer, see `compress_pieces`
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
@@ -85,41 +83,6 @@ class Compressor(Codec):
     def part(self, start: int, stop: int) -> Compressor:
         """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
         return self
-
-    def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what `at` takes for a vector (numel,), if what is sent depends on earlier messages; by default None.
-
-        before: the result of `held_after` after the last message; None at the first.
-        """
-        return None
-
-    def at(self, held: torch.Tensor | None) -> Compressor:
-        """Return the compressor that sends under what it holds of earlier messages, see `held`."""
-        return self
-
-    @property
-    def kept_by_messages(self) -> Kept | None:
-        """Form of the results of `held` and `held_after`; None if they return None."""
-        return None
-
-    def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
-        """Return what is held after messages that describe a vector (numel,) together."""
-        return None
-
-    def compress_pieces(
-        self, vector: torch.Tensor, pieces: Pieces, generator: torch.Generator
-    ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
-        """Compress every shard of a vector (numel,), if the codec `spreads`. generator: as for `compress`.
-
-        Returns:
-            A payload for each shard, as the compressor of `pieces.shapes` decodes it; and a function that adds a
-            multiple of C(x) to a vector (numel,), in place, and returns it.
-        """
-        raise NotImplementedError(f"shards of {self.name} are no pieces of layers")
-
-    def add_pieces(self, total: torch.Tensor, payload: Payload, rank: int, pieces: Pieces) -> None:
-        """Add C(x) of one rank's shard to a vector (numel,) of layers, in place, if the codec `spreads`."""
-        raise NotImplementedError(f"shards of {self.name} are no pieces of layers")
 
     def blocks(self, numel: int) -> int:
         """Return how many pieces a vector (numel,) can be cut into."""

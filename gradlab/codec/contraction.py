@@ -26,7 +26,7 @@ import torch
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.blockwise import CACHED
 from gradlab.codec.context import Context, Memory, alone
-from gradlab.codec.contract import Codec, Exchanged
+from gradlab.codec.contract import Codec, Deferred, Exchanged
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine, run_lockstep
@@ -59,15 +59,21 @@ def scales(wrapper: Wrapper, table: Table) -> bool:
     return known[table] if table in known else known.setdefault(table, needs_scaling(wrapper.codec, table))
 
 
-def exchange_scaled(
-    codec: Codec, inputs: Batch, state: Tensors, zeta: torch.Tensor, context: Context
-) -> Coroutine[tuple[Exchanged, Tensors, torch.Tensor]]:
-    """Run a codec on inputs / zeta; return its result, the compression errors x - C(x / zeta) by layer, and the next
-    zeta."""
-    scaled = inputs.like({name: scale_down(value, zeta, context) for name, value in inputs.items()})
-    done = yield from codec.exchange(scaled, state, context)
+def exchange_contracting(
+    wrapper: Wrapper, inputs: Batch, state: Tensors, context: Context
+) -> Coroutine[tuple[Exchanged, Tensors, Tensors]]:
+    """Run the wrapped codec on inputs, or on inputs / zeta if it does not contract; return its result, the compression
+    errors by layer, and state entries with what was measured."""
+    codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
+    scaled, measured = inputs, wrapper.settings.contraction != "none" and scales(wrapper, inputs.table)
+    if measured:
+        zeta = state[key] if key in state else first_zeta(codec, inputs, context)
+        scaled = inputs.like({name: scale_down(value, zeta, context) for name, value in inputs.items()})
+    done = yield from codec.exchange(scaled, inside, context)
+    if not measured and isinstance(done.own, Deferred) and done.own.compression_error is not None:
+        return done, done.own.compression_error(), {}
     errors = {name: torch.sub(value, done.own[name], out=context.memory.like(value)) for name, value in inputs.items()}
-    return done, errors, next_zeta(zeta, inputs.values(), done.own.values())
+    return done, errors, {key: next_zeta(zeta, inputs.values(), done.own.values())} if measured else {}
 
 
 def scale_down(value: torch.Tensor, zeta: torch.Tensor, context: Context) -> torch.Tensor:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.batch import Batch, Tensors
 from gradlab.codec.context import Context
 from gradlab.codec.contract import Deferred, Exchanged
-from gradlab.codec.pieces import Pieces
 from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
 from gradlab.errors import BadMessage, GradlabError
 
@@ -73,21 +72,14 @@ class Sharded:
     """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole
     vector."""
 
-    def __init__(
-        self,
-        codec: Compressor,
-        vector: torch.Tensor,
-        shards: Shards,
-        context: Context,
-        held: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context) -> None:
         self._codec, self._vector, self._shards, self._context = codec, vector, shards, context
         generator = context.random.of_rank("shards")
         self._payload: Payload = ()
         if shards.whole:
-            self._payload = codec.at(held).compress(vector, generator)
+            self._payload = codec.compress(vector, generator)
         else:
-            self.sent = _compressed_apart(vector, shards, held, generator)
+            self.sent = _compressed_apart(vector, shards, generator)
 
     @cached_property
     def sent(self) -> Sequence[Payload]:
@@ -173,51 +165,6 @@ class Sharded:
         return out
 
 
-class Spread:
-    """The same for shards that have a piece of every layer, whose messages vary in size."""
-
-    def __init__(
-        self, codec: Compressor, vector: torch.Tensor, pieces: Pieces, context: Context, held: torch.Tensor | None
-    ) -> None:
-        self._codec, self._vector, self._pieces, self._context = codec, vector, pieces, context
-        self.sent, self._add_own = codec.at(held).compress_pieces(vector, pieces, context.random.of_rank("shards"))
-
-    @property
-    def codec(self) -> Compressor:
-        """The compressor of this rank's shard."""
-        return self._codec.for_layers(Table.of_shapes(self._pieces.shapes(self._context.rank)))
-
-    def average(self) -> Coroutine[torch.Tensor]:
-        """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
-        most = most_bytes(self._vector.numel())
-        received = yield tuple(AllToAll(column, True, most) for column in zip(*self.sent, strict=True))
-        numel = self._pieces.numel(self._context.rank)
-        average = self._context.memory.workspace.empty((numel,), self._vector)
-        return average_of_ranks(self.codec, average, zip(*received, strict=True), 1.0 / self._context.world_size)
-
-    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
-        """Request all ranks' answers."""
-        return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
-
-    def mean(self, answers: Sequence[Payload], grads: Batch) -> Tensors:
-        """Decode one answer per shard, by layer."""
-        out = self._context.memory.for_mean(self._vector, grads).zero_()
-        for rank, answer in enumerate(answers):
-            with sent_by(rank):
-                self._codec.add_pieces(out, answer, rank, self._pieces)
-        return grads.cut(out)
-
-    def own(self, grads: Batch) -> Deferred:
-        """Return this rank's decoded contribution, by layer."""
-
-        vector, memory = self._vector, self._context.memory
-        return Deferred(
-            grads,
-            lambda: grads.cut(self._add_own(memory.workspace.zeros_like(vector), 1.0)),
-            lambda: grads.cut(self._add_own(memory.copy(vector), -1.0)),
-        )
-
-
 def averaged_in_shards(codec: Compressor, vector: torch.Tensor, grads: Batch, context: Context) -> Coroutine[Exchanged]:
     """Average in two rounds: an all-to-all of shards, and a gather of their means, quantized once more; there is no
     state."""
@@ -229,9 +176,7 @@ def averaged_in_shards(codec: Compressor, vector: torch.Tensor, grads: Batch, co
     return Exchanged(mean, sharded.own(grads))
 
 
-def _compressed_apart(
-    vector: torch.Tensor, shards: Shards, held: torch.Tensor | None, generator: torch.Generator
-) -> list[Payload]:
+def _compressed_apart(vector: torch.Tensor, shards: Shards, generator: torch.Generator) -> list[Payload]:
     """Compress each shard by itself. Empty ones, which are most where one rank has it all, are compressed once."""
     sent: list[Payload] = []
     nothing: Payload | None = None
@@ -240,7 +185,7 @@ def _compressed_apart(
             sent.append(nothing)
             continue
         before = generator.get_state()
-        sent.append(shards.part(rank).at(held).compress(vector[start:stop], generator))
+        sent.append(shards.part(rank).compress(vector[start:stop], generator))
         if start == stop and torch.equal(before, generator.get_state()):
             nothing = sent[-1]  # without a random number drawn for it, the next empty shard's payload is the same
     return sent

@@ -12,6 +12,8 @@ import torch
 from gradlab.codec.settings import setting
 from gradlab.coding.positions import CODINGS
 
+#: Settings worth comparing.
+DENSITIES = tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2))
 _SAMPLE = 16384  # values looked at before the threshold is chosen
 _PIECE = 2**16  # values looked at together
 

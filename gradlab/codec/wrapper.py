@@ -214,12 +214,6 @@ def entries(state: Tensors, name: str, what: str) -> Tensors:
     return {key: state[key] for key in (f"{name}/{what}", f"{name}/{what}_scale") if key in state}
 
 
-def state_names(state: Tensors) -> Iterable[tuple[str, str]]:
-    """List (layer, what) of each buffer of a state, in order. The scales of int8 buffers are not listed."""
-    names = (key.rpartition("/") for key in state if not key.endswith("_scale"))
-    return [(name, what) for name, _, what in names]
-
-
 def entries_of(codec: Codec) -> dict[str, Entry]:
     """Return the rules for state entries of a codec and its wrappers, by name."""
     return {what: rule for one in (innermost(codec), *wrappers_of(codec)) for what, rule in one.entries.items()}

@@ -21,6 +21,7 @@ from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.shards import sent_by
 from gradlab.codec.sparsifier import (
+    DENSITIES,
     across_layers_setting,
     coding_setting,
     count_of,
@@ -55,7 +56,7 @@ class CLTK(Codec):
         "sparsification",
         "4 * k + index_bytes(k, n) / N, k = ceil(density * n)",
         "Chen et al., NeurIPS 2020",
-        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
+        candidates=DENSITIES,
     )  # with chunks ceil(n / ceil(1 / density))
     traits = Traits(selects=True, frees_gradients=True)
 

@@ -14,7 +14,7 @@ import copy
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -36,13 +36,22 @@ from gradlab.codec import (
     concatenate,
 )
 from gradlab.codec.kept import Entry, Kept, for_any
-from gradlab.codec.pieces import Pieces
 from gradlab.codec.settings import require, setting
-from gradlab.codec.shards import Payload, most_bytes, sent_by
+from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import at_least
 from gradlab.coding.level_steps import sample_of, searched_step
-from gradlab.coding.level_tables import CLASSES, LevelTables, advanced, nothing_known, running
-from gradlab.coding.level_values import centroids_of, in_units, values_of, wide
+from gradlab.coding.level_tables import (
+    CLASSES,
+    DEAD_ZONE,
+    LevelTables,
+    advanced,
+    centroids_of,
+    in_units,
+    nothing_known,
+    running,
+    values_of,
+    wide,
+)
 from gradlab.coding.levels import FREQUENCIES, LARGEST, decode_levels, encode_levels
 from gradlab.collectives import Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -65,7 +74,7 @@ _DEAREST = 34  # bits of a level, at most, but for the gap before it
 
 
 class ECSQ(Compressor):
-    """C(x)_i = sign(x_i) (k_i + c(k_i)) step, with k_i = floor(|x_i| / step - dead_zone) + 1, or 0 below the dead zone.
+    """C(x)_i = sign(x_i) (k_i + c(k_i)) step, with k_i = floor(|x_i| / step - z) + 1, or 0 below z = 0.65.
 
     k is entropy-coded layer by layer (`gradlab.coding.levels`). c says how far from k steps the values of level 1, 2
     and of all higher ones lie on average. By default each message carries its tables and its c, with its step, so that
@@ -98,7 +107,6 @@ class ECSQ(Compressor):
         candidates=tuple({"bits": bits} for bits in (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)),
         defaults=PlanDefaults(group_bytes=2**62),
     )
-    spreads = True
 
     @dataclass(frozen=True)
     class Settings:
@@ -114,9 +122,6 @@ class ECSQ(Compressor):
         )
         step: float | None = setting(
             None, above=0, help="in the gradient's unit; None: controlled, so that messages have the size or the error"
-        )
-        dead_zone: float = setting(
-            0.65, least=0.5, most=1, unit="steps", help="below which values are zero; 0.5: all are rounded"
         )
         tables: str = setting(
             "message",
@@ -134,7 +139,6 @@ class ECSQ(Compressor):
         self._sizes: tuple[int, ...] = ()
         self._known: LevelTables | None = None
         self._fitted: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # frequencies and centroids of layers
-        self._step: float | None = None  # of `at`
         self._of_groups: dict[tuple[int, ...], ECSQ] = {}
 
     @cached_property
@@ -153,19 +157,9 @@ class ECSQ(Compressor):
             self._of_groups[sizes] = relative
         return self._of_groups[sizes]
 
-    def held(self, vector: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-        """Return the step to begin with, (), float64, see `quantized`."""
-        step = self.settings.step or (before is not None and float(before)) or self._found_step(vector)
-        return torch.tensor(step, dtype=torch.float64)
-
-    def at(self, held: torch.Tensor | None) -> ECSQ:
-        bound = copy.copy(self)
-        bound._step = held if held is None else float(held)
-        return bound
-
-    def held_after(self, held: torch.Tensor | None, sent: Sequence[Payload], numel: int) -> torch.Tensor | None:
-        after = self.next_step([message for (message,) in sent], numel)
-        return held if after is None else torch.tensor(after, dtype=torch.float64)
+    def part(self, start: int, stop: int) -> ECSQ:
+        ends = np.cumsum([0, *self._sizes]).clip(start, stop)
+        return self.for_layers(Table.of_shapes([(int(size),) for size in np.diff(ends) if size]))
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = grads.vector, self.for_layers(grads.table)
@@ -177,7 +171,7 @@ class ECSQ(Compressor):
         before = float(last) * unit
         message, quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
-        after = codec.next_step([message], vector.numel())
+        after = codec.next_step(message, vector.numel())
 
         def mean() -> tuple[Tensors, Tensors]:
             total, seen = context.memory.for_mean(vector, grads).zero_(), nothing_known(len(grads))
@@ -219,7 +213,7 @@ class ECSQ(Compressor):
                 state[key].cpu().numpy().astype(np.int64) if (key := f"{name}/tables") in state else nothing
                 for name, nothing in zip(names, nothing_known(len(names)), strict=True)
             ]
-            return running(frequencies, self.settings.dead_zone)
+            return running(frequencies)
         return None
 
     def _fitted_of(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +267,7 @@ class ECSQ(Compressor):
                 codec._count_offsets(
                     codec._decoded((message,), vector, codec._sizes, seen), vector, found, offsets, counts
                 )
-                step = codec.next_step([message], len(vector)) or step
+                step = codec.next_step(message, len(vector)) or step
         centroids = in_units(offsets / np.maximum(counts, 1))
         learned: Tensors = {}
         for name, frequencies, of_layer in zip(names, seen, centroids, strict=True):
@@ -306,48 +300,27 @@ class ECSQ(Compressor):
         """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
         return (self.quantized(vector, None)[0],)
 
-    def compress_pieces(
-        self, vector: torch.Tensor, pieces: Pieces, generator: torch.Generator
-    ) -> tuple[list[Payload], Callable[[torch.Tensor, float], torch.Tensor]]:
-        def written(one: _Quantized) -> list[bytes]:
-            positions, levels = one.on_host
-            dealt = enumerate(pieces.deal(positions, levels))
-            return [
-                one.header + encode_levels(there, of_shard, pieces.sizes[rank].tolist())
-                for rank, (there, of_shard) in dealt
-            ]
-
-        messages, contribution = self._written(vector, None, written)
-        messages = messages or [_not_finite(vector)] * pieces.world_size
-        return [(message,) for message in messages], contribution.added_to
-
     def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
-        """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for; a step of None: as set, or
-        searched."""
-        messages, contribution = self._written(vector, step, lambda one: [self._encoded(one, vector.numel())])
-        return (messages or [_not_finite(vector)])[0], contribution
+        """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
+        misses the target by far. A step of None: as set, or searched."""
+        before = self.settings.step or step
+        quantized = self._quantized(vector, before or self._found_step(vector))
+        if quantized is None:
+            return _message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan)), Contribution(None, None)
+        message = self._encoded(quantized, vector.numel())
+        beyond = self._beyond(quantized.missed, len(message), vector.numel()) if before else 0.0
+        if abs(beyond) > _OFF * max(1.0, _SLOPE * self.settings.bits) and self._misses(len(message), vector.numel()):
+            found = self._found_step(vector, quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond)))
+            if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
+                quantized, message = again, self._encoded(again, vector.numel())
+        return _message(vector, message), quantized.contribution
 
     def _encoded(self, quantized: _Quantized, numel: int) -> bytes:
         known = None if self._known is None else self._known.frequencies
-        return quantized.header + encode_levels(*quantized.on_host, self._sizes or (numel,), known)
-
-    def _written(
-        self, vector: torch.Tensor, step: float | None, write: Callable[[_Quantized], list[bytes]]
-    ) -> tuple[list[torch.Tensor], Contribution]:
-        """Quantize a vector and write its messages, none if it is not finite: once more if they miss the target by
-        far."""
-        before = self.settings.step or step or self._step
-        quantized = self._quantized(vector, before or self._found_step(vector))
-        if quantized is None:
-            return [], Contribution(None, None)
-        messages = write(quantized)
-        beyond = self._beyond(quantized.missed, messages, vector.numel()) if before else 0.0
-        if abs(beyond) > _OFF * max(1.0, _SLOPE * self.settings.bits) and self._misses(messages, vector.numel()):
-            guess = quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond))
-            found = self._found_step(vector, guess, len(messages))
-            if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
-                quantized, messages = again, write(again)
-        return [_message(vector, one) for one in messages], quantized.contribution
+        levels = encode_levels(
+            quantized.positions.cpu().numpy(), quantized.levels.cpu().numpy(), self._sizes or (numel,), known
+        )
+        return _HEADER.pack(quantized.step, *quantized.told, quantized.missed) + levels
 
     def _quantized(self, vector: torch.Tensor, step: float) -> _Quantized | None:
         """Quantize a vector (numel,); None if it is not finite."""
@@ -355,16 +328,13 @@ class ECSQ(Compressor):
         if not math.isfinite(step):
             return None
         scaled = values.abs().to(wide(vector.dtype)) / step
-        levels = (scaled - self.settings.dead_zone).floor_().add_(1).clamp_(1, LARGEST)
-        told = self._told(lambda: centroids_of(scaled - levels, levels))
+        levels = (scaled - DEAD_ZONE).floor_().add_(1).clamp_(1, LARGEST)
+        # Three bytes of the header: the message's centroids, or which tables it was written under.
+        told = centroids_of(scaled - levels, levels) if self._known is None else _CENTROIDS.unpack(self._known.digest)
         signed = levels.copysign(values).to(torch.int32)
         decoded = self._values(positions, signed, step, told, vector.dtype)
         missed = self._missed(vector, values, decoded)
         return _Quantized(step, told, missed, positions, signed, Contribution(positions, decoded))
-
-    def _told(self, centroids: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """Return three bytes for the header: the message's centroids, or which tables it was written under."""
-        return centroids() if self._known is None else _CENTROIDS.unpack(self._known.digest)
 
     def _values(
         self, positions: torch.Tensor, levels: torch.Tensor, step: float, told: Sequence[int], dtype: torch.dtype
@@ -390,7 +360,7 @@ class ECSQ(Compressor):
 
     def _reaching(self, vector: torch.Tensor, step: float) -> torch.Tensor:
         if 0 < step < math.inf:
-            return at_least(vector, self.settings.dead_zone * step)
+            return at_least(vector, DEAD_ZONE * step)
         return torch.zeros(0, dtype=torch.int64, device=vector.device)
 
     def _missed(self, vector: torch.Tensor, values: torch.Tensor, decoded: torch.Tensor) -> float:
@@ -405,20 +375,15 @@ class ECSQ(Compressor):
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         self._decoded(payload, total, self._sizes or (total.numel(),)).added_to(total, scale)
 
-    def add_pieces(self, total: torch.Tensor, payload: Payload, rank: int, pieces: Pieces) -> None:
-        in_vector = functools.partial(pieces.in_vector, rank)
-        self._decoded(payload, total, pieces.sizes[rank].tolist(), None, in_vector).added_to(total, 1.0)
-
     def _decoded(
         self,
         payload: Sequence[torch.Tensor],
         like: torch.Tensor,
         sizes: Sequence[int],
         seen: Sequence[np.ndarray] | None = None,
-        moved: Callable[[np.ndarray], np.ndarray] = lambda positions: positions,
     ) -> Contribution:
         """Decode a message of layers of these sizes, and add its frequencies to `seen`, by layer, where tables are
-        known. `moved` maps positions to the vector that they are added to."""
+        known."""
         data = payload[0].cpu().numpy().tobytes()
         step, *told, _ = _header(data)
         if math.isnan(step):
@@ -427,47 +392,44 @@ class ECSQ(Compressor):
         if self._known is not None and _CENTROIDS.pack(*told) != self._known.digest:
             raise GradlabError("ecsq: a message under other tables: the ranks' states or artifacts are not the same")
         positions, levels = decode_levels(data[_HEADER.size :], sizes, known, seen)
-        there = torch.from_numpy(levels).to(like.device)
-        values = self._values(torch.from_numpy(positions).to(like.device), there, step, told, like.dtype)
-        return Contribution(torch.from_numpy(moved(positions)).to(like.device), values)
+        places, there = (torch.from_numpy(found).to(like.device) for found in (positions, levels))
+        return Contribution(places, self._values(places, there, step, told, like.dtype))
 
     # --- the step ---
 
-    def next_step(self, messages: Sequence[torch.Tensor], numel: int) -> float | None:
-        """Return the step of the next iteration from one rank's messages of `numel` values; None if it stays. The
+    def next_step(self, message: torch.Tensor, numel: int) -> float | None:
+        """Return the step of the next iteration from this rank's message of `numel` values; None if it stays. The
         smallest that can be sent bounds it, where none is small enough for the size."""
-        headers = [_header(bytes(message[: _HEADER.size].tolist())) for message in messages]
-        if self.settings.step is not None or not headers or not headers[0][0] > 0 or not numel:  # NaN is not
+        step, *_, missed = _header(bytes(message[: _HEADER.size].tolist()))
+        if self.settings.step is not None or not step > 0 or not numel:  # NaN is not
             return None
-        step, *_, missed = headers[0]
-        return step * _correction(self._beyond(missed, messages, numel))
+        return step * _correction(self._beyond(missed, len(message), numel))
 
-    def _wanted(self, numel: int, messages: int = 1) -> float:
+    def _wanted(self, numel: int) -> float:
         """Return the bits per value asked for; more of few values, which need some bytes for levels."""
-        levels = max(self.settings.bits / 2, 8 * messages * _FEWEST / max(1, numel))
-        return max(self.settings.bits, self._fixed(numel, messages) + levels)
+        levels = max(self.settings.bits / 2, 8 * _FEWEST / max(1, numel))
+        return max(self.settings.bits, self._fixed(numel) + levels)
 
-    def _fixed(self, numel: int, messages: int = 1) -> float:
-        """Bits per value of messages of which all levels are zero."""
-        return 8 * messages * (_FIXED + _BY_LAYER * len(self._sizes or (numel,))) / max(1, numel)
+    def _fixed(self, numel: int) -> float:
+        """Bits per value of a message of which all levels are zero."""
+        return 8 * (_FIXED + _BY_LAYER * len(self._sizes or (numel,))) / max(1, numel)
 
-    def _beyond(self, missed: float, messages: Sequence[Any], numel: int) -> float:
+    def _beyond(self, missed: float, nbytes: int, numel: int) -> float:
         """Return how many octaves the step is too fine for what was asked for, about; 0 where it is set."""
         if self.settings.step is not None or not numel:
             return 0.0
         if self.settings.error is not None:
             return math.log2(max(self.settings.error**2, _LEAST_ERROR) / max(missed, _LEAST_ERROR)) / 2
-        bits = 8 * sum(map(len, messages)) / numel
-        wanted = self._wanted(numel, len(messages))
-        return (bits - wanted) / min(1.0, _SLOPE * wanted)
+        wanted = self._wanted(numel)
+        return (8 * nbytes / numel - wanted) / min(1.0, _SLOPE * wanted)
 
-    def _misses(self, messages: Sequence[Any], numel: int) -> bool:
-        """Whether messages miss the size asked for by more bytes than chance makes of few values."""
+    def _misses(self, nbytes: int, numel: int) -> bool:
+        """Whether a message misses the size asked for by more bytes than chance makes of few values."""
         if self.settings.error is not None:
             return True
-        return abs(sum(map(len, messages)) - self._wanted(numel, len(messages)) * numel / 8) > _CHANCE * len(messages)
+        return abs(nbytes - self._wanted(numel) * numel / 8) > _CHANCE
 
-    def _found_step(self, vector: torch.Tensor, guess: float | None = None, messages: int = 1) -> float:
+    def _found_step(self, vector: torch.Tensor, guess: float | None = None) -> float:
         """Search the step of the size or the error that is set, on a sample, from a guess near it (None: from the mean
         magnitude); 0 if it is all zero or not finite."""
         sample, sizes = sample_of(vector, self._sizes or (vector.numel(),), _FEW if guess else _MANY)
@@ -476,12 +438,12 @@ class ECSQ(Compressor):
             return 0.0
         on_sample, numel, mean = copy.copy(self), vector.numel(), _mean_magnitude(sample)
         on_sample._sizes = sizes
-        finest, coarsest = largest / LARGEST, min(1.01 * largest / self.settings.dead_zone, _LARGEST_STEP)
+        finest, coarsest = largest / LARGEST, min(1.01 * largest / DEAD_ZONE, _LARGEST_STEP)
         if (error := self.settings.error) is not None:
             signal = functools.partial(on_sample._signal, sample)
             return searched_step(signal, 1 / max(error**2, _LEAST_ERROR), finest, coarsest, guess or 3 * error * mean)
-        wanted = self._wanted(numel, messages)
-        more = self._fixed(numel, messages) - on_sample._fixed(len(sample))
+        wanted = self._wanted(numel)
+        more = self._fixed(numel) - on_sample._fixed(len(sample))
         if _DEAREST * int(sample.count_nonzero()) / len(sample) + more <= wanted:
             return finest
         bits = functools.partial(on_sample._bits, sample, more)
@@ -499,14 +461,10 @@ class ECSQ(Compressor):
         return 1 / max(_LEAST_ERROR, quantized.missed) if quantized else 0.0
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        step = for_any(layers, "step", self.kept_by_messages)
+        step = for_any(layers, "step", Kept((), (torch.float64,), least=0.0))
         if self.settings.tables != "running":
             return step
         return step | {f"{layer.name}/tables": _RUNNING_TABLES for layer in layers}
-
-    @property
-    def kept_by_messages(self) -> Kept:
-        return Kept((), (torch.float64,), least=0.0)
 
     # --- forecasts ---
 
@@ -541,7 +499,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class _Quantized:
-    """One rank's vector before it is coded: what its messages begin with, and levels other than zero."""
+    """One rank's vector before it is coded: what its message begins with, and levels other than zero."""
 
     step: float
     told: Sequence[int]
@@ -550,32 +508,15 @@ class _Quantized:
     levels: torch.Tensor
     contribution: Contribution
 
-    @property
-    def header(self) -> bytes:
-        return _HEADER.pack(self.step, *self.told, self.missed)
-
-    @property
-    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.positions.cpu().numpy(), self.levels.cpu().numpy()
-
 
 def _header(data: bytes) -> tuple[Any, ...]:
     """Read what a message begins with: the step, three centroids, the squared error's share."""
-    _check_length(data, _HEADER.size)
+    if len(data) < _HEADER.size:
+        raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {_HEADER.size} or more")
     step, *told, share = _HEADER.unpack_from(data)
     if not (math.isnan(step) or (0 <= step < math.inf and 0 <= share <= 1)):
         raise GradlabError(f"ecsq: a step of {step:g} and an error of {share:g}, expected from 0, and 0 to 1")
     return step, *told, share
-
-
-def _check_length(data: bytes, least: int) -> None:
-    if len(data) < least:
-        raise GradlabError(f"ecsq: a message of {len(data)} bytes, expected {least} or more")
-
-
-def _not_finite(vector: torch.Tensor) -> torch.Tensor:
-    """Say in a message that a vector is not finite."""
-    return _message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan))
 
 
 def _message(vector: torch.Tensor, data: bytes) -> torch.Tensor:

@@ -27,7 +27,7 @@ from gradlab.codec.measures import squared_norm
 from gradlab.codec.settings import require, setting
 from gradlab.codec.shards import sent_by
 from gradlab.codecs.qsgd import QSGD
-from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, ring_sends, together
+from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten_alike, unflatten_alike
@@ -473,14 +473,12 @@ class GradiVeQ(Codec):
 
     def _votes(self, batch: SlicedGradients, slices: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """Return for each layer 1 if this rank's loss, eq. (7), is above the threshold, else 0: shape (layers,)."""
-        pairs = zip(batch.of_each(slices), batch.of_each(decoded), strict=True)
-        return decoded.new_tensor([float(self._votes_for(*pair)) for pair in pairs])
-
-    def _votes_for(self, slices: torch.Tensor, decoded: torch.Tensor) -> bool:
-        loss, norm = squared_norm(slices - decoded), 1.0
+        losses = [squared_norm(left) for left in batch.of_each(slices - decoded)]
+        units = [1.0] * len(losses)
         if self.settings.monitor == "normalised":
-            norm = squared_norm(slices)
-        return bool(loss > self.settings.monitor_threshold * norm)
+            units = [squared_norm(of_layer) for of_layer in batch.of_each(slices)]
+        above = [bool(loss > self.settings.monitor_threshold * one) for loss, one in zip(losses, units, strict=True)]
+        return decoded.new_tensor(above, dtype=decoded.dtype)
 
     def _after(
         self, name: str, layer_state: Tensors, average: torch.Tensor, outvoted: bool, position: int, context: Context
@@ -524,60 +522,47 @@ class GradiVeQ(Codec):
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         if state is None:
-            return Bytes(
-                self._over_a_cycle(layers, lambda layer, held: self._bytes(layer, held, world_size)),
-                self._over_a_cycle(layers, lambda layer, held: self._sent_bytes(layer, held, world_size)),
-            )
-        states = _by_layer(state)
-        held = [(layer, self._of(layer.name, states.get(layer.name, {}))) for layer in layers]
-        return Bytes(
-            sum(self._bytes(*one, world_size) for one in held), sum(self._sent_bytes(*one, world_size) for one in held)
-        )
+            parts = [self._over_a_cycle(layer, world_size) for layer in layers]
+        else:
+            states = _by_layer(state)
+            held = [(layer, self._of(layer.name, states.get(layer.name, {}))) for layer in layers]
+            parts = [self._bytes(*one, world_size) for one in held]
+        return Bytes(sum(part.payload for part in parts), sum(part.sent for part in parts))
 
-    def _sent_bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> float:
-        sent = ring_sends(world_size) * self._bytes(layer, layer_state, world_size)
-        sampled = int(layer_state["clock"][0]) == SAMPLING and layer.numel >= self.slice_size(layer)
-        if not sampled or not self.settings.sample_bits:
-            return sent
-        samples = QSGD(self._sample_settings).forecast([layer], world_size)
-        return sent - ring_sends(world_size) * samples.payload + samples.sent
-
-    def _over_a_cycle(self, layers: Sequence[Layer], bytes_of: Callable[[Layer, Tensors], float]) -> float:
-        """Average bytes over a cycle. A layer without bases and with unknown d counts as sampled."""
+    def _over_a_cycle(self, layer: Layer, world_size: int) -> Bytes:
+        """Average a layer's bytes over a cycle. Without bases and with unknown d it counts as sampled."""
+        start, refitted = self._of(layer.name, {}), self.settings.refresh == "decoded"
+        mode, first = int(start["clock"][0]), self._bytes(layer, start, world_size)
         sampled, compressed = self.settings.sample_steps, self.settings.compressed_steps
+        if mode == DENSE or (mode == COMPRESSING and (refitted or self.settings.complement == 1 or not compressed)):
+            return first  # to the end of the run
+        sampling = self._bytes(layer, {"clock": _clock(SAMPLING, 0)}, world_size)
+        if mode == SAMPLING and self.settings.ratio is None:
+            return sampling
+        then = start if mode == COMPRESSING else {"clock": _clock(COMPRESSING, 0)}
+        compressing = self._bytes(layer, then, world_size)
         share = compressed / (sampled + compressed) if compressed else 1.0
-        total = 0.0
-        for layer in layers:
-            start = self._of(layer.name, {})
-            mode, first = int(start["clock"][0]), bytes_of(layer, start)
-            sampling = bytes_of(layer, {"clock": _clock(SAMPLING, 0)})
-            refitted = mode == COMPRESSING and self.settings.refresh == "decoded"
-            if mode == DENSE or refitted or self.settings.complement == 1:
-                total += first  # to the end of the run
-            elif mode == COMPRESSING:
-                total += share * first + (1 - share) * sampling
-            elif self.settings.ratio is not None:
-                compressing = bytes_of(layer, {"clock": _clock(COMPRESSING, 0)})
-                total += share * compressing + (1 - share) * sampling
-            else:
-                total += sampling
-        return total
+        both = ((compressing.payload, sampling.payload), (compressing.sent, sampling.sent))
+        return Bytes(*(share * one + (1 - share) * other for one, other in both))
 
-    def _bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> float:
-        size = layer_state["basis"].shape[1] if "basis" in layer_state else self.slice_size(layer)
+    def _bytes(self, layer: Layer, layer_state: Tensors, world_size: int) -> Bytes:
+        """Forecast one exchange of a layer under its state."""
+        settings, size = self.settings, self.slice_size(layer)
+        size = layer_state["basis"].shape[1] if "basis" in layer_state else size
         whole, tail = divmod(layer.numel, size)
         mode, position = map(int, layer_state["clock"].tolist())
         if mode == DENSE or not whole:
-            return 4 * layer.numel
-        settings = self.settings
+            return Bytes.of_means(4 * layer.numel, world_size)
         if mode == COMPRESSING:
             fits = settings.refresh == "decoded" and position + 1 == settings.compressed_steps
             codes = whole * int(layer_state.get("width", self._width(size)))
-            return 4 * (codes + tail + (settings.monitor != "off")) + _DIGEST_BYTES * fits
-        bits = settings.sample_bits
-        quantizer = QSGD(replace(self._sample_settings, bits=bits or 8))
-        sampled = quantizer.forecast([layer], world_size).payload if bits else 4 * layer.numel
-        return sampled + _DIGEST_BYTES * (position + 1 >= settings.sample_steps)
+            votes = settings.monitor != "off"
+            return Bytes.of_means(4 * (codes + tail + votes) + _DIGEST_BYTES * fits, world_size)
+        fit = Bytes.of_means(_DIGEST_BYTES * (position + 1 >= settings.sample_steps), world_size)
+        sampled = Bytes.of_means(4 * layer.numel, world_size)
+        if settings.sample_bits:
+            sampled = QSGD(self._sample_settings).forecast([layer], world_size)
+        return Bytes(sampled.payload + fit.payload, sampled.sent + fit.sent)
 
     def check(self, layers: Sequence[Layer]) -> None:
         keys, whitening = ("basis", "mean", "width"), self.settings.whitening
@@ -585,9 +570,8 @@ class GradiVeQ(Codec):
             raise GradlabError(f"codec gradiveq: learned tensors {unknown} belong to no layer of the group")
         for layer in layers:
             layer_state = self._learned_of(layer.name)
-            check_bases(
-                "gradiveq", layer, layer_state.get("basis"), layer_state.get("mean"), self.settings.reuse, whitening
-            )
+            basis, mean = layer_state.get("basis"), layer_state.get("mean")
+            check_bases(layer, basis, mean, self.settings.reuse, whitening)
             if layer_state:
                 self._check_width(layer.name, layer_state["basis"], layer_state["width"])
 

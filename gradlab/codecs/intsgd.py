@@ -39,6 +39,8 @@ from gradlab.layout import Layer
 _DTYPES = {8: torch.int8, 32: torch.int32}
 _MOST_ENERGY = 1e300  # an alpha above zero follows from it
 _HALF = 31  # bits: squares of 32 bits fit twice as many
+_BETA = 0.9  # weight of the last r in the next
+_EPS = 1e-8  # keeps alpha finite where gradients vanish
 
 
 class IntSGD(Codec):
@@ -80,10 +82,6 @@ class IntSGD(Codec):
             help='"largest": by the largest magnitude of all ranks; "running": by the norms of earlier means',
         )
         random: bool = setting(True, help="round to one of the two nearest integers by chance; False: to the nearest")
-        beta: float = setting(0.9, least=0, below=1, help="running: weight of the last r in the next")
-        eps: float = setting(
-            1e-8, least=1e-100, most=1e100, help="running: keeps alpha finite where gradients vanish"
-        )  # its square is a number, and not zero
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         """Bound the error of a rank whose largest magnitude is that of all, on as many ranks as 8 bits hold."""
@@ -151,7 +149,7 @@ class IntSGD(Codec):
     def _by_energy(self, grads: Tensors, energies: Sequence[float], ranks: int) -> torch.Tensor:
         numels = (grad.numel() for grad in grads.values())
         alphas = [
-            (max(1, numel) / (2 * ranks * energy + self.settings.eps**2)) ** 0.5
+            (max(1, numel) / (2 * ranks * energy + _EPS**2)) ** 0.5
             for numel, energy in zip(numels, energies, strict=True)
         ]
         return torch.tensor(alphas, dtype=torch.float64, device=next(iter(grads.values())).device)
@@ -176,9 +174,7 @@ class IntSGD(Codec):
         energies = []
         for key, total, alpha in zip(keys.values(), sums, alphas.tolist(), strict=True):
             squares = _sum_of_squares(total)
-            energies.append(
-                self.settings.beta * float(state[key]) + (1 - self.settings.beta) * (squares / (ranks * alpha) ** 2)
-            )
+            energies.append(_BETA * float(state[key]) + (1 - _BETA) * (squares / (ranks * alpha) ** 2))
         return _kept(keys.values(), energies)
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:

@@ -15,7 +15,7 @@ import torch
 from gradlab.codec import About, Batch, Context, Exchanged, Tensors, Traits
 from gradlab.codec.settings import setting
 from gradlab.coding.positions import index_bytes
-from gradlab.collectives import Coroutine, Gather, Mean, ring_sends, sum_in_rank_order
+from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.learning.autoencoder import Architecture, Loss, ring_loss
@@ -24,7 +24,6 @@ from gradlab.learning.selection import (
     DEFAULTS,
     ORDERS,
     SELECTING,
-    TRAINING,
     LearnedSelection,
     LearnedSettings,
     Selection,
@@ -61,14 +60,11 @@ class LgcRing(LearnedSelection):
 
     @dataclass(frozen=True)
     class Settings(LearnedSettings):
-        leader: str = setting(
-            "random", choices=("random", "rotating"), help="whose positions are taken: drawn (the paper's), or in turn"
-        )
         order: str = setting(
             "position",
             choices=ORDERS,
-            help='order of what is coded: "position" (the paper\'s), by the leader\'s "magnitude" or signed "value", '
-            "largest first, which takes packed positions",
+            help='order of what is coded: "position" (the paper\'s), or by the leader\'s signed "value", largest '
+            "first, which takes packed positions",
         )
 
     def architecture(self, world_size: int = 1) -> Architecture:
@@ -100,11 +96,6 @@ class LgcRing(LearnedSelection):
     def coding(self) -> str:
         """The coding of positions; only packed ones can be in any order."""
         return self.settings.index_coding if self.settings.order == "position" else "packed"
-
-    def leader(self, context: Context) -> int:
-        if self.settings.leader == "rotating":
-            return context.iteration % context.world_size
-        return super().leader(context)
 
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
         return self._selected_alike(vectors, sizes, self.leader(context), self.settings.order)
@@ -141,24 +132,12 @@ class LgcRing(LearnedSelection):
         dtype, scale = selected.values.dtype, selected.scale
         return context.once(lambda: architecture.decode(weights, code)[:count].to(dtype) * scale)
 
-    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        count, _ = self._selected(layers)
-        if not count:
-            return 0.0
-        values = self._code_bytes(layers, world_size) if mode == COMPRESSING else 4 * count
-        led = 4 * len(layers) * (self.settings.normalise == "layer")
-        last = mode == TRAINING and position + 1 == self._steps
-        led += last * 4 * (self.architecture().numel + 1)
-        return values + self._position_bytes(layers, world_size, mode) + led / world_size
-
-    def _sent_bytes(self, payload: float, positions: float, world_size: int) -> float:
-        return ring_sends(world_size) * (payload - positions) + (world_size - 1) * positions  # which the leader sends
+    @property
+    def averages_codes(self) -> bool:
+        return True
 
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
         return (index_bytes(self.coding, *self._selected(layers)) + 8 * self.traits.varying) / world_size
-
-    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 4 * self.architecture().code_numel(self._selected(layers)[0])
 
     @cached_property
     def traits(self) -> Traits:

@@ -26,6 +26,7 @@ from gradlab.learning.selection import (
     COMPRESSING,
     DEFAULTS,
     GROUP_STATE,
+    TRAINER,
     TRAINING,
     LearnedSelection,
     LearnedSettings,
@@ -39,7 +40,7 @@ from gradlab.learning.selection import (
 
 
 class LgcServer(LearnedSelection):
-    """Select each rank's largest magnitudes of each layer. One rank sends a code of its values, all send an innovation.
+    """Select each rank's largest magnitudes of each layer. Rank 0 sends a code of its values, all send an innovation.
 
     The innovation is the largest of a rank's selected values, uncompressed. Each rank has a decoder of its own. It
     reconstructs the rank's selected values from the common code and the rank's innovation. The reconstructions are
@@ -88,7 +89,6 @@ class LgcServer(LearnedSelection):
         innovation_of: str = setting(
             "selected", choices=("selected", "gradient"), help="what innovation is a share of, in each layer"
         )
-        sender: str = setting("fixed", choices=("fixed", "rotating"), help="of the common code: rank 0, or all in turn")
 
     def architecture(self, world_size: int) -> Architecture:
         return Architecture(self.settings.resolution, decoders=world_size, innovation=True)
@@ -145,9 +145,6 @@ class LgcServer(LearnedSelection):
     def shared(self) -> bool:
         return bool(self.settings.positions == "shared")
 
-    def sender(self, context: Context) -> int:
-        return context.iteration % context.world_size if self.settings.sender == "rotating" else 0
-
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
         if self.shared:
             return self._selected_alike(vectors, sizes, self.leader(context))
@@ -187,12 +184,12 @@ class LgcServer(LearnedSelection):
     ) -> Coroutine[list[torch.Tensor]]:
         """Decode every rank's values with its decoder, eqs. (3) and (12): (count,) each."""
         architecture, own = self.architecture(context.world_size), every[context.rank]
-        total, coding, common = sum(counts), self.settings.index_coding, self.sender(context)
+        total, coding = sum(counts), self.settings.index_coding
         code = architecture.encode(weights, padded(own.values / own.scale, architecture))
         kept = innovation_positions(own.values, counts, self.innovation_counts(counts, sizes))
         sent = (own.values[kept], encode(kept, total, coding))
         code, values, positions = yield (
-            Broadcast(code, common),
+            Broadcast(code, TRAINER),
             Gather(sent[0]),
             Gather(sent[1], varying=varies(coding), most=most_bytes(total)),
         )
@@ -230,7 +227,7 @@ class LgcServer(LearnedSelection):
 
         def missed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # Ranks' positions differ, so that selections have no average: every rank's own values, eq. (6).
-            code = architecture.encode(weights, vectors[self.sender(context)])
+            code = architecture.encode(weights, vectors[TRAINER])
             decoded = torch.stack([architecture.decode(weights, code, k, one) for k, one in enumerate(apart)])
             wide = values.double()
             return ((decoded[:, :count] * scale).double() - wide).square().sum(), wide.square().sum()
@@ -238,7 +235,7 @@ class LgcServer(LearnedSelection):
         return Task(
             lambda weights: server_loss(architecture, weights, vectors, apart, common, loss),
             missed,
-            vectors[self.sender(context)],
+            vectors[TRAINER],
         )
 
     def innovation_counts(self, counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -251,19 +248,8 @@ class LgcServer(LearnedSelection):
 
     # --- forecasts ---
 
-    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        count, _ = self._selected(layers)
-        if not count:
-            return 0.0
-        scales = 4 * len(layers) * (self.settings.normalise == "layer") / (world_size if self.shared else 1)
-        apart = 4 * self._innovations(layers) + self._code_bytes(layers, world_size)
-        values = apart if mode == COMPRESSING else 4.0 * count
-        last = mode == TRAINING and position + 1 == self._steps
-        learned = last * 4 * (self.architecture(world_size).numel + 1) / world_size
-        return values + scales + self._position_bytes(layers, world_size, mode) + learned
-
-    def _sent_bytes(self, payload: float, positions: float, world_size: int) -> float:
-        return (world_size - 1) * payload
+    def _innovation_bytes(self, layers: Sequence[Layer]) -> int:
+        return 4 * self._innovations(layers)
 
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
         """Those of the selected values, and in the third phase the innovation's among them."""
@@ -271,9 +257,6 @@ class LgcServer(LearnedSelection):
         named = index_bytes(coding, count, numel)
         innovation = index_bytes(coding, self._innovations(layers), count) if mode == COMPRESSING else 0
         return ((named + 8 * self.traits.varying) / world_size if self.shared else named) + innovation
-
-    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        return 4 * self.architecture(world_size).code_numel(self._selected(layers)[0]) / world_size
 
     def _innovations(self, layers: Sequence[Layer]) -> int:
         sizes = [layer.numel for layer in layers]

@@ -18,12 +18,10 @@ import torch
 from gradlab.codec import About, Guarantees, PlanDefaults, Table
 from gradlab.codec.batch import stacks_apart
 from gradlab.codec.blockwise import CACHED, PAIRS_OF_BLOCKS, WHOLE, BlockCompressor, Kind
-from gradlab.codec.settings import setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
 from gradlab.layout import Layer
 
-BLOCKS = ("unit", "tensor")
 _LEAST = 16  # weights into a unit that are worth two values of their own
 
 
@@ -32,8 +30,8 @@ class OneBit(BlockCompressor):
 
     The two means minimise the block's squared error for these bits. A block is a row of PyTorch's weight, the weights
     into one unit: the paper's column of W; of a transposed weight (inputs, outputs) a row holds the weights out of one
-    input. An expert stack has such rows for each expert. Error feedback is assumed. The paper compresses both ways,
-    stripe by stripe.
+    input. A vector, and a layer with fewer than 16 such weights, is one block. An expert stack has rows for each
+    expert. Error feedback is assumed. The paper compresses both ways, stripe by stripe.
 
     delta-approximate with delta = min_b 1 / d_b for blocks b of d_b elements:
     ||C(v) - v||^2 = ||v||^2 - ||C(v)||^2, and ||C(v_b)||^2 >= ||v_b||_1^2 / d_b >= ||v_b||_2^2 / d_b.
@@ -50,26 +48,20 @@ class OneBit(BlockCompressor):
         "quantization",
         "8 * blocks + ceil(n / 8)",
         "Seide et al., Interspeech 2014",
-        candidates=({"block": "unit"}, {"block": "tensor"}),
+        candidates=({},),
         defaults=PlanDefaults(two_way=True),
     )
 
     @dataclass(frozen=True)
     class Settings:
-        block: str = setting(
-            "unit",
-            choices=BLOCKS,
-            help='elements that share two values: "unit", the weights into one output (the paper\'s column), or all of '
-            f'a vector or of a layer with fewer than {_LEAST} such weights; "tensor", all of a layer',
-        )
+        pass
 
     def for_layers(self, layers: Sequence[Layer]) -> OneBit:
-        table = Table.of(layers)
-        return super().for_layers(stacks_apart(table) if self.settings.block == "unit" else table)
+        return super().for_layers(stacks_apart(Table.of(layers)))
 
     def block_of(self, layer: Layer) -> int:
         inputs = math.prod(layer.shape[1:]) if len(layer.shape) > 1 else 0
-        return inputs if self.settings.block == "unit" and inputs >= _LEAST else WHOLE
+        return inputs if inputs >= _LEAST else WHOLE
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         lengths = [min(layer.numel, self.block_of(layer)) for layer in stacks_apart(Table.of(layers))]

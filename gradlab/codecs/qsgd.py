@@ -31,15 +31,12 @@ _FINE = 4  # bits from which on quantizing a mean once more costs little
 
 
 class BucketQuantizer(BlockCompressor):
-    """A quantizer of buckets: a norm for each, and a code of `bits` bits for each element over the norm.
-
-    levels: number of levels beside zero.
-    """
+    """A quantizer of buckets: a norm for each, and a code of `bits` bits for each element over the norm."""
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self.block = self.settings.bucket_size
-        self.levels = max(1, (1 << self.settings.bits - 1) - 1)
+        self.levels = max(1, (1 << self.settings.bits - 1) - 1)  # beside zero
 
     def block_of(self, layer: Layer) -> int:
         return self.settings.bucket_size

@@ -12,18 +12,7 @@ from typing import Any
 
 import torch
 
-from gradlab.codec import (
-    About,
-    Batch,
-    Bytes,
-    Codec,
-    Context,
-    Exchanged,
-    Guarantees,
-    PlanDefaults,
-    Tensors,
-    Traits,
-)
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
 from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting

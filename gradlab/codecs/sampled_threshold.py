@@ -14,25 +14,32 @@ from functools import cached_property
 import torch
 
 from gradlab.codec import About, Sparsifier, Traits
-from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import across_layers_setting, at_least, coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import (
+    DENSITIES,
+    across_layers_setting,
+    at_least,
+    coding_setting,
+    count_of,
+    density_setting,
+    largest,
+)
 
+_SAMPLED = 0.01  # share of elements in the sample
+_LEAST = 16  # values of the sample that reach the threshold
+_ENOUGH = 0.8  # share of k at which the threshold is no longer lowered
 _LOWERED = 0.8  # the threshold's factor where it has left too few
 _ADJUSTMENTS = 10
-_LEAST = 16  # values of the sample that reach the threshold
 
 
 class SampledThreshold(Sparsifier):
-    """Send about the k = ceil(density * numel) largest magnitudes: at most k, and mostly at least enough * k.
+    """Send about the k = ceil(density * numel) largest magnitudes: at most k, and mostly at least 0.8 k.
 
     The share `density` of a random sample reaches the threshold. If more than k elements of the layer do, the k largest
-    are sent (hierarchical selection). If fewer than enough * k do, the threshold is lowered by a fifth, at most 10
-    times.
+    are sent (hierarchical selection). If fewer than 0.8 k do, the threshold is lowered by a fifth, at most 10 times.
 
-    The sample holds at least 16 / density values; a layer of less than twice the sample is sorted instead, and so is
-    each layer of a group. How many are
-    sent depends on the gradient: message sizes vary. The elements sent are always the largest ones, so C is a
-    contraction, but its delta depends on the sample.
+    The sample holds 1 % of the elements, and at least 16 / density. A layer of less than twice the sample is sorted
+    instead, and so is each layer of a group. How many are sent depends on the gradient: message sizes vary. The
+    elements sent are always the largest ones, so C is a contraction, but its delta depends on the sample.
 
     >>> done = codecs.make("sampled_threshold", density=0.5).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -44,18 +51,14 @@ class SampledThreshold(Sparsifier):
     name = "sampled_threshold"
     about = About(
         "sparsification",
-        "4 * k + index_bytes(k, n), enough * density * n <= k <= density * n",
+        "4 * k + index_bytes(k, n), 0.8 * density * n <= k <= density * n",
         "Lin et al., ICLR 2018",
-        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
+        candidates=DENSITIES,
     )
 
     @dataclass(frozen=True)
     class Settings:
         density: float = density_setting(help="sent at most")
-        sample_share: float = setting(0.01, above=0, most=1, unit="share of elements", help="in the sample")
-        enough: float = setting(
-            0.8, above=0, most=1, unit="share of k", help="found, at which the threshold is no longer lowered"
-        )
         index_coding: str = coding_setting()
         across_layers: bool = across_layers_setting()
 
@@ -66,7 +69,7 @@ class SampledThreshold(Sparsifier):
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         numel, density = vector.numel(), self.settings.density
         count = count_of(density, numel)
-        wanted = max(math.ceil(self.settings.sample_share * numel), math.ceil(min(numel + 1, _LEAST / density)))
+        wanted = max(math.ceil(_SAMPLED * numel), math.ceil(min(numel + 1, _LEAST / density)))
         if 2 * wanted > numel:
             return largest(vector, count)
         # At random: an even stride may follow the columns of a matrix.
@@ -74,7 +77,7 @@ class SampledThreshold(Sparsifier):
         threshold = sample.topk(max(1, math.ceil(density * len(sample))), sorted=False).values.min()
         candidates = at_least(vector, threshold)
         for _ in range(_ADJUSTMENTS):
-            if len(candidates) >= self.settings.enough * count:
+            if len(candidates) >= _ENOUGH * count:
                 break
             threshold = threshold * _LOWERED
             candidates = at_least(vector, threshold)

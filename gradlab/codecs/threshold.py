@@ -17,7 +17,7 @@ import torch
 from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, Tensors, Traits
 from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import at_least, coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import DENSITIES, at_least, coding_setting, count_of, density_setting, largest
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 
@@ -44,7 +44,7 @@ class Threshold(Sparsifier):
         "sparsification",
         "4 * k + index_bytes(k, n), k = density * n in the first iteration, then as many as reach lambda",
         "Sahu et al., NeurIPS 2021",
-        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
+        candidates=DENSITIES,
     )
 
     @dataclass(frozen=True)

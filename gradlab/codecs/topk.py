@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import About, Codec, Context, Guarantees, Sparsifier
-from gradlab.codec.sparsifier import across_layers_setting, coding_setting, count_of, density_setting, largest
+from gradlab.codec.sparsifier import (
+    DENSITIES,
+    across_layers_setting,
+    coding_setting,
+    count_of,
+    density_setting,
+    largest,
+)
 from gradlab.layout import Layer
 
 
@@ -34,7 +41,7 @@ class TopK(Sparsifier):
         "sparsification",
         "4 * k + index_bytes(k, n), k = ceil(density * n)",
         "Aji & Heafield, EMNLP 2017; Stich et al., NeurIPS 2018",
-        candidates=tuple({"density": density} for density in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
+        candidates=DENSITIES,
     )
 
     @dataclass(frozen=True)

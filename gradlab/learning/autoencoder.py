@@ -4,11 +4,10 @@ Abrahamyan, Chen, Bekoulis, Deligiannis, "Learned gradient compression for distr
 2021: section IV-C, Tables I and II. All weights are one vector, which an artifact holds and a broadcast sends; the
 mathematics are functions of that vector.
 
-The tables contradict each other: the encoder's strides divide the length by 16, the decoder's multiply it by 32. Three
+The tables contradict each other: the encoder's strides divide the length by 16, the decoder's multiply it by 32. Two
 readings are offered (`RESOLUTIONS`). "deconv1": the first deconvolution has stride 1. "conv5": the encoder's last
-convolution has stride 2, so that a code is half as long. "conv": the decoder's last convolution has stride 2. The paper
-names leaky ReLU without its slope, which is 0.01 here. It follows every layer but the last of the encoder and of the
-decoder.
+convolution has stride 2, so that a code is half as long. The paper names leaky ReLU without its slope, which is 0.01
+here. It follows every layer but the last of the encoder and of the decoder.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 from gradlab.codec import Tensors
 
-RESOLUTIONS = ("deconv1", "conv5", "conv")
+RESOLUTIONS = ("deconv1", "conv5")
 _SLOPE = 0.01
 # Channels out, kernel size.
 _ENCODER = ((64, 3), (128, 3), (256, 3), (64, 3), (4, 1))
@@ -126,13 +125,11 @@ class Architecture:
             weight, bias = _of(named, f"decoder{decoder}.deconv{number}")
             x = functional.conv_transpose1d(x, weight, bias, stride, padding=1, output_padding=stride - 1)
             x = functional.leaky_relu(x, _SLOPE)
-        stride = 2 if self.resolution == "conv" else 1
         weight, bias = _of(named, f"decoder{decoder}.conv")
         if innovation is None:
-            x = functional.conv1d(x, weight, bias, stride=stride)
+            x = functional.conv1d(x, weight, bias)
         else:
-            # The last channel is apart: the innovation has the output's length, the other channels may have twice that.
-            x = functional.conv1d(x, weight[:, :-1], bias, stride=stride)
+            x = functional.conv1d(x, weight[:, :-1], bias)
             x = x + weight[:, -1:] * innovation.reshape(-1, 1, innovation.shape[-1])
         return x.reshape(*codes.shape[:-2], x.shape[-1])
 

@@ -23,14 +23,14 @@ from gradlab.codec.settings import setting
 from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
-from gradlab.collectives import Broadcast, Coroutine
+from gradlab.collectives import Broadcast, Coroutine, ring_sends
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.learning.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, gradient_of, optimized
 
-TRAINER = 0  # the rank that trains
+TRAINER = 0  # the rank that trains, and whose code all ranks decode at a server
 TRAINING, COMPRESSING, SELECTING = range(3)
-ORDERS = ("position", "magnitude", "value")
+ORDERS = ("position", "value")
 _JUDGED = 10  # the last tenth of training decides; an iteration's error is measured before learning from it
 _COLLAPSED = 0.05  # relative difference of codes below which they hold next to no information
 _OPTIMIZER = "optimizer "  # prefix of the optimizer's entries in the state
@@ -125,10 +125,6 @@ class LearnedSelection(Codec):
     def leader(self, context: Context) -> int:
         """Return the rank whose positions all ranks take in this iteration, if `shared`."""
         return int(torch.randint(context.world_size, (), generator=context.random.shared("leader")))
-
-    def sender(self, context: Context) -> int:
-        """Return the rank whose code all ranks decode, if the codec has one."""
-        return TRAINER
 
     @property
     def compares_codes(self) -> bool:
@@ -357,28 +353,32 @@ class LearnedSelection(Codec):
         mode, position = self._lasting_mode, 0
         if state is not None:
             mode, position = map(int, self._entries(state, layers[0].name)["clock"].tolist())
-        payload = self._bytes(layers, world_size, mode, position)
-        if not self._selected(layers)[0]:
-            return Bytes(payload, self._sent_bytes(payload, 0.0, world_size))
+        count, _ = self._selected(layers)
+        if not count:
+            return Bytes(0.0, 0.0)
+        codes = 4 * self.architecture(world_size).code_numel(count) / (1 if self.averages_codes else world_size)
+        codes = codes if mode == COMPRESSING else 0.0
+        values = codes + self._innovation_bytes(layers) if mode == COMPRESSING else 4.0 * count
+        scales = 4 * len(layers) * (self.settings.normalise == "layer") / (world_size if self.shared else 1)
+        last = mode == TRAINING and position + 1 == self._steps
+        learned = last * 4 * (self.architecture(world_size).numel + 1) / world_size
         positions = self._position_bytes(layers, world_size, mode)
-        codes = self._code_bytes(layers, world_size) if mode == COMPRESSING else 0.0
-        return Bytes(payload, self._sent_bytes(payload, positions, world_size), positions, codes)
+        rest = values + scales + learned
+        sent = (ring_sends(world_size) if self.averages_codes else world_size - 1) * rest + (world_size - 1) * positions
+        return Bytes(rest + positions, sent, positions, codes)
 
-    @abstractmethod
-    def _sent_bytes(self, payload: float, positions: float, world_size: int) -> float:
-        """Forecast the bytes that a rank sends from its payload and the positions in it."""
+    @property
+    def averages_codes(self) -> bool:
+        """Whether all ranks' codes are averaged, along a ring. If not, one rank sends its own."""
+        return False
 
-    @abstractmethod
-    def _bytes(self, layers: Sequence[Layer], world_size: int, mode: int, position: int) -> float:
-        """Forecast the payload bytes of one exchange. mode: its phase; position: earlier iterations of that phase."""
+    def _innovation_bytes(self, layers: Sequence[Layer]) -> int:
+        """Forecast the bytes of values that travel uncompressed in the third phase."""
+        return 0
 
     @abstractmethod
     def _position_bytes(self, layers: Sequence[Layer], world_size: int, mode: int) -> float:
         """Forecast the bytes of positions in one exchange. mode: its phase."""
-
-    @abstractmethod
-    def _code_bytes(self, layers: Sequence[Layer], world_size: int) -> float:
-        """Forecast the bytes of codes in one exchange of the third phase, mean over ranks."""
 
     def _selected(self, layers: Sequence[Layer]) -> tuple[int, int]:
         """Return the number of selected elements of a group, and of all its elements."""
@@ -446,10 +446,8 @@ def layer_of(positions: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def in_order(positions: torch.Tensor, values: torch.Tensor, order: str) -> torch.Tensor:
-    """Order positions (count,) as one of `ORDERS`: as they are, or by magnitude or value (count,), largest first."""
-    if order == "position":
-        return positions
-    return positions[(values.abs() if order == "magnitude" else values).argsort(descending=True, stable=True)]
+    """Order positions (count,) as one of `ORDERS`: as they are, or by value (count,), largest first."""
+    return positions if order == "position" else positions[values.argsort(descending=True, stable=True)]
 
 
 def prefixed(prefix: str, state: Mapping[str, torch.Tensor]) -> Tensors:

@@ -201,38 +201,28 @@ def sample_slices(
 
 
 def check_bases(
-    codec: str,
-    layer: Layer,
-    basis: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    reuse: int | None,
-    whitening: bool = True,
+    layer: Layer, basis: torch.Tensor | None, mean: torch.Tensor | None, reuse: int | None, whitening: bool
 ) -> None:
     """Refuse a basis and a mean that do not fit a layer. Both may be missing; without whitening there is no mean."""
     if basis is None and mean is None:
         return
+    whose = f"codec gradiveq: layer {layer.name}"
     if basis is None or (mean is None) == whitening:
         expected = "a basis and a mean" if whitening else "a basis and no mean (whitening is off)"
-        raise GradlabError(f"codec {codec}: layer {layer.name}: expected {expected}, or neither")
+        raise GradlabError(f"{whose}: expected {expected}, or neither")
     sound = basis.ndim == 3 and 1 <= basis.shape[2] <= basis.shape[1] <= layer.numel
-    slices = layer.numel // basis.shape[1] if sound else 0
-    mean = basis.new_zeros(slices, basis.shape[1] if sound else 0) if mean is None else mean
+    size = basis.shape[1] if sound else 0
+    slices = layer.numel // size if sound else 0
+    mean = basis.new_zeros(slices, size) if mean is None else mean
     if not {basis.dtype, mean.dtype} <= {torch.float32, torch.float64}:
+        raise GradlabError(f"{whose} has a basis of {basis.dtype} and a mean of {mean.dtype}, expected float32")
+    if not sound or len(basis) != len(fitted_slices(slices, reuse)) or tuple(mean.shape) != (slices, size):
         raise GradlabError(
-            f"codec {codec}: layer {layer.name} has a basis of {basis.dtype} and a mean of {mean.dtype}, "
-            "expected float32"
-        )
-    bases = len(fitted_slices(slices, reuse))
-    if not sound or basis.shape[0] != bases or tuple(mean.shape) != (slices, basis.shape[1]):
-        raise GradlabError(
-            f"codec {codec}: layer {layer.name} {list(layer.shape)} got a basis {list(basis.shape)} and a mean "
-            f"{list(mean.shape)}, expected (B, K, d) with d <= K and (M, K): M = numel // K, B = M / reuse or 1"
+            f"{whose} {list(layer.shape)} got a basis {list(basis.shape)} and a mean {list(mean.shape)}, expected "
+            "(B, K, d) with d <= K and (M, K): M = numel // K, B = M / reuse or 1"
         )
     if not bool(basis.isfinite().all() and mean.isfinite().all()):
-        raise GradlabError(f"codec {codec}: layer {layer.name} has non-finite values in its basis or mean")
-    products = basis.mT @ basis - torch.eye(basis.shape[2]).to(basis)
-    if not bool((products.abs() < _NOT_ORTHONORMAL).all()):
-        worst = float(products.abs().max())
-        raise GradlabError(
-            f"codec {codec}: layer {layer.name}: axes of its basis are not orthonormal: a product is off by {worst:.2g}"
-        )
+        raise GradlabError(f"{whose} has non-finite values in its basis or mean")
+    worst = float((basis.mT @ basis - torch.eye(basis.shape[2]).to(basis)).abs().max())
+    if not worst < _NOT_ORTHONORMAL:
+        raise GradlabError(f"{whose}: axes of its basis are not orthonormal: a product is off by {worst:.2g}")

@@ -28,6 +28,7 @@ from gradlab.layout import Layer, matrices
 from gradlab.roles import STACKS, TRANSPOSED
 
 _ROUNDING = 64  # machine epsilons: rows of R^T below so many of the largest row's values are rounding errors
+_LION_BETAS = 0.95, 0.98  # weights of Lion's m in what the sign is taken of, and of the last m in the next
 
 
 class Dion(Wrapper):
@@ -84,8 +85,6 @@ class Dion(Wrapper):
             0.25, above=0, most=1, unit="share of min(m, n)", symbol="r / min(m, n)", help="of columns of P and Q"
         )
         momentum: float = setting(0.95, least=0, below=1, symbol="mu", help="share of P R^T that stays in M")
-        lion_beta1: float = setting(0.95, least=0, below=1, help="Lion: weight of m in what the sign is taken of")
-        lion_beta2: float = setting(0.98, least=0, below=1, help="Lion: weight of the last m in the next")
 
     def __init__(self, codec: Codec, settings: Any = None) -> None:
         super().__init__(codec, settings)
@@ -148,9 +147,9 @@ class Dion(Wrapper):
     def _lion(self, mean: torch.Tensor, moment: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute Lion's update, and the next m."""
         moment = torch.zeros_like(mean) if moment is None else moment
-        leaning = moment.lerp(mean, 1 - self.settings.lion_beta1)
+        leaning = moment.lerp(mean, 1 - _LION_BETAS[0])
         # The product is zero, but NaN where there is no finite number, whose sign would hide that.
-        return leaning.sign() + leaning * 0, moment.lerp(mean, 1 - self.settings.lion_beta2)
+        return leaning.sign() + leaning * 0, moment.lerp(mean, 1 - _LION_BETAS[1])
 
     def _start(self, name: str, one: _Matrices, like: torch.Tensor, state: Tensors, context: Context) -> torch.Tensor:
         """Return the last Q^T, or Gaussian values that all ranks draw alike."""

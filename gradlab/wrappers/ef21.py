@@ -17,11 +17,10 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
-from gradlab.codec.contraction import contraction_setting
+from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.kept import Entry
 from gradlab.codec.wrapper import DEALT, MEASURED, SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine
-from gradlab.wrappers.error_feedback import exchange_contracting
 
 
 class EF21(Wrapper):

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from gradlab.codec import Batch, Codec, Context, Deferred, Exchanged, Tensors, Traits, concatenate, separate
-from gradlab.codec.contraction import contraction_setting, exchange_scaled, first_zeta, scales
+from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, Traits, concatenate, separate
+from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
@@ -194,27 +194,6 @@ def without(tensors: Tensors, still: frozenset[str]) -> Tensors:
 def same_dtype(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether all tensors have one dtype."""
     return len({tensor.dtype for tensor in tensors}) == 1
-
-
-def exchange_contracting(
-    wrapper: Wrapper, inputs: Batch, state: Tensors, context: Context
-) -> Coroutine[tuple[Exchanged, Tensors, Tensors]]:
-    """Run the wrapped codec on inputs, or on a multiple if it does not contract (`gradlab.codec.contraction`); return
-    its result, the compression errors by layer, and state entries with what was measured."""
-    codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
-    if wrapper.settings.contraction == "none" or not scales(wrapper, inputs.table):
-        done = yield from codec.exchange(inputs, inside, context)
-        return done, compression_errors(inputs, done.own, context), {}
-    zeta = state[key] if key in state else first_zeta(codec, inputs, context)
-    done, errors, zeta = yield from exchange_scaled(codec, inputs, inside, zeta, context)
-    return done, errors, {key: zeta}
-
-
-def compression_errors(inputs: Tensors, own: Mapping[str, torch.Tensor], context: Context) -> Tensors:
-    """Subtract this rank's decoded contributions from the compressor inputs, by layer."""
-    if isinstance(own, Deferred) and own.compression_error is not None:
-        return own.compression_error()
-    return {name: torch.sub(value, own[name], out=context.memory.like(value)) for name, value in inputs.items()}
 
 
 def refuse_keep(wrapper: Wrapper) -> None:

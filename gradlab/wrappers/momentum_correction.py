@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
-from gradlab.codec.contraction import contraction_setting
+from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (
@@ -33,7 +33,6 @@ from gradlab.codec.wrapper import (
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.wrappers.error_feedback import (
-    exchange_contracting,
     held_residuals,
     keep_setting,
     refuse_keep,

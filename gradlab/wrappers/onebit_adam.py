@@ -47,7 +47,7 @@ class OneBitAdam(Wrapper):
     What backward leaves are updates, of Adam's size: do not clip their norm.
 
     >>> wrappers.get("onebit_adam")(codecs.make("one_bit"))
-    OneBitAdam(OneBit(block='unit'))
+    OneBitAdam(OneBit())
     """
 
     name = "onebit_adam"

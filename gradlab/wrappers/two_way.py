@@ -28,9 +28,8 @@ from gradlab.codec import (
 )
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
 from gradlab.codec.kept import Entry, Kept, for_any
-from gradlab.codec.pieces import piece_of, pieces_of
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import Payload, Shard, Sharded, Shards, Spread
+from gradlab.codec.shards import Payload, Shard, Sharded, Shards
 from gradlab.codec.wrapper import (
     MEASURED,
     SHARED,
@@ -49,6 +48,8 @@ from gradlab.collectives import Broadcast, Coroutine, Gather, ring_sends
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
+_SERVER = 0  # the rank that serves all, where there is one
+
 
 class TwoWay(Wrapper):
     """Rank i sends C(x_i), shard by shard, to each shard's server; a server answers C(mean + server residual).
@@ -56,8 +57,7 @@ class TwoWay(Wrapper):
     The ranks' own compression errors, x_i - C(x_i), are not kept here: put error feedback or momentum correction around
     this wrapper. The servers' compression errors are kept: each rank holds that of its shard as "server_residual".
     After a change of the world size every rank has the whole layers' as "server_whole", until the next exchange cuts
-    it. What a codec holds of earlier messages (`Compressor.held`) every rank holds for its own, as "sent_held", and for
-    the answers of its shard, as "server_held"; after a change of the world size it starts anew.
+    it.
 
     >>> codec = wrappers.get("two_way")(codecs.make("one_bit"))
     >>> codec.apply([torch.ones(64), 3 * torch.ones(64)])
@@ -68,16 +68,15 @@ class TwoWay(Wrapper):
     entries: ClassVar[Mapping[str, Entry]] = {
         "server_residual": Entry("joined", residual=True, carried=True, joined_as="server_whole"),
         "server_whole": replace(SHARED, residual=True),
-        **dict.fromkeys(("server_zeta", "sent_held", "server_held"), MEASURED),
+        "server_zeta": MEASURED,
     }
     effects = Effects(server_residual=True)
 
     @dataclass(frozen=True)
     class Settings:
         server: str = setting(
-            "sharded", choices=("sharded", "rank"), help="every rank serves one shard, or server_rank serves all"
+            "sharded", choices=("sharded", "rank"), help="every rank serves one shard, or rank 0 serves all"
         )
-        server_rank: int = setting(0, least=0, unit="rank", help="of the server, where there is one")
         error_feedback: bool = setting(True, help="whether a server adds the compression errors of its earlier answers")
         step_size_ratio: bool | None = step_size_setting(None, "the server's residual")
         buffer: str = buffer_setting("the server's residual is")
@@ -106,24 +105,17 @@ class TwoWay(Wrapper):
         if context.dense:
             return (yield from self._dense(grads, state, context))
         vector, whole = grads.vector, self.compressor.for_layers(grads.table)
-        sending = whole.held(vector, state.get(_key(grads, "sent_held")))
-        sharded = self._sharded(whole, vector, grads, context, sending)
+        shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
+        sharded = Sharded(whole, vector, shards, context)
         average, codec = (yield from sharded.average()), sharded.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
         average += carried
         zeta = self._zeta(codec, average, grads, state, context)
         scaled = average if zeta is None else scale_down(average, zeta, context)
-        serving = codec.held(scaled, state.get(_key(grads, "server_held")))
-        codec = codec.at(serving)
         answer = codec.compress(scaled, context.random.of_rank("server"))
         answers = yield self._answer_requests(answer, sharded, context)
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
-        after = {
-            "sent_held": whole.held_after(sending, sharded.sent, len(vector)) if sending is not None else None,
-            "server_held": codec.held_after(serving, [answer], len(average)),
-        }
-        kept |= {_key(grads, what): value for what, value in after.items() if value is not None}
         mean = context.once(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
         asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
@@ -145,45 +137,26 @@ class TwoWay(Wrapper):
                 kept |= store_buffer(name, "server_residual", in_own_memory(piece), self.settings.buffer)
         return Exchanged(done.mean, dict(grads), kept)
 
-    def _sharded(
-        self,
-        codec: Compressor,
-        vector: torch.Tensor,
-        grads: Batch,
-        context: Context,
-        held: torch.Tensor | None,
-    ) -> Sharded | Spread:
-        if codec.spreads:
-            return Spread(codec, vector, pieces_of(grads.table.numels, context.world_size), context, held)
-        shards = self._shards_of(codec, vector.numel(), context.world_size, context.group)
-        return Sharded(codec, vector, shards, context, held)
-
     def shards(self, layers: Sequence[Layer], world_size: int, group: str = "") -> Shards:
         """Return each rank's shard (start, stop) of layers: whole blocks, or all on one rank."""
         return self._shards_of(self.compressor.for_layers(layers), Table.of(layers).numel, world_size, group)
 
     def _shards_of(self, codec: Compressor, numel: int, world_size: int, group: str) -> Shards:
         """Return the shards of a vector (numel,), of which this is the compressor."""
-        root = self.settings.server_rank
         if self.settings.server == "sharded":
             return codec.shards(numel, world_size, group)
-        if root >= world_size:
-            raise GradlabError(f"two_way: server_rank = {root} at world size {world_size}")
-        return codec.shards_on(root, numel, world_size)
+        return codec.shards_on(_SERVER, numel, world_size)
 
-    def _answer_requests(
-        self, answer: Payload, sharded: Sharded | Spread, context: Context
-    ) -> tuple[Broadcast | Gather, ...]:
+    def _answer_requests(self, answer: Payload, sharded: Sharded, context: Context) -> tuple[Broadcast | Gather, ...]:
         """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""
         if self.settings.server == "sharded":
             return sharded.gathers(answer)
-        root = self.settings.server_rank
-        parts = answer if context.rank == root else tuple(torch.zeros_like(part) for part in sharded.sent[root])
-        return tuple(Broadcast(part, root) for part in parts)
+        parts = answer if context.rank == _SERVER else tuple(torch.zeros_like(part) for part in sharded.sent[_SERVER])
+        return tuple(Broadcast(part, _SERVER) for part in parts)
 
     def _by_shard(self, answers: Sequence[Any], sent: Sequence[Payload]) -> Sequence[Payload]:
         if self.settings.server == "rank":  # the other shards are empty, and so is what was sent to them
-            return [tuple(answers) if rank == self.settings.server_rank else own for rank, own in enumerate(sent)]
+            return [tuple(answers) if rank == _SERVER else own for rank, own in enumerate(sent)]
         return list(zip(*answers, strict=True))
 
     def _server_residual(self, grads: Batch, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
@@ -212,8 +185,6 @@ class TwoWay(Wrapper):
     def _cuts(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> dict[str, Shard]:
         """Return the part of each layer that lies in a rank's shard: (start, stop) in the layer."""
         numels = {layer.name: layer.numel for layer in layers}
-        if self.compressor.spreads:
-            return {name: piece_of(numel, rank, world_size) for name, numel in numels.items()}
         start, stop = self.shards(layers, world_size, group)[rank]
         cuts, first = {}, 0
         for name, numel in numels.items():
@@ -255,8 +226,6 @@ class TwoWay(Wrapper):
 
     def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         found = dict(for_any(layers, "server_zeta", Kept((), least=0.0)))
-        if (held := self.compressor.kept_by_messages) is not None:
-            found |= for_any(layers, "sent_held", held) | for_any(layers, "server_held", held)
         if self.settings.error_feedback:
             cuts = self._cuts(layers, rank, world_size, group)
             for layer, (a, b) in zip(layers, cuts.values(), strict=True):
@@ -273,10 +242,6 @@ class TwoWay(Wrapper):
 
     def _parts(self, layers: Sequence[Layer], world_size: int) -> list[tuple[Compressor, int]]:
         """The compressor of each rank's shard, and the shard's elements."""
-        if self.compressor.spreads:
-            pieces = pieces_of(Table.of(layers).numels, world_size)
-            of_ranks = [Table.of_shapes(pieces.shapes(rank)) for rank in range(world_size)]
-            return [(self.compressor.for_layers(table), table.numel) for table in of_ranks]
         codec = self.compressor.for_layers(layers)
         return [(codec.part(a, b), b - a) for a, b in self.shards(layers, world_size)]
 

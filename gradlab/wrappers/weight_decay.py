@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import require, setting
@@ -57,11 +55,9 @@ class WeightDecay(Wrapper):
         nesterov: bool = setting(False, help="apart: look ahead along m")
 
         def __post_init__(self) -> None:
-            apart = self.form == "apart"
-            require(apart or not self.momentum, "weight_decay", "momentum", self.momentum, '0 unless form = "apart"')
-            require(
-                apart or not self.nesterov, "weight_decay", "nesterov", self.nesterov, 'false unless form = "apart"'
-            )
+            for name, off in (("momentum", "0"), ("nesterov", "false")):
+                value = getattr(self, name)
+                require(self.form == "apart" or not value, "weight_decay", name, value, f'{off} unless form = "apart"')
 
     def __init__(self, codec: Codec, settings: WeightDecay.Settings | None = None) -> None:
         super().__init__(codec, settings)
@@ -84,13 +80,9 @@ class WeightDecay(Wrapper):
         applied, kept = {}, {}
         for name, mean in done.mean.items():
             decay = context.training.parameters[name].detach().to(mean.dtype) * self.settings.rate
-            m = decayed_momentum(decay, state.get(f"{name}/decay_momentum"), self.settings.momentum)
+            before = state.get(f"{name}/decay_momentum")
+            m = decay.clone() if before is None else (before * self.settings.momentum).add_(decay)
             if self.settings.momentum:
                 kept[f"{name}/decay_momentum"] = m
             applied[name] = mean + (decay.add(m, alpha=self.settings.momentum) if self.settings.nesterov else m)
         return replace(done, mean=applied, state={**done.state, **kept})
-
-
-def decayed_momentum(decay: torch.Tensor, before: torch.Tensor | None, momentum: float) -> torch.Tensor:
-    """Compute m_t = momentum * m_(t-1) + lambda x, a new tensor of the shape of decay = lambda x."""
-    return decay.clone() if before is None else (before * momentum).add_(decay)

@@ -52,7 +52,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
     "lgc_ring": ({"density": 0.02, **LEARNING},),
     "lgc_server": ({"density": 0.02, **LEARNING},),
     "natural": ({},),
-    "one_bit": ({}, {"block": "tensor"}),
+    "one_bit": ({},),
     "powersgd": ({}, {"rank": 1}),
     "qsgd": (
         {},

@@ -138,13 +138,12 @@ def one_bit(matrix: np.ndarray) -> np.ndarray:
     return coded
 
 
-@law(st.integers(1, 9), st.integers(1, 60), st.booleans(), seeds)
-def test_one_bit_is_two_means_of_each_unit(rows: int, columns: int, unit: bool, seed: int) -> None:
+@law(st.integers(1, 9), st.integers(1, 60), seeds)
+def test_one_bit_is_two_means_of_each_unit(rows: int, columns: int, seed: int) -> None:
     matrix = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
     matrix[np.random.default_rng(seed + 1).random(matrix.shape) < 0.2] = 0.0
-    codec = OneBit(OneBit.Settings("unit" if unit else "tensor"))
-    (result,) = run_lockstep([exchange_group(codec, {"w": torch.from_numpy(matrix)}, {}, Context(0, 1, 0))])
-    by_unit = unit and columns >= 16
+    (result,) = run_lockstep([exchange_group(OneBit(), {"w": torch.from_numpy(matrix)}, {}, Context(0, 1, 0))])
+    by_unit = columns >= 16
     expected = one_bit(matrix if by_unit else matrix.reshape(1, -1)).reshape(matrix.shape)
     np.testing.assert_allclose(result.value.own["w"].numpy(), expected, rtol=1e-5, atol=1e-6)
     assert result.payload_bytes == 8 * (rows if by_unit else 1) + -(-rows * columns // 8)

@@ -177,7 +177,7 @@ def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: 
     """Whether what all ranks share (warm starts, momentum after the average) is what it was; of one decoder per rank
     nothing is."""
     own = {"residual", "velocity", "residual_scale", "velocity_scale", "server_residual", "server_residual_scale"}
-    own |= {"zeta", "server_zeta", "sent_held", "server_held"}  # a rank's own, made anew
+    own |= {"zeta", "server_zeta"}  # a rank's own, made anew
     shared = {key: tensor for key, tensor in before.items() if key.rpartition("/")[2] not in own}
     if stack.codec == "lgc_server":
         if any(key.rpartition("/")[2] in GROUP_STATE for kept in after.values() for key in kept):

@@ -56,9 +56,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "block_scaled, int4": {"dtype": "int4", "scale": 3.0},
     # Within four steps they learn, twice, and compress with that.
     "lgc_ring": {**LEARNS_QUICKLY, "normalise": "layer", "index_coding": "packed"},
-    "lgc_ring, by value": {**LEARNS_QUICKLY, "order": "value", "leader": "rotating"},
+    "lgc_ring, by value": {**LEARNS_QUICKLY, "order": "value"},
     "lgc_server": {**LEARNS_QUICKLY, "normalise": "layer"},
-    "lgc_server, shared": {**LEARNS_QUICKLY, "positions": "shared", "sender": "rotating"},
+    "lgc_server, shared": {**LEARNS_QUICKLY, "positions": "shared"},
     # Within four steps it compresses with what it learned, samples, fits, and compresses with that.
     "gradiveq": {
         "loss_threshold": 0.3,

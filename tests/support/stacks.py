@@ -28,7 +28,7 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     "two-way under feedback": (Wrap("error_feedback"), Wrap("two_way")),
     "one server under feedback": (
         Wrap("error_feedback", {"step_size_ratio": True}),
-        Wrap("two_way", {"server": "rank", "server_rank": 1, "step_size_ratio": True, "buffer": "int8"}),
+        Wrap("two_way", {"server": "rank", "step_size_ratio": True, "buffer": "int8"}),
     ),
     "two-way under correction": (Wrap("momentum_correction"), Wrap("two_way")),
     "warm-up under correction": (

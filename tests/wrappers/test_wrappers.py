@@ -616,11 +616,11 @@ servers = st.sampled_from(["sharded", "rank"])
 
 
 def shards_of(server: str, numel: int, ranks: int) -> oracles.Shards:
-    return oracles.equal_shards(numel, ranks) if server == "sharded" else oracles.one_server(numel, ranks, ranks // 2)
+    return oracles.equal_shards(numel, ranks) if server == "sharded" else oracles.one_server(numel, ranks, 0)
 
 
 def served(density: float, server: str, ranks: int, **settings: Any) -> TwoWay:
-    return two_way(topk(density), server=server, server_rank=ranks // 2, **settings)
+    return two_way(topk(density), server=server, **settings)
 
 
 @law(sizes, worlds, st.floats(0.05, 1.0), servers, st.booleans(), seeds, examples=40)
@@ -656,7 +656,7 @@ compressors = st.one_of(
 def test_what_servers_answer_and_keep_is_what_they_got_and_kept(
     shapes: Shapes, ranks: int, inner: Codec, server: str, seed: int
 ) -> None:
-    codec, states = two_way(inner, server=server, server_rank=ranks - 1), [{}] * ranks
+    codec, states = two_way(inner, server=server), [{}] * ranks
     for step in range(3):
         results = run(codec, drawn(ranks, step, shapes, seed=seed), states, step)
         got = mean_of([flat(result.value.own) for result in results]) + server_residual(states, shapes)
@@ -821,7 +821,7 @@ def test_servers_at_another_number_of_ranks_continue_with_the_whole_residual(
     """The next answer is that of a simulation given the whole; also from a checkpoint in between, or layers missing."""
     shapes = {"a": (4,), "b": (3, 3), "c": (0,), "d": (7,)}
     buffer = "int8" if eight else "float32"
-    codec = two_way(topk(0.2), server=server, server_rank=0, buffer=buffer)
+    codec = two_way(topk(0.2), server=server, buffer=buffer)
     states = states_of(run(codec, drawn(old, 0, shapes, seed=seed), [{}] * old))
     if seed % 2:
         states = [{key: value for key, value in state.items() if not key.startswith("b/")} for state in states]
@@ -841,7 +841,7 @@ def test_servers_at_another_number_of_ranks_continue_with_the_whole_residual(
 @every_stack
 def test_dropping_leaves_only_what_all_ranks_share(codec: Codec) -> None:
     states = states_of(run(codec, drawn(3, 0), [{}] * 3))
-    own = ("residual", "velocity", "server_residual", "sent_held", "server_held")
+    own = ("residual", "velocity", "server_residual")
     for kept in redistributed(codec, states, 2, "drop"):
         shared = {k: v for k, v in states[0].items() if k.rpartition("/")[2].removesuffix("_scale") not in own}
         assert kept.keys() == shared.keys()
@@ -899,14 +899,6 @@ def test_settings_out_of_range_are_refused(wrapper: str, settings: dict[str, Any
 def test_masking_around_a_codec_that_sends_everything_is_refused() -> None:
     with pytest.raises(GradlabError, match="masking = true around qsgd"):
         correction(QSGD(), masking=True)
-
-
-def test_a_server_that_is_no_rank_is_refused() -> None:
-    codec = two_way(topk(0.1), server="rank", server_rank=2)
-    with pytest.raises(GradlabError, match="server_rank = 2 at world size 2"):
-        run(codec, drawn(2, 0), [{}] * 2)
-    with pytest.raises(GradlabError, match="server_rank = 2 at world size 2"):
-        codec.forecast([Layer("w", (4,))], 2)
 
 
 def test_settings_of_another_wrapper_are_refused() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 
@@ -16,7 +15,7 @@ from gradlab.codecs.lgc_server import LgcServer, innovations_of
 from gradlab.coding.positions import index_bytes
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes, broadcast_wire_bytes
 from gradlab.learning.autoencoder import Architecture, Loss, ring_loss, server_loss
-from gradlab.learning.selection import LearnedSettings, padded
+from gradlab.learning.selection import TRAINER, LearnedSettings, padded
 
 _MEAN = Loss("mean")
 
@@ -149,9 +148,8 @@ class ServerLearner(Learner):
         scales = _scale_bytes(self._codec.settings, self._numels)
         own = 4 * count + index_bytes(self._coding, count, selections.count) + (0 if selections.shared else scales)
         from_leader = scales if selections.shared else 0
-        senders = [0] if self._codec.settings.sender == "fixed" else range(ranks)
-        code_wire = fmean(broadcast_wire_bytes(code, sender, 0, ranks) for sender in senders)
-        wire = code_wire + broadcast_wire_bytes(from_leader, 0, 0, ranks) + all_gather_wire_bytes(int(own), ranks)
+        broadcast = broadcast_wire_bytes(code, TRAINER, 0, ranks) + broadcast_wire_bytes(from_leader, 0, 0, ranks)
+        wire = broadcast + all_gather_wire_bytes(int(own), ranks)
         return (code + from_leader) / ranks + own, wire
 
 

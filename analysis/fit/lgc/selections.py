@@ -14,7 +14,7 @@ from gradlab.analysis.replay import lockstep_of, replay_steps
 from gradlab.codec import Context, concatenate
 from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
-from gradlab.learning.selection import SELECTING, LearnedSelection, layer_of
+from gradlab.learning.selection import SELECTING, TRAINER, LearnedSelection, layer_of
 from gradlab.plan import Plan
 from gradlab.plan.lgc_recipe import GROUP
 from gradlab.progress import Progress
@@ -112,7 +112,7 @@ def collect_selections(trace: Trace, plan: Plan, *, progress: Progress | None = 
         context = Context(0, trace.world_size, result.iteration, GROUP, plan.seed)
         iterations.append(result.iteration)
         chosen.append(codec.selected(inputs, sizes, context))
-        leaders.append(codec.leader(context) if codec.shared else codec.sender(context))
+        leaders.append(codec.leader(context) if codec.shared else TRAINER)
     if not iterations:
         raise GradlabError(f"{trace.path}: no iteration with finite gradients: there is nothing to learn from")
     positions = torch.stack([one.positions for one in chosen])
