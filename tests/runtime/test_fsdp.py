@@ -195,9 +195,10 @@ def test_groups_are_cut_where_units_end() -> None:
 # --- what public reports found; the campaign `reports` has more ------------------------------------------------------
 
 
-def test_ranks_that_use_other_modules_are_refused(pool: ProcessPool) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_that_use_other_modules_are_refused(pool: ProcessPool, nodes: int) -> None:
     """Blocks of one shape, of which some ranks leave out another: their gradients must not be averaged in silence."""
-    for told in pool.run(f"{REPORTS}:other_blocks", 4, nodes=2):
+    for told in pool.run(f"{REPORTS}:other_blocks", 4, nodes=nodes):
         assert told.startswith("step 0: ranks used other modules in this step")
 
 
