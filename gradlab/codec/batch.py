@@ -113,7 +113,7 @@ class Batch(dict[str, torch.Tensor]):
 
     @property
     def vector(self) -> torch.Tensor:
-        """All elements, (numel,): a view if the tensors lie one after another in memory, else a copy."""
+        """All elements (numel,), as a view if the tensors lie one after another in memory, else as a copy."""
         return concatenate(self)
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
