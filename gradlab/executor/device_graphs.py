@@ -1,6 +1,6 @@
 """Exchanges recorded as graphs of a GPU's kernels, which are then launched by one call each.
 
-On a GPU most of a codec's time goes into launching its many small kernels from Python. What a codec does between two
+On a GPU most of a codec's time goes into launching its many small kernels from Python. A codec's work between two
 requests is the same in every step, unless it reads something that changes from step to step (the iteration, learning
 rates, random numbers of the host) or waits for the device's values. So a group's exchange runs as it is at first, then
 once under watch, and if nothing of that kind was seen, it is recorded: each stretch of its code between two requests
@@ -186,8 +186,8 @@ class _Recorded:
 
     make: makes a graph.
     draws: its random numbers.
-    inputs: by stretch, the tensors that its graph reads: gradients and states, then answers.
-    requests: by stretch but the last.
+    inputs: tensors that each stretch's graph reads: gradients and states, then answers.
+    requests: requests of each stretch but the last.
     kept: tensors that have to stay where they are, see `_Watch.needed`.
     """
 

@@ -52,12 +52,12 @@ class StepResult:
 
     compressing: whether the schedule compresses in this iteration.
     finite: whether all gradients on all ranks were finite, and the results.
-    exchanged: by group name, one per rank. It is empty in a dense step. The mean of a held layer is zero.
+    exchanged: results by group name, one per rank. It is empty in a dense step. The mean of a held layer is zero.
     payload, wire: bytes by rank, dense layers and the ranks' agreement included.
-    codec_seconds, codec_wall_seconds: in the codecs' own code, mean over ranks, see `GroupCost`.
+    codec_seconds, codec_wall_seconds: times in the codecs' own code, mean over ranks, see `GroupCost`.
     costs: seconds and bytes by group name.
     held: names of the layers without a gradient on any rank, whose states stay as they are.
-    learning_rate: by layer name, as far as it was known.
+    learning_rate: rates by layer name, as far as it was known.
     """
 
     iteration: int
@@ -207,7 +207,7 @@ class LockstepPlan:
         return [result.value for result in results], _cost(results, spent)
 
     def _agree(self, steps: Sequence[Step], bill: _Bill) -> None:
-        """Let the ranks agree. Where a part of a plan is run, only the flags of its own layers are counted."""
+        """Let the ranks agree. If a part of a plan is run, only the flags of its own layers are counted."""
         [result, *_] = run_lockstep([step.agree() for step in steps])
         if self._agrees:
             bill.add_mean(result.payload_bytes - (0 if self._counts_rest else FINITE_FLAG_BYTES))

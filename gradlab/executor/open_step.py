@@ -24,8 +24,8 @@ class OpenStep:
     seen: whether the optimizer has stepped. Before, each exchange counts as an iteration: it may never step.
     taken_back: exchanges that were dropped before the first step, and counted as iterations until then.
     exchanges: those since the last step whose gradients were finite.
-    iteration: of the first of them.
-    states: by group that exchanged: its state before, with the learning rates by layer before.
+    iteration: the first one's.
+    states: each exchanged group's state before, with the learning rates by layer before.
     """
 
     followed: bool = False

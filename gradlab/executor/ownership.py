@@ -20,8 +20,8 @@ class Ownership:
     """The parts of a plan by local rank.
 
     local_ranks: ranks of a node, L.
-    groups: by group name, the local rank that owns it. Groups that are plainly dense have no owner.
-    pieces: by layer name, L + 1 offsets in its flat elements: local rank i carries pieces[i] to pieces[i + 1].
+    groups: local rank that owns a group, by its name. Groups that are plainly dense have no owner.
+    pieces: L + 1 offsets in a layer's flat elements, by its name: local rank i carries pieces[i] to pieces[i + 1].
     """
 
     local_ranks: int

@@ -1,6 +1,6 @@
 """A compressed reduce-scatter: every rank gets the mean of one part of the gradients, and sends each part once.
 
-What a rank sends to the owner of a part is its codec's message of that part alone. So it is for codecs that one rank
+A rank sends to the owner of a part its codec's message of that part alone. That holds for codecs that one rank
 computes alone: LoCo, SDP4Bit and ZeRO++ compress a reduce-scatter like this. An owner decodes the messages of all
 ranks; every other rank decodes nothing but its own, for the residual, which it has of every part.
 """

@@ -83,10 +83,10 @@ _FINDING = {
 class Finding(Jsonable):
     """A rule that fired.
 
-    group: of the plan; None if it is not about one.
+    group: the plan's; None if it is not about one.
     step: the iteration at which it was seen; None before the first one.
-    value, threshold: what was measured, and what it passed.
-    seen: what was seen, with numbers.
+    value, threshold: the measured number, and the one that it passed.
+    seen: observation, with numbers.
     ranks: those that saw it.
     """
 
@@ -146,7 +146,7 @@ def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:
 class Feedback:
     """How a group keeps its residual, as far as its size depends on it.
 
-    delta: of the codec's contraction; 0: nothing is known, and nothing is assumed; None: nothing is known.
+    delta: delta of the codec's contraction; 0: nothing is known, and nothing is assumed; None: nothing is known.
     gain: most norm of the compressor input without the residual, in gradient norms: 1 / (1 - m) under momentum.
     follows: whether the residual is multiplied by the ratio of learning rates.
     """

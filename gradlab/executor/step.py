@@ -50,7 +50,7 @@ class RunSettings:
         plain_sgd: whether the optimizer is SGD without momentum of its own (see `Context`).
         hold_unused: whether a layer without a gradient on any rank is held.
         replan_beside: whether a refresh measures in a thread while training goes on, or when its choice is due.
-        device: of the codecs' tensors.
+        device: device of the codecs' tensors.
         graphs: makes a graph; None: exchanges are not recorded.
     """
 
@@ -65,26 +65,26 @@ class PlanRun:
     """One rank's run of a plan.
 
     Attributes:
-        plan: as it is now; a refresh may have changed its settings.
-        groups: by name, those whose codecs run.
-        tables: by group name, the layers.
-        codecs: by group name.
-        states: by group name, the codec's state after the last committed step.
-        iteration: of the next step, from 0.
+        plan: the present plan; a refresh may have changed its settings.
+        groups: groups whose codecs run, by name.
+        tables: layers by group name.
+        codecs: codecs by group name.
+        states: each codec's state, by group name, after the last committed step.
+        iteration: the next step's, from 0.
         overflowed: whether gradients of the last step were finite on all ranks, and results were not.
-        learning_rates: by layer name, the last one of a committed step that was not zero: the unit of residuals.
-        open_step: what was exchanged since the last optimizer step, where these are known.
-        graphs: by group name, where exchanges are recorded.
+        learning_rates: last rate of a committed step that was not zero, by layer name: the unit of residuals.
+        open_step: exchanges since the last optimizer step, if these are known.
+        graphs: recorded exchanges by group name.
         seen: names of the groups whose gradients have been compared with the plan's shapes.
 
     Args:
-        plan: to be run.
-        rank: of this process, from 0.
+        plan: the plan.
+        rank: this process's, from 0.
         world_size: number of ranks.
         settings: None for `RunSettings()`.
-        codecs: by group name, built for this plan already, of the groups to run; None: built here, of all groups that
+        codecs: codecs built for this plan, by name of the groups to run; None: built here, of all groups that
             are not plainly dense.
-        workspace: where codecs take their memory from; None: their own.
+        workspace: source of the codecs' memory; None: their own.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class PlanRun:
     def since_step(self) -> tuple[dict[str, Tensors], int]:
         """The states and the iteration after the last optimizer step, as a checkpoint has them.
 
-        Gradients are in no checkpoint. What was exchanged since that step is therefore never applied after a resume.
+        Gradients are in no checkpoint. Exchanges since that step are therefore never applied after a resume.
         """
         if not self.open_step.seen:
             return self.states, self.iteration
@@ -272,8 +272,8 @@ class Step:
         noticed: whether some rank has something to tell the others, known after `agree` of a finite step.
         order: a whole number below 2^16 for the order in which gradients came, where ranks might differ in it; or None.
         mixed: whether ranks differ in it, known after `agree` on one of them at least.
-        gradients: by layer name, those that `add` took in.
-        staged: by group name, new states that are not yet committed.
+        gradients: gradients that `add` took in, by layer name.
+        staged: new states that are not yet committed, by group name.
     """
 
     def __init__(self, run: PlanRun, context: Context, scaled_by: float) -> None:

@@ -48,7 +48,7 @@ class Ticks(Generic[OneExchange]):
     segment_bytes: gradients that are encoded before the next tick, in bytes.
 
     Attributes:
-        last_bytes: of the gradients whose exchanges were new in the last tick that had any.
+        last_bytes: bytes of the gradients whose exchanges were new in the last tick that had any.
     """
 
     def __init__(self, issue: Callable[[Sequence[Request]], InFlight], segment_bytes: int = SEGMENT_BYTES) -> None:

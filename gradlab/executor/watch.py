@@ -24,10 +24,10 @@ from gradlab.plan import Plan
 class GroupMeasures:
     """The norms of one group's exchange on one rank that the rules need; 0 where nobody keeps a residual.
 
-    residual: of the compression error, which feedback keeps.
-    gradient: with weight decay, without the loss scale.
-    server_residual: of the server's residual in two-way compression.
-    server_input: of the mean of contributions that this rank's server was sent.
+    residual: norm of the compression error, which feedback keeps.
+    gradient: norm with weight decay, without the loss scale.
+    server_residual: norm of the server's residual in two-way compression.
+    server_input: norm of the mean of contributions that this rank's server was sent.
     """
 
     residual: float = 0.0

@@ -56,7 +56,7 @@ class Dion(Wrapper):
     The paper claims the benefits of orthonormalized updates for language models of 160 million to 3 billion parameters,
     with shares of r that may be the smaller the larger the model is: 1/4 is close to full rank at 3 billion, by the
     published code's notes. It belongs under torch.optim.SGD without momentum, whose weight decay is then the paper's,
-    and is refused under others. Learning rates are its own, such as 0.01, one for all shapes. What backward leaves are
+    and is refused under others. Learning rates are its own, such as 0.01, one for all shapes. Backward leaves
     updates: do not clip their norm.
 
     >>> codec = wrappers.get("dion")(codecs.make("identity"))

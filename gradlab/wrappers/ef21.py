@@ -26,8 +26,8 @@ from gradlab.collectives import Coroutine
 class EF21(Wrapper):
     """Rank i sends c_i = C(g_i - e_i), and e_i + c_i is its next estimate e_i; applied is the mean of all e_i.
 
-    g_i is the gradient. The mean of the estimates is kept too, so that ranks need the mean of the c_i alone. What a
-    rank contributes (`own`) is e_i, and where gradients settle it becomes the gradient, without any residual that is
+    g_i is the gradient. The mean of the estimates is kept too, so that ranks need the mean of the c_i alone. A
+    rank contributes e_i (`own`). If gradients settle, e_i becomes the gradient, without any residual that is
     applied later. So the method needs gradients that change slowly: full batches, large ones, or the momentum form.
     The paper proves it for gradient descent and contractive C, with the optimizer's own step; a codec that does not
     contract is scaled until it does (`contraction`).

@@ -24,7 +24,7 @@ class Hadamard(Wrapper):
     """The codec gets y = H D x in place of x; its result y' counts as D H y'.
 
     D is a diagonal of random signs, the same on all ranks and in all iterations. H is the Walsh-Hadamard transform of
-    each block of `block` elements, divided by sqrt(block). What is left of a layer is cut into smaller powers of two.
+    each block of `block` elements, divided by sqrt(block). The rest of a layer is cut into smaller powers of two.
     Both are orthonormal: the codec's error is as long before the rotation back as after it, and no element is added.
     A quantizer with one scale per block or layer no longer spends its levels on few large values.
 

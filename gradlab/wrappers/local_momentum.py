@@ -44,7 +44,7 @@ class LocalMomentum(Wrapper):
         start: str = setting(
             "gradient",
             choices=("gradient", "zero"),
-            help='with dampening, the first m: "gradient": g; "zero": (1 - mu) g, as m before is 0 (signum)',
+            help='first m, with dampening: "gradient": g; "zero": (1 - mu) g, as m before is 0 (signum)',
         )
         buffer: str = buffer_setting("m is")
 

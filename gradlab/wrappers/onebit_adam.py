@@ -44,7 +44,7 @@ class OneBitAdam(Wrapper):
     differ between ranks meanwhile.
 
     It belongs under torch.optim.SGD without momentum, whose weight decay is then AdamW's, and is refused under others.
-    What backward leaves are updates, of Adam's size: do not clip their norm.
+    Backward leaves updates, of Adam's size: do not clip their norm.
 
     >>> wrappers.get("onebit_adam")(codecs.make("one_bit"))
     OneBitAdam(OneBit())

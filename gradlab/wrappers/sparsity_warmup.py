@@ -32,7 +32,7 @@ class SparsityWarmup(Wrapper):
     @dataclass(frozen=True)
     class Settings:
         steps: int = setting(1000, least=1, unit="compressed iterations", help="of the warm-up")
-        stages: int = setting(4, least=1, most=1000, symbol="S", help="of equal length")
+        stages: int = setting(4, least=1, most=1000, symbol="S", help="number of stages of equal length")
         initial_density: float = setting(0.25, above=0, most=1, unit="share of elements", help="of the first stage")
 
         def __post_init__(self) -> None:
