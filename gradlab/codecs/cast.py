@@ -59,7 +59,7 @@ class Cast(Codec):
         accumulate: str = setting(
             "dtype",
             choices=ACCUMULATORS,
-            help='that values of ranks are summed in: the one that travels ("dtype", one all-reduce), or "float32" (an '
+            help='format of the sum over ranks: the one that travels ("dtype", one all-reduce), or "float32" (an '
             "all-to-all and a gather, of as many bytes on the wire)",
         )
 

@@ -52,7 +52,7 @@ class ChunkTopK(Compressor):
         chunk: int = setting(4096, least=2, most=2**20, unit="elements", help="that are chosen among")
         count: int = setting(64, least=1, unit="values", symbol="k", help="sent of each chunk")
         bits: int | None = setting(
-            2, least=1, most=8, help="of a value that is sent, its sign among them; None: its 32"
+            2, least=1, most=8, help="bits of a value that is sent, its sign among them; None: its 32"
         )
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:

@@ -69,7 +69,9 @@ class CLTK(Codec):
             help="who chooses the positions: each rank in turn, or a drawn one",
         )
         values: str = setting(
-            "float32", choices=("float32", "int8"), help="in an all-reduce, or gathered with a scale per 256 values"
+            "float32",
+            choices=("float32", "int8"),
+            help="values in an all-reduce, or gathered with a scale for 256",
         )
         selection: str = setting(
             "topk",

@@ -121,12 +121,14 @@ class ECSQ(Compressor):
             None, above=0, below=1, unit="share of the norm", help="that a rank's values miss; None: `bits` decides"
         )
         step: float | None = setting(
-            None, above=0, help="in the gradient's unit; None: controlled, so that messages have the size or the error"
+            None,
+            above=0,
+            help="step in the gradient's unit; None: what gives messages the size or the error",
         )
         tables: str = setting(
             "message",
             choices=("message", "running", "fitted"),
-            help='that codes and centroids follow from: each message\'s own, what was decoded before ("running"), or a '
+            help='source of codes and centroids: each message\'s own, what was decoded before ("running"), or a '
             'recording ("fitted"); the last two are by layer, and not for shards',
         )
 

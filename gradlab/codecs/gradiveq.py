@@ -130,7 +130,7 @@ class GradiVeQ(Codec):
         on_loss: str = setting(
             "refresh",
             choices=ANSWERS,
-            help='what a majority of votes does: sample again (the paper), send the layer "dense", or stop',
+            help='answer to a majority of votes: sample again (the paper), send the layer "dense", or stop',
         )
         complement: float = setting(
             0.0,
@@ -150,7 +150,7 @@ class GradiVeQ(Codec):
         slice_axis: str = setting(
             "auto",
             choices=SLICE_AXES,
-            help='that slices lie along: "outputs" (filters, as the paper\'s), "inputs", or "auto": the one that loses '
+            help='axis that slices lie along: "outputs" (filters, as the paper\'s), "inputs", or "auto": what loses '
             "less where a fit at a set K / d measures it, else the longer one of a matrix, an embedding's vectors, and "
             "outputs of other layers",
         )

@@ -87,7 +87,7 @@ class LgcServer(LearnedSelection):
             "0.001 % of the gradient; section V: 0.001 % of the selected, below one value on ResNet-50",
         )
         innovation_of: str = setting(
-            "selected", choices=("selected", "gradient"), help="what innovation is a share of, in each layer"
+            "selected", choices=("selected", "gradient"), help="values of each layer that innovation is a share of"
         )
 
     def architecture(self, world_size: int) -> Architecture:

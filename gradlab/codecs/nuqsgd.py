@@ -1,4 +1,4 @@
-"""NUQSGD: as QSGD, with levels that halve from one to the next, where small values are many.
+"""NUQSGD: QSGD with levels that halve from one to the next, where small values are many.
 
 A. Ramezani-Kebrya, F. Faghri, I. Markov, V. Aksenov, D. Alistarh, D. M. Roy, "NUQSGD: Provably communication-efficient
 data-parallel SGD via nonuniform quantization", Journal of Machine Learning Research 22, 2021, section 3: levels 0,
@@ -29,7 +29,7 @@ class NUQSGD(BucketQuantizer):
     Levels are 0 and the 2^(bits - 1) - 1 powers of two from 2^-s to 1, s = 2^(bits - 1) - 2. Per bucket of n elements
         E||C(x) - x||^2 <= (1/8 + min(4^-s n / 4, 2^-s sqrt(n))) ||x||^2:
     between 2^a and 2^(a + 1) the variance is at most an eighth of the square, below 2^-s at most 4^-s / 4 of the
-    norm's. Of `qsgd`'s uniform levels the largest are nearer to each other: these are for gradients most of whose
+    norm's. The largest of `qsgd`'s uniform levels are nearer to each other: these are for gradients most of whose
     values are far below the norm. The published code and experiments take the l2 norm. The published code has no level
     at 0: its smallest two are 2^-s and -2^-s, between which it rounds small values.
 
@@ -82,7 +82,7 @@ class NUQSGD(BucketQuantizer):
 
 def level_numbers(places: torch.Tensor, chances: torch.Tensor, levels: int) -> torch.Tensor:
     """Round places (n,) in [0, 1] to levels 0, 2^(1 - levels), ..., 1/2, 1 at random, without bias, by chances (n,),
-    uniform in (0, 1); return the level's number, (n,), int32. What is not a number becomes 0."""
+    uniform in (0, 1); return the level's number, (n,), int32. NaN becomes 0."""
     mantissas, exponents = torch.frexp(places)  # places = mantissas 2^exponents, mantissas in [1/2, 1)
     below = exponents + (levels - 1)
     small = (below < 1) | (places == 0)

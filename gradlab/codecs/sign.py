@@ -67,7 +67,7 @@ class Sign(BlockCompressor):
             help="blocks continue across the layers of a group; with all layers in one group and no block_size "
             "that is eq. (1), the paper's non-block compressor",
         )
-        scale: str = setting("mean", choices=SCALES, help='of a block: its "mean" magnitude, or "one": signs alone')
+        scale: str = setting("mean", choices=SCALES, help='scale of a block: "mean" magnitude, or "one": just signs')
         zeros: str = setting(
             "positive", choices=ZEROS, help='the sign of zero; "random": a coin, for votes that may end in a tie'
         )

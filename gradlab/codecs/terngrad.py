@@ -37,7 +37,7 @@ class TernGrad(BlockCompressor):
 
     With a shared scaler, s is the largest of all ranks' (section 3.1), and sums of ternary values are whole numbers
     below 2 N + 1. Every rank acts as the paper's server for one part of the vector: it adds that part up exactly and
-    answers with the sums, ceil(log2(2 N + 1)) bits each. What a rank receives grows with N only through that width.
+    answers with the sums, ceil(log2(2 N + 1)) bits each. Only that width makes a rank receive more with N.
 
     >>> done = codecs.make("terngrad", clip=0.0).apply(torch.tensor([2.0, -2.0, 0.0, 2.0]))  # all or nothing is exact
     >>> done.decoded.tolist()

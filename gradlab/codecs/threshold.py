@@ -50,7 +50,10 @@ class Threshold(Sparsifier):
     @dataclass(frozen=True)
     class Settings:
         threshold: float | None = setting(
-            None, above=0, symbol="lambda", help="in the gradient's unit; None: measured in the first exchange"
+            None,
+            above=0,
+            symbol="lambda",
+            help="threshold in the gradient's unit; None: the first exchange measures it",
         )
         density: float = density_setting(help="sent in the first exchange, if it measures lambda, and in the forecast")
         index_coding: str = coding_setting()
