@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from gradlab.errors import GradlabError
 from gradlab.progress import Progress
+
+if TYPE_CHECKING:
+    from gradlab.layout import Layer
+    from gradlab.trace import Trace
 
 Result = TypeVar("Result")
 Warned = list[tuple[str, type[Warning]]]  # text and category of what a worker warned of
@@ -74,6 +78,22 @@ def share_out(
         done += work[number]
         report(what, done, total)
     return [results[number] for number in range(len(calls))]
+
+
+def share_out_layers(
+    function: Callable[..., Result],
+    trace: Trace,
+    layers: Sequence[Layer],
+    *given: Any,
+    what: str,
+    workers: Workers = 1,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Compute function(trace's source, layer, *given) of each layer, in their order."""
+    calls = [(trace.source, layer, *given) for layer in layers]
+    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+    sizes = [layer.numel for layer in layers]
+    return share_out(function, calls, workers=workers, what=what, sizes=sizes, progress=progress)
 
 
 def _silent(what: str, done: int, total: int) -> None:

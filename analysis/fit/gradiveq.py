@@ -18,7 +18,7 @@ import torch
 
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.holdout import HoldOut, holdouts_by_age, losses_by_slice, random_basis_plan
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import Workers, share_out_layers
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
@@ -357,16 +357,17 @@ def _by_layer(
     workers: Workers,
     progress: Progress | None,
 ) -> dict[str, Result]:
-    """Compute function(source, window, layer, settings) of each layer, by its name."""
-    calls = [(trace.source, window, layer, chosen[layer.name]) for layer in layers]
-    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    sizes = [layer.numel for layer in layers]
-    results = share_out(function, calls, workers=workers, what=what, sizes=sizes, progress=progress)
+    """Compute function(source, layer, window, chosen settings) of each layer, by its name."""
+    sharing: dict[str, Any] = {"workers": workers, "progress": progress}
+    results = share_out_layers(function, trace, layers, window, chosen, what=what, **sharing)
     return {layer.name: result for layer, result in zip(layers, results, strict=True)}
 
 
-def _measured_axis(source: TraceSource, window: range, layer: Layer, settings: GradiVeQ.Settings) -> GradiVeQ.Settings:
+def _measured_axis(
+    source: TraceSource, layer: Layer, window: range, chosen: Mapping[str, GradiVeQ.Settings]
+) -> GradiVeQ.Settings:
     """The settings with the axis along which slices of the layer lose least later."""
+    settings = chosen[layer.name]
     axes = [dataclasses.replace(settings, slice_axis=axis) for axis in possible_axes(layer)]
     with source.open([layer.name]) as trace:
         losses = [_later_loss(trace, window, layer, along) for along in axes]
@@ -440,9 +441,10 @@ def _samples(
 
 
 def _fit_layer(
-    source: TraceSource, window: range, layer: Layer, settings: GradiVeQ.Settings
+    source: TraceSource, layer: Layer, window: range, chosen: Mapping[str, GradiVeQ.Settings]
 ) -> tuple[dict[str, torch.Tensor], FittedLayer] | str:
     """Learned tensors of a layer with their losses, or why it is left dense."""
+    settings = chosen[layer.name]
     slice_size = GradiVeQ(settings).slice_size(layer)
     if layer.numel < slice_size:
         return f"{layer.numel} elements, fewer than a slice of {slice_size}"
@@ -451,7 +453,7 @@ def _fit_layer(
         by_slice = _losses_by_slice(trace, window, layer, codec)
     if codec.forecast([layer], 1, {}).payload >= 4 * layer.numel:
         return f"d = K = {slice_size}: nothing would be saved"
-    chosen = [m for run in codec.fitted_slices(len(by_slice)) for m in run]
+    fitted = [m for run in codec.fitted_slices(len(by_slice)) for m in run]
     axis = possible_axes(layer)[0] if settings.slice_axis == "auto" else settings.slice_axis
     return dict(codec.learned), FittedLayer(
         slice_axis=axis,
@@ -460,8 +462,8 @@ def _fit_layer(
         fitted_axes=codec.learned[f"{layer.name}/basis"].shape[2],
         slices=len(by_slice),
         samples=samples,
-        fitted_slices_energy=_summed(by_slice[chosen]),
-        fitted_slices_loss=_loss(by_slice[chosen]),
+        fitted_slices_energy=_summed(by_slice[fitted]),
+        fitted_slices_loss=_loss(by_slice[fitted]),
         in_sample_energy=_summed(by_slice),
         in_sample_loss=_loss(by_slice),
     )

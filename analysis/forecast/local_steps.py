@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.network import Network
+from gradlab.analysis.forecast.network import NOT_MEASURED, Network
 from gradlab.analysis.forecast.plans import Forecast, forecast
-from gradlab.analysis.forecast.profile import NOT_MEASURED
 from gradlab.analysis.forecast.simulator import Step
 from gradlab.plan import Plan
 from gradlab.progress import Progress

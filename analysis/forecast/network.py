@@ -3,13 +3,120 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.simulator import Node
+from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
+from gradlab.jsonable import read_json
+
+_HOW = (
+    "give --compute-seconds, the time of a step without gradient exchange (of a run in one process, or under "
+    "DDP.no_sync), or the report of a compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
+)
+
+
+@dataclass(frozen=True)
+class CodecTime:
+    """The codecs' time in one step at `world_size` ranks; engine: whether it includes the engine's own work."""
+
+    seconds: float
+    world_size: int
+    engine: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The seconds of computing in a training step, with their origin; codec: the codecs' time, None: timed here."""
+
+    compute_seconds: float
+    compute_source: str
+    codec: CodecTime | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.compute_seconds < math.inf:
+            raise GradlabError(f"compute time = {self.compute_seconds:g} s, expected above 0")
+
+
+# A computing time that nobody gave: next to nothing, so that a step is the exchange alone.
+NOT_MEASURED = Profile(1e-9, "not known")
+
+
+def profile_of(
+    artifact: Artifact, run: str | os.PathLike[str] | None = None, compute_seconds: float | None = None
+) -> Profile:
+    """Collect the times that are known of an artifact's plan: from a run, `compute_seconds`, and its replay."""
+    report = _read(Path(run)) if run is not None else None
+    codec = _codec_of_replay(artifact.provenance)
+    if report is not None and report.get("plan") == artifact.plan.digest:
+        codec = CodecTime(_seconds(report, run, "compress"), _world_size(report, run), True, f"the run {run}")
+    if compute_seconds is not None:
+        return Profile(compute_seconds, "as given", codec)
+    if report is None:
+        raise GradlabError(f"no computing time is known for this artifact: {_HOW}")
+    return Profile(_computing(report, run), f"the run {run}", codec)
+
+
+def compute_seconds_of(run: str | os.PathLike[str]) -> float:
+    """Read the computing time of a step, in seconds, from the JSON that `gradlab train --out` writes."""
+    return _computing(_read(Path(run)), run)
+
+
+def _codec_of_replay(provenance: Mapping[str, Any]) -> CodecTime | None:
+    """Read the codecs' time in the replay that an artifact's provenance may hold."""
+    replay, world_size = provenance.get("replay"), provenance.get("world_size")
+    seconds = _time(replay.get("codec_seconds")) if isinstance(replay, Mapping) else None
+    if seconds is None or type(world_size) is not int or world_size < 1:
+        return None
+    return CodecTime(seconds, world_size, False, f"the artifact's replay on {world_size} ranks")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    report = read_json(path, "what gradlab train --out writes")
+    if not isinstance(report, dict):
+        raise GradlabError(f"{path}: expected a run's report, a JSON object")
+    return report
+
+
+def _computing(report: Mapping[str, Any], path: object) -> float:
+    if report.get("emulated"):
+        raise GradlabError(
+            f"{path}: its computing time is that of all emulated workers in turn; give --compute-seconds"
+        )
+    return _seconds(report, path, "compute")
+
+
+def _seconds(report: Mapping[str, Any], path: object, part: str) -> float:
+    times = report.get("time")
+    value = _time(times.get(part)) if isinstance(times, Mapping) else None
+    if value is None:
+        raise GradlabError(
+            f"{path}: holds no time.{part} above 0, as plain runs and reports of your own script do not: {_HOW}"
+        )
+    return value
+
+
+def _world_size(report: Mapping[str, Any], path: object) -> int:
+    size = report.get("world_size")
+    if type(size) is not int or size < 1:
+        raise GradlabError(f"{path}: world_size = {str(size)[:80]}, expected a whole number from 1")
+    return size
+
+
+def _time(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if 0 < value < math.inf else None
+
+
+# --- the measured times of a step -------------------------------------------------------------------------------------
+
 
 #: Most nodes of a forecast: the fabricated answers of one exchange hold something of each.
 MOST_NODES = 16384

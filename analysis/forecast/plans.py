@@ -11,8 +11,7 @@ from typing import Any
 from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
-from gradlab.analysis.forecast.network import Network
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Bucket
 from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
 from gradlab.analysis.parallel import one_thread

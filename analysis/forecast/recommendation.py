@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradlab.analysis.forecast.decide import SPEED_NOISE
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_seconds

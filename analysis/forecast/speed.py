@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gradlab.analysis.forecast.decide import SPEED_NOISE, Decision, decide
 from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text, standing
 from gradlab.analysis.forecast.link import json_rate, spell_rate
-from gradlab.analysis.forecast.network import Network
+from gradlab.analysis.forecast.network import NOT_MEASURED, CodecTime, Network
 from gradlab.analysis.forecast.plans import Forecast, forecast, pays_text
-from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime
 from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_seconds

@@ -13,9 +13,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from gradlab.analysis.forecast.network import Network
+from gradlab.analysis.forecast.network import NOT_MEASURED, Network
 from gradlab.analysis.forecast.plans import Forecast, jobs
-from gradlab.analysis.forecast.profile import NOT_MEASURED
 from gradlab.analysis.forecast.simulator import BETWEEN, Bucket, Exchange
 from gradlab.analysis.forecast.step_time import Job
 from gradlab.collectives import AllToAll, Broadcast, Gather, Request, Ring

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from gradlab import codecs
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
-from gradlab.analysis.layer_plan.problem import Choice, Problem, total
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
 from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
@@ -34,6 +34,52 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace
+
+Rows = Sequence[np.ndarray]
+Choice = Sequence[int] | np.ndarray
+
+
+def total(rows: Rows, choice: Choice) -> float:
+    """Sum over layers the value of each one's chosen setting."""
+    return float(np.array([row[index] for row, index in zip(rows, choice, strict=True)]).sum())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tables that a plan by layer is chosen from.
+
+    costs: per layer (candidates,).
+    reference: (layers,), index of the uniform plan's candidate.
+    """
+
+    table: ErrorTable
+    costs: tuple[np.ndarray, ...]
+    reference: np.ndarray
+
+    def errors(self, metric: str, windows: slice) -> list[np.ndarray]:
+        """Compute mean errors per layer (candidates,), in units of the uniform plan's error in each window.
+        A budget of alpha is then the paper's E_max times alpha, and all windows weigh the same.
+        """
+        units = self.table.by_window(self.reference, metric)
+        return self.table.errors(metric, windows, np.where(units > 0, units, 1.0))
+
+    def alone(self, errors: Rows, budget: float) -> dict[str, float]:
+        """Compute the cost of the best plan of one codec and dense layers, by codec; empty for one codec."""
+        kinds = [np.array([candidate.codec for candidate in t.candidates]) for t in self.table.layers]
+        names = sorted({str(name) for row in kinds for name in row} - {"identity"})
+        best: dict[str, float] = {}
+        for name in names if len(names) > 1 else ():
+            kept = [
+                np.where((kind == name) | (kind == "identity"), row, np.inf)
+                for kind, row in zip(kinds, errors, strict=True)
+            ]
+            with suppress(GradlabError):
+                best[name] = total(self.costs, allocate(kept, self.costs, budget).choice)
+        return best
+
+
+# --- the fit ----------------------------------------------------------------------------------------------------------
+
 
 _CHOSEN_ON = 0.5  # share of the windows that the plan is chosen on; later ones check it
 _WINDOWS = 4  # that a trace is cut into by default

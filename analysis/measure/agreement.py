@@ -31,15 +31,10 @@ def signal_to_noise(inner: np.ndarray) -> float | None:
     return float(max(0.0, signal) / noise) if noise > 1e-12 * energy else None
 
 
-def index_overlap(gradients: Sequence[np.ndarray], count: int) -> tuple[float, float]:
-    """Compute two overlaps of top-k positions between gradients (n,) (Chen et al., "ScaleCom", NeurIPS 2020), means
-    over pairs: the share of equal positions, and a gradient's energy at the other's positions over that at its own.
-    """
-    return index_overlaps(gradients, [count])[0]
-
-
 def index_overlaps(gradients: Sequence[np.ndarray], counts: Sequence[int]) -> list[tuple[float, float]]:
-    """`index_overlap` for several k: what is largest is looked for once, for the largest k."""
+    """Compute two overlaps of top-k positions of gradients (n,) for each k (Chen et al., "ScaleCom", NeurIPS 2020),
+    means over pairs: the share of equal positions, and a gradient's energy at the other's over that at its own.
+    """
     ordered = [_largest(gradient, max(counts)) for gradient in gradients]
     return [_overlap(gradients, [positions[:count] for positions in ordered]) for count in counts]
 

@@ -13,7 +13,7 @@ gradient in it is sorted once for all its pairs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,8 @@ from gradlab.analysis.measure.information import (
     mutual_information,
     plug_in,
 )
-from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import Workers, share_out_layers
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -40,6 +39,7 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
+FIRST, LAST, AFTER_ADDITION = "first", "last", "after a residual addition"  # places that LGC's Fig. 4 marks
 DENSITIES = (0.001, 0.01, 0.1)
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
@@ -98,7 +98,7 @@ class LagSeries(Jsonable):
 
 @dataclass(frozen=True)
 class TopOverlap(Jsonable):
-    """How far ranks' `count` largest values lie at the same positions: see `index_overlap`; by_chance: the overlap of
+    """How far ranks' `count` largest values lie at the same positions: see `index_overlaps`; by_chance: the overlap of
     random positions."""
 
     density: float
@@ -157,7 +157,6 @@ def measure_between_ranks(
     settings: BetweenRanks | None = None,
     *,
     layers: Sequence[str] | None = None,
-    after_addition: Sequence[str] = (),
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceBetweenRanks:
@@ -168,11 +167,8 @@ def measure_between_ranks(
     large = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
     if not large:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to measure between ranks")
-    source, places = trace.source, layer_places(trace, after_addition)
-    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    calls = [(source, layer, chosen, shift, places[layer.name]) for layer in large]
-    sizes = [min(layer.numel, chosen.values) for layer in large]
-    measured = share_out(measure_layer, calls, workers=workers, what="between ranks", sizes=sizes, progress=progress)
+    given, sharing = (chosen, shift, layer_places(trace)), {"workers": workers, "progress": progress}
+    measured = share_out_layers(measure_layer, trace, large, *given, what="between ranks", **sharing)
     rows = {row.name: row for row in measured if row is not None}
     return TraceBetweenRanks(
         chosen,
@@ -201,6 +197,18 @@ def _require(trace: Trace, chosen: BetweenRanks) -> int:
     return shift
 
 
+def layer_places(trace: Trace) -> dict[str, list[str]]:
+    """Marks by layer name; the first and the last are among matrices, additions are those that the recorder saw."""
+    names = [layer.name for layer in trace.layers]
+    matrices = [layer.name for layer in trace.layers if len(layer.shape) > 1] or names
+    recorded = trace.metadata.get("after_addition")
+    summed = recorded if isinstance(recorded, list) else []
+    return {
+        name: [FIRST] * (name == matrices[0]) + [LAST] * (name == matrices[-1]) + [AFTER_ADDITION] * (name in summed)
+        for name in names
+    }
+
+
 def rank_pairs(world_size: int, most: int, generator: np.random.Generator) -> list[tuple[int, int]]:
     """At most `most` pairs of different ranks, drawn without replacement, in ascending order."""
     pairs = list(itertools.combinations(range(world_size), 2))
@@ -219,7 +227,7 @@ def sampled_columns(numel: int, values: int) -> list[slice]:
 
 
 def measure_layer(
-    source: TraceSource, layer: Layer, chosen: BetweenRanks, shift: int, place: list[str]
+    source: TraceSource, layer: Layer, chosen: BetweenRanks, shift: int, places: Mapping[str, list[str]]
 ) -> LayerBetweenRanks | None:
     """Measure one layer of a trace; None with fewer than 4 finite iterations."""
     generator = np.random.default_rng(chosen.seed)
@@ -254,7 +262,7 @@ def measure_layer(
         cosine=cosines,
         mean_cosine=mean_interval(cosines, chosen.level),
         signal_to_noise=signal_to_noise(inner),
-        place=place,
+        place=places[layer.name],
     )
 
 

@@ -92,19 +92,6 @@ def age_bins(ages: np.ndarray, most: int = 8) -> list[tuple[int, int]]:
     return [(int(first), int(last) - 1) for first, last in pairwise(edges)]
 
 
-def holdout_by_age(
-    trace: Trace,
-    plan: Plan,
-    *,
-    start: int,
-    stop: int | None = None,
-    workers: Workers = 1,
-    progress: Progress | None = None,
-) -> HoldOut:
-    """Measure the loss of linear groups on positions start..stop, by age of the fit in iterations; start has age 1."""
-    return holdouts_by_age(trace, [plan], start=start, stop=stop, workers=workers, progress=progress)[0]
-
-
 def holdouts_by_age(
     trace: Trace,
     plans: Sequence[Plan],
@@ -114,7 +101,7 @@ def holdouts_by_age(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> list[HoldOut]:
-    """Measure several plans of the same groups as `holdout_by_age` does; each gradient is read once."""
+    """Measure the loss of linear groups of plans on positions start..stop, by age of the fit; start has age 1."""
     stop = len(trace.steps) if stop is None else stop
     if not 0 < start < stop <= len(trace.steps):
         raise GradlabError(f"{trace.path}: nothing to hold out in positions {start}..{stop} of {len(trace.steps)}")

@@ -108,18 +108,8 @@ def excess_information(paired: np.ndarray, shifted: np.ndarray, *, level: float 
     if len(shifted) != count or count < 4:
         raise GradlabError(f"excess information: {count} and {len(shifted)} iterations, expected as many, 4 or more")
     found = mean_interval(paired - shifted, level)
-    return Excess(
-        float(paired.mean()),
-        float(shifted.mean()),
-        float((paired - shifted).mean()),
-        found.low,
-        found.high,
-        level,
-        found.iterations,
-        found.autocorrelation,
-        found.drift,
-        found.refused,
-    )
+    rest = {name: value for name, value in vars(found).items() if name != "mean"}
+    return Excess(float(paired.mean()), float(shifted.mean()), float((paired - shifted).mean()), **rest)
 
 
 # --- estimators -----------------------------------------------------------------------------------------------------

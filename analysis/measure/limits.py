@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from scipy.special import digamma
 from gradlab import codecs
 from gradlab.analysis.gradients import finite_positions, read_unscaled
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import Workers, share_out_layers
 from gradlab.analysis.replay.error_tables import measure_errors
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -156,30 +156,26 @@ def measure_limits(
     *,
     extent: LimitExtent | None = None,
     candidates: Sequence[Candidate] | None = None,
-    layers: Sequence[str] | None = None,
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> Limits:
     """Measure floors and codecs by layer, in bits per value; layers that are never finite are left out."""
     if len(trace.steps) < 4:
         raise GradlabError(f"{trace.path}: {len(trace.steps)} iterations, expected at least 4 to hold half of them out")
-    named = [trace.layer(name) for name in layers] if layers is not None else list(trace.layers)
-    chosen = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
+    chosen = [layer for layer in trace.layers if layer.numel >= _FEWEST_VALUES and len(layer.shape) > 1]
     if not chosen:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to set limits for")
     extent = extent or LimitExtent()
-    if layers is None and extent.layers is not None:
+    if extent.layers is not None:
         chosen = [chosen[place] for place in spread(len(chosen), extent.layers)]
     tried = list(limit_candidates(extent.settings) if candidates is None else candidates)
-    source = trace.source
-    trace.close()
-    calls, sizes = [(source, layer, extent.positions) for layer in chosen], [layer.numel for layer in chosen]
-    floors = share_out(_floor, calls, workers=workers, what="limits", sizes=sizes, progress=progress)
+    sharing: dict[str, Any] = {"workers": workers, "progress": progress}
+    floors = share_out_layers(_floor, trace, chosen, extent.positions, what="limits", **sharing)
     live = [row for row in floors if row is not None]
     values = sum(layer.numel for layer in chosen)
     windows = [(p, p + 1) for p in _finite_positions(live, 1 if values > _MANY_VALUES else extent.windows)]
     by_layer = {row.name: tried for row in live}
-    table = measure_errors(trace, by_layer, windows, workers=workers, progress=progress)
+    table = measure_errors(trace, by_layer, windows, **sharing)
     layer_rows = []
     for row, errors in zip(live, table.layers, strict=True):
         energy = float(errors.squared_norm.mean())

@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import Workers, share_out_layers
 from gradlab.codec import Table
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
@@ -225,10 +225,8 @@ def gather_statistics(
 ) -> BlockStatistics:
     """Sum the energy that signs would keep of all ranks' gradients at rising positions of a trace."""
     wanted = np.asarray(positions, np.int64)
-    calls = [(trace.source, layer, wanted) for layer in trace.layers]
-    sizes = [layer.numel for layer in trace.layers]
-    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    found = share_out(_tensor_sums, calls, workers=workers, what="sign blocks", sizes=sizes, progress=progress)
+    sharing: dict[str, Any] = {"workers": workers, "progress": progress}
+    found = share_out_layers(_tensor_sums, trace, trace.layers, wanted, what="sign blocks", **sharing)
     windows = np.repeat(wanted // window, trace.world_size)
     statistics = BlockStatistics([layer.numel for layer in trace.layers], found, windows)
     if not statistics.count:

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import Workers, share_out_layers
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -27,6 +27,7 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 LOSS_THRESHOLDS = (0.01, 0.05, 0.1)
+_MOST_SAMPLES, _MOST_SLICES = 200, 8  # iterations that are read; slices of a layer
 # Values held at a time while a layer is streamed, over all ranks; in float64, and again while they are put together.
 _BLOCK_VALUES = 2**23
 
@@ -70,17 +71,6 @@ def spread(count: int, most: int) -> np.ndarray:
 
 
 # --- over a trace ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SpectrumOptions:
-    """How much of a trace is measured: positions, K (None: `default_slice_size`), most steps, and most slices."""
-
-    start: int = 0
-    stop: int | None = None
-    slice_size: int | None = None
-    max_samples: int = 200
-    max_slices: int = 8
 
 
 @dataclass(frozen=True)
@@ -135,23 +125,23 @@ class TraceSpectrum(Jsonable):
 
 def measure_spectrum(
     trace: Trace,
-    options: SpectrumOptions | None = None,
+    max_samples: int = _MOST_SAMPLES,
     *,
+    slice_size: int | None = None,
     layers: Sequence[str] | None = None,
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
-    """Measure spectra, norms and agreement between ranks; layers None: all of two or more dimensions."""
-    options = options or SpectrumOptions()
-    positions = _positions(trace, options)
+    """Measure spectra, norms and agreement between ranks, at samples spread evenly; layers None: all matrices."""
+    if (recorded := len(trace.steps)) < 2:
+        raise GradlabError(f"{trace.path}: {recorded} steps to measure, expected at least 2: record more")
+    positions = spread(recorded, max_samples)
     chosen = [trace.layer(name) for name in layers] if layers is not None else _matrices(trace.layers)
     measured = [layer for layer in chosen if layer.numel > 0]
     if not measured:
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
-    calls = [(trace.source, layer, positions, options) for layer in measured]
-    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    sizes = [layer.numel for layer in measured]
-    products = share_out(_layer_products, calls, workers=workers, what="spectrum", sizes=sizes, progress=progress)
+    given, sharing = (positions, slice_size), {"workers": workers, "progress": progress}
+    products = share_out_layers(_layer_products, trace, measured, *given, what="spectrum", **sharing)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
     never = tuple(p.layer.name for p, finite in zip(products, ever, strict=True) if not finite)
     if any(ever):  # a layer that is never finite must not take the others along
@@ -187,25 +177,17 @@ def _matrices(layers: Sequence[Layer]) -> list[Layer]:
     return matrices or list(layers)
 
 
-def _positions(trace: Trace, options: SpectrumOptions) -> np.ndarray:
-    recorded = len(trace.steps)
-    count = (recorded if options.stop is None else min(options.stop, recorded)) - options.start
-    if count < 2:
-        raise GradlabError(f"{trace.path}: {max(0, count)} steps to measure, expected at least 2: record more")
-    return options.start + spread(count, options.max_samples)
-
-
-def _layer_products(source: TraceSource, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
+def _layer_products(source: TraceSource, layer: Layer, positions: np.ndarray, slice_size: int | None) -> _Products:
     # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
     with source.open([layer.name]) as trace, np.errstate(invalid="ignore", over="ignore"):
-        return _products(trace, layer, positions, options)
+        return _products(trace, layer, positions, slice_size)
 
 
-def _products(trace: Trace, layer: Layer, positions: np.ndarray, options: SpectrumOptions) -> _Products:
+def _products(trace: Trace, layer: Layer, positions: np.ndarray, wanted_size: int | None) -> _Products:
     count, ranks = len(positions), trace.world_size
-    slice_size = min(options.slice_size or default_slice_size(slice_view(layer)), layer.numel)
+    slice_size = min(wanted_size or default_slice_size(slice_view(layer)), layer.numel)
     belongs = slice_of_column(layer, slice_size)
-    wanted = [int(m) for m in spread(layer.numel // slice_size, options.max_slices)]
+    wanted = [int(m) for m in spread(layer.numel // slice_size, _MOST_SLICES)]
     inner, gram = np.zeros((count, ranks, ranks)), np.zeros((count, count))
     slice_grams = {m: np.zeros((count, count)) for m in wanted}
     width = int(np.clip(_BLOCK_VALUES // (count * ranks), 256, 2**16))

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradlab.analysis.chart import Chart, Mark, Panel, apart, by_layer, lines, points, rule
 from gradlab.analysis.figures.style import BLACK, BLUE, VERMILION, short
-from gradlab.analysis.measure.layer_places import AFTER_ADDITION
+from gradlab.analysis.measure.between_ranks import AFTER_ADDITION
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_number, format_percent
 

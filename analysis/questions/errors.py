@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from gradlab.analysis.chart import Chart, Mark, Panel, lines, points, rule
 from gradlab.analysis.figures.style import GREY, method_colors, method_markers, running_mean, short, smoothing_window
-from gradlab.analysis.replay.error_series import common, in_sample_series, observed_series, predicted_series
 from gradlab.analysis.section import Drawing
 
 Json = Mapping[str, Any]
@@ -83,3 +82,44 @@ def layer_errors_drawing(replays: Mapping[str, Json], runs: Mapping[str, Json]) 
     panel = Panel(marks, label, rows=[short(name) for name in rows], look={"xlim": (0, None)})
     caption = "Relative error of each compressed layer over the compressed iterations; predicted ones after the fit."
     return Drawing("layer_errors", "Error by layer", caption, Chart([panel], height=max(1.5, 0.26 * len(rows) + 0.8)))
+
+
+# --- series of errors on the same iterations --------------------------------------------------------------------------
+
+
+# Iterations (n,) and contribution errors (n,).
+Series = tuple[np.ndarray, np.ndarray]
+
+
+def predicted_series(replay: Mapping[str, Any]) -> Series:
+    """Contribution errors in a replay's JSON after the last iteration that its plan was fitted on."""
+    last = max(replay["fitted_on"], default=-1)
+    return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] > last)
+
+
+def in_sample_series(replay: Mapping[str, Any]) -> Series:
+    """Contribution errors in a replay's JSON on the iterations that its plan was fitted on."""
+    fitted = set(replay["fitted_on"])
+    return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] in fitted)
+
+
+def observed_series(run: Mapping[str, Any]) -> Series:
+    """Errors in a run's JSON report; empty where it measured none."""
+    errors = run.get("errors") or {"steps": [], "relative": []}
+    return _series(zip(errors["steps"], errors["relative"], strict=True))
+
+
+def median_or_none(values: np.ndarray) -> float | None:
+    """The median; None for no value."""
+    return float(np.median(values)) if len(values) else None
+
+
+def common(predicted: Series, observed: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Iterations that both series have, predicted errors and observed errors there: (n,) each."""
+    steps, first, second = np.intersect1d(predicted[0], observed[0], return_indices=True)
+    return steps, predicted[1][first], observed[1][second]
+
+
+def _series(pairs: Iterable[tuple[int, float | None]]) -> Series:
+    kept = np.array([(step, value) for step, value in pairs if value is not None], dtype=float).reshape(-1, 2)
+    return kept[:, 0].astype(int), kept[:, 1]

@@ -18,10 +18,18 @@ from gradlab.analysis.figures.style import (
     smoothing_window,
 )
 from gradlab.analysis.forecast.decide import SPEED_NOISE
-from gradlab.analysis.questions.errors import error_ratio_chart, errors_chart, layer_errors_drawing, lossy_replays
+from gradlab.analysis.questions.errors import (
+    common,
+    error_ratio_chart,
+    errors_chart,
+    layer_errors_drawing,
+    lossy_replays,
+    median_or_none,
+    observed_series,
+    predicted_series,
+)
 from gradlab.analysis.questions.gradients import agreement_line, over_time_drawings, spectrum_drawings
 from gradlab.analysis.questions.slices import fit_drawings, fit_table, fit_verdict
-from gradlab.analysis.replay.error_series import common, median_or_none, observed_series, predicted_series
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_bytes, format_percent, format_seconds
 from gradlab.metric import RELATIVE_NOISE, final_score, metric_of, scores

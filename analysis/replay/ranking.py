@@ -34,22 +34,21 @@ class Ranking(Jsonable):
     agreement_intervals: list[tuple[float, float] | None]
 
 
-def ranking_stability(replays: Mapping[str, Replay], measure: str = "cosine") -> Ranking | None:
+def ranking_stability(replays: Mapping[str, Replay]) -> Ranking | None:
     """Rank plans by windows of the run, on iterations later than any fit; None for fewer than 2 plans or windows."""
-    series = {name: _series(replay, measure) for name, replay in replays.items()}
+    series = {name: _series(replay) for name, replay in replays.items()}
     common = sorted(set.intersection(*(set(values) for values in series.values()))) if series else []
     count = min(_MOST_WINDOWS, len(common) // _FEWEST_STEPS)
     if len(series) < 2 or count < 2:
         return None
-    sign = -1.0 if measure == "cosine" else 1.0
-    table = sign * np.array([[values[step] for step in common] for values in series.values()])  # (P, T)
+    table = -np.array([[values[step] for step in common] for values in series.values()])  # (P, T)
     parts = np.array_split(np.arange(len(common)), count)
     by_window = np.array([np.median(table[:, part], axis=1) for part in parts])  # (W, P)
     whole = np.median(table, axis=1)
     ranks = np.array([rankdata(row) for row in by_window])
     agreement = [rank_correlation(row, whole) for row in by_window]
     return Ranking(
-        measure,
+        "cosine",
         windows=[(common[part[0]], common[part[-1]]) for part in parts],
         ranks={name: ranks[:, i].tolist() for i, name in enumerate(series)},
         whole=dict(zip(series, rankdata(whole).tolist(), strict=True)),
@@ -58,7 +57,7 @@ def ranking_stability(replays: Mapping[str, Replay], measure: str = "cosine") ->
     )
 
 
-def _series(replay: Replay, measure: str) -> dict[int, float]:
-    """Finite values of a field of `ReplayStep` by iteration, over the judged steps."""
-    values = {step.iteration: getattr(step, measure) for step in replay.judged}
+def _series(replay: Replay) -> dict[int, float]:
+    """Finite cosines by iteration, over the judged steps."""
+    values = {step.iteration: step.cosine for step in replay.judged}
     return {iteration: value for iteration, value in values.items() if value is not None and math.isfinite(value)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.replay.trend import Trend, trend
+from gradlab.analysis.intervals import Trend, trend
 from gradlab.analysis.replay.windows import Window
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError

@@ -5,7 +5,7 @@ A measurement that the trace does not allow becomes a remark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,11 @@ from gradlab.analysis.forecast.frontier import Trial, Tried, try_plans
 from gradlab.analysis.forecast.local_speed import forecast_local_speed
 from gradlab.analysis.forecast.tape import forecast_tapes
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
-from gradlab.analysis.measure.layer_places import layer_places
 from gradlab.analysis.measure.limits import measure_limits, place_plans
 from gradlab.analysis.measure.noise_scale import measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
-from gradlab.analysis.measure.spectrum import SpectrumOptions, TraceSpectrum, measure_spectrum
+from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import check_replay
 from gradlab.analysis.report.look import THOROUGH, Look
@@ -53,7 +52,6 @@ class ExamineOptions:
         their fit.
     network: network that the plans' steps are forecast for. None: `Network()`.
     max_loss: final loss that is allowed above dense training, as a share of its loss.
-    after_addition: patterns of layers that read a residual sum, as `layer_places` takes them.
     parts: names out of `PARTS`.
     look: extent of the measurements.
     for_page: whether plans are run dry at other numbers of nodes too, for a page to play with.
@@ -64,7 +62,6 @@ class ExamineOptions:
     provenances: Mapping[str, Mapping[str, Any]] | None = None
     network: Network | None = None
     max_loss: float = MAX_LOSS
-    after_addition: Sequence[str] = ()
     parts: Collection[str] = PARTS
     look: Look = THOROUGH
     for_page: bool = False
@@ -111,18 +108,15 @@ def examine(
         The measurements, with remarks on what could not be measured.
 
     Raises:
-        GradlabError: for a trace too short to measure at all, a plan of another model, an unknown part, or a layer
-            pattern that matches none.
+        GradlabError: for a trace too short to measure at all, a plan of another model, or an unknown part.
     """
     options = replace(options or ExamineOptions(), **changes)
     look, work = options.look, _Work(trace, options, workers, progress)
     for part in options.parts:
         if part not in PARTS:
             raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
-    layer_places(trace, options.after_addition)
     _check_plans(trace, options.plans or {}, look)  # before the work, not after it
-    most = SpectrumOptions(max_samples=look.spectrum.iterations(_values_per_step(trace)))
-    spectrum = measure_spectrum(trace, most, **work.sharing)
+    spectrum = measure_spectrum(trace, look.spectrum.iterations(_values_per_step(trace)), **work.sharing)
     found = Examination(spectrum, look=look, remarks=remarks_on(trace, look, options.parts, spectrum))
     if spectrum.never_finite_layers:
         found.remarks.append(f"Never finite on all ranks, and left out: {', '.join(spectrum.never_finite_layers)}.")
@@ -173,12 +167,11 @@ def _signs(found: Examination, work: _Work) -> None:
 
 
 def _between(found: Examination, work: _Work) -> None:
-    options = {"after_addition": work.options.after_addition, **work.sharing}
     _attempt(
         found,
         "between_nodes",
         "Nothing to say of what ranks share",
-        lambda: measure_between_ranks(work.trace, found.look.between, **options),
+        lambda: measure_between_ranks(work.trace, found.look.between, **work.sharing),
     )
 
 

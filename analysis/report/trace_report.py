@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,17 @@ from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Workers
-from gradlab.analysis.questions.pays import range_cell, trace_brief
+from gradlab.analysis.questions.accuracy import accuracy_section, replay_verdict
+from gradlab.analysis.questions.gradients import agreement_line, gradients_section
+from gradlab.analysis.questions.pays import pays_section, range_cell, speed_verdict, trace_brief
+from gradlab.analysis.questions.plans import plans_section
 from gradlab.analysis.questions.runs import comparison_sections, comparison_verdict
+from gradlab.analysis.questions.slices import fit_verdict
 from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Page, write_page
-from gradlab.analysis.report.trace_pages import trace_sections, trace_verdict
+from gradlab.analysis.section import Section
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, sentences
 from gradlab.formatting import format_count
@@ -264,3 +268,40 @@ def _run_warnings(runs: Mapping[str, Any]) -> list[str]:
         for name, run in runs.items()
         for line in sentences(map(Finding.from_json, run.get("rules") or ()), run.get("world_size", 0))
     ]
+
+
+# --- the pages of a recording, one per question -----------------------------------------------------------------------
+
+
+Json = Mapping[str, Any]
+
+
+def trace_sections(data: Json, look: Look = THOROUGH) -> list[Section]:
+    """Make the pages of a recording, one per question."""
+    made = (
+        pays_section(data),
+        plans_section(data),
+        accuracy_section(data),
+        gradients_section(data, look.layer_figures),
+    )
+    return [_with_figures(section, look.figures) for section in made if section is not None]
+
+
+def _with_figures(section: Section, most: int | None) -> Section:
+    """Keep the first figures of a section, and of each of its parts."""
+    parts = [_with_figures(part, most) for part in section.parts]
+    return replace(section, drawings=section.drawings[:most], parts=parts)
+
+
+def trace_verdict(data: Json) -> str:
+    """Say what a recording tells about compressing this training. The decision comes first."""
+    fit, replays = data["fit"], data["replays"]
+    if data.get("payoff") is not None:
+        local = data.get("local_steps")
+        return str(local.verdict if local is not None and local.recorded is not None else speed_verdict(data))
+    lines = []
+    if fit is None and not replays:
+        lines.append("A recording alone does not say that compression pays: fit a codec, or replay plans.")
+    lines += [fit_verdict(fit)] if fit is not None else []
+    lines += [replay_verdict(replays)] if replays else []
+    return " ".join(line for line in (*lines, agreement_line(data["spectrum"])) if line)

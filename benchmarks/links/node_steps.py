@@ -300,7 +300,7 @@ def add_predictions(rows: list[Row]) -> None:
     """Forecast the seconds of every way's step, from the collectives that were timed, and put them into its row."""
     from gradlab.analysis.forecast import Network, forecast
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
-    from gradlab.analysis.forecast.profile import Profile
+    from gradlab.analysis.forecast.network import Profile
     from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
     from gradlab.analysis.forecast.step_time import FLAT, HIERARCHICAL, HSDP
 

@@ -29,7 +29,7 @@ from scipy.optimize import lsq_linear
 
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link, Transfer, all_gather, all_reduce, parse_bandwidth
-from gradlab.analysis.forecast.profile import CodecTime, Profile
+from gradlab.analysis.forecast.network import CodecTime, Profile
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 

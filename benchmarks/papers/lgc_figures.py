@@ -30,8 +30,7 @@ from rows import Row, add, has, read
 
 from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing
-from gradlab.analysis.measure.between_ranks import measure_between_ranks
-from gradlab.analysis.measure.layer_places import AFTER_ADDITION
+from gradlab.analysis.measure.between_ranks import AFTER_ADDITION, measure_between_ranks
 from gradlab.analysis.questions.between import over_iterations
 from gradlab.datasets import Data
 from gradlab.trace import Trace

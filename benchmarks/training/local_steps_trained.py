@@ -39,7 +39,7 @@ from gradlab.analysis.figures.style import drawing, method_colors, method_marker
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link, parse_bandwidth, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.network import Profile
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Cifar10, batches, build_optimizer, clip_gradients, get, learning_rate_at

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gradlab.analysis.corpus.archive import unpack
-from gradlab.analysis.corpus.judge import Judgement, judge
 from gradlab.analysis.corpus.manifest import Corpus, read_corpus
-from gradlab.analysis.corpus.outcome import Outcome
+from gradlab.analysis.corpus.outcome import Judgement, Outcome, judge
 from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.parallel import Workers
 from gradlab.cli.console import OUT, Answer, Table, print_json, progress_bars

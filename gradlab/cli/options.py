@@ -13,7 +13,7 @@ from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.link import Link
-    from gradlab.analysis.forecast.profile import Profile
+    from gradlab.analysis.forecast.network import Profile
     from gradlab.analysis.forecast.simulator import Node
     from gradlab.analysis.parallel import Workers
 
@@ -115,7 +115,7 @@ def _counts_and_ranks(text: str) -> tuple[list[int], int]:
 
 def profile_of_step(text: str | None) -> Profile:
     """Take the time of computing from a text such as 0.36s, or from a run's report; `NOT_MEASURED` without a text."""
-    from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile, compute_seconds_of
+    from gradlab.analysis.forecast.network import NOT_MEASURED, Profile, compute_seconds_of
 
     if text is None:
         return NOT_MEASURED

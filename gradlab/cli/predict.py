@@ -39,8 +39,8 @@ import typer
 from gradlab.analysis.forecast import Forecast, Network, forecast
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
+from gradlab.analysis.forecast.network import profile_of
 from gradlab.analysis.forecast.plans import pays_text
-from gradlab.analysis.forecast.profile import profile_of
 from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, progress_bars

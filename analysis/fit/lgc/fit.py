@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradlab.analysis.fit.lgc.learners import Learner, code_spread, in_units, learner_of
-from gradlab.analysis.fit.lgc.selection_codes import Code, codes_without_learning
-from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
+from gradlab.analysis.fit.lgc.selections import Code, Selections, codes_without_learning, collect_selections
 from gradlab.analysis.measure.holdout import age_bins
 from gradlab.analysis.parallel import Cluster, Workers, one_thread, share_out
 from gradlab.analysis.replay.sampled import require_whole

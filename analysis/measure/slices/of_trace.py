@@ -21,7 +21,7 @@ from gradlab.analysis.measure.slices.structure import (
     staleness,
 )
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import Workers, share_out_layers
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -141,12 +141,8 @@ def measure_slice_structure(
             f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
             "as many are held out."
         )
-    calls = [(trace.source, layer, places, rule, tolerance) for layer in layers]
-    sizes = [min(layer.numel, _MOST_VALUES) for layer in layers]
-    trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-    measured = share_out(
-        _measure_in_worker, calls, workers=workers, what="slice structure", sizes=sizes, progress=progress
-    )
+    given, sharing = (places, rule, tolerance), {"workers": workers, "progress": progress}
+    measured = share_out_layers(_measure_in_worker, trace, layers, *given, what="slice structure", **sharing)
     steps = np.asarray(trace.steps).tolist()
     return SliceStructure(
         tolerance,

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from gradlab.analysis.corpus.archive import TOP, pack, unpack
-from gradlab.analysis.corpus.judge import judge
 from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, check_name, read_corpus
-from gradlab.analysis.corpus.outcome import Outcome, read_outcomes, written
+from gradlab.analysis.corpus.outcome import Outcome, judge, read_outcomes, written
 from gradlab.analysis.replay import replay
 from gradlab.errors import GradlabError
 from gradlab.formatting import parse_bytes

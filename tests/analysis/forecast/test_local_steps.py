@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.local_steps import CLOSE, LocalSteps, forecast_local_steps
-from gradlab.analysis.forecast.profile import CodecTime, Profile
+from gradlab.analysis.forecast.network import CodecTime, Profile
 from gradlab.artifact import Artifact
 from gradlab.layout import Layer
 from gradlab.plan import Plan

@@ -16,8 +16,8 @@ from gradlab.analysis.forecast.candidates import Family
 from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING
 from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.plans import pays_text
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.recommendation import BOLD, Recommendation, recommend
 from gradlab.analysis.forecast.speed import forecast_speed
 from gradlab.analysis.report.examine import families_of

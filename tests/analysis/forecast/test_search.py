@@ -16,7 +16,7 @@ from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import candidates, usual_plans, without
 from gradlab.analysis.forecast.frontier import GIVEN, Trial, try_plans
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.forecast.search import SEARCH_STEPS, Measured, bracket, measured, next_place, search
 from gradlab.analysis.replay import replay_plans
 from gradlab.layout import Layer

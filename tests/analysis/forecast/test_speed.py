@@ -17,14 +17,13 @@ from gradlab.analysis.forecast.candidates import candidates, usual_plans
 from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING
 from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.link import Link, spell_rate
-from gradlab.analysis.forecast.profile import NOT_MEASURED, CodecTime, Profile
+from gradlab.analysis.forecast.network import NOT_MEASURED, CodecTime, Profile
 from gradlab.analysis.forecast.speed import SpeedForecast, forecast_speed
 from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine, replay_start
 from gradlab.analysis.report.look import QUICK, Bounded, Look
 from gradlab.analysis.report.page import inline_svg
-from gradlab.analysis.report.trace_pages import trace_sections
-from gradlab.analysis.report.trace_report import write_trace_report
+from gradlab.analysis.report.trace_report import trace_sections, write_trace_report
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_seconds
 from gradlab.jsonable import plain

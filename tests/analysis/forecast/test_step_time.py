@@ -29,7 +29,7 @@ from gradlab.analysis.forecast.link import (
     parse_seconds,
     transfers,
 )
-from gradlab.analysis.forecast.profile import CodecTime, Profile, profile_of
+from gradlab.analysis.forecast.network import CodecTime, Profile, profile_of
 from gradlab.analysis.forecast.simulator import SHARDS, Bucket, Exchange, Node, Turn, Within, simulate
 from gradlab.analysis.forecast.step_time import (
     FLAT,

@@ -17,8 +17,8 @@ from gradlab.analysis.forecast.decide import WORDS
 from gradlab.analysis.forecast.endings import MAX_LOSS, ended_at, loss_limit_text
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
+from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.forecast.plans import jobs
-from gradlab.analysis.forecast.profile import Profile
 from gradlab.analysis.forecast.simulator import SHARDS, Node
 from gradlab.analysis.forecast.speed import Judged, SpeedForecast, _configuration
 from gradlab.analysis.forecast.step_time import Job, compare

@@ -12,10 +12,14 @@ import pytest
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.layer_plan.costs import Cost, candidate_costs
-from gradlab.analysis.layer_plan.families import FAMILIES, family_candidates
-from gradlab.analysis.layer_plan.grids import candidates_of_grid, main_setting, paper_settings
-from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco
-from gradlab.analysis.layer_plan.problem import total
+from gradlab.analysis.layer_plan.grids import (
+    FAMILIES,
+    candidates_of_grid,
+    family_candidates,
+    main_setting,
+    paper_settings,
+)
+from gradlab.analysis.layer_plan.lgreco import LgrecoFit, LgrecoOptions, fit_lgreco, total
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.collectives import all_gather_wire_bytes, all_reduce_wire_bytes

@@ -17,9 +17,8 @@ from gradlab.analysis.fit.gradiveq import NotFittable, fit_gradiveq
 from gradlab.analysis.gradients import read_unscaled
 from gradlab.analysis.measure import spectrum as spectrum_module
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
-from gradlab.analysis.measure.holdout import age_bins, holdout_by_age
+from gradlab.analysis.measure.holdout import age_bins, holdouts_by_age
 from gradlab.analysis.measure.spectrum import (
-    SpectrumOptions,
     centred_eigenvalues,
     cumulative_variance,
     measure_spectrum,
@@ -79,7 +78,7 @@ def test_measured_spectra_are_those_of_the_slices_in_gradiveq_order(tmp_path, mo
     layer = Layer("conv.weight", (8, 6, 3, 3), "convolution")  # 432 elements: two blocks at the least block width
     monkeypatch.setattr(spectrum_module, "_BLOCK_VALUES", block)
     with record(tmp_path / "t", random_gradients(0, 9, 2, [layer]), [layer]) as trace:
-        spectrum = measure_spectrum(trace, SpectrumOptions(slice_size=144)).layers[0]
+        spectrum = measure_spectrum(trace, slice_size=144).layers[0]
         samples = averaged(trace, layer)
     slices = torch.stack([split_slices(flatten(sample, "gradiveq"), 144)[0] for sample in samples]).double()
     expected, _ = principal_axes(slices[:, 0] - slices[:, 0].mean(0))
@@ -101,7 +100,7 @@ def test_every_column_belongs_to_the_slice_that_the_codec_cuts(tmp_path):
 def test_long_traces_are_sampled_evenly_and_say_so(tmp_path):
     gradients = random_gradients(1, 30, 1)
     with record(tmp_path / "t", gradients, indices=range(0, 60, 2)) as trace:
-        spectra = measure_spectrum(trace, SpectrumOptions(max_samples=7))
+        spectra = measure_spectrum(trace, max_samples=7)
         wanted = spread(30, 7)
     assert spectra.steps.tolist() == [2 * p for p in wanted]
     expected = [np.linalg.norm(gradients[p][0][LINEAR.name]) for p in wanted]
@@ -150,7 +149,7 @@ def test_agreement_of_planted_gradients(tmp_path):
     model = GradientModel(PLANTED.numel, (4.0, 2.0, 1.0), (0.1, 0.1, 0.1), shared=0.7)
     values = draw(model, 500, np.random.default_rng(1)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
-        spectrum = measure_spectrum(trace, SpectrumOptions(max_samples=500)).layers[0]
+        spectrum = measure_spectrum(trace, max_samples=500).layers[0]
     common, own = 0.7 * 7.0, 0.3 * 7.0 + PLANTED.numel * 0.01
     assert spectrum.signal_to_noise == pytest.approx(common / own, rel=0.1)
     units = values / np.linalg.norm(values, axis=2, keepdims=True)
@@ -205,7 +204,7 @@ def test_held_out_loss_rises_with_age_as_the_planted_subspace_turns(tmp_path):
     values = draw(model, 20 + 75, np.random.default_rng(3)).values
     with record_layer(tmp_path / "t", values, PLANTED) as trace:
         fit = fit_gradiveq(trace, samples=20, settings=GradiVeQ.Settings(loss_threshold=0.05))
-        held = holdout_by_age(trace, fit.plan, start=20)
+        [held] = holdouts_by_age(trace, [fit.plan], start=20)
     assert held.to_json() == fit.provenance["holdout"]
     losses = held.loss_by_age
     assert sorted(losses) == losses
@@ -375,9 +374,9 @@ def test_a_fit_after_compression_begins_is_possible_and_warned_of(tmp_path, star
 def test_hold_out_refuses_what_it_cannot_measure(tmp_path):
     with record(tmp_path / "t", random_gradients(11, 12, 2)) as trace:
         with pytest.raises(GradlabError, match="codec topk is not linear; replay the plan instead"):
-            holdout_by_age(trace, Plan.uniform(LAYERS, "topk", minimum_numel=1), start=6)
+            holdouts_by_age(trace, [Plan.uniform(LAYERS, "topk", minimum_numel=1)], start=6)
         with pytest.raises(GradlabError, match="nothing to hold out"):
-            holdout_by_age(trace, fit_gradiveq(trace, samples=6).plan, start=12)
+            holdouts_by_age(trace, [fit_gradiveq(trace, samples=6).plan], start=12)
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from scipy import stats
 
-from gradlab.analysis.replay.trend import FEWEST, trend
+from gradlab.analysis.intervals import FEWEST, trend
 from support.laws import law
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.report.beside import write_beside
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK

@@ -14,11 +14,10 @@ from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.local_speed import ENDED_ABOVE, MOST_WAITING, NUMBERS, UNCOMPRESSED
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
-from gradlab.analysis.report.trace_pages import trace_sections
-from gradlab.analysis.report.trace_report import Examination, write_trace_report
+from gradlab.analysis.report.trace_report import Examination, trace_sections, write_trace_report
 from gradlab.formatting import format_count, format_ratio
 from gradlab.layout import Layer
 from gradlab.plan import Plan

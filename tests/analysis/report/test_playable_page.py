@@ -13,7 +13,7 @@ import quickjs
 
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.simulator import SHARDS, Node
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK

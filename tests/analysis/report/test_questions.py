@@ -16,7 +16,7 @@ from gradlab.analysis.chart import Chart, Panel, draw, lines, pointing, points, 
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import Profile
+from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.page import identified

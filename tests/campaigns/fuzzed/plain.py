@@ -14,7 +14,7 @@ from campaigns.fuzzed.case import Case, Format, altered_json, damaged, odd
 from gradlab import codecs, wrappers
 from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.profile import compute_seconds_of
+from gradlab.analysis.forecast.network import compute_seconds_of
 from gradlab.chrome_trace import read_step
 from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec

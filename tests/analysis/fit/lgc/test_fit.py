@@ -16,8 +16,7 @@ from torch import nn
 
 from gradlab.analysis.fit.lgc.fit import Fitting, fit_lgc, learn
 from gradlab.analysis.fit.lgc.learners import Inputs, RingLearner, learner_of
-from gradlab.analysis.fit.lgc.selection_codes import codes_without_learning
-from gradlab.analysis.fit.lgc.selections import Selections, collect_selections
+from gradlab.analysis.fit.lgc.selections import Selections, codes_without_learning, collect_selections
 from gradlab.artifact import Artifact
 from gradlab.codec import Context
 from gradlab.codec.wrapper import innermost
