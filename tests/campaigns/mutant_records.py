@@ -906,8 +906,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/replay/ranking.py",
-        old='sign = -1.0 if measure == "cosine" else 1.0',
-        new="sign = 1.0",
+        old="table = -np.array([[values",
+        new="table = np.array([[values",
         tests=("tests/analysis/replay/test_ranking.py",),
         what="The plan with the smallest cosine ranks first.",
     ),
