@@ -167,7 +167,7 @@ def measure_between_ranks(
     large = [x for x in named if x.numel >= _FEWEST_VALUES and (layers is not None or len(x.shape) > 1)]
     if not large:
         raise GradlabError(f"{trace.path}: no layer of {_FEWEST_VALUES} values or more to measure between ranks")
-    given, sharing = (chosen, shift, layer_places(trace)), {"workers": workers, "progress": progress}
+    given, sharing = (chosen, shift, layer_places(trace)), dict[str, Any](workers=workers, progress=progress)
     measured = share_out_layers(measure_layer, trace, large, *given, what="between ranks", **sharing)
     rows = {row.name: row for row in measured if row is not None}
     return TraceBetweenRanks(

@@ -140,7 +140,7 @@ def measure_spectrum(
     measured = [layer for layer in chosen if layer.numel > 0]
     if not measured:
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
-    given, sharing = (positions, slice_size), {"workers": workers, "progress": progress}
+    given, sharing = (positions, slice_size), dict[str, Any](workers=workers, progress=progress)
     products = share_out_layers(_layer_products, trace, measured, *given, what="spectrum", **sharing)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
     never = tuple(p.layer.name for p, finite in zip(products, ever, strict=True) if not finite)

@@ -141,7 +141,7 @@ def measure_slice_structure(
             f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
             "as many are held out."
         )
-    given, sharing = (places, rule, tolerance), {"workers": workers, "progress": progress}
+    given, sharing = (places, rule, tolerance), dict[str, Any](workers=workers, progress=progress)
     measured = share_out_layers(_measure_in_worker, trace, layers, *given, what="slice structure", **sharing)
     steps = np.asarray(trace.steps).tolist()
     return SliceStructure(
