@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.link import Link, json_rate
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network
 from gradlab.analysis.forecast.plans import Forecast, forecast
@@ -97,12 +98,13 @@ def forecast_local_steps(
     plan: Plan,
     network: Network,
     synchronous: Forecast,
+    calibration: Calibration | None = None,
     progress: Progress | None = None,
 ) -> list[LocalSteps]:
     """Forecast steps between which only every H-th is followed by an exchange."""
     codec = network.profile.codec
     alone = replace(network, profile=replace(NOT_MEASURED, codec=codec))
-    exchanges = forecast(plan, alone, progress=progress, uncompressed=True)
+    exchanges = forecast(plan, alone, calibration=calibration, progress=progress, uncompressed=True)
     lacking = 2 * (1 - network.speed)  # of a core for an exchange's work beside computing
 
     def work(exchange: Step, link: Link) -> float:

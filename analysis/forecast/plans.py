@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
@@ -79,6 +80,7 @@ class Forecast:
     network: Network
     nodes: tuple[NodeForecast, ...]
     remarks: tuple[str, ...]
+    calibration: Calibration | None = None
 
     @property
     def comparisons(self) -> list[tuple[int, Comparison]]:
@@ -112,6 +114,7 @@ class Forecast:
             "profile": plain(self.network.profile),
             "nodes": plain(self.nodes),
             "link": link,
+            "calibration": plain(self.calibration),
             "warnings": list(self.remarks),
         }
 
@@ -156,6 +159,7 @@ def forecast(
     plan: Plan,
     network: Network,
     *,
+    calibration: Calibration | None = None,
     progress: Progress | None = None,
     uncompressed: bool = False,
 ) -> Forecast:
@@ -170,6 +174,7 @@ def forecast(
     Args:
         plan: at least one of its groups compresses, unless `uncompressed`.
         network: the links and numbers of nodes to forecast for, and the measured times of a step.
+        calibration: measured costs that take the place of the links' own.
         progress: called after each number of nodes.
         uncompressed: whether a plan that compresses nothing is forecast too: as plain DDP, or in nodes of several
             ranks as averages that take the plan's way.
@@ -182,14 +187,16 @@ def forecast(
     """
     if not plan.compressed_groups and not uncompressed:
         raise GradlabError("this plan compresses nothing: its steps are those of plain DDP")
+    if calibration is not None:
+        network = replace(network, links=[calibration.applied(link) for link in network.links])
     nodes = []
     for done, job in enumerate(jobs(plan, network)):
         nodes.append(_at(job, network))
         if progress:
             progress("nodes", done + 1, len(network.nodes))
     method = ", ".join(methods_of(plan.compressed_groups)) or "uncompressed"
-    remarks = [*_remarks(plan, network), *_link_remarks(network)]
-    return Forecast(method, network, tuple(nodes), tuple(remarks))
+    remarks = [*_remarks(plan, network), *_link_remarks(network, calibration)]
+    return Forecast(method, network, tuple(nodes), tuple(remarks), calibration)
 
 
 def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
@@ -288,8 +295,8 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
     return lines
 
 
-def _link_remarks(network: Network) -> list[str]:
-    lines = []
+def _link_remarks(network: Network, calibration: Calibration | None) -> list[str]:
+    lines = [] if calibration is None else [calibration.remark]
     if network.node is not None:
         lines.append(
             f"Nodes of {network.node.local_ranks} ranks with {spell_rate(network.node.inside.bits_per_second)} each "

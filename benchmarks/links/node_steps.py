@@ -30,7 +30,6 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from predicted_steps import Observation, calibrated, residual_layers
+from predicted_steps import residual_layers
 from rows import Row, add, read
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -299,6 +298,7 @@ def _layers(row: Row) -> tuple[Layer, ...]:
 def add_predictions(rows: list[Row]) -> None:
     """Forecast the seconds of every way's step, from the collectives that were timed, and put them into its row."""
     from gradlab.analysis.forecast import Network, forecast
+    from gradlab.analysis.forecast.calibration import ALL_REDUCE, Observation, calibrate_link
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.network import Profile
     from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
@@ -311,12 +311,12 @@ def add_predictions(rows: list[Row]) -> None:
             one["bytes"],
             parse_bandwidth(one["bandwidth"]),
             one["seconds"],
-            one.get("collective") == "all-gather",
+            one.get("collective", ALL_REDUCE),
         )
         for row in timed
         for one in row["measured"]
     ]
-    fitted = calibrated(Link(1e9, 1e-4), seen)
+    calibration = calibrate_link(Link(1e9, 1e-4), seen)
     inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed), header_share=0.0)
     for row in rows:
         if "way" not in row or row["way"] in (APART, *FLAT_WAYS):
@@ -327,13 +327,13 @@ def add_predictions(rows: list[Row]) -> None:
         plans = {"FSDP2": SHARDS, NATIVE: SHARDS}.get(kind, BETWEEN)
         # What FSDP does inside a node is in the time of its step.
         node = Node(row["local_ranks"], Link(1e14) if on_shards else inside, plans, on_cpus=True)
-        links = [replace(fitted, bits_per_second=parse_bandwidth(row["rate"]))]
+        links = [Link(parse_bandwidth(row["rate"]), 1e-4)]
         cap = UNIT_CAP_MB if on_shards else None
         cores = row["cores"] / (row["nodes"] * row["local_ranks"])
         network_ = Network(links, [row["nodes"]], Profile(compute, "measured"), cores, cap, node)
         name, settings = CODECS.get(codec, CODECS["int8"]) if codec != "uncompressed" else CODECS["int8"]
         plan = named_plan(_layers(row), name, **settings)
-        (pair,) = forecast(plan, network_).nodes[0].links
+        (pair,) = forecast(plan, network_, calibration=calibration).nodes[0].links
         dense = {PLAIN: FLAT, NATIVE: HSDP, "DDP, uncompressed": HIERARCHICAL, "FSDP2, uncompressed": HSDP}
         step = pair.ways[dense[row["way"]]] if row["way"] in dense else pair.compressed
         row["predicted"] = round(step.seconds, 3)

@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from rows import Row, read
-from scipy.optimize import lsq_linear
 
 from gradlab.analysis.forecast import Network, forecast
-from gradlab.analysis.forecast.link import Link, Transfer, all_gather, all_reduce, parse_bandwidth
+from gradlab.analysis.forecast.calibration import Observation, calibrate_link
+from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.network import CodecTime, Profile
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -89,76 +86,7 @@ def _link(rows: Sequence[Row], ranks: int, latency: float) -> Link:
         if "raw_mb" in row and row["ranks"] == ranks
     ]
     link = Link(1e9, latency)
-    return calibrated(link, seen) if seen else link
-
-
-# --- a link's costs beside bandwidth and latency, from timed collectives ----------------------------------------------
-#
-# A byte takes as long as the slower of link and processors. Between two neighbouring measured speeds it is known which
-# is slower, and the time of an all-reduce is linear in both costs. Linear least squares within bounds (Stark, Parker
-# 1995, "Bounded-variable least squares") gives the costs for each such stretch. The one with the least error is kept.
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One timed collective: bytes on each rank, or, of a gather, those that a rank sends."""
-
-    nodes: int
-    nbytes: int
-    bits_per_second: float
-    seconds: float
-    gather: bool = False
-
-    @property
-    def transfer(self) -> Transfer:
-        """The collective as the link sees it."""
-        return (all_gather if self.gather else all_reduce)(self.nbytes, self.nodes)
-
-    def on(self, link: Link) -> Link:
-        """The link at this observation's speed."""
-        return replace(link, bits_per_second=self.bits_per_second)
-
-    def relative_error(self, link: Link) -> float:
-        """Predicted seconds over the measured ones, less 1."""
-        tried, transfer = self.on(link), self.transfer
-        return (tried.busy_seconds(transfer) + tried.delay_seconds(transfer)) / self.seconds - 1
-
-
-def calibrated(link: Link, observations: Sequence[Observation]) -> Link:
-    """Fit the costs of a link by squares of relative errors, as times span orders of magnitude."""
-    reduced = [seen for seen in observations if not seen.gather]
-    bare = replace(link, host_seconds_per_byte=0.0, collective_seconds=0.0)
-    wires = sorted({seen.on(bare).seconds_per_byte for seen in reduced})
-    fits = [_fit(bare, reduced, low, high) for low, high in pairwise([0.0, *wires, math.inf]) if low < high]
-    best = min(fits, key=lambda fit: sum(seen.relative_error(fit) ** 2 for seen in reduced))
-    if best.host_seconds_per_byte <= (1 + 1e-6) * wires[0]:  # processors slowed no observation
-        best = replace(best, host_seconds_per_byte=0.0)
-    return replace(best, gather_factor=_gather_factor(best, observations))
-
-
-def _fit(bare: Link, observations: Sequence[Observation], low: float, high: float) -> Link:
-    """Fit with `host_seconds_per_byte` from low to high. No observation's link lies between the two."""
-    start = replace(bare, host_seconds_per_byte=low)
-    held_up = [seen.on(bare).seconds_per_byte <= low for seen in observations]
-    per_byte = [held * s.transfer.path_bytes / s.seconds for held, s in zip(held_up, observations, strict=True)]
-    matrix = np.array([per_byte, [1 / seen.seconds for seen in observations]], dtype=float).T
-    wanted = np.array([-seen.relative_error(start) for seen in observations], dtype=float)
-    # Seconds per byte are nine orders of magnitude below those per collective.
-    scale = np.where(matrix.any(axis=0), matrix.max(axis=0), 1.0)
-    ends = ([0.0, 0.0], [(high - low) * scale[0], math.inf])
-    more, fixed = lsq_linear(matrix / scale, wanted, ends, method="bvls").x / scale
-    return replace(bare, host_seconds_per_byte=low + float(more), collective_seconds=float(fixed))
-
-
-def _gather_factor(fitted: Link, observations: Sequence[Observation]) -> float:
-    """How much longer a byte of an all-gather takes than costs fitted to all-reduces say; 1 if unknown."""
-    ratios = []
-    for seen in (one for one in observations if one.gather):
-        link, transfer = seen.on(replace(fitted, gather_factor=1.0)), seen.transfer
-        fixed = link.collective_seconds + link.delay_seconds(transfer)
-        if seen.seconds > fixed and (expected := link.busy_seconds(transfer) - link.collective_seconds) > 0:
-            ratios.append(math.log((seen.seconds - fixed) / expected))
-    return math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    return calibrate_link(link, seen).applied(link) if seen else link
 
 
 def table(rows: Sequence[Row]) -> str:

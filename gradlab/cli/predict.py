@@ -5,6 +5,10 @@ The table shows plain DDP in 32 and in 16 bits. The 16-bit row counts half the b
 Codec times come from the run that --compute-seconds names, else from the artifact's replay, else they are taken
 here. Bytes and rounds come from the codecs' own code at that number of nodes.
 
+--measured takes a list of objects {"nodes": 4, "bytes": 44700000, "bandwidth": "200mbit", "seconds": 2.95}, one
+per measured all-reduce. Processor time per byte and a cost per collective are fitted to them. An entry
+with "collective": "all-gather" measures an all-gather. If those are slower per byte, forecasts use that ratio.
+
 With several ranks per node, --bandwidth is that of a node's link, which its ranks share, and --inside that among
 them. The plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP,
 averages inside nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward
@@ -25,6 +29,8 @@ Examples:
   gradlab predict powersgd.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit --compute-seconds run.json
 
   gradlab predict int4.safetensors --bandwidth 50mbit --compute-seconds 0.36s --local-steps 8,30
+
+  gradlab predict powersgd.safetensors --compute-seconds 0.36s --measured times.json
 """
 
 from __future__ import annotations
@@ -37,6 +43,7 @@ from typing import Annotated
 import typer
 
 from gradlab.analysis.forecast import Forecast, Network, forecast
+from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import profile_of
@@ -64,6 +71,9 @@ def predict(
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size in MiB of DDP's buckets, or of FSDP2's units. [default: DDP's]")
     ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="TIMES.json", help="Measured collectives to calibrate links by; see above.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FIGURE", help="Drawing of step time over link speed (.svg, .pdf).")
     ] = None,
@@ -75,6 +85,7 @@ def predict(
 ) -> None:
 
     links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
+    calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     run = options.run_of(compute_seconds)
     seconds = options.computing_seconds(compute_seconds) if compute_seconds is not None and run is None else None
     if out is not None:
@@ -83,8 +94,10 @@ def predict(
     loaded = Artifact.load(artifact)
     network = Network(links, counts, profile_of(loaded, run, seconds), bucket_cap_mb=bucket_cap_mb, node=node)
     with progress_bars() as progress:
-        result = forecast(loaded.plan, network, progress=progress, uncompressed=numbers is not None)
-        local = [] if numbers is None else forecast_local_steps(loaded.plan, network, result, progress)
+        result = forecast(
+            loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None
+        )
+        local = [] if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
     if out is not None:
         from gradlab.analysis.questions.pays import step_time_chart
 

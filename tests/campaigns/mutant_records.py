@@ -1054,6 +1054,14 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A window counts although one part of the plan was not finite in it.",
         select="not_finite",
     ),
+    Mutant(
+        file="analysis/forecast/calibration.py",
+        old="held_up = [seen.on(bare).seconds_per_byte <= low for",
+        new="held_up = [seen.on(bare).seconds_per_byte >= low for",
+        tests=("tests/analysis/forecast/test_step_time.py",),
+        what="Links that are slower than the processors are taken for those held up.",
+        select="planted",
+    ),
     # running under DDP
     Mutant(
         file="gradlab/ddp/averaged.py",

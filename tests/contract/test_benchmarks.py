@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
 
 from gradlab.analysis.forecast.candidates import candidates
-from gradlab.analysis.forecast.link import Link, all_gather, all_reduce
 from gradlab.codec.registry import CODECS
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan, named_plan
@@ -177,18 +175,3 @@ def test_stored_replays_have_their_rows_settings(file: str, benchmarks: Mapping[
     for row in rows:
         if row["feedback"]:
             assert row["settings"] == methods[row["method"]].codec_settings, row["method"]
-
-
-def test_a_link_fitted_to_timed_collectives_is_the_planted_one() -> None:
-    planted = Link(1e9, 1e-4, 0.06, 2e-9, 3e-4, 1.4)
-    with benchmark_modules("predicted_steps") as modules:
-        observation = modules["predicted_steps"].Observation
-        seen = [
-            observation(nodes, nbytes, rate, link.busy_seconds(moved) + link.delay_seconds(moved), gather)
-            for nodes, nbytes, rate, gather in ((4, 10**4, 1e9, False), (4, 10**7, 1e11, False), (8, 10**6, 1e9, True))
-            for link in [replace(planted, bits_per_second=rate)]
-            for moved in [(all_gather if gather else all_reduce)(nbytes, nodes)]
-        ]
-        fitted = modules["predicted_steps"].calibrated(Link(2e8, 1e-4, 0.06, 3.0, 4.0), seen)
-    for name in ("host_seconds_per_byte", "collective_seconds", "gather_factor"):
-        assert getattr(fitted, name) == pytest.approx(getattr(planted, name))

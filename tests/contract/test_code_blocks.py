@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gradlab.analysis.forecast.calibration import read_observations
 from gradlab.layout import Layer
 from jobs.code_block_tasks import GIVEN
 from support.code_blocks import COMMANDS, DOCS, PAGES, ROOT, Block, blocks_of, commands_of, is_printed, run_command
@@ -147,6 +148,13 @@ def test_what_is_shown_is_held_against_what_is_printed() -> None:
     assert is_printed("a │ 3 MB end", printed)
     assert not is_printed("loss 0.123, 4.5 ms per step", printed)
     assert not is_printed("end\n...\nloss 1", printed)
+
+
+def test_files_of_measurements_are_read(tmp_path: Path) -> None:
+    for block in (block for page in pages_with("json") for block in BLOCKS[page]):
+        if block.language == "json":
+            (tmp_path / "times.json").write_text(block.text)
+            assert len(read_observations(tmp_path / "times.json")) > 1
 
 
 def test_every_example_is_shown_by_a_page() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gradlab import codecs
 from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.calibration import Observation, calibrate_link, read_observations
 from gradlab.analysis.forecast.dry_run import DryRuns, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import (
     Link,
@@ -24,6 +25,7 @@ from gradlab.analysis.forecast.link import (
     all_reduce,
     all_to_all,
     broadcast,
+    format_rate,
     gather_of_lengths,
     parse_bandwidth,
     parse_seconds,
@@ -101,6 +103,11 @@ def test_bandwidth_as_the_field_writes_it(text: str, expected: float) -> None:
 def test_other_bandwidths_are_refused_by_name(text: str) -> None:
     with pytest.raises(GradlabError, match="expected bits per second above 0, such as 200mbit"):
         parse_bandwidth(text)
+
+
+@law(st.floats(1e3, 1e13))
+def test_rates_are_read_as_they_are_written(rate: float) -> None:
+    assert parse_bandwidth(format_rate(rate)) == pytest.approx(rate, rel=6e-3)
 
 
 @pytest.mark.parametrize(
@@ -583,11 +590,119 @@ def test_plain_ddp_is_an_all_reduce() -> None:
     assert compressed.wire_bytes == all_reduce(3004, 16).wire_bytes
 
 
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def measured(link: Link, cases: list[tuple[int, int, float]]) -> list[Observation]:
+    """What would be measured on such a link: the simulation's own step, that has nothing to compute."""
+    observations = []
+    for nodes, nbytes, rate in cases:
+        step = simulate([Bucket(0.0, nbytes)], 0.0, replace(link, bits_per_second=rate), nodes)
+        observations.append(Observation(nodes, nbytes, rate, step.seconds))
+    return observations
+
+
+cases = st.lists(
+    st.tuples(st.integers(2, 64), st.integers(10**3, 10**9), st.sampled_from([5e7, 2e8, 1e9, 1e10, math.inf])),
+    max_size=8,
+).map(lambda drawn: [(4, 1000, math.inf), (4, 10**6, math.inf), *drawn])
+planted = st.builds(
+    Link,
+    st.just(1e9),
+    st.floats(0, 1e-3),
+    st.floats(0, 0.2),
+    st.floats(0, 1e-8),
+    st.floats(1e-6, 1e-2),
+)
+
+
+@law(planted, cases)
+def test_calibration_finds_what_was_planted(link: Link, drawn: list[tuple[int, int, float]]) -> None:
+    observations = measured(link, drawn)
+    fitted = calibrate_link(Link(2e8, link.latency_seconds, link.header_share, 3.0, 4.0), observations)
+    assert fitted.host_seconds_per_byte == pytest.approx(link.host_seconds_per_byte, rel=1e-6, abs=1e-14)
+    assert fitted.collective_seconds == pytest.approx(link.collective_seconds, rel=1e-6)
+    assert max(map(abs, fitted.relative_errors)) < 1e-6
+    assert (fitted.collective_fitted, fitted.too_fast) == (True, None)
+    assert fitted.host_seen == (fitted.host_seconds_per_byte > 0)
+    again = [seen.seconds for seen in measured(fitted.applied(link), drawn)]
+    assert again == pytest.approx([seen.seconds for seen in observations])
+
+
+# All-reduces of 4 and 16 MB on Gloo, medians in seconds: four ranks, two cores, each behind a token bucket of 400 kB.
+LIMITED = {
+    "200mbit": (0.24914, 1.00964),
+    "500mbit": (0.09965, 0.39964),
+    "700mbit": (0.07001, 0.29303),
+    "1gbit": (0.04971, 0.20317),
+    "2gbit": (0.02785, 0.10216),
+    "100gbit": (0.02330, 0.06713),
+}
+
+
+def test_calibration_against_a_rate_limited_network() -> None:
+    """The link sets the pace up to 2 Gbit/s, and then processors do: no byte waits for both."""
+    observations = [
+        Observation(4, nbytes, parse_bandwidth(rate), seconds)
+        for rate, both in LIMITED.items()
+        for nbytes, seconds in zip((4_000_000, 16_000_000), both, strict=True)
+    ]
+    fitted = calibrate_link(Link(1e9, 1e-4), observations)
+    assert fitted.host_seconds_per_byte == pytest.approx(2.9e-9, rel=0.05)
+    assert fitted.collective_seconds == pytest.approx(2.1e-3, rel=0.05)
+    assert max(map(abs, fitted.relative_errors)) < 0.13
+    assert max(map(abs, fitted.relative_errors[:10])) < 0.09
+    assert fitted.too_fast is None
+
+
+def test_calibration_says_where_a_link_was_beaten() -> None:
+    """8 bits take a second on a link of 8 bit/s: nobody sends a thousand bytes in one."""
+    fit = calibrate_link(Link(8.0, header_share=0.0), [Observation(2, 1000, 8.0, 1.0), Observation(2, 10, 8.0, 10.0)])
+    assert (fit.host_seconds_per_byte, fit.collective_seconds) == (0.0, 0.0)
+    assert fit.relative_errors == pytest.approx((999.0, 0.0))
+    assert fit.too_fast == Observation(2, 1000, 8.0, 1.0)
+    assert "1.00 kB at 2 nodes over 8 bit/s took less than its bandwidth" in fit.remark
+
+
+@law(planted, cases, st.floats(0.3, 3.0))
+def test_measured_gathers_tell_what_their_bytes_take(
+    link: Link, drawn: list[tuple[int, int, float]], factor: float
+) -> None:
+    reduces, slower = measured(link, drawn), replace(link, gather_factor=factor)
+    gathers = []
+    for nodes, nbytes, rate in drawn:
+        on, transfer = replace(slower, bits_per_second=rate), all_gather(nbytes, nodes)
+        seconds = on.busy_seconds(transfer) + on.delay_seconds(transfer)
+        gathers.append(Observation(nodes, nbytes, rate, seconds, "all-gather"))
+    start = Link(2e8, link.latency_seconds, link.header_share)
+    alone, fitted = calibrate_link(start, reduces), calibrate_link(start, [*gathers, *reduces])
+    assert alone.gather_factor == 1.0
+    assert fitted.applied(start).collective_seconds == alone.collective_seconds
+    assert fitted.host_seconds_per_byte == alone.host_seconds_per_byte
+    # Where a fixed cost is nearly all of a gather, rounding errors of the fit are the rest.
+    seen = [g for g in gathers if g.seconds > 1.1 * (link.collective_seconds + link.latency_seconds * g.nodes)]
+    if len(seen) == len(gathers) and fitted.host_seen:
+        assert fitted.gather_factor == pytest.approx(factor, rel=1e-4)
+        assert max(map(abs, fitted.relative_errors)) < 1e-4
+    assert f"{len(reduces)} measured all-reduces and {len(gathers)} all-gathers" in fitted.remark
+    assert fitted.to_json()["observations"][0]["collective"] == "all-gather"
+
+
 def test_a_gathers_bytes_take_longer_and_an_all_reduces_do_not() -> None:
     link = Link(8.0, header_share=0.0, gather_factor=1.5)
     assert [link.busy_seconds(one) for one in (all_gather(10, 3), all_reduce(10, 2))] == [30.0, 10.0]
     with pytest.raises(GradlabError, match="gather_factor = 0, expected a number above 0"):
         Link(8.0, gather_factor=0.0)
+
+
+def test_nothing_is_not_calibrated_by() -> None:
+    for nothing in ([], [Observation(2, 1, 1e9, 1.0, "all-gather")]):
+        with pytest.raises(GradlabError, match="no all-reduce to calibrate a link by"):
+            calibrate_link(Link(1e9), nothing)
+    with pytest.raises(GradlabError, match="collective = 'broadcast', expected all-reduce or all-gather"):
+        Observation(2, 1, 1e9, 1.0, "broadcast")
+    with pytest.raises(GradlabError, match="out of all proportion"):
+        calibrate_link(Link(1e9), [Observation(2, 1, 1e9, 1e-320)])
 
 
 # --- break-even ------------------------------------------------------------------------------------------------------
@@ -784,6 +899,7 @@ def test_predict_command(gradlab: Command, artifact: Path, tmp_path: Path) -> No
         (["--latency", "-1ms"], "duration '-1ms'"),
         (["--compute-seconds", "0"], "compute time = 0 s"),
         (["--bucket-cap-mb", "-1"], "bucket size = -1"),
+        (["--measured", "nowhere.json"], "nowhere.json"),
         (["--out", "steps.gif"], "a figure is written as .svg or .pdf"),
     ],
 )
@@ -795,9 +911,79 @@ def test_bad_input_is_one_line(gradlab: Command, artifact: Path, words: list[str
     assert err.count("\n") == 1
 
 
+ENTRY = {"nodes": 4, "bytes": 44_700_000, "bandwidth": "200mbit", "seconds": 2.95}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON: expected a JSON list of measured all-reduces"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "expected a JSON list"),
+        ("[]", "expected a JSON list"),
+        ("[3]", "entry 1 is no object"),
+        (json.dumps([ENTRY, {"nodes": 4, "seconds": 1}]), "entry 2 has no bytes, bandwidth"),
+        (json.dumps([{**ENTRY, "nodes": 1}]), "entry 1: nodes = 1, expected a whole number from 2"),
+        (json.dumps([{**ENTRY, "nodes": 4.0}]), "nodes = 4.0"),
+        (json.dumps([{**ENTRY, "bytes": True}]), "bytes = True"),
+        (json.dumps([{**ENTRY, "bytes": 10**300}]), "bytes = 1000"),
+        (json.dumps([{**ENTRY, "bandwidth": 2e8}]), "bandwidth = 200000000.0, expected a text"),
+        (json.dumps([{**ENTRY, "bandwidth": "fast"}]), "entry 1: bandwidth 'fast': expected bits per second"),
+        (json.dumps([{**ENTRY, "seconds": 0}]), "seconds = 0, expected a number above 0"),
+        (json.dumps([{**ENTRY, "seconds": "2.95"}]), "seconds = '2.95', expected a number above 0"),
+        (json.dumps([{**ENTRY, "seconds": math.nan}]), "seconds = nan"),
+        (json.dumps([{**ENTRY, "seconds": 10**400}]), "seconds = "),
+        (json.dumps([{**ENTRY, "seconds": 1e-320}]), "out of all proportion"),
+    ],
+)
+def test_bad_measured_times_are_one_line(
+    gradlab: Command, artifact: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    code, out, err = gradlab("predict", artifact, "--compute-seconds", "1s", "--measured", path)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_measured_times_stand_in_the_forecast(gradlab: Command, artifact: Path, tmp_path: Path) -> None:
+    truth = Link(1e9, 5e-5, 0.06, 2e-9, 3e-4)
+    observations = measured(truth, [(4, 10**4, 1e9), (4, 10**7, 2e8), (8, 10**6, math.inf)])
+    path = tmp_path / "times.json"
+    entries = [
+        {"nodes": o.nodes, "bytes": o.nbytes, "bandwidth": format_rate(o.bits_per_second), "seconds": o.seconds}
+        for o in observations
+    ]
+    path.write_text(json.dumps(entries))
+    assert read_observations(path) == observations
+    words = ["predict", artifact, "--nodes", "64", "--bandwidth", "200mbit", "--latency", "50us"]
+    words += ["--compute-seconds", "20ms", "--measured", path]
+    code, out, err = gradlab(*words, "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    for where in (result["link"], result["calibration"]):
+        assert where["host_seconds_per_byte"] == pytest.approx(2e-9)
+        assert where["collective_seconds"] == pytest.approx(3e-4)
+    assert [o["seconds"] for o in result["calibration"]["observations"]] == [o.seconds for o in observations]
+    assert result["calibration"]["observations"][2]["bits_per_second"] == "unlimited"
+    assert all(abs(o["relative_error"]) < 1e-9 for o in result["calibration"]["observations"])
+    # Plain DDP of this model: one bucket, which is ready when computing is over.
+    size = 4 * sum(layer.numel for layer in LAYERS)
+    dense = result["nodes"][0]["links"][0]["dense"]
+    moved = all_reduce(size, 64)
+    assert dense["wire_bytes"] == moved.wire_bytes
+    spent = 3e-4 + moved.path_bytes * 8 * 1.06 / 2e8 + 126 * 5e-5
+    assert dense["seconds"] == pytest.approx(0.02 + spent)
+    code, out, _ = gradlab(*words)
+    assert code == 0
+    assert "calibrated on 3 measured all-reduces: 2.00 ns per byte on the ranks' processors and 300 µs per" in out
+
+
 def test_without_measurements_a_forecast_is_of_rings() -> None:
     plan = Plan.uniform(LAYERS, "topk", density=0.01)
     result = forecast(plan, Network([Link(1e9)], [32], Profile(1.0, "as given")))
+    assert result.to_json()["calibration"] is None
     assert any(line.startswith("Collectives are those of Gloo, rings") for line in result.remarks)
 
 
