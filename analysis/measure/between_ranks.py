@@ -1,18 +1,20 @@
 """Information that ranks' gradients share over a recorded trace, cosine, and positions of the largest values.
 
 LGC (Abrahamyan et al.), sections III and VI-E, measures entropy and mutual information of one layer's gradient on two
-nodes, over iterations (Figs. 3, 12) and by layer (Fig. 4), with a histogram. Beside it stand a Gaussian copula, which
-corrects its bias, and two nulls. Shuffled pairs show what an estimator finds where there is nothing. Pairs that are
+nodes, over iterations (Figs. 3, 12) and by layer (Fig. 4), with a histogram. Beside it stand estimators that correct
+their bias, and two nulls. Shuffled pairs show what an estimator finds where there is nothing. Pairs that are
 `shift` iterations apart show what two gradients share by belonging to the same parameters; only the excess over that is
 common to ranks in an iteration. ScaleCom's CLT-k (Chen et al., NeurIPS 2020) relies on the overlap of top-k positions.
 
 A sample of each layer's values, in contiguous stretches, is read at a sample of iterations and pairs of ranks. Each
-gradient in it is sorted once for all its pairs.
+gradient in it is sorted once for all its pairs. Nearest neighbours ("mixed") take longest: they look at every n-th of
+these values first, and at more only while the interval over iterations is wide because of that.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,9 +27,11 @@ from gradlab.analysis.measure.agreement import index_overlaps, rank_cosine, sign
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
     Excess,
+    NeighborEstimate,
     Variable,
     excess_information,
     mutual_information,
+    neighbor_information,
     plug_in,
 )
 from gradlab.analysis.measure.spectrum import spread
@@ -41,8 +45,14 @@ if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 FIRST, LAST, AFTER_ADDITION = "first", "last", "after a residual addition"  # places that LGC's Fig. 4 marks
 DENSITIES = (0.001, 0.01, 0.1)
+CORRECTED = ("copula", "mixed")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
+# Values that nearest neighbours look at: at first, and at most.
+_FIRST_VALUES, _MOST_VALUES = 1024, 4096
+# It is enough where half of the interval is at most so many bits, or where at most this share of the variance over
+# iterations comes from the choice of values: with all values the interval would be at most a seventh narrower.
+_NARROW, _MOST_OF_CHOICE = 0.02, 0.25
 _TOPK_STEPS, _TOP_VALUES = 4, 2**20  # iterations of lags and largest values, values of the latter
 _LAGS = (0, 1, 2, 5, 10, 20, 50)
 
@@ -79,7 +89,10 @@ class HistogramSeries(Jsonable):
 
 @dataclass(frozen=True)
 class EstimatorSeries(Jsonable):
-    """A corrected estimator per iteration, (T,), means over pairs of ranks, in bits; shuffled: one shuffled pair."""
+    """A corrected estimator per iteration, (T,), means over pairs of ranks, in bits; shuffled: one shuffled pair.
+
+    samples: values per estimate, which for nearest neighbours are as many as the interval needs.
+    """
 
     samples: int
     paired: np.ndarray
@@ -256,7 +269,10 @@ def measure_layer(
         iterations=steps,
         pairs=pairs,
         histograms={bins: _by_histogram(here, there, pairs, bins, generator) for bins in (PAPER_BINS, chosen.bins)},
-        estimators={"copula": _by_copula(here, there, pairs, chosen, generator)},
+        estimators={
+            "copula": _by_copula(here, there, pairs, chosen, generator),
+            "mixed": _by_neighbors(now, later, pairs, chosen, generator),
+        },
         lags=lags,
         top_indices=top,
         cosine=cosines,
@@ -319,9 +335,69 @@ def _by_copula(
         )
         for other in (now, later)
     )
-    x, y = (now[0][rank] for rank in pairs[0])
-    shuffled = mutual_information(x, y.permuted(generator), "copula")
-    return EstimatorSeries(len(x), paired, shifted, shuffled, excess_information(paired, shifted, level=chosen.level))
+    return _series(now[0], pairs[0], "copula", (paired, shifted), chosen.level, generator)
+
+
+def _series(
+    first: dict[int, Variable],
+    pair: tuple[int, int],
+    method: str,
+    series: tuple[np.ndarray, np.ndarray],
+    level: float,
+    generator: np.random.Generator,
+) -> EstimatorSeries:
+    """Put a result together; a pair of the first iteration is shuffled. series: paired and shifted, (T,) each."""
+    x, y = (first[rank] for rank in pair)
+    excess = excess_information(*series, level=level)
+    return EstimatorSeries(len(x), *series, mutual_information(x, y.permuted(generator), method), excess)
+
+
+def _by_neighbors(
+    now: np.ndarray,
+    later: np.ndarray,
+    pairs: Sequence[tuple[int, int]],
+    chosen: BetweenRanks,
+    generator: np.random.Generator,
+) -> EstimatorSeries:
+    """By nearest neighbours, on as many of the values (T, N, C) as the interval of their excess needs."""
+    values = _FIRST_VALUES
+    while True:
+        stride = -(-now.shape[2] // values)
+        here, there = (_variables(part[:, :, ::stride], pairs) for part in (now, later))
+        paired, shifted = (
+            [[neighbor_information(x[a], y[b]) for a, b in pairs] for x, y in zip(here, other, strict=True)]
+            for other in (here, there)
+        )
+        series = _means(paired), _means(shifted)
+        needed = _needed(*series, len(here[0][pairs[0][0]]), _error_of_mean([*paired, *shifted]), chosen.level)
+        if needed <= values or stride == 1 or values == _MOST_VALUES:
+            return _series(here[0], pairs[0], "mixed", series, chosen.level, generator)
+        values = min(_MOST_VALUES, max(2 * values, needed))
+
+
+def _means(estimates: Sequence[Sequence[NeighborEstimate]]) -> np.ndarray:
+    """Means over pairs, (T,)."""
+    return np.array([np.mean([one.bits for one in row]) for row in estimates])
+
+
+def _error_of_mean(estimates: Sequence[Sequence[NeighborEstimate]]) -> float:
+    """The standard error that the choice of values gives the mean excess; estimates: paired and shifted, (2 T, P)."""
+    squares = [one.error**2 for row in estimates for one in row]
+    return 2 * math.sqrt(sum(squares)) / len(squares)
+
+
+def _needed(paired: np.ndarray, shifted: np.ndarray, values: int, error: float, level: float) -> int:
+    """Count the values after which more hardly narrow the interval: the error's square falls as their number grows."""
+    excess = excess_information(paired, shifted, level=level)
+    if excess.low is None or excess.high is None:
+        return _MOST_VALUES
+    varies = float((paired - shifted).var(ddof=1)) / len(paired)
+    if (excess.high - excess.low) / 2 <= _NARROW or error**2 <= _MOST_OF_CHOICE * varies:
+        return values
+    # The variance that is left with all values; e^2 n / n' may be so much of it that the share is as above.
+    own = varies - error**2
+    allowed = own * _MOST_OF_CHOICE / (1 - _MOST_OF_CHOICE)
+    return math.ceil(values * error**2 / allowed) if allowed > 0 else _MOST_VALUES
 
 
 def _by_lag(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from scipy.special import ndtri
@@ -74,6 +74,17 @@ class Variable:
     def permuted(self, generator: np.random.Generator) -> Variable:
         """The same samples in a random order."""
         return Variable(self.kinds, generator.permutation(self.place), self.counts)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """How many samples are at most each kind, (k,)."""
+        return np.cumsum(self.counts)
+
+    @cached_property
+    def centres(self) -> np.ndarray:
+        """The middle of each kind's normal scores, (k,): samples that are tied have one place."""
+        grid = normal_grid(len(self))
+        return (grid[self.ends - self.counts] + grid[self.ends - 1]) / 2
 
     def scores(self, place: int) -> np.ndarray:
         """Compute normal scores (n,), with ties in a random order fixed by `place`, the variable's place in the pair.

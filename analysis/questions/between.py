@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
 from gradlab.analysis.chart import Chart, Mark, Panel, apart, by_layer, lines, points, rule
-from gradlab.analysis.figures.style import BLACK, BLUE, VERMILION, short
+from gradlab.analysis.figures.style import BLACK, BLUE, GREEN, VERMILION, short
 from gradlab.analysis.measure.between_ranks import AFTER_ADDITION
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_number, format_percent
@@ -18,6 +18,8 @@ Json = Mapping[str, Any]
 _SHOWN_DENSITY = 0.01
 _BY_CHANCE = 0.9  # shuffled over paired information from which on an estimator says nothing
 _REMARK_COLUMNS = ("layer", "series", "what was found")
+_LABELS = {"copula": "copula", "mixed": "nearest neighbours"}
+ESTIMATORS = {"copula": ("Gaussian copula", BLUE, "o"), "mixed": ("nearest neighbours", GREEN, "^")}
 _MOST_LAYERS, _MOST_ROWS = 6, 60
 
 
@@ -70,7 +72,7 @@ def _tables(between: Json) -> list[Table]:
                 layer["name"],
                 ", ".join(layer["place"]) or "-",
                 *(format_number(_mean_of(layer, paper, name)) for name in ("entropy", "information", "shuffled")),
-                with_interval(layer["estimators"]["copula"]["excess"], "bits", 3),
+                *(with_interval(layer["estimators"][name]["excess"], "bits", 3) for name in _LABELS),
                 with_interval(layer["mean_cosine"], "mean", 2),
                 format_number(layer["signal_to_noise"], 2),
                 format_percent(top["overlap"] if top else None),
@@ -78,11 +80,13 @@ def _tables(between: Json) -> list[Table]:
         )
     columns = (
         "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula",
-        "cosine", "signal / noise", "top 1 % in common",
+        "nearest neighbours", "cosine", "signal / noise", "top 1 % in common",
     )  # fmt: skip
     note = (
         "Bits per parameter. Excess: beyond the shifted null, with its interval over iterations. Estimators looked at "
-        f"up to {between['values']} values of a layer in {between['iterations']} iterations."
+        f"up to {between['values']} values of a layer in {between['iterations']} iterations, nearest neighbours at "
+        f"{_numbers(layer['estimators']['mixed']['samples'] for layer in between['layers'])}, as many as their "
+        "intervals need."
     )
     tables = [Table("Between ranks, by layer", columns, rows, note, text_columns=2)]
     if remarks := _series_remarks(between["layers"]):
@@ -92,12 +96,18 @@ def _tables(between: Json) -> list[Table]:
     return tables
 
 
+def _numbers(values: Iterable[int]) -> str:
+    """One number, or the least and the most of several."""
+    known = sorted(values)
+    return str(known[0]) if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+
+
 def _series_remarks(layers: Sequence[Json]) -> list[list[str]]:
     """A row for each series over iterations that has no interval, or drifts."""
     rows = []
     for layer in layers:
-        excess = layer["estimators"]["copula"]["excess"]
-        for label, found in {"excess: copula": excess, "cosine": layer["mean_cosine"]}.items():
+        series = {f"excess: {label}": layer["estimators"][name]["excess"] for name, label in _LABELS.items()}
+        for label, found in {**series, "cosine": layer["mean_cosine"]}.items():
             remarks = [f"no interval: {found['refused']}"] if found["refused"] else []
             remarks += [] if found["drift"] is None else [drift_line(found["drift"])]
             if remarks:
@@ -172,17 +182,21 @@ def _claim(between: Json) -> Chart:
         )
     ]
     right = [rule(0, across="x")]
-    placed = [(layer["estimators"]["copula"]["excess"], row) for row, layer in zip(rows, layers, strict=True)]
-    known = [(one["bits"], at, one["low"], one["high"]) for one, at in placed if one["low"] is not None]
-    middle, height, low, high = np.array(known).reshape(-1, 4).T
-    right.append(Mark("intervals", middle, height, "Gaussian copula", BLUE, (low, high), {"fmt": "o"}))
-    hollow = [(one["bits"], at) for one, at in placed if one["low"] is None]
-    right.append(points(*apart(hollow), BLUE, "", ms=3, fillstyle="none"))
+    for position, (name, (label, color, marker)) in enumerate(ESTIMATORS.items()):
+        placed = [
+            (layer["estimators"][name]["excess"], row + 0.22 * (position - 0.5))
+            for row, layer in zip(rows, layers, strict=True)
+        ]
+        known = [(one["bits"], at, one["low"], one["high"]) for one, at in placed if one["low"] is not None]
+        middle, height, low, high = np.array(known).reshape(-1, 4).T
+        right.append(Mark("intervals", middle, height, label, color, (low, high), {"fmt": marker}))
+        hollow = [(one["bits"], at) for one, at in placed if one["low"] is None]
+        right.append(points(*apart(hollow), color, "", marker, ms=3, fillstyle="none"))
     names = [_marked(layer) for layer in layers]
     beyond = "bits per parameter beyond the shifted null"
     panels = [
         Panel(left, "bits per parameter", "", "(a) LGC's histogram, 2³² levels", names, look={"xlim": (0, None)}),
-        Panel(right, beyond, "", "(b) corrected for chance"),
+        Panel(right, beyond, "", "(b) corrected estimators"),
     ]
     return Chart(panels, 2, max(2.6, 0.2 * len(layers) + 1.2), shares={"sharey": True})
 

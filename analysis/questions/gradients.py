@@ -20,7 +20,7 @@ from gradlab.analysis.figures.style import (
     short,
     smoothing_window,
 )
-from gradlab.analysis.questions.between import between_ranks_section, with_interval
+from gradlab.analysis.questions.between import ESTIMATORS, between_ranks_section, with_interval
 from gradlab.analysis.questions.layer_matrix import layer_anchors, plans_on_layer
 from gradlab.analysis.questions.limits import USEFUL, limit_panel, limits_section
 from gradlab.analysis.questions.noise import noise_scale_section
@@ -212,10 +212,12 @@ def _layer_chart(data: Json, spectrum: Json) -> Chart:
     """Draw what was measured of one layer: what ranks share over time, its spectrum, codecs above the floor."""
     panels, name = [], spectrum["name"]
     if between := _named(data.get("between_nodes"), name):
-        found = between["estimators"]["copula"]
-        excess = np.subtract(found["paired"], found["shifted"])
-        marks = [lines(between["iterations"], excess, BLUE, "Gaussian copula", lw=1), rule(0)]
-        panels.append(Panel(marks, "iteration", "excess, bits", "ranks share", legend=True))
+        series = {label: (between["estimators"][method], color) for method, (label, color, _) in ESTIMATORS.items()}
+        excess = [
+            lines(between["iterations"], np.subtract(one["paired"], one["shifted"]), color, label, lw=1)
+            for label, (one, color) in series.items()
+        ]
+        panels.append(Panel([*excess, rule(0)], "iteration", "excess, bits", "ranks share", legend=True))
     shares = [
         lines(range(1, len(share) + 1), share, color, label)
         for part, label, color in (("slice", "one slice", VERMILION), ("layer", "whole layer", BLUE))

@@ -6,7 +6,7 @@
 
 Information: pairs whose information is known in closed form, by exact sums or by quadrature (`CASES`). A copula's
 interval is of the information that the correlation of normal scores stands for, a lower bound: known here from four
-million pairs. A histogram has no interval. Bias is that of the estimate, which may be below 0. Means over
+million pairs. A histogram has no interval. Bias is that of `mutual_information`, which may be below 0. Means over
 iterations: first-order series of known autocorrelation. Rank correlations: bivariate normal items. Series and ranks,
 which take no time, are repeated 2,000 times. One line of JSON per row. Kept rows are not made again; the table has the
 later ones.
@@ -22,16 +22,20 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from neighbors import estimate_information, estimated
 from rows import Row, add, has, read
 from scipy import stats
 from scipy.signal import lfilter
 from scipy.special import betaln, digamma
 
 from gradlab.analysis.intervals import mean_interval, rank_correlation
-from gradlab.analysis.measure.information import Variable, gaussian_information
+from gradlab.analysis.measure.information import (
+    METHODS,
+    Variable,
+    estimate_information,
+    gaussian_information,
+    mutual_information,
+)
 
-METHODS = ("histogram", "mixed", "copula")
 CORRELATION, ZEROS, TAIL, FREEDOM, APART = 0.6, 0.9, 0.05, 3, 2.0
 AUTOCORRELATIONS, ITERATIONS = (0.0, 0.5, 0.8, 0.95), (24, 100, 400)
 RANK_CORRELATIONS, ITEMS = (0.0, 0.5, 0.9), (5, 7, 13, 27, 40)
@@ -161,17 +165,17 @@ def information_row(case: Case, samples: int, method: str, repetitions: int) -> 
     true = case.known()
     bounded = scores_information(case) if method == "copula" else true
     generator = np.random.default_rng([samples, len(case.name)])
-    return {"known": true, "bounded": bounded} | repeated(
+    return {"known": true, "bounded": bounded} | estimated(
         partial(case.draw, samples, generator), method, true, bounded, repetitions
     )
 
 
-def repeated(draw: Callable[[], Pairs], method: str, known: float, bounded: float, repetitions: int) -> Row:
+def estimated(draw: Callable[[], Pairs], method: str, known: float, bounded: float, repetitions: int) -> Row:
     """Bias, spread and, but for histograms, intervals: of the known information, or of the bound a copula gives."""
     bits, found = [], []
     for _ in range(repetitions):
         pair = tuple(map(Variable.of, draw()))
-        bits.append(estimated(*pair, method))
+        bits.append(mutual_information(*pair, method))
         if method != "histogram":
             found.append(estimate_information(*pair, method))
     row: Row = {"bias": float(np.mean(bits) - known), "deviation": float(np.std(bits))}

@@ -831,11 +831,25 @@ MUTANTS: tuple[Mutant, ...] = (
         what="The interval of a rank correlation is that of Pearson's.",
     ),
     Mutant(
+        file="analysis/measure/neighbors.py",
+        old="at_pair, around = tied > neighbors, np.flatnonzero(tied <= neighbors)",
+        new="at_pair, around = tied > len(x), np.arange(len(x))",
+        tests=("tests/analysis/measure/test_information.py",),
+        what="A pair that many samples share counts k of them.",
+    ),
+    Mutant(
         file="analysis/measure/information.py",
         old="bias = (len(cells) - len(rows.counts) - len(columns.counts) + 1)",
         new="bias = (len(rows.counts) + len(columns.counts) - len(cells) + 1)",
         tests=("tests/analysis/measure/test_information.py",),
         what="Miller's term has its sign turned.",
+    ),
+    Mutant(
+        file="analysis/measure/neighbors.py",
+        old="_SCATTER * (scores - middles)",
+        new="0 * (scores - middles)",
+        tests=("tests/analysis/measure/test_information.py",),
+        what="A neighbourhood that ends among tied samples takes none of them in one variable and k in the other.",
     ),
     Mutant(
         file="analysis/measure/limits.py",

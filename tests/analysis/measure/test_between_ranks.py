@@ -18,6 +18,7 @@ from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.agreement import index_overlaps
 from gradlab.analysis.measure.between_ranks import (
     AFTER_ADDITION,
+    CORRECTED,
     FIRST,
     LAST,
     BetweenRanks,
@@ -81,10 +82,11 @@ def measured(tmp_path: Path, values: np.ndarray, settings: BetweenRanks = QUICK)
 def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Path) -> None:
     result = measured(tmp_path, planted(0.6, steps=40), WITH_INTERVALS)
     true = float(gaussian_information(0.6))
-    excess = result.estimators["copula"].excess
-    assert excess.bits == pytest.approx(true, abs=0.05)
-    assert excess.low > 0
-    assert abs(result.estimators["copula"].shuffled) < 0.05
+    for method in CORRECTED:
+        excess = result.estimators[method].excess
+        assert excess.bits == pytest.approx(true, abs=0.05)
+        assert excess.low > 0
+        assert abs(result.estimators[method].shuffled) < 0.05
     assert result.mean_cosine.mean == pytest.approx(0.6, abs=0.02)
     assert result.mean_cosine.low < 0.6 < result.mean_cosine.high + 0.01
     assert result.signal_to_noise == pytest.approx(0.6 / 0.4, rel=0.05)
@@ -94,12 +96,12 @@ def test_common_signal_is_found_by_all_and_exceeds_the_shifted_null(tmp_path: Pa
 
 
 def test_common_scales_alone_are_no_excess(tmp_path: Path) -> None:
-    """Dependence that ranks have by having the same parameters is in the shifted null too."""
+    """Estimators see dependence that ranks have by having the same parameters; the shifted null has it too."""
     result = measured(tmp_path, planted(0.0, steps=40, scales=True), WITH_INTERVALS)
-    histogram, excess = result.histograms[1024], result.estimators["copula"].excess
-    assert np.mean(histogram.information - histogram.shuffled) > 0.05
-    assert np.mean(histogram.information - histogram.shifted) == pytest.approx(0.0, abs=0.03)
-    assert excess.low <= 0.0 <= excess.high
+    estimate = result.estimators["mixed"]
+    assert np.mean(estimate.paired) > 0.1
+    assert estimate.excess.bits == pytest.approx(0.0, abs=0.03)
+    assert estimate.excess.low <= 0.0 <= estimate.excess.high
     assert abs(result.mean_cosine.mean) < 0.05
 
 
@@ -119,7 +121,7 @@ def test_a_drift_and_a_missing_interval_are_said_in_the_report(tmp_path: Path) -
     assert "Layers without an interval: 1, such as conv.weight: neighbours' autocorrelation is" in section.answer
     assert "It drifts over the iterations in 1 of 1 layers (conv.weight first)" in section.answer
     rows = {row[1]: row[2] for row in section.tables[1].rows}
-    assert set(rows) == {"excess: copula", "cosine"}
+    assert set(rows) == {"excess: copula", "excess: nearest neighbours", "cosine"}
     assert rows["cosine"].startswith(f"no interval: {cosine.refused}; drifts from 0.1")
     assert section.tables[0].rows[0][5].endswith(" [no interval]")
     draw(section.drawings[0].chart)
@@ -168,6 +170,25 @@ def test_iterations_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     result = measured(tmp_path, values)
     assert 0 not in result.iterations
     assert len(result.iterations) == 5
+
+
+def test_nearest_neighbours_look_at_as_many_values_as_their_interval_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share that changes makes an interval wide with any number of values; noise does not."""
+    monkeypatch.setattr("gradlab.analysis.measure.between_ranks._FIRST_VALUES", 512)
+    monkeypatch.setattr("gradlab.analysis.measure.between_ranks._NARROW", 0.0)
+    share = np.random.default_rng(1).uniform(0, 0.9, 40)[:, None, None]
+    common, own = planted(1.0, nodes=2, steps=40, seed=1), planted(0.0, nodes=2, steps=40, seed=2)
+    changing = measured(tmp_path / "a", np.sqrt(share) * common + np.sqrt(1 - share) * own, WITH_INTERVALS)
+    noise = measured(tmp_path / "b", own, WITH_INTERVALS)
+    assert changing.values == noise.values == 2048
+    assert changing.estimators["mixed"].samples == 512
+    assert noise.estimators["mixed"].samples == 2048  # nothing says that fewer are enough
+    monkeypatch.setattr("gradlab.analysis.measure.between_ranks._NARROW", 0.1)
+    few = measured(tmp_path / "c", own, WITH_INTERVALS).estimators["mixed"]
+    assert few.samples == 512
+    assert few.excess.high - few.excess.low <= 0.2
 
 
 @pytest.mark.parametrize(

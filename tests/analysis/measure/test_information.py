@@ -18,19 +18,17 @@ from gradlab.analysis.measure.information import (
     METHODS,
     PAPER_BINS,
     Variable,
+    estimate_information,
     excess_information,
     gaussian_information,
     mutual_information,
+    neighbor_information,
     plug_in,
 )
 from gradlab.errors import GradlabError
-from support.benchmark_modules import benchmark_modules
 from support.laws import law
 
 CORRECTED = ("mixed", "copula")
-with benchmark_modules("neighbors") as modules:
-    REFERENCE = modules["neighbors"]
-estimated, estimate_information = REFERENCE.estimated, REFERENCE.estimate_information
 seeds = st.integers(0, 2**20)
 
 
@@ -39,17 +37,34 @@ def normal_pairs(rho: float, count: int, seed: int) -> tuple[np.ndarray, np.ndar
     return x, rho * x + math.sqrt(1 - rho**2) * e
 
 
+def by_all_distances(pair: list[Variable], k: int, edge: float = -1e-14) -> float:
+    """Bits by neighbourhoods as they are defined: ties at distance 0, others counted up to `edge` past the k-th."""
+    apart, count = [], len(pair[0])
+    for role, variable in enumerate(pair):
+        middle = variable.centres[variable.place]
+        placed = middle + 1e-7 * (variable.scores(role) - middle)
+        tied = variable.place[:, None] == variable.place
+        apart.append(np.where(tied, 0, np.abs(placed - middle[:, None])))
+    both = np.maximum(*apart)
+    total = 0.0
+    for i in range(count):
+        reach = np.sort(both[i])[k]
+        near = [np.sum((d[i] < reach + edge) | (d[i] == 0)) for d in apart]
+        total += digamma(k if reach else np.sum(both[i] == 0)) + digamma(count) - digamma(near).sum()
+    return total / count / math.log(2)
+
+
 @pytest.mark.parametrize("method", CORRECTED)
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6, 0.9])
 def test_bivariate_normal_pairs_have_the_information_they_have(method: str, rho: float) -> None:
-    estimate = np.mean([estimated(*normal_pairs(rho, 10_000, seed), method) for seed in range(4)])
+    estimate = np.mean([mutual_information(*normal_pairs(rho, 10_000, seed), method) for seed in range(4)])
     assert estimate == pytest.approx(float(gaussian_information(rho)), abs=0.02)
 
 
 def test_dependence_that_is_not_monotone_is_seen_by_all_but_the_copula() -> None:
     """I(x; x^2 + e) = 0.620 bits, by quadrature."""
     x, e = np.random.default_rng(3).standard_normal((2, 20_000))
-    assert estimated(x, x**2 + e, "mixed") == pytest.approx(0.620, abs=0.03)
+    assert mutual_information(x, x**2 + e, "mixed") == pytest.approx(0.620, abs=0.03)
     assert abs(mutual_information(x, x**2 + e, "copula")) < 0.01
 
 
@@ -64,6 +79,13 @@ def test_variables_that_pairs_share_give_what_arrays_do(seed: int, count: int, m
     order = np.random.default_rng(seed).permutation(count)
     again = shared[0].permuted(np.random.default_rng(seed))
     assert list(again.values) == list(arrays[0][order])
+
+
+def test_the_error_of_nearest_neighbours_is_how_far_they_vary() -> None:
+    """To a third: terms of neighbours depend on each other."""
+    estimates = [neighbor_information(*normal_pairs(0.5, 1000, seed)) for seed in range(60)]
+    varied = float(np.std([one.bits for one in estimates], ddof=1))
+    assert np.mean([one.error for one in estimates]) == pytest.approx(varied, rel=1 / 3)
 
 
 @pytest.mark.parametrize("method", CORRECTED)
@@ -84,11 +106,13 @@ def test_the_copula_of_independent_pairs_holds_nothing_as_often_as_it_says() -> 
 
 @law(seeds, st.sampled_from([0.0, 0.5, 0.95]), st.integers(200, 600), examples=30)
 def test_nearest_neighbours_are_those_of_scikit_learn(seed: int, rho: float, count: int) -> None:
-    """On scores that are normal already the library's answer is the same, but where it clips at 0."""
-    x, y = normal_pairs(rho, count, seed)
-    x, y = (np.sort(np.random.default_rng(0).standard_normal(count))[np.argsort(np.argsort(v))] for v in (x, y))
+    """Scores stand on one grid, and the library's noise draws which of several equal distances count: none, or all."""
+    pair = [Variable.of(values) for values in normal_pairs(rho, count, seed)]
+    x, y = (variable.scores(0) for variable in pair)
     theirs = mutual_info_regression(x[:, None], y, n_neighbors=3, random_state=0)[0] / math.log(2)
-    assert max(0.0, estimated(x, y, "mixed")) == pytest.approx(theirs, abs=0.12)
+    most, least = (max(0.0, by_all_distances(pair, 3, edge)) for edge in (-1e-8, 1e-8))
+    for estimate in (theirs, max(0.0, mutual_information(*pair, "mixed"))):
+        assert least - 1e-9 <= estimate <= most + 1e-9
 
 
 @law(seeds, st.integers(40, 400), st.sampled_from(METHODS), examples=60)
@@ -140,7 +164,7 @@ def test_shuffled_pairs_share_nothing_by_a_corrected_estimator() -> None:
     x, y = normal_pairs(0.9, 4000, 0)
     for method in CORRECTED:
         shuffled = Variable.of(y).permuted(np.random.default_rng(0))
-        assert estimated(x, shuffled, method) == pytest.approx(0.0, abs=0.05)
+        assert mutual_information(x, shuffled, method) == pytest.approx(0.0, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +175,7 @@ def test_shuffled_pairs_share_nothing_by_a_corrected_estimator() -> None:
         (np.full(20, np.nan), np.zeros(20), {}, "must be finite"),
         (np.arange(20), np.arange(20), {"method": "guess"}, "method 'guess', expected one of histogram"),
         (np.arange(20), np.arange(20), {"bins": 1}, "bins = 1, expected at least 2"),
+        (np.arange(20), np.arange(20), {"method": "mixed", "neighbors": 20}, "neighbors = 20, expected 1 to 19"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(x, y, options, message) -> None:
@@ -159,10 +184,12 @@ def test_what_cannot_be_estimated_is_refused(x, y, options, message) -> None:
 
 
 def test_intervals_say_what_they_need() -> None:
-    with pytest.raises(GradlabError, match="an interval from 100 samples"):
-        estimate_information(*normal_pairs(0.0, 100, 0))
-    with pytest.raises(GradlabError, match="neighbors = 20, expected 1 to 19"):
-        REFERENCE.neighbor_information(np.arange(20), np.arange(20), 20)
+    x, y = normal_pairs(0.0, 200, 0)
+    with pytest.raises(GradlabError, match=r'interval of "histogram".*plug_in gives that.*one of mixed, copula'):
+        estimate_information(x, y, "histogram")
+    for options, text in (({"level": 1.0}, "level = 1"), ({"blocks": 1}, "from 1 blocks"), ({"blocks": 9}, "at least")):
+        with pytest.raises(GradlabError, match=text):
+            estimate_information(x, y, **options)
     with pytest.raises(GradlabError, match="expected as many"):
         excess_information(np.zeros(5), np.zeros(4))
     with pytest.raises(GradlabError, match="3 and 3 iterations, expected as many, 4 or more"):
@@ -254,7 +281,7 @@ INFORMATION: dict[str, tuple[Callable[[np.random.Generator, int], Pairs], float]
 def test_neighbours_know_continuous_values_levels_and_mixtures(case: str) -> None:
     """The mean to a few hundredths; with few samples of a level, or large values, the interval holds it in 9 of 10."""
     draw, known = INFORMATION[case]
-    exact = [estimated(*draw(np.random.default_rng(seed), 4096), "mixed") for seed in range(3)]
+    exact = [mutual_information(*draw(np.random.default_rng(seed), 4096), "mixed") for seed in range(3)]
     assert np.mean(exact) == pytest.approx(known, abs=0.05)
     pairs = [tuple(map(Variable.of, draw(np.random.default_rng(seed), 500))) for seed in range(10)]
     found = [estimate_information(*pair, "mixed") for pair in pairs]
@@ -300,22 +327,9 @@ def test_neighbourhoods_are_those_of_all_distances(seed: int, count: int, of_x: 
     pair = [Variable.of(few_kinds(generator, count, kinds)) for kinds in (of_x, of_y)]
     if any(variable.constant for variable in pair):
         return
-    apart = []
-    for role, variable in enumerate(pair):
-        middle = REFERENCE._centres(variable)[variable.place]
-        placed = middle + 1e-7 * (variable.scores(role) - middle)
-        tied = variable.place[:, None] == variable.place
-        apart.append(np.where(tied, 0, np.abs(placed - middle[:, None])))
-    both = np.maximum(*apart)
-    total = 0.0
-    for i in range(count):
-        reach = np.sort(both[i])[k]
-        near = [np.sum((d[i] < reach - 1e-14) | (d[i] == 0)) for d in apart]
-        total += digamma(k if reach else np.sum(both[i] == 0)) + digamma(count) - digamma(near).sum()
-    estimate = REFERENCE.neighbor_information(*pair, k)
-    assert estimate == pytest.approx(total / count / math.log(2), abs=1e-9)
+    assert mutual_information(*pair, "mixed", neighbors=k) == pytest.approx(by_all_distances(pair, k), abs=1e-9)
 
 
-@pytest.mark.parametrize("method", ["mixed", *METHODS])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_constant_holds_nothing_on_anything(method: str) -> None:
-    assert estimated(np.zeros(400), normal_pairs(0.0, 400, 0)[0], method) == pytest.approx(0, abs=1e-9)
+    assert mutual_information(np.zeros(400), normal_pairs(0.0, 400, 0)[0], method) == pytest.approx(0, abs=1e-9)
