@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from gradlab.codec.batch import Table
-from gradlab.codec.compressor import Compressor, Payload
-from gradlab.coding.bits import PIECE, cut, join
+from gradlab.codec.compressor import Compressor
+from gradlab.codec.routes import join
+from gradlab.coding.bits import PIECE
 from gradlab.layout import Layer
 
 WHOLE = 2**62  # elements of a block that has no end
@@ -26,8 +27,6 @@ _WORTH_A_ROW = 32  # elements of a block from which the largest of a row is foun
 _MANY = 6  # ranks whose small payloads are decoded as one
 _MOST_ON_DEVICE = 2**26  # elements that a GPU decodes at once, where calls cost more than memory: 256 MiB in float32
 Span = tuple[int, int]
-Kind = int | str
-BYTES, OF_BLOCKS, PAIRS_OF_BLOCKS, NOTHING = "bytes", "numbers of blocks", "pairs of numbers of blocks", "nothing"
 Self = TypeVar("Self", bound="PiecewiseCompressor")
 Blocks = TypeVar("Blocks", bound="BlockCompressor")
 
@@ -63,7 +62,7 @@ class PiecewiseCompressor(Compressor):
         if len(payloads) >= fewest and 0 < together <= most and self.kinds() and not out.numel() % 8:
             # As one vector of all ranks', which takes as many calls as one rank's.
             values = out.new_empty(len(payloads), out.numel())
-            joined = self.join([tuple(one) for one in payloads])
+            joined = join(self, [tuple(one) for one in payloads])
             self.repeated(out.numel(), len(payloads)).average_into(values.view(-1), [joined], scale)
             out.copy_(values[0])
             for of_rank in values[1:].unbind():  # in rank order, as below: a library's sum has an order of its own
@@ -83,9 +82,6 @@ class PiecewiseCompressor(Compressor):
         for start, stop in self.spans(total):
             total[start:stop] += self.fill(scratch[: stop - start], prepared, start)
 
-    def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.average_into(out, [payload], 1.0)
-
     def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
         prepared, scratch = self.prepared(payload, out, 1.0), self._scratch(out)
         for start, stop in self.spans(out):
@@ -96,45 +92,9 @@ class PiecewiseCompressor(Compressor):
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(min(self.span(like), like.numel()))
 
-    def kinds(self) -> tuple[Kind, ...]:
-        """Return what each part of a payload holds, so that it can be cut; nothing if it cannot.
-
-        A number stands for packed codes of so many bits, `BYTES` for a byte per element. `OF_BLOCKS` is a number per
-        block, `PAIRS_OF_BLOCKS` first one of each block and then another of each. `NOTHING` is no number at all.
-        """
-        return ()
-
     def repeated(self: Self, numel: int, times: int) -> Self:
         """Return the compressor of a number of vectors (numel,), one after another."""
         return self
-
-    def can_be_cut(self, bounds: Sequence[int]) -> bool:
-        """Return whether payloads can be cut where vectors are cut, at these positions."""
-        return bool(self.kinds()) and not any(bound % 8 for bound in bounds[:-1])
-
-    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
-        """Cut a payload into those of parts of the vector, at ascending positions 0, ..., numel for which
-        `can_be_cut`."""
-        columns = [self._cut(part, kind, bounds) for part, kind in zip(payload, self.kinds(), strict=True)]
-        return list(zip(*columns, strict=True))
-
-    def join(self, payloads: Sequence[Payload]) -> Payload:
-        """Invert `cut`."""
-        kinds = self.kinds()
-        return tuple(_join(parts, kind) for parts, kind in zip(zip(*payloads, strict=True), kinds, strict=True))
-
-    def _cut(self, part: torch.Tensor, kind: Kind, bounds: Sequence[int]) -> list[torch.Tensor]:
-        if kind == BYTES:
-            return list(part.split([b - a for a, b in pairwise(bounds)]))
-        if kind == NOTHING:
-            return [part for _ in bounds[1:]]
-        if isinstance(kind, int):
-            return cut(part, kind, bounds)
-        counts = [self.part(a, b).blocks(b - a) if b > a else 0 for a, b in pairwise(bounds)]
-        if kind == OF_BLOCKS:
-            return list(part.split(counts))
-        halves = [half.split(counts) for half in part.chunk(2)]
-        return [torch.cat(pair) for pair in zip(*halves, strict=True)]
 
     def span(self, like: torch.Tensor) -> int:
         """Return the number of elements worked on at a time: a multiple of 8 that fits the cache; on a GPU, the whole
@@ -162,7 +122,6 @@ class BlockCompressor(PiecewiseCompressor):
         self._starts = np.zeros(1, np.int64)
         self._cut_runs: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # of these blocks
         self._counted: dict[Span, tuple[int, int, np.ndarray]] = {}
-        self._relatives: dict[Any, Any] = {}
 
     @abstractmethod
     def block_of(self, layer: Layer) -> int:
@@ -172,34 +131,31 @@ class BlockCompressor(PiecewiseCompressor):
         """
 
     def for_layers(self: Blocks, layers: Sequence[Layer]) -> Blocks:
-        key = Table.of(layers)
-        if key not in self._relatives:
-            if len(layers) == 1:
-                self._relatives[key] = self._relative(block=self.block_of(key[0]))
-            else:
-                sizes = [size for layer in key for size in block_sizes(layer.numel, self.block_of(layer))]
-                self._relatives[key] = self._of_sizes(np.array(sizes, np.int64))
-        return self._relatives[key]
+        def made() -> Blocks:
+            if len(table) == 1:
+                return self._relative(block=self.block_of(table[0]))
+            sizes = [size for layer in table for size in block_sizes(layer.numel, self.block_of(layer))]
+            return self._of_sizes(np.array(sizes, np.int64))
+
+        table = Table.of(layers)
+        return self.cached(table, made)
 
     def repeated(self: Blocks, numel: int, times: int) -> Blocks:
-        key = (-2, numel, times)
-        if key not in self._relatives:
+        def made() -> Blocks:
             size = min(self.block, numel)
             if self._sizes is None and numel % size == 0:
-                self._relatives[key] = self._relative(block=size)
-            else:
-                sizes = block_sizes(numel, self.block) if self._sizes is None else self._sizes
-                self._relatives[key] = self._of_sizes(np.tile(np.array(sizes, np.int64), times))
-        return self._relatives[key]
+                return self._relative(block=size)
+            sizes = block_sizes(numel, self.block) if self._sizes is None else self._sizes
+            return self._of_sizes(np.tile(np.array(sizes, np.int64), times))
+
+        return self.cached(("repeated", numel, times), made)
 
     def part(self: Blocks, start: int, stop: int) -> Blocks:
-        if self._sizes is None:
+        sizes = self._sizes
+        if sizes is None:
             return self
-        key = (-1, start, stop)
-        if key not in self._relatives:
-            first, last = np.searchsorted(self._starts, [start, stop])
-            self._relatives[key] = self._of_sizes(self._sizes[first:last])
-        return self._relatives[key]
+        first, last = np.searchsorted(self._starts, [start, stop])
+        return self.cached(("part", start, stop), lambda: self._of_sizes(sizes[first:last]))
 
     def _of_sizes(self: Blocks, sizes: np.ndarray) -> Blocks:
         relative = self._relative(block=self.block)
@@ -348,17 +304,6 @@ class BlockCompressor(PiecewiseCompressor):
             function(values[at:stop].view(shape), rows, out=out[at:stop].view(shape))
             at = stop
         return out
-
-
-def _join(parts: Sequence[torch.Tensor], kind: Kind) -> torch.Tensor:
-    if kind == NOTHING:
-        return parts[0]
-    if isinstance(kind, int):
-        return join(parts, kind)
-    if kind == PAIRS_OF_BLOCKS:
-        halves = zip(*(part.chunk(2) if len(part) else (part, part) for part in parts), strict=True)
-        return torch.cat([number for half in halves for number in half])
-    return torch.cat(list(parts))
 
 
 def largest_of_rows(rows: torch.Tensor) -> torch.Tensor:

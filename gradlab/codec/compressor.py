@@ -2,79 +2,56 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.context import Context
-from gradlab.codec.contract import Bytes, Codec, Deferred, Exchanged, Traits
+from gradlab.codec.contract import Bytes, Codec, Exchanged, Traits
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
-from gradlab.codec.settings import setting
-from gradlab.codec.shards import Payload, Shard, Shards, average_of_ranks, averaged_in_shards, most_bytes
+from gradlab.codec.routes import Kind, average, shards_of, sums_in_shards
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
-from gradlab.collectives import Coroutine, Gather, ring_sends
+from gradlab.collectives import Coroutine, ring_sends
 from gradlab.layout import Layer
 
 SomeCompressor = TypeVar("SomeCompressor", bound="Compressor")
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
-AGGREGATIONS = ("auto", "gather", "shards")
-_FEWEST_FOR_SHARDS = 3  # ranks: 2 (N - 1) / N of a payload are then less than the N - 1 of a gather
-
-
-def aggregation_setting() -> Any:
-    """Make the settings field of how a quantizer's values are averaged, see `Compressor.sums_in_shards`."""
-    return setting(
-        "auto",
-        choices=AGGREGATIONS,
-        help='"gather": every rank is sent all ranks\' codes, (N - 1) n bytes of them. "shards": each rank is sent one '
-        "shard of all ranks' codes, sums it in 32 bits, and sends the mean's codes to all, 2 (N - 1) / N n bytes; the "
-        "mean is quantized once more, which makes its error 1.5 times as large at 4 ranks and 1.8 times at 8. "
-        f'"auto": what sends less, from {_FEWEST_FOR_SHARDS} ranks on shards, where the codec is fine enough',
-    )
+Result = TypeVar("Result")
 
 
 class Compressor(Codec):
     """A codec whose C(x) each rank computes from its own gradient alone.
 
-    All ranks' payloads are gathered, decoded and averaged, or shard by shard: see `sums_in_shards`. The sizes of a
-    payload depend on the length of the vector alone, unless the codec is `varying`.
+    `gradlab.codec.routes` averages all ranks' C(x), by a gather or in shards. The sizes of a payload depend on the
+    length of the vector alone, unless the codec is `varying`.
     """
 
     block: int = 1  # elements that must stay together when a vector is cut into shards
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self._shards: dict[tuple[Any, ...], Shards] = {}
+        self._cache: dict[Hashable, Any] = {}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {}
 
-    @property
-    def gathered(self) -> bool:
-        """Whether `exchange` gathers payloads as this class does. If not, `two_way` cannot take its place."""
-        return getattr(self.settings, "aggregation", "gather") != "shards"
-
     @cached_property
     def traits(self) -> Traits:
-        return replace(super().traits, frees_gradients=True)
+        own = getattr(self.settings, "aggregation", "gather") == "shards"
+        return replace(super().traits, frees_gradients=True, own_exchange=own)
 
-    def sums_in_shards(self, world_size: int) -> bool:
-        """Return whether the ranks average in two rounds: an all-to-all of shards, and a gather of their means.
-
-        The mean is then C((1/N) sum_i C(x_i)), quantized twice. Codecs whose settings have no `aggregation` gather.
-        """
-        chosen = getattr(self.settings, "aggregation", "gather")
-        auto = chosen == "auto" and world_size >= _FEWEST_FOR_SHARDS and not self.traits.coarse
-        return chosen == "shards" or auto
+    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """Return what `make` returned when this key came first; for what follows from the settings and the key."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def for_layers(self: SomeCompressor, layers: Sequence[Layer]) -> SomeCompressor:
         """Return the compressor of a vector that concatenates these layers, made once for a `Table`."""
@@ -97,38 +74,13 @@ class Compressor(Codec):
         blocks = self.blocks(numel)
         return [min(numel, self.block * (blocks * n // parts)) for n in range(parts + 1)]
 
-    def shards(self, numel: int, world_size: int, name: str = "") -> Shards:
-        """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or all of it on one rank.
+    def kinds(self) -> tuple[Kind, ...]:
+        """Return what each part of a payload holds, so that it can be cut; nothing if it cannot.
 
-        A vector of one block cannot be cut. Its rank follows from the group's name, so that groups have different ones.
+        A number stands for packed codes of so many bits, `BYTES` for a byte per element. `OF_BLOCKS` is a number per
+        block, `PAIRS_OF_BLOCKS` first one of each block and then another of each. `NOTHING` is no number at all.
         """
-        if self.blocks(numel) > 1:
-            return self._kept_shards((numel, world_size, "equal"), lambda: pairwise(self.bounds(numel, world_size)))
-        return self.shards_on(zlib.crc32(name.encode()) % world_size, numel, world_size)
-
-    def shards_on(self, root: int, numel: int, world_size: int) -> Shards:
-        """Return each rank's shard (start, stop) of a vector (numel,) of which rank `root` has all."""
-
-        at = (numel, world_size, root)
-        return self._kept_shards(at, lambda: ((0 if rank == root else numel, numel) for rank in range(world_size)))
-
-    def _kept_shards(self, key: tuple[Any, ...], of_ranks: Callable[[], Iterable[Shard]]) -> Shards:
-        """Return the shards that all ranks of a process share, and all steps."""
-        if key not in self._shards:
-            self._shards[key] = Shards(self, of_ranks())
-        return self._shards[key]
-
-    def can_be_cut(self, bounds: Sequence[int]) -> bool:
-        """Return whether a payload can be cut into those of parts of the vector, see `PiecewiseCompressor.cut`."""
-        return False
-
-    def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
-        """Cut a payload into those of parts of the vector, if `can_be_cut`."""
-        raise NotImplementedError(f"a payload of {self.name} cannot be cut")
-
-    def join(self, payloads: Sequence[Payload]) -> Payload:
-        """Invert `cut`."""
-        raise NotImplementedError(f"payloads of {self.name} cannot be joined")
+        return ()
 
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -149,10 +101,10 @@ class Compressor(Codec):
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         codec, numel = self.for_layers(layers), sum(layer.numel for layer in layers)
         positions = codec.compressed_position_bytes(numel)
-        if not codec.sums_in_shards(world_size):
+        if not sums_in_shards(codec, world_size):
             payload = codec.compressed_bytes(numel)
             return Bytes(payload, payload * (world_size - 1), positions)
-        shards = sum(codec.part(a, b).compressed_bytes(b - a) for a, b in codec.shards(numel, world_size))
+        shards = sum(codec.part(a, b).compressed_bytes(b - a) for a, b in shards_of(codec, numel, world_size))
         return Bytes(shards * (1 + 1 / world_size), shards * ring_sends(world_size), positions)
 
     def compressed_position_bytes(self, numel: int) -> int:
@@ -168,11 +120,6 @@ class Compressor(Codec):
         scale: the factor.
         """
 
-    def decompress_into(self, out: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Overwrite a vector (numel,) with C(x), and return it."""
-        self.add_decompressed(out.zero_(), payload, 1.0)
-        return out
-
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
         """Overwrite a vector (numel,) with scale times the sum of C(x) of several ranks, in their order; return it."""
         out.zero_()
@@ -187,57 +134,10 @@ class Compressor(Codec):
 
     def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Decode a payload to C(x), a vector of the length and dtype of `like`."""
-        return self.decompress_into(torch.empty_like(like), payload)
+        return self.average_into(torch.empty_like(like), [payload], 1.0)
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        vector, codec = grads.vector, self.for_layers(grads.table)
-        if codec.sums_in_shards(context.world_size) and not context.one_round:
-            return (yield from averaged_in_shards(codec, vector, grads, context))
-        payload = codec.compress(vector, context.random.of_rank())
-        most = most_bytes(vector.numel())
-        answers = yield tuple(Gather(part, varying=self.traits.varying, most=most) for part in payload)
-
-        def mean() -> Tensors:
-            total = context.memory.for_mean(vector, grads)
-            average = average_of_ranks(codec, total, zip(*answers, strict=True), 1.0 / context.world_size)
-            return grads.cut(average)
-
-        own = Deferred(
-            grads,
-            lambda: grads.cut(codec.decompress_into(context.memory.like(vector), payload)),
-            lambda: grads.cut(codec.residual_into(context.memory.over(vector), vector, payload)),
-        )
-        return Exchanged(context.once(mean), own)
-
-
-def exchanged_at(
-    positions: torch.Tensor,
-    mean: torch.Tensor,
-    own: torch.Tensor,
-    vector: torch.Tensor,
-    grads: Batch,
-    context: Context,
-) -> Exchanged:
-    """Make the result of an exchange of values at positions that all ranks know.
-
-    Args:
-        positions: (count,), int64.
-        mean: mean of all ranks' values there, (count,).
-        own: this rank's decoded values there, (count,).
-        vector: this rank's, (numel,).
-        grads: gradients that `vector` concatenates.
-        context: the exchange's.
-    """
-
-    def spread(values: torch.Tensor, out: torch.Tensor) -> Tensors:
-        return grads.cut(out.zero_().index_copy_(0, positions, values))
-
-    def error() -> Tensors:
-        out = context.memory.copy(vector)
-        return grads.cut(out.index_copy_(0, positions, out[positions] - own))
-
-    average = context.once(lambda: spread(mean, context.memory.for_mean(vector, grads)))
-    return Exchanged(average, Deferred(grads, lambda: spread(own, context.memory.like(vector)), error))
+        return (yield from average(self.for_layers(grads.table), grads, context))
 
 
 class Sparsifier(Compressor):
@@ -251,18 +151,19 @@ class Sparsifier(Compressor):
         super().__init__(settings, learned)
         self._each: EachLayer | None = None  # where a share of each layer of a group is selected
         self._sent: tuple[torch.Tensor, torch.Tensor] | None = None  # encoded positions, and what they are
-        self._of_groups: dict[tuple[int, ...], Any] = {}
 
     def for_layers(self: SomeSparsifier, layers: Sequence[Layer]) -> SomeSparsifier:
         if len(layers) == 1 or getattr(self.settings, "across_layers", True):
             return self
-        sizes = Table.of(layers).numels
-        if sizes not in self._of_groups:
+
+        def made() -> SomeSparsifier:
             relative = type(self)(self.settings)
             counts = [count_of(self.settings.density, size) for size in sizes]
             relative._each = EachLayer(sizes, counts, self.settings.index_coding)
-            self._of_groups[sizes] = relative
-        return self._of_groups[sizes]
+            return relative
+
+        sizes = Table.of(layers).numels
+        return self.cached(sizes, made)
 
     @cached_property
     def traits(self) -> Traits:

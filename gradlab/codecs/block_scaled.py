@@ -19,13 +19,8 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
-from gradlab.codec.blockwise import (
-    BYTES,
-    OF_BLOCKS,
-    BlockCompressor,
-    Kind,
-)
-from gradlab.codec.compressor import aggregation_setting
+from gradlab.codec.blockwise import BlockCompressor
+from gradlab.codec.routes import BYTES, OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits

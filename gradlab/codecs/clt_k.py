@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Traits
-from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.kept import Kept
+from gradlab.codec.routes import exchanged_at, sent_by
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import sent_by
 from gradlab.codec.sparsifier import (
     DENSITIES,
     across_layers_setting,

@@ -11,11 +11,12 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from gradlab.codec import About, Batch, Compressor, Context, Exchanged, Guarantees, Table, Tensors
+from gradlab.codec import About, Batch, Compressor, Context, Exchanged, Guarantees, Table, Tensors, Traits
 from gradlab.codec.batch import stacks_apart
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
@@ -64,15 +65,16 @@ class DCTTopK(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._chunks: list[AlikeChunks] | None = None
-        self._of_layers: dict[Table, DCTTopK] = {}
         self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
 
     def for_layers(self, layers: Sequence[Layer]) -> DCTTopK:
-        table = Table.of(layers)
-        if table not in self._of_layers:
-            self._of_layers[table] = codec = DCTTopK(self.settings)
+        def made() -> DCTTopK:
+            codec = DCTTopK(self.settings)
             codec._chunks = alike_chunks(self._tiles(table))
-        return self._of_layers[table]
+            return codec
+
+        table = Table.of(layers)
+        return self.cached(table, made)
 
     def _tiles(self, layers: Sequence[Layer]) -> list[tuple[int, int, int, int]]:
         return [tiles(layer.shape, self.settings.chunk) for layer in stacks_apart(Table.of(layers))]
@@ -81,9 +83,9 @@ class DCTTopK(Compressor):
         sizes = [h * w for _, h, _, w in self._tiles(layers)]
         return Guarantees(delta=min([1.0, *(self._kept(size) / size for size in sizes if size)]))
 
-    @property
-    def gathered(self) -> bool:
-        return not self.settings.sign
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, own_exchange=self.settings.sign)
 
     def _kept(self, size: int) -> int:
         return min(self.settings.count, size)

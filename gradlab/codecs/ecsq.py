@@ -36,8 +36,8 @@ from gradlab.codec import (
     concatenate,
 )
 from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import require, setting
-from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import at_least
 from gradlab.coding.level_steps import sample_of, searched_step
 from gradlab.coding.level_tables import (
@@ -141,23 +141,20 @@ class ECSQ(Compressor):
         self._sizes: tuple[int, ...] = ()
         self._known: LevelTables | None = None
         self._fitted: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # frequencies and centroids of layers
-        self._of_groups: dict[tuple[int, ...], ECSQ] = {}
 
     @cached_property
     def traits(self) -> Traits:
-        return replace(super().traits, varying=True)
-
-    @property
-    def gathered(self) -> bool:
-        return self.settings.tables == "message"  # a shard's tables would be those of whoever sent it
+        # With tables of layers, a shard's would be those of whoever sent it.
+        return replace(super().traits, varying=True, own_exchange=self.settings.tables != "message")
 
     def for_layers(self, layers: Sequence[Layer]) -> ECSQ:
-        sizes = Table.of(layers).numels
-        if sizes not in self._of_groups:
+        def made() -> ECSQ:
             relative = type(self)(self.settings)
             relative._sizes = sizes
-            self._of_groups[sizes] = relative
-        return self._of_groups[sizes]
+            return relative
+
+        sizes = Table.of(layers).numels
+        return self.cached(sizes, made)
 
     def part(self, start: int, stop: int) -> ECSQ:
         ends = np.cumsum([0, *self._sizes]).clip(start, stop)

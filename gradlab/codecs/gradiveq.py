@@ -24,8 +24,8 @@ import torch
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
 from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
+from gradlab.codec.routes import sent_by
 from gradlab.codec.settings import require, setting
-from gradlab.codec.shards import sent_by
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.collectives.ring import SummedRing

@@ -14,8 +14,8 @@ import torch
 
 from gradlab.codec import About, Batch, Context, Deferred, Exchanged, Tensors
 from gradlab.codec.kept import Entry
+from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import count_of, largest
 from gradlab.coding.positions import decode, encode, index_bytes, varies
 from gradlab.collectives import Broadcast, Coroutine, Gather

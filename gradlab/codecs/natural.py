@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults
-from gradlab.codec.blockwise import BYTES, Kind, PiecewiseCompressor
-from gradlab.codec.compressor import aggregation_setting
+from gradlab.codec.blockwise import PiecewiseCompressor
+from gradlab.codec.routes import BYTES, Kind, aggregation_setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
 from gradlab.coding.random_bits import RandomBits

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
-from gradlab.codec.compressor import aggregation_setting
+from gradlab.codec.routes import aggregation_setting
 from gradlab.codec.settings import setting
 from gradlab.codecs.qsgd import NORMS, BucketQuantizer
 from gradlab.coding.bits import unpack

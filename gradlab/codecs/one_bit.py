@@ -17,7 +17,8 @@ import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Table
 from gradlab.codec.batch import stacks_apart
-from gradlab.codec.blockwise import CACHED, PAIRS_OF_BLOCKS, WHOLE, BlockCompressor, Kind
+from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.routes import PAIRS_OF_BLOCKS, Kind
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
 from gradlab.layout import Layer

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
-from gradlab.codec.blockwise import OF_BLOCKS, BlockCompressor, Kind, largest_of_rows
-from gradlab.codec.compressor import aggregation_setting
+from gradlab.codec.blockwise import BlockCompressor, largest_of_rows
+from gradlab.codec.routes import OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
@@ -148,7 +148,8 @@ class QSGD(BucketQuantizer):
     @cached_property
     def traits(self) -> Traits:
         # With fewer bits, or few values that are not zero, the mean's own error would be as large as the mean.
-        return replace(super().traits, coarse=self.settings.bits < _FINE or self.settings.norm == "l2")
+        coarse, traits = self.settings.bits < _FINE or self.settings.norm == "l2", super().traits
+        return replace(traits, coarse=coarse, own_exchange=traits.own_exchange or self.settings.ring)
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         if self.settings.ring:
@@ -159,10 +160,6 @@ class QSGD(BucketQuantizer):
         else:  # at 1 bit sum (norm^2 - x_i^2), of which the largest element has none
             omega = longest - 1 if self.settings.bits == 1 else longest / (4 * s**2)
         return Guarantees(unbiased=True, omega=omega, homogeneous=True)
-
-    @property
-    def gathered(self) -> bool:
-        return super().gathered and not self.settings.ring
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         norms, packed = payload

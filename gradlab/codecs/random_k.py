@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
-from gradlab.codec.compressor import exchanged_at
 from gradlab.codec.kept import Kept
+from gradlab.codec.routes import exchanged_at
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, density_setting, with_non_finite
 from gradlab.collectives import Coroutine, Mean

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
-from gradlab.codec.blockwise import CACHED, NOTHING, OF_BLOCKS, WHOLE, BlockCompressor, Kind
+from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.routes import NOTHING, OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import fold_by_torch, packed_bytes
 from gradlab.layout import Layer

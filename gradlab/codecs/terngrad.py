@@ -7,15 +7,17 @@ NeurIPS 2017, section 3.1 (ternary gradients, scaler sharing) and 3.3 (layer-wis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradlab.codec import About, Batch, Bytes, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
-from gradlab.codec.blockwise import CACHED, OF_BLOCKS, WHOLE, BlockCompressor, Kind
+from gradlab.codec import About, Batch, Bytes, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
+from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.routes import OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.codecs.qsgd import byte_bounds
 from gradlab.coding.bits import Packer, cut, join, pack, packed_bytes, unpack
@@ -150,9 +152,9 @@ class TernGrad(BlockCompressor):
         mean = context.once(lambda: filled(total, bits, ranks, 1 / ranks))
         return Exchanged(mean, Deferred(grads, lambda: filled(codes, 2, 1, 1.0)))
 
-    @property
-    def gathered(self) -> bool:
-        return not self.settings.shared_scale
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, own_exchange=self.settings.shared_scale)
 
     def compressed_bytes(self, numel: int) -> int:
         return 4 * self.blocks(numel) + packed_bytes(numel, 2)

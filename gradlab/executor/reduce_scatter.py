@@ -27,7 +27,7 @@ def check_alone(plan: Plan) -> None:
     """Refuse a plan with a codec or a wrapper that does not work in a reduce-scatter."""
     for group in plan.compressed_groups:
         codec = innermost(plan.build(group))
-        if not isinstance(codec, Compressor) or not codec.gathered:
+        if not isinstance(codec, Compressor) or codec.traits.own_exchange:
             raise GradlabError(
                 f"group {group.name}: codec {group.codec} takes means over ranks on its way; a reduce-scatter is for "
                 "codecs that one rank computes alone, such as block_scaled, qsgd, sign or topk"

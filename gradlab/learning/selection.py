@@ -19,8 +19,8 @@ import torch
 
 from gradlab.codec import Bytes, Codec, Context, PlanDefaults, Tensors, Traits
 from gradlab.codec.kept import FLOATS, Entry, Kept, for_any
+from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import most_bytes, sent_by
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
 from gradlab.coding.positions import decode, encode, random_encoded, varies
 from gradlab.collectives import Broadcast, Coroutine, ring_sends

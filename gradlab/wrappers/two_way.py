@@ -28,8 +28,8 @@ from gradlab.codec import (
 )
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
 from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec.routes import Payload, Shard, Sharded, Shards, shards_of, shards_on
 from gradlab.codec.settings import setting
-from gradlab.codec.shards import Payload, Shard, Sharded, Shards
 from gradlab.codec.wrapper import (
     MEASURED,
     SHARED,
@@ -89,7 +89,7 @@ class TwoWay(Wrapper):
                 f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd, with "
                 "no wrapper between them"
             )
-        if not codec.gathered:
+        if codec.traits.own_exchange:
             raise GradlabError(
                 f"two_way around {codec.name} with a form of exchange of its own ({codec.settings}): inside, it would "
                 "not have that"
@@ -144,8 +144,8 @@ class TwoWay(Wrapper):
     def _shards_of(self, codec: Compressor, numel: int, world_size: int, group: str) -> Shards:
         """Return the shards of a vector (numel,), of which this is the compressor."""
         if self.settings.server == "sharded":
-            return codec.shards(numel, world_size, group)
-        return codec.shards_on(_SERVER, numel, world_size)
+            return shards_of(codec, numel, world_size, group)
+        return shards_on(codec, _SERVER, numel, world_size)
 
     def _answer_requests(self, answer: Payload, sharded: Sharded, context: Context) -> tuple[Broadcast | Gather, ...]:
         """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""

@@ -455,7 +455,7 @@ MUTANTS: tuple[Mutant, ...] = (
         select="step_size",
     ),
     Mutant(
-        file="gradlab/codec/compressor.py",
+        file="gradlab/codec/routes.py",
         old="average_of_ranks(codec, total, zip(*answers, strict=True), 1.0 / context.world_size)",
         new="average_of_ranks(codec, total, zip(*answers, strict=True), 1.0)",
         tests=("tests/codecs/test_topk.py",),
@@ -680,7 +680,7 @@ MUTANTS: tuple[Mutant, ...] = (
         what="An all-to-all of a part of a vector is served.",
     ),
     Mutant(
-        file="gradlab/codec/shards.py",
+        file="gradlab/codec/routes.py",
         old="average.copy_(whole[start:stop])",
         new="average.copy_(whole[: stop - start])",
         tests=("tests/codecs/test_shards.py",),

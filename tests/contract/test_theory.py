@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Codec, Context, Table, Tensors, exchange_group
+from gradlab.codec import Codec, Compressor, Context, Table, Tensors, exchange_group
+from gradlab.codec.routes import sums_in_shards
 from gradlab.codec.settings import build_settings
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import index_bytes
@@ -270,5 +271,5 @@ def formula_at(ranks: int, name: str, settings: dict[str, Any]) -> None:
     if "blocks" in formula:
         names["blocks"] = codec.for_layers(Table.of_shapes(SHAPES.values())).blocks(NUMEL)  # type: ignore[attr-defined]
     # The formula is that of one rank's codes; on shards their means' travel too, a shard from each rank.
-    rounds = 1 + 1 / ranks if getattr(codec, "sums_in_shards", lambda _: False)(ranks) else 1
+    rounds = 1 + 1 / ranks if isinstance(codec, Compressor) and sums_in_shards(codec, ranks) else 1
     assert codec.forecast(LAYERS, ranks).payload == pytest.approx(rounds * value_of(formula, names))

@@ -20,6 +20,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradlab import codecs
 from gradlab.codec import Compressor, Context, Tensors, exchange_group
+from gradlab.codec.routes import sums_in_shards
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
@@ -353,7 +354,7 @@ class _Training:
             return
         for group in self.plan.compressed_groups:
             codec = innermost(self.plan.build(group))
-            if isinstance(codec, Compressor) and codec.sums_in_shards(self.cell.nodes):
+            if isinstance(codec, Compressor) and sums_in_shards(codec, self.cell.nodes):
                 continue  # the mean is quantized once more, which nobody's residual holds
             for name in group.layers:
                 own = self.state.states.get(group.name, {}).get(f"{name}/residual")
