@@ -1,13 +1,46 @@
-"""Rows of a campaign, one line of JSON each, in a file that a later run goes on with."""
+"""What benchmarks share: their command line, rows in files of one line of JSON each, and tables in Markdown."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+
+
+def options(text: str | None, *places: tuple[str, Collection[str]], **named: Any) -> argparse.Namespace:
+    """Read a benchmark's command line.
+
+    Args:
+        text: text of --help, the module's.
+        places: names of arguments without a flag, each with the words that it may be.
+        named: default of each option, which also says its type. A type: there is no default. False: a flag. A mapping:
+            one of its keys, the first by default. A list: several of its words, or other numbers. A tuple: others too.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, words in places:
+        parser.add_argument(name, choices=list(words))
+    for name, default in named.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **_option(default))
+    return parser.parse_args()
+
+
+def _option(default: Any) -> dict[str, Any]:
+    if default is False:
+        return {"action": "store_true"}
+    if isinstance(default, type):
+        return {"type": default}
+    if isinstance(default, Mapping):
+        return {"choices": list(default), "default": next(iter(default))}
+    if isinstance(default, list | tuple):
+        kind = type(default[0])
+        among = {"choices": default} if kind is str and isinstance(default, list) else {}
+        return {"nargs": "+", "default": list(default), "type": kind, **among}
+    return {"type": type(default), "default": default}
 
 
 def read(path: Path | None) -> list[Row]:
@@ -20,6 +53,11 @@ def has(rows: Sequence[Row], key: Row) -> bool:
     return any(key.items() <= row.items() for row in rows)
 
 
+def missing(path: Path | None, keys: Iterable[Row]) -> Iterator[Row]:
+    """Yield the keys of which a file has no row when their turn comes."""
+    return (key for key in keys if not has(read(path), key))
+
+
 def keep(path: Path | None, row: Row) -> Row:
     """Append a row to a file, if there is one, and return it."""
     if path:
@@ -28,7 +66,26 @@ def keep(path: Path | None, row: Row) -> Row:
     return row
 
 
-def add(path: Path, row: Row, unshown: Collection[str] = ()) -> None:
+def add(path: Path | None, row: Row, unshown: Collection[str] = ()) -> None:
     """Append a row to a file, and print it without what is too long for a line."""
     keep(path, row)
     print(json.dumps({key: value for key, value in row.items() if key not in unshown}), flush=True)
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value; None if it is not finite, as JSON knows no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Return rows by what a key says of them, in order."""
+    found: dict[Any, list[Any]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lay out a table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,23 +1,21 @@
-"""A corpus: three small recordings, and what became of methods that were trained there, in one file to give away.
+"""A corpus: two small recordings, and what became of methods that were trained there, in one file to give away.
 
-    python benchmarks corpus --data FOLDER --work runs/corpus [--out runs/corpus/gradlab-corpus.tar.gz]
-                                [--baselines cifar-resnet] [--budget 11MB] [--steps 1000]
+    python benchmarks corpus --data FOLDER --work runs/corpus [--baselines cifar-resnet] [--steps 1000]
     python benchmarks corpus --table [--rows benchmarks/results/corpus.jsonl]
 
-FOLDER holds cifar10.npz, tinyshakespeare.txt and wikitext2/ with train.txt and test.txt. Three baselines on four
-emulated nodes: ResNet-8 on CIFAR-10 halved to 16 x 16, nanoGPT's transformer by characters, and a BERT by bytes. A
-dense run of another seed of each is recorded from the middle of training on, in bfloat16 and within a byte budget. Each
-method is replayed on that recording, which is the prediction. Then a training is done with it, which is what is
-observed: it is dense for 100 iterations and compressed from there on, at dense training's learning rate. Its loss is
-the mean over the last 50 iterations, and dense training's is that of the same seed, which sees the same batches.
+FOLDER holds cifar10.npz and tinyshakespeare.txt. Two baselines on four emulated nodes: ResNet-8 on CIFAR-10 halved to
+16 x 16, and nanoGPT's transformer by characters. A dense run of another seed of each is recorded from the middle of
+training on, in bfloat16 and within a byte budget. Each method is replayed on that recording, which is the prediction.
+Then a training is done with it, which is what is observed: it is dense for 100 iterations and compressed from there on,
+at dense training's learning rate. Its loss is the mean over the last 50 iterations, and dense training's is that of the
+same seed, which sees the same batches.
 
 Every run is a line in WORK/runs.jsonl, and what is there is not done again. The recordings, the outcomes, a README and
-a manifest are put together in WORK/corpus and packed into OUT. The same recordings and outcomes give the same bytes.
+a manifest are put together in WORK/corpus and packed beside it. The same recordings and outcomes give the same bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import shutil
@@ -31,8 +29,7 @@ from typing import Any
 import emulated
 import torch
 from accuracy import resnet8
-from masked_bytes import MaskedBytes
-from rows import Row, add, read
+from rows import Row, add, finite, grouped, markdown, options, read
 from text_chars import version
 
 from gradlab.analysis.corpus.archive import pack
@@ -78,20 +75,18 @@ class Baseline:
     title: description in a few words.
     task: model, recipe and nodes.
     file: file of the data, in the folder that is given.
-    source: source of the data, for the manifest.
-    train_limit: training samples that are kept; None: all. The test split's first 1000 are scored.
+    source: source of the data, for the manifest. The test split's first 1000 samples are scored.
     """
 
     title: str
     task: emulated.Task
     file: str
     source: Source
-    train_limit: int | None = None
 
     def load(self, folder: Path) -> Data:
         """Read the data."""
         path = str(folder / self.file) if self.file else None
-        return self.task.workload.load(path, train_limit=self.train_limit, test_limit=1000)
+        return self.task.workload.load(path, test_limit=1000)
 
 
 CIFAR10 = Source(
@@ -100,7 +95,6 @@ CIFAR10 = Source(
     "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
 )
 SHAKESPEARE = Source("Tiny Shakespeare", "public domain", "karpathy/char-rnn, data/tinyshakespeare/input.txt")
-WIKITEXT = Source("WikiText-2", "CC BY-SA", "Merity et al., Pointer Sentinel Mixture Models, 2016")
 
 
 def baselines() -> dict[str, Baseline]:
@@ -108,7 +102,7 @@ def baselines() -> dict[str, Baseline]:
     images = replace(
         get("cifar10").recipe, learning_rate=0.1, batch_size=16, steps=300, schedule="cosine", momentum=0.9
     )
-    characters, masked = TextChars(width=48, layers=2, heads=3), MaskedBytes()
+    characters = TextChars(width=48, layers=2, heads=3)
     return {
         "cifar-resnet": Baseline(
             "ResNet-8 on CIFAR-10 halved to 16 x 16", resnet8(images, RANKS), "cifar10.npz", CIFAR10
@@ -118,12 +112,6 @@ def baselines() -> dict[str, Baseline]:
             emulated.Task(characters, replace(characters.recipe, steps=600), RANKS),
             "tinyshakespeare.txt",
             SHAKESPEARE,
-        ),
-        "bert": Baseline(
-            "BERT by bytes, 2 layers of width 48",
-            emulated.Task(masked, masked.recipe, RANKS),
-            "wikitext2",
-            WIKITEXT,
         ),
     }
 
@@ -214,8 +202,8 @@ class Campaign:
         task, began = self.chosen[name].task, time.process_time()
         run = emulated.train(task, self._plan(task, method), data, seed)
         row = {
-            "loss": run["loss"] if math.isfinite(run["loss"]) else None,
-            "score": run["score"] if math.isfinite(run["score"]) else None,
+            "loss": finite(run["loss"]),
+            "score": finite(run["score"]),
             "metric": task.workload.metric.name,
             "payload": run["payload"],
             "processor_seconds": round(time.process_time() - began, 1),
@@ -297,16 +285,13 @@ COLUMNS = ("recording", "method", "bytes", "ratio", "vs 16 bits", "cosine", "sim
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Lay out what was predicted beside what was observed, as lines of a page's table."""
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(_cells(one))} |" for one in outcomes)])
+    return markdown(COLUMNS, map(_cells, outcomes))
 
 
 def agreement(outcomes: Sequence[Outcome]) -> str:
     """Say, in a line per recording, how the ends that were observed agree with those predicted."""
-    return "\n".join(
-        _agreement(name, [one for one in outcomes if one.recording == name and one.predicted is not None])
-        for name in dict.fromkeys(one.recording for one in outcomes)
-    )
+    known = grouped((one for one in outcomes if one.predicted is not None), lambda one: one.recording)
+    return "\n".join(_agreement(name, some) for name, some in known.items())
 
 
 def _agreement(name: str, outcomes: Sequence[Outcome]) -> str:
@@ -336,42 +321,27 @@ def _signed(excess: float) -> str:
 
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="the folder of the three data sets")
-    parser.add_argument("--work", type=Path, default=Path("runs/corpus"))
-    parser.add_argument("--out", type=Path, help="the file to pack; default: gradlab-corpus.tar.gz in WORK")
-    parser.add_argument("--baselines", nargs="+", default=list(baselines()), choices=list(baselines()))
-    parser.add_argument("--budget", default=BUDGET, help="bytes of a recording at most")
-    parser.add_argument("--steps", type=int, help="iterations of each training; by default each baseline's own")
-    parser.add_argument("--train-only", action="store_true", help="put nothing together: another process trains too")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--rows", type=Path, default=KNOWN)
-    options = parser.parse_args()
-    if options.table:
-        known = read_outcomes(options.rows)
-        print(f"{table(known)}\n\n{agreement(known)}")
+    known = {"data": Path, "work": Path("runs/corpus"), "baselines": list(baselines()), "steps": int}
+    chosen = options(__doc__, **known, table=False, rows=KNOWN)
+    if chosen.table:
+        outcomes = read_outcomes(chosen.rows)
+        print(f"{table(outcomes)}\n\n{agreement(outcomes)}")
         return
-    if options.data is None:
-        parser.error("--data: the folder with cifar10.npz, tinyshakespeare.txt and wikitext2 is needed")
+    if chosen.data is None:
+        raise SystemExit("--data: the folder with cifar10.npz and tinyshakespeare.txt is needed")
     torch.set_num_threads(1)
-    chosen = {name: one for name, one in baselines().items() if name in options.baselines}
-    if options.steps:
-        chosen = {name: shortened(one, options.steps) for name, one in chosen.items()}
-    campaign = Campaign(options.work, options.data, chosen, budget=options.budget)
+    taken = {name: one for name, one in baselines().items() if name in chosen.baselines}
+    if chosen.steps:
+        taken = {name: shortened(one, chosen.steps) for name, one in taken.items()}
+    campaign = Campaign(chosen.work, chosen.data, taken)
     campaign.folder.mkdir(parents=True, exist_ok=True)
     campaign.train()
-    if options.train_only:
-        return
-    campaign.assemble(campaign.outcomes(), _command(options))
-    print(pack(campaign.folder, options.out or options.work / "gradlab-corpus.tar.gz"))
-
-
-def _command(options: argparse.Namespace) -> str:
-    """The command without the paths of the machine it ran on."""
-    chosen = "" if len(options.baselines) == len(baselines()) else f" --baselines {' '.join(options.baselines)}"
-    steps = f" --steps {options.steps}" if options.steps else ""
-    return f"python benchmarks corpus --data FOLDER --budget {options.budget}{chosen}{steps}"
+    # The command without the paths of the machine it ran on.
+    words = ["python benchmarks corpus --data FOLDER", *["--baselines", *taken] * (len(taken) < len(baselines()))]
+    words += ["--steps", str(chosen.steps)] * bool(chosen.steps)
+    campaign.assemble(campaign.outcomes(), " ".join(words))
+    print(pack(campaign.folder, chosen.work / "gradlab-corpus.tar.gz"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,48 +1,259 @@
 """Answers of gradlab's commands on tasks: before a pilot, after it, and what came.
 
-    python benchmarks promise --data FOLDER --rows FILE [--tasks ViT U-Net ...] [--limits 1% ...] [--table]
+    python benchmarks promise --data FOLDER --rows FILE [--tasks words GPT ...] [--limits 1% ...]
+    python benchmarks promise --rows FILE --table
 
-100 steps of each task of pilot_tasks.py are recorded on two ranks. `gradlab recommend` chooses a plan from the
-recording, and `gradlab pilot` from trials of promise_job.py. Then the script trains densely and with both plans.
+100 steps of each task are recorded on two ranks. `gradlab recommend` chooses a plan from the recording, and `gradlab
+pilot` from trials. Then the script trains densely and with both plans. The script is this file with --job, as a user's
+own would be: recorded with --record, compressed with --plan, or plain. FOLDER has public sets: CIFAR-10 and CamVid as
+NPZ files, Tiny Shakespeare and WikiText-2 as text. No law of gradlab's was fitted on the first three tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pilot_tasks import UNSEEN
-from rows import Row, add, has, read
+import numpy as np
+import torch
+import torch.distributed as dist
+from rows import Row, add, markdown, missing, options, read
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
+import gradlab
 from gradlab.artifact import Artifact
+from gradlab.capture import TraceRecorder
 
-NINE = ("ViT", "U-Net", "diffusion", "LSTM", "GPT", "tabular", *UNSEEN)
-JOB = Path(__file__).parents[1]
-GRADLAB = (sys.executable, "-m", "gradlab.cli.main")
+PROGRAM = Path(__file__).parents[1]
 NETWORK = ("--nodes", "2", "--bandwidth", "2mbit", "--compute-seconds", "20ms")
-RECORDED = 100
+RECORDED, CHECKED = 100, 16  # steps of a recording, batches of a validation
+Batch = tuple[torch.Tensor, ...]
+
+
+# --- tasks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """A model with what trains it.
+
+    draw: makes a rank's batch with a generator; loss: of a model and a batch; rate: factor on the learning rate, by the
+    share of training that is over; clip: norm of the gradient, 0 for none; steps: of a whole training.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    draw: Callable[[torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    rate: Callable[[float], float] = lambda over: 1.0
+    clip: float = 0.0
+    steps: int = 200
+
+
+def cosine(over: float) -> float:
+    """Warm up over a twentieth, then fall to a twentieth."""
+    return min(1.0, over * 20) * (0.05 + 0.475 * (1 + math.cos(math.pi * over)))
+
+
+def stairs(over: float) -> float:
+    """A tenth from 60 % on, a hundredth from 85 % on."""
+    return 1.0 if over < 0.6 else 0.1 if over < 0.85 else 0.01
+
+
+def _images(file: Path, every: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first 10,000 training images (images, channels, height, width), between -1 and 1, with their classes."""
+    with np.load(file, allow_pickle=False) as arrays:
+        images, classes = arrays["x_train"][:10_000, ::every, ::every], arrays["y_train"][:10_000]
+    return torch.from_numpy(images.astype(np.float32) / 127.5 - 1).movedim(-1, 1), torch.from_numpy(classes).long()
+
+
+def _drawn(images: torch.Tensor, classes: torch.Tensor, size: int, generator: torch.Generator) -> Batch:
+    chosen = torch.randint(len(images), (size,), generator=generator)
+    return images[chosen], classes[chosen]
+
+
+def _windows(text: torch.Tensor, size: int, length: int, generator: torch.Generator) -> Batch:
+    starts = torch.randint(len(text) - length - 1, (size, 1), generator=generator)
+    found = text[starts + torch.arange(length + 1)]
+    return found[:, :-1], found[:, 1:]
+
+
+def _classified(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    parts = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]
+    return nn.Sequential(*parts[:-1])
+
+
+class Called(nn.Module):
+    """Modules by name, and a function that makes scores with them."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor], **modules: nn.Module) -> None:
+        super().__init__()
+        self.parts, self._forward = nn.ModuleDict(modules), forward
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Score inputs."""
+        return self._forward(inputs, **self.parts)
+
+
+def segmentation(data: Path) -> Training:
+    """CamVid's road scenes in 45 x 60, group norm, SGD with momentum."""
+    pictures, classes = _images(data / "camvid_small.npz", 4)
+    parts: list[nn.Module] = []
+    for before, after, wide in ((3, 24, 1), (24, 48, 2), (48, 48, 4), (48, 24, 1)):
+        convolution = nn.Conv2d(before, after, 3, padding=wide, dilation=wide)
+        parts += [convolution, nn.GroupNorm(4, after), nn.ReLU()]
+    body = nn.Sequential(*parts, nn.Conv2d(24, 12, 1))
+    model = Called(lambda images, body: body(images).movedim(1, -1), body=body)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
+    draw = partial(_drawn, pictures, classes[:, ::4, ::4], 2)
+    return Training(model, optimizer, draw, _classified, cosine)
+
+
+def vgg(data: Path) -> Training:
+    """CIFAR-10 in 16 x 16, convolutions without any norm, RMSprop with stairs."""
+    images, classes = _images(data / "cifar10.npz")
+    parts: list[nn.Module] = []
+    for before, after in pairwise((3, 24, 48, 64)):
+        parts += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*parts, nn.Flatten(), _mlp(256, 128, 10))
+    draw = partial(_drawn, functional.avg_pool2d(images, 2), classes, 16)
+    return Training(model, torch.optim.RMSprop(model.parameters(), 5e-4), draw, _classified, stairs, steps=300)
+
+
+def words(data: Path) -> Training:
+    """WikiText-2's thousand most frequent words, a GRU, NAdam at a constant rate."""
+    text = (data / "wikitext2" / "train.txt").read_text("utf-8").split()[:100_000]
+    known = {word: code for code, (word, _) in enumerate(Counter(text).most_common(1000), 1)}
+    codes = torch.tensor([known.get(word, 0) for word in text])
+    parts = {"table": nn.Embedding(1001, 48), "gru": nn.GRU(48, 96, batch_first=True), "head": nn.Linear(96, 1001)}
+    model = Called(lambda text, table, gru, head: head(gru(table(text))[0]), **parts)
+    return Training(model, torch.optim.NAdam(model.parameters(), 2e-3), partial(_windows, codes, 8, 24), _classified)
+
+
+def gpt(data: Path) -> Training:
+    """Characters of Shakespeare, two causal layers of width 64, AdamW with clipping and dropout."""
+    known, codes = np.unique(np.frombuffer((data / "tinyshakespeare.txt").read_bytes(), np.uint8), return_inverse=True)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True, norm_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(32)
+    model = Called(
+        lambda text, table, places, layers, head: head(
+            layers(table(text) + places(torch.arange(text.shape[1])), mask, is_causal=True)
+        ),
+        table=nn.Embedding(len(known), 64),
+        places=nn.Embedding(32, 64),
+        layers=nn.TransformerEncoder(layer, 2, nn.LayerNorm(64), enable_nested_tensor=False),
+        head=nn.Linear(64, len(known), bias=False),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    draw = partial(_windows, torch.from_numpy(codes).long(), 4, 32)
+    return Training(model, optimizer, draw, _classified, cosine, clip=1.0)
+
+
+def tabular(data: Path) -> Training:
+    """A regression on 40 columns of which a network that is not trained makes the target; Nesterov's momentum."""
+    teacher, columns = _mlp(40, 64, 64, 1), torch.randn(40)
+    model = _mlp(40, 128, 128, 1)
+
+    def draw(generator: torch.Generator) -> Batch:
+        rows = torch.randn(32, 40, generator=generator) * columns
+        with torch.no_grad():
+            return rows, 10 * teacher(rows) + 0.1 * torch.randn(32, 1, generator=generator)
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, nesterov=True)
+    loss = lambda model, batch: functional.mse_loss(model(batch[0]), batch[1])  # noqa: E731
+    return Training(model, optimizer, draw, loss, stairs, steps=300)
+
+
+TASKS = {"segmentation": segmentation, "VGG": vgg, "words": words, "GPT": gpt, "tabular": tabular}
+
+
+# --- the user's script ----------------------------------------------------------------------------------------------
+
+
+def job(chosen: argparse.Namespace) -> None:
+    """Train a task under DDP, and print the mean loss on batches that no step has, which --result writes as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(1000)
+    training = TASKS[chosen.job](chosen.data)
+    model = DistributedDataParallel(training.model)
+    attached: Any = nullcontext()
+    if chosen.record:
+        attached = TraceRecorder(model, chosen.record, optimizer=training.optimizer, overwrite=True)
+    elif chosen.plan:
+        attached = gradlab.compress(model, chosen.plan, optimizer=training.optimizer)
+    with attached:
+        for step in range(chosen.stop or training.steps):
+            _step(training, model, step)
+    if dist.get_rank() == 0:
+        generator = torch.Generator().manual_seed(77_777_777)
+        training.model.eval()
+        with torch.no_grad():
+            losses = [training.loss(training.model, training.draw(generator)) for _ in range(CHECKED)]
+        found = float(torch.stack(losses).mean())
+        print(f"{chosen.job}: {found:.6f}")
+        if chosen.result:
+            chosen.result.write_text(json.dumps({"loss": found}))
+    dist.destroy_process_group()
+
+
+def _step(training: Training, model: nn.Module, step: int) -> None:
+    """Take a step on this rank's batch."""
+    generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
+    torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    training.optimizer.zero_grad()
+    training.loss(model, training.draw(generator)).backward()
+    if training.clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+    for group in training.optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * training.rate(step / training.steps)
+    training.optimizer.step()
+
+
+# --- its answers ----------------------------------------------------------------------------------------------------
 
 
 def command(task: str, data: Path, *words: object) -> list[str]:
     """The user's own command."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*launch, str(JOB), "promise_job", task, "--data", str(data), *map(str, words)]
+    return [*launch, str(PROGRAM), "promise", "--job", task, "--data", str(data), *map(str, words)]
 
 
-def run(words: list[str]) -> str:
+def run(words: Sequence[object]) -> str:
     """Run a command, and return what it printed. Its errors are shown if it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=environment)
     if done.returncode:
-        sys.exit(f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        sys.exit(f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
+
+
+def answered(*words: object) -> Row:
+    """Run a command of gradlab; its answer and seconds."""
+    began = time.monotonic()
+    found: Row = json.loads(run([sys.executable, "-m", "gradlab.cli.main", *words]))
+    return found | {"seconds": time.monotonic() - began}
 
 
 class Trained:
@@ -57,9 +268,7 @@ class Trained:
         plan = None if artifact is None else Artifact.load(artifact).plan.digest
         if plan not in self._ends:
             result = self._folder / "result.json"
-            run(
-                command(self._task, self._data, "--result", result, *(() if artifact is None else ("--plan", artifact)))
-            )
+            run(command(self._task, self._data, "--result", result, *(("--plan", artifact) if artifact else ())))
             self._ends[plan] = float(json.loads(result.read_text())["loss"])
         return self._ends[plan]
 
@@ -67,74 +276,47 @@ class Trained:
 def promises(task: str, data: Path, limits: Sequence[str]) -> Iterator[Row]:
     """Record, and for each limit recommend, try, and train."""
     with tempfile.TemporaryDirectory() as kept:
-        folder = Path(kept)
-        trained, trace = Trained(task, data, folder), folder / "trace"
+        trained, trace = Trained(task, data, Path(kept)), Path(kept) / "trace"
         run(command(task, data, "--record", trace, "--stop", RECORDED))
         for limit in limits:
-            chosen = folder / limit
-            chosen.mkdir()
-            yield {
-                "task": task,
-                "limit": limit,
-                **promised(command(task, data, "--record", trace), trace, chosen, trained),
-            }
+            before, after = (Path(kept, f"{limit}-{name}.safetensors") for name in ("before", "after"))
+            found = answered("recommend", trace, "--out", before, *NETWORK, "--max-loss", limit, "--json")
+            plans = [*([before] if before.exists() else []), *found["artifacts_to_try"]]
+            words = ("pilot", trace, "--out", after, "--max-loss", limit, "--json")
+            training = command(task, data, "--record", trace)
+            tried = answered(*words, *(word for path in plans for word in ("--plan", path)), "--", *training)
+            row: Row = {"task": task, "limit": limit, "before": found["plan"], "text": found["text"]}
+            row |= {"recommend_seconds": found["seconds"], "pilot_seconds": tried["seconds"]}
+            row |= {"proposed": [(one["plan"], one["risk"]) for one in found["proposals"]]}
+            row |= {"after": tried["best"], "outcomes": tried["outcomes"], "dense": trained.end(None)}
+            for name, artifact in (("before", before), ("after", after)):
+                row[f"{name}_end"] = trained.end(artifact) / row["dense"] - 1 if artifact.exists() else None
+            yield row
 
 
-def promised(training: Sequence[str], trace: Path, folder: Path, trained: Trained) -> Row:
-    """Recommend, try, and train."""
-    before, after, limit = folder / "before.safetensors", folder / "after.safetensors", folder.name
-    began = time.monotonic()
-    words = [*GRADLAB, "recommend", str(trace), "--out", str(before), *NETWORK, "--max-loss", limit, "--json"]
-    found = json.loads(run(words))
-    row: Row = {"recommend_seconds": time.monotonic() - began, "before": found["plan"], "text": found["text"]}
-    row["proposed"] = [(one["plan"], one["risk"]) for one in found["proposals"]]
-    began = time.monotonic()
-    to_try = [*([str(before)] if before.exists() else []), *found["artifacts_to_try"]]
-    plans = [word for path in to_try for word in ("--plan", path)]
-    words = [*GRADLAB, "pilot", str(trace), "--out", str(after), "--max-loss", limit, "--json", *plans]
-    tried = json.loads(run([*words, "--", *training]))
-    row |= {"pilot_seconds": time.monotonic() - began, "after": tried["best"], "outcomes": tried["outcomes"]}
-    row["dense"] = dense = trained.end(None)
-    for name, artifact in (("before", before), ("after", after)):
-        row[f"{name}_end"] = trained.end(artifact) / dense - 1 if artifact.exists() else None
-    return row
-
-
-def table(rows: list[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """A line per task."""
-    lines = [
-        "| task | limit | before the pilot | came | after the pilot | expected | came |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
         best = next((one for one in row["outcomes"] if one["name"] == row["after"]), {})
         expected = f"{best['end_low']:+.1%} to {best['end_high']:+.1%}" if best.get("end_low") is not None else "-"
-        came = [_percent(row[key]) for key in ("before_end", "after_end")]
-        cells = [row["task"], row["limit"], row["before"], came[0], row["after"], expected, came[1]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
-def _percent(value: Any) -> str:
-    return "-" if value is None else f"{value:+.2%}"
+        came = ["-" if row[key] is None else f"{row[key]:+.2%}" for key in ("before_end", "after_end")]
+        cells.append([row["task"], row["limit"], row["before"], came[0], row["after"], expected, came[1]])
+    return markdown(("task", "limit", "before the pilot", "came", "after the pilot", "expected", "came"), cells)
 
 
 def main() -> None:
-    """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--tasks", nargs="*", default=list(NINE))
-    parser.add_argument("--limits", nargs="*", default=["1%"])
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if not options.table:
-        for task in options.tasks:
-            done = read(options.rows)
-            limits = [one for one in options.limits if not has(done, {"task": task, "limit": one})]
-            for row in promises(task, options.data, limits) if limits else ():
-                add(options.rows, row, ("outcomes",))
-    print(table(read(options.rows)))
+    """See the module's text."""
+    of_job: dict[str, Any] = {"job": str, "record": str, "plan": str, "stop": int, "result": Path}
+    chosen = options(__doc__, data=Path, rows=Path, tasks=list(TASKS), limits=("1%",), table=False, **of_job)
+    if chosen.job:
+        job(chosen)
+        return
+    for task in () if chosen.table else chosen.tasks:
+        limits = [key["limit"] for key in missing(chosen.rows, ({"task": task, "limit": x} for x in chosen.limits))]
+        for row in promises(task, chosen.data, limits) if limits else ():
+            add(chosen.rows, row, ("outcomes",))
+    print(table(read(chosen.rows)))
 
 
 if __name__ == "__main__":

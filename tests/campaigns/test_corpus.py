@@ -1,4 +1,4 @@
-"""The corpus's campaign: what is masked, that runs are kept, and the table that the page shows."""
+"""The corpus's campaign: that runs are kept, and the table that the page shows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
-import torch
 
 from gradlab.analysis.corpus.manifest import read_corpus
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes
 from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.cli.named_method import parse_method
-from gradlab.datasets.metric import IGNORED
 from gradlab.formatting import parse_bytes
 from gradlab.layout import layers_of
 from support.benchmark_modules import BENCHMARKS, benchmark_modules
@@ -27,42 +24,8 @@ KEPT = BENCHMARKS / "results" / "corpus.jsonl"
 
 @pytest.fixture(scope="module")
 def campaign() -> Iterator[ModuleType]:
-    with benchmark_modules("corpus", "masked_bytes") as modules:
+    with benchmark_modules("corpus") as modules:
         yield modules["corpus"]
-
-
-def test_bytes_are_hidden_as_bert_hides_tokens(campaign: ModuleType) -> None:
-    """15 % are to be predicted; of these 80 % are MASK, 10 % another byte (one in 256 the same), 10 % as they were."""
-    import masked_bytes
-
-    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2000, 64)))
-    shown, wanted = masked_bytes.masked(tokens, np.random.default_rng(0))
-    chosen = wanted != IGNORED
-    assert torch.equal(shown[~chosen], tokens[~chosen])
-    assert torch.equal(wanted[chosen], tokens[chosen])
-    fates = shown[chosen]
-    shares = [
-        chosen.double().mean(),
-        (fates == masked_bytes.MASK).double().mean(),
-        (fates == tokens[chosen]).double().mean(),
-    ]
-    assert [float(share) for share in shares] == pytest.approx([0.15, 0.8, 0.1 + 0.1 / 256], abs=0.01)
-    again, _ = masked_bytes.masked(tokens, np.random.default_rng(0))
-    assert torch.equal(again, shown)
-
-
-@pytest.mark.thorough  # transformers takes seconds to import
-def test_a_small_bert_follows_from_its_seed(campaign: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    workload = campaign.MaskedBytes(width=16, layers=1, heads=2, context=8)
-    (tmp_path / "a.txt").write_text("to be, or not to be, that is the question\n" * 20)
-    data = workload.load(str(tmp_path / "a.txt"))
-    before = torch.random.get_rng_state()
-    models = [workload.model(seed) for seed in (0, 0, 1)]
-    assert torch.equal(torch.random.get_rng_state(), before)
-    losses = [float(workload.loss(model(data.train_x), data.train_y).detach()) for model in models]
-    assert losses[0] == losses[1] != losses[2]
-    assert losses[0] == pytest.approx(math.log(257), abs=0.3)
 
 
 def test_every_method_of_the_corpus_is_one_that_evaluate_takes(campaign: ModuleType) -> None:
@@ -73,7 +36,6 @@ def test_every_method_of_the_corpus_is_one_that_evaluate_takes(campaign: ModuleT
 
 def test_recordings_are_small_and_hold_whole_layers(campaign: ModuleType) -> None:
     """A few MB each: of every layer all values, on four ranks, in two bytes."""
-    pytest.importorskip("transformers")
     for baseline in campaign.baselines().values():
         numel = sum(layer.numel for layer in layers_of(baseline.task.model(0)))
         assert 2 * numel * campaign.RANKS * campaign.RECORDED < parse_bytes(campaign.BUDGET)
@@ -137,7 +99,7 @@ def test_a_corpus_says_what_the_page_says_is_to_be_minded(campaign: ModuleType, 
     one = campaign.Campaign(tmp_path, tmp_path, {"nanogpt": campaign.baselines()["nanogpt"]}, {})
     one.assemble([], "python benchmarks corpus")
     found = read_corpus(tmp_path / "corpus").manifest["caveats"]
-    assert found == [item for item in items if not item.startswith(("**cifar-resnet**", "**bert**"))]
-    assert len(found) == len(items) - 2
+    assert found == [item for item in items if not item.startswith("**cifar-resnet**")]
+    assert len(found) == len(items) - 1
     readme = (tmp_path / "corpus" / "README.md").read_text()
     assert [line[2:] for line in readme.splitlines() if line.startswith("- ")] == found

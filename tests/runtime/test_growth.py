@@ -55,7 +55,7 @@ def test_what_16_bits_differ_by_widens_what_is_expected() -> None:
 
 
 def test_the_law_is_what_the_command_makes_of_the_stored_rows_and_holds_on_tasks_left_out() -> None:
-    with benchmark_modules("pilots", "pilot_law") as modules:
+    with benchmark_modules("pilot_law") as modules:
         benchmark = modules["pilot_law"]
         rows = benchmark.read(benchmark.DIGEST)
         every = benchmark.cells(rows)

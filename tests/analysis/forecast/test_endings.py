@@ -82,7 +82,7 @@ def test_ranges_in_prose(low: float, high: float, text: str) -> None:
 def test_the_calibration_is_what_the_command_makes_of_the_stored_rows() -> None:
     with benchmark_modules("judgements") as modules:
         judgements = modules["judgements"]
-        made = json.loads(judgements.written(judgements.endings(judgements.trained())))
+        made = json.loads(judgements.written(judgements.endings()))
     kept = json.loads(judgements.ENDINGS.read_text())
     assert made == kept
     assert len(calibration()) == len(kept)
