@@ -1,4 +1,4 @@
-"""What benchmarks share: their command line, rows in files of one line of JSON each, and tables in Markdown."""
+"""Command lines of benchmarks, their rows in files of one line of JSON each, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def options(text: str | None, *places: tuple[str, Collection[str]], **named: Any
         text: text of --help, the module's.
         places: names of arguments without a flag, each with the words that it may be.
         named: default of each option, which also says its type. A type: there is no default. False: a flag. A mapping:
-            one of its keys, the first by default. A list: several of its words, or other numbers. A tuple: others too.
+            one of its keys, the first by default. A list: several of its words, or other numbers. A tuple: others too,
+            or of a type none.
     """
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, words in places:
@@ -36,6 +37,8 @@ def _option(default: Any) -> dict[str, Any]:
         return {"type": default}
     if isinstance(default, Mapping):
         return {"choices": list(default), "default": next(iter(default))}
+    if isinstance(default, tuple) and isinstance(default[0], type):
+        return {"nargs": "+", "type": default[0], "default": []}
     if isinstance(default, list | tuple):
         kind = type(default[0])
         among = {"choices": default} if kind is str and isinstance(default, list) else {}

@@ -9,13 +9,11 @@ batch statistics; the plans run in lockstep, which is what the engine computes, 
 one that dense training is given. A method starts compressing after `--warmup` dense iterations. One line of JSON per
 run is added to `--out`, and a run that is there already is not done again; `--table` prints what is there: means,
 and differences to dense paired by seed with 95 % t intervals. K / d is that of compressed iterations, over all slices:
-a method's setting, or without random axes what follows from the bytes of the run. `--against METHOD` prints
-differences to another method's runs of the same seeds instead.
+a method's setting, or without random axes what follows from the bytes of the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from typing import Any
 
 import emulated
 import torch
-from rows import add, has, read
+from rows import add, missing, options, read
 from scipy import stats
 
 from gradlab.codec import Tensors
@@ -148,17 +146,17 @@ def _single(plan: Plan) -> list[tuple[Layer, Any]]:
     return [(plan.members(group)[0], innermost(plan.build(group))) for group in groups]
 
 
-def table(rows: Sequence[dict[str, Any]], against: str = "dense") -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Per batch size and method: accuracy, loss, K / d, ratio to 32 and to 16 bits and sent bytes per iteration and
-    rank over all phases, and the difference to a method paired by seed.
+    rank over all phases, and the difference to dense training paired by seed.
     """
     lines = [
         "batch  method                          n  accuracy   loss   K/d  ratio  vs 16 bits  wire kB  "
-        f"difference to {against} (95 %)"
+        "difference to dense (95 %)"
     ]
     for batch in sorted({row["batch"] for row in rows}):
         here = [row for row in rows if row["batch"] == batch]
-        dense = {row["seed"]: row["accuracy"] for row in here if row["method"] == against}
+        dense = {row["seed"]: row["accuracy"] for row in here if row["method"] == "dense"}
         for method in dict.fromkeys(row["method"] for row in here):
             runs = [row for row in here if row["method"] == method]
             mean = {key: statistics.fmean(row[key] for row in runs) for key in ("accuracy", "loss", "ratio", "wire")}
@@ -185,37 +183,24 @@ def paired(differences: Sequence[float]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, one after another; or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--methods", nargs="+")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--learning-rate", type=float, default=0.1)
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--against", default="dense")
-    for name, default in (("--batch", 16), ("--ranks", 4), ("--steps", 1000), ("--warmup", 50)):
-        parser.add_argument(name, type=int, default=default)
-    options = parser.parse_args()
-    rows = read(options.out)
-    if options.table:
-        print(table(rows, options.against))
+    sizes = {"batch": 16, "ranks": 4, "steps": 1000, "warmup": 50, "learning_rate": 0.1}
+    chosen = options(__doc__, data=str, out=Path, methods=list(methods(0)), seeds=[0], table=False, **sizes)
+    if chosen.table:
+        print(table(read(chosen.out)))
         return
     torch.set_num_threads(1)
-    data = WORKLOAD.load(options.data)
-    known = methods(options.warmup)
+    data, known = WORKLOAD.load(chosen.data), methods(chosen.warmup)
     recipe = replace(
         WORKLOAD.recipe,
-        learning_rate=options.learning_rate,
-        batch_size=options.batch,
-        steps=options.steps,
+        learning_rate=chosen.learning_rate,
+        batch_size=chosen.batch,
+        steps=chosen.steps,
         schedule="cosine",
     )
-    fixed = {k: getattr(options, k) for k in ("batch", "ranks", "steps", "warmup", "learning_rate")}
-    for seed in options.seeds:
-        for method in options.methods or list(known):
-            key = {"method": method, "seed": seed, **fixed}
-            if not has(rows, key):
-                add(options.out, key | run(known[method], data, recipe, options.ranks, seed))
+    fixed = {name: getattr(chosen, name) for name in sizes}
+    keys = ({"method": name, "seed": seed, **fixed} for seed in chosen.seeds for name in chosen.methods)
+    for key in missing(chosen.out, keys):
+        add(chosen.out, key | run(known[key["method"]], data, recipe, chosen.ranks, key["seed"]))
 
 
 if __name__ == "__main__":

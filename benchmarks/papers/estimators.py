@@ -14,15 +14,15 @@ later ones.
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-from rows import Row, add, has, read
+from rows import Row, add, missing, options, read
 from scipy import stats
 from scipy.signal import lfilter
 from scipy.special import betaln, digamma
@@ -209,24 +209,21 @@ def rank_row(rho: float, items: int, repetitions: int) -> Row:
 
 def run(out: Path, repetitions: int, samples: Sequence[int], methods: Sequence[str]) -> None:
     """Add the rows that are missing."""
-    rows, many = read(out), SERIES
-    for size in samples:
-        for case in CASES:
-            for method in methods:
-                key = {"kind": "information", "case": case.name, "samples": size, "method": method}
-                key["repetitions"] = repetitions
-                if not has(rows, key):
-                    add(out, key | information_row(case, size, method, repetitions))
-    for iterations in ITERATIONS:
-        for rho in AUTOCORRELATIONS:
-            key = {"kind": "series", "iterations": iterations, "autocorrelation": rho, "repetitions": many}
-            if not has(rows, key):
-                add(out, key | series_row(rho, iterations, many))
-    for items in ITEMS:
-        for rho in RANK_CORRELATIONS:
-            key = {"kind": "ranks", "items": items, "correlation": rho, "repetitions": many}
-            if not has(rows, key):
-                add(out, key | rank_row(rho, items, many))
+    cases = {case.name: case for case in CASES}
+    keys: Iterator[Row] = (
+        {"kind": "information", "case": name, "samples": size, "method": method, "repetitions": repetitions}
+        for size, name, method in product(samples, cases, methods)
+    )
+    for key in missing(out, keys):
+        add(out, key | information_row(cases[key["case"]], key["samples"], key["method"], repetitions))
+    pairs = product(ITERATIONS, AUTOCORRELATIONS)
+    keys = ({"kind": "series", "iterations": n, "autocorrelation": rho, "repetitions": SERIES} for n, rho in pairs)
+    for key in missing(out, keys):
+        add(out, key | series_row(key["autocorrelation"], key["iterations"], SERIES))
+    pairs = product(ITEMS, RANK_CORRELATIONS)
+    keys = ({"kind": "ranks", "items": n, "correlation": rho, "repetitions": SERIES} for n, rho in pairs)
+    for key in missing(out, keys):
+        add(out, key | rank_row(key["correlation"], key["items"], SERIES))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -244,17 +241,10 @@ def table(rows: Sequence[Row]) -> str:
     lines += ["", "mean over iterations: series given an interval, share of these that hold, of all that are told a"]
     lines += ["wrong one, of all that are said to drift", "    T  autocorrelation    given     hold    wrong   drift"]
     for row in (row for row in rows if row["kind"] == "series"):
-        wrong, many = row["given"] - row["held"], row["repetitions"]
-        shares = (
-            _share(part, whole)
-            for part, whole in (
-                (row["given"], many),
-                (row["held"], row["given"]),
-                (wrong, many),
-                (row["drifts"], many),
-            )
-        )
-        lines.append(f"{row['iterations']:>5d}  {row['autocorrelation']:15.2f}  " + "  ".join(shares))
+        many, given, wrong = row["repetitions"], row["given"], row["given"] - row["held"]
+        pairs = ((given, many), (row["held"], given), (wrong, many), (row["drifts"], many))
+        shares = "  ".join(_share(*pair) for pair in pairs)
+        lines.append(f"{row['iterations']:>5d}  {row['autocorrelation']:15.2f}  {shares}")
     lines += ["", "rank correlation: share of 95 % intervals (Bonett and Wright) that hold it; bias"]
     lines.append("items  correlation     hold    bias")
     for row in (row for row in rows if row["kind"] == "ranks"):
@@ -277,17 +267,12 @@ def _share(part: int, whole: int) -> str:
 
 def main() -> None:
     """Add the rows that are missing; or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--repetitions", type=int, default=200)
-    parser.add_argument("--samples", type=int, nargs="+", default=[1000, 10_000])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="mixed takes longest")
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if options.table:
-        print(table(read(options.out)))
+    named = {"repetitions": 200, "samples": [1000, 10_000], "methods": list(METHODS), "table": False}
+    chosen = options(__doc__, out=Path, **named)
+    if chosen.table:
+        print(table(read(chosen.out)))
     else:
-        run(options.out, options.repetitions, options.samples, options.methods)
+        run(chosen.out, chosen.repetitions, chosen.samples, chosen.methods)
 
 
 if __name__ == "__main__":

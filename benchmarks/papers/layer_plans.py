@@ -15,7 +15,6 @@ there is not done again.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from accuracy import paired
 from emulated import Task, record, train
-from rows import Row, add, has, read
+from rows import Row, add, missing, options, read
 
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.analysis.layer_plan.provenance import WindowErrors
@@ -88,17 +87,14 @@ def _errors(errors: WindowErrors) -> str:
 
 def train_all(name: str, data: Any, plans: Path, out: Path, seeds: Sequence[int]) -> None:
     """Dense, and every plan in the folder, seed by seed; what is in `out` is not done again."""
-    rows, task = read(out), TASKS[name]
-    chosen = [("dense", Plan(layers_of(task.model(0))))]
+    task = TASKS[name]
+    chosen = {"dense": Plan(layers_of(task.model(0)))}
     for codec in REFERENCES[name]:
         for which in ("uniform", *METRICS, "refresh", "accordion"):
             if (path := plans / f"{codec}-{which}.safetensors").exists():
-                chosen.append((path.stem, Artifact.load(path).plan))
-    for seed in seeds:
-        for method, plan in chosen:
-            key = {"task": name, "method": method, "seed": seed}
-            if not has(rows, key):
-                add(out, key | train(task, plan, data, seed))
+                chosen[path.stem] = Artifact.load(path).plan
+    for key in missing(out, ({"task": name, "method": method, "seed": seed} for seed in seeds for method in chosen)):
+        add(out, key | train(task, chosen[key["method"]], data, key["seed"]))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -140,15 +136,8 @@ def _mean(rows: Sequence[Row]) -> dict[str, float]:
 
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--data", help="cifar10.npz, or the folder of WikiText-2")
-    for name in ("record", "trace", "fit", "train"):
-        parser.add_argument(f"--{name}", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    for name in ("table", "online"):
-        parser.add_argument(f"--{name}", action="store_true")
-    chosen = parser.parse_args()
+    named = {"data": str, "record": Path, "trace": Path, "fit": Path, "train": Path, "seeds": [0, 1]}
+    chosen = options(__doc__, ("task", TASKS), **named, table=False, online=False)
     task = TASKS[chosen.task]
     torch.set_num_threads(1)
     data = task.workload.load(chosen.data, train_limit=20000, test_limit=2000) if chosen.data else None
@@ -156,10 +145,7 @@ def main() -> None:
         record(task, data, chosen.record, 7, start=FIRST, every=EVERY, count=RECORDED)
     if chosen.trace and chosen.fit:
         with Trace(chosen.trace) as trace:
-            if chosen.online:
-                fit_online(chosen.task, trace, chosen.fit)
-            else:
-                fit(chosen.task, trace, chosen.fit)
+            (fit_online if chosen.online else fit)(chosen.task, trace, chosen.fit)
     if data is not None and chosen.train:
         train_all(chosen.task, data, chosen.fit, chosen.train, chosen.seeds)
     if chosen.table:

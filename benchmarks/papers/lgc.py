@@ -18,7 +18,6 @@ what is there is not done again.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from typing import Any
 import emulated
 import torch
 from emulated import Task
-from rows import Row, add, has, read
+from rows import Row, add, missing, options, read
 from torch import nn
 from torch.nn import functional
 
@@ -213,23 +212,15 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(tasks()))
-    parser.add_argument("--data", help="cifar10.npz or camvid.npz, see the workloads")
-    parser.add_argument("--train", type=Path, default=Path("rows.jsonl"))
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
+    named = {"data": str, "train": Path("rows.jsonl"), "methods": list(METHODS), "seeds": [0, 1], "table": False}
+    chosen = options(__doc__, ("task", tasks()), **named)
     torch.set_num_threads(1)
     if chosen.data:
         setting = tasks()[chosen.task]
         data = load(chosen.task, setting, chosen.data)
-        for seed in chosen.seeds:
-            for method in chosen.methods:
-                key = {"task": chosen.task, "method": method, "seed": seed}
-                if not has(read(chosen.train), key):
-                    add(chosen.train, key | run(method, setting, data, seed))
+        keys = ({"task": chosen.task, "method": m, "seed": seed} for seed in chosen.seeds for m in chosen.methods)
+        for key in missing(chosen.train, keys):
+            add(chosen.train, key | run(key["method"], setting, data, key["seed"]))
     if chosen.table:
         print(table([row for row in read(chosen.train) if row["task"] == chosen.task]))
 

@@ -13,7 +13,6 @@ as `gradlab analyze` does. Rows in --rows are not made again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -26,7 +25,7 @@ from typing import Any
 import emulated
 import torch
 from lgc import Setting, load, tasks
-from rows import Row, add, has, read
+from rows import Row, add, markdown, missing, options, read
 
 from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing
@@ -66,17 +65,14 @@ def informed(nodes: int, setting: Setting, data: Data, folder: Path) -> dict[str
 
 def information_table(rows: Sequence[Row]) -> str:
     """Tabulate figures 3 and 12: means over iterations, in bits per parameter."""
-    lines = ["| nodes | layer | entropy | information | pair shuffled | pair shifted | copula beyond shifted pairs |"]
-    lines += ["| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
+    names, lines = ("entropy", "information", "shuffled", "shifted"), []
     for row in rows:
         for layer in row["found"]["layers"]:
             histogram = layer["histograms"][str(row["found"]["paper_bins"])]
-            names = ("entropy", "information", "shuffled", "shifted")
             bits = [f"{statistics.fmean(histogram[name]):.2f}" for name in names]
-            excess = layer["estimators"]["copula"]["excess"]
-            bits += [f"{excess['bits']:.4f} ({excess['low']:.4f} to {excess['high']:.4f})"]
-            lines.append(f"| {row['of']} | {layer['name']} | " + " | ".join(bits) + " |")
-    return "\n".join(lines)
+            lines.append([row["of"], layer["name"], *bits, _excess(layer["estimators"]["copula"]["excess"], 4)])
+    heads = ("entropy", "information", "pair shuffled", "pair shifted", "copula beyond shifted pairs")
+    return markdown(("nodes", "layer", *heads), lines)
 
 
 def claimed(report: Path) -> list[Row]:
@@ -99,9 +95,8 @@ def claimed(report: Path) -> list[Row]:
 
 def claim_table(rows: Sequence[Row]) -> str:
     """Tabulate figure 4, a layer a line, and medians: the paper's bins, 1024, and the excess by each estimator."""
-    lines = ["| layer | values | log2 | information | shuffled | shifted | 1024 bins: share | shuffled less |"]
-    lines[0] += " copula | nearest |"
-    lines += ["| --- |" + " ---: |" * 9]
+    heads = ("values", "log2", "information", "shuffled", "shifted", "1024 bins: share", "shuffled less")
+    lines: list[list[object]] = []
     for row in rows:
         found = row["found"]
         paper, fewer = (found["histograms"][key] for key in (str(found["paper_bins"]), "1024"))
@@ -109,44 +104,35 @@ def claim_table(rows: Sequence[Row]) -> str:
         cells += [f"{paper[name]:.2f}" for name in ("information", "shuffled", "shifted")]
         cells += [f"{100 * fewer['information'] / fewer['entropy']:.0f} %"]
         cells += [f"{fewer['information'] - fewer['shuffled']:.2f}"]
-        cells += [_excess(found["excess"][name]) for name in CORRECTED]
         added = " (+)" if AFTER_ADDITION in found["place"] else ""
-        lines.append(f"| {row['of']}{added} | " + " | ".join(cells) + " |")
+        lines.append([row["of"] + added, *cells, *(_excess(found["excess"][name]) for name in CORRECTED)])
     medians = [statistics.median(row["found"]["excess"][name]["bits"] for row in rows) for name in CORRECTED]
-    lines.append("| median |" + " |" * 7 + "".join(f" {bits:.3f} |" for bits in medians))
-    return "\n".join(lines)
+    lines.append(["median", *[""] * len(heads), *(f"{bits:.3f}" for bits in medians)])
+    return markdown(("layer", *heads, "copula", "nearest"), lines)
 
 
-def _excess(found: Row) -> str:
-    known = found["low"] is not None
-    return f"{found['bits']:.3f} " + (f"({found['low']:.3f} to {found['high']:.3f})" if known else "(no interval)")
+def _excess(found: Row, digits: int = 3) -> str:
+    bits, low, high = ("" if found[key] is None else f"{found[key]:.{digits}f}" for key in ("bits", "low", "high"))
+    return f"{bits} ({low} to {high})" if low else f"{bits} (no interval)"
 
 
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="cifar10.npz")
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--traces", type=Path, help="folder for recordings, which are deleted; with --data")
-    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="numbers of nodes")
-    parser.add_argument("--claim", type=Path, help="report.json that figure 4's rows are taken from")
-    parser.add_argument("--information", type=Path, help="figure 12")
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
+    named = {"traces": Path, "nodes": list(NODES), "claim": Path, "information": Path, "table": False}
+    chosen = options(__doc__, data=str, rows=Path, **named)
     torch.set_num_threads(1)
     if chosen.data:
         setting = tasks()["cifar10"]
         data = load("cifar10", setting, chosen.data)
         model = "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed"
-        for nodes in chosen.nodes:
-            if not has(read(chosen.rows), {"figure": 12, "of": nodes}):
-                images = f"{nodes} nodes of {round(SHARED_BATCH / nodes)} images"
-                drawn_with = f"{images}; {model}; every {EVERY}th of {EVERY * SPREAD} iterations"
-                row = {"figure": 12, "of": nodes, "drawn_with": drawn_with}
-                add(chosen.rows, row | {"found": informed(nodes, setting, data, chosen.traces)}, unshown=("found",))
-    for row in claimed(chosen.claim) if chosen.claim else []:
-        if not has(read(chosen.rows), {"figure": 4, "of": row["of"]}):
-            add(chosen.rows, row, unshown=("found",))
+        for key in missing(chosen.rows, ({"figure": 12, "of": nodes} for nodes in chosen.nodes)):
+            images = f"{key['of']} nodes of {round(SHARED_BATCH / key['of'])} images"
+            drawn_with = f"{images}; {model}; every {EVERY}th of {EVERY * SPREAD} iterations"
+            found = informed(key["of"], setting, data, chosen.traces)
+            add(chosen.rows, key | {"drawn_with": drawn_with, "found": found}, unshown=("found",))
+    known = {row["of"]: row for row in claimed(chosen.claim)} if chosen.claim else {}
+    for key in missing(chosen.rows, ({"figure": 4, "of": layer} for layer in known)):
+        add(chosen.rows, known[key["of"]], unshown=("found",))
     shared, claim = ([row for row in read(chosen.rows) if row["figure"] == figure] for figure in (12, 4))
     if chosen.information:
         found = {f"{row['of']} nodes": row["found"] for row in shared}

@@ -12,7 +12,6 @@ traces 0.8 to 1.1 of the uniform plan's error. One line of JSON per table and bu
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rows import Row, add, has, read
+from rows import Row, add, has, options, read
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_diag, csr_matrix
 
@@ -189,13 +188,7 @@ def _range(values: Sequence[float], form: str) -> str:
 
 def main() -> None:
     """Add the rows that are missing; or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--tables", type=int, default=200, help="random ones of 40 layers, over all kinds")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for the general solver")
-    parser.add_argument("--traces", type=Path, nargs="*", default=[])
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
+    chosen = options(__doc__, rows=Path, tables=200, limit=60.0, traces=(Path,), table=False)
     if chosen.table:
         print(table(read(chosen.rows)))
         return

@@ -13,7 +13,6 @@ float32. One line of JSON per checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from emulated import Micro, Task, compressed_gradients, node_gradients
 from layer_plans import TASKS
-from rows import Row, add, read
+from rows import Row, add, options, read
 from scipy import stats
 
 from gradlab.analysis.intervals import rank_correlation
@@ -161,16 +160,8 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--data")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--codec", choices=list(SETTINGS), default="powersgd")
-    parser.add_argument("--checkpoints", type=int, nargs="+", default=CHECKPOINTS)
-    parser.add_argument("--steps", type=int, default=10, help="length of a short run")
-    parser.add_argument("--feedback", action="store_true", help="use error feedback in the short runs")
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
+    named = {"codec": SETTINGS, "checkpoints": list(CHECKPOINTS), "steps": 10, "feedback": False, "table": False}
+    chosen = options(__doc__, ("task", TASKS), data=str, out=Path, **named)
     torch.set_num_threads(1)
     task = replace(TASKS[chosen.task], autocast=False)
     if chosen.data:

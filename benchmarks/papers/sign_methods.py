@@ -1,7 +1,7 @@
 """Fig. 2 of dist-EF-blockSGDM in a short form: its methods beside SGD(M), signSGD and signum.
 
     python benchmarks sign_methods --data cifar10.npz --out results.jsonl [--batch 8 32] [--seeds 0 1 2]
-                                      [--methods SGD dist-EF-blockSGD] [--steps 800] [--ranks 4] [--schedule cosine]
+                                      [--methods SGD dist-EF-blockSGD] [--steps 800] [--schedule cosine]
     python benchmarks sign_methods --out results.jsonl --table --figure curves.svg
 
 The training is that of accuracy.py (CIFAR-10 at 16 x 16, ResNet-8, bfloat16 autocast, ranks in lockstep), with a cosine
@@ -14,7 +14,6 @@ of JSON per run is added to `--out`; a run that is there is not done again.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from accuracy import WORKLOAD, paired, train
 from matplotlib.figure import Figure
-from rows import Row, add, read
+from rows import Row, add, finite, options, read
 
 from gradlab.analysis.figures.style import drawing, method_colors, panels, render
 from gradlab.datasets.resnet import initialized
@@ -35,7 +34,7 @@ from gradlab.plan import method_plan
 from gradlab.plan.recipes import SIGN_METHODS
 
 GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003)
-MOMENTUM = 0.9
+MOMENTUM, RANKS = 0.9, 4
 POINTS = 16  # of a curve
 # What a method is held against, seed by seed: its form with one scale for the whole model, and dense training.
 PAIRS = (
@@ -49,13 +48,12 @@ PAIRS = (
 class Campaign:
     """Runs, and the file that remembers them."""
 
-    def __init__(self, out: Path, data: Any = None, ranks: int = 4, schedule: Any = "cosine") -> None:
-        self.out, self.data, self.ranks, self.schedule = out, data, ranks, schedule
-        self.rows = read(out)
+    def __init__(self, out: Path, data: Any, schedule: Any) -> None:
+        self.out, self.data, self.schedule, self.rows = out, data, schedule, read(out)
 
     def run(self, method: str, batch: int, steps: int, rate: float, seed: int, points: int = POINTS) -> Row:
         """One training run, or what is known of it. points: of its curve, 0 for none."""
-        identity = {"method": method, "batch": batch, "steps": steps, "rate": rate, "seed": seed, "ranks": self.ranks}
+        identity = {"method": method, "batch": batch, "steps": steps, "rate": rate, "seed": seed, "ranks": RANKS}
         identity["schedule"] = self.schedule
         if known := next((row for row in self.rows if identity.items() <= row.items()), None):
             return known
@@ -71,10 +69,8 @@ class Campaign:
         )
         layers = layers_of(initialized(3, (16, 32, 64), (1, 1, 1), 10, seed))
         plan = method_plan(layers, method, momentum=MOMENTUM, seed=seed)
-        row = identity | train(
-            plan, self.data, recipe, self.ranks, seed, score_every=steps // points if points else None
-        )
-        row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
+        row = identity | train(plan, self.data, recipe, RANKS, seed, score_every=steps // points if points else None)
+        row["loss"] = finite(row["loss"])
         self.rows.append(row)
         add(self.out, row, unshown=("curve",))
         return row
@@ -163,31 +159,21 @@ def figure(rows: Sequence[Row]) -> Figure:
 
 def main() -> None:
     """Do the runs that are missing, one after another; or print and draw what there is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--methods", nargs="+", default=list(SIGN_METHODS), choices=list(SIGN_METHODS))
-    parser.add_argument("--batch", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--schedule", default="cosine", choices=["cosine", "constant"])
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--figure", type=Path)
-    for name, default in (("--ranks", 4), ("--steps", 800), ("--probe", 100)):
-        parser.add_argument(name, type=int, default=default)
-    options = parser.parse_args()
-    if options.table or options.figure:
-        rows = Campaign(options.out).rows
-        if options.table:
-            print(table(rows))
-        if options.figure:
-            with drawing():
-                options.figure.write_bytes(render(figure(rows), "sign methods")["svg"])
+    named = {"methods": list(SIGN_METHODS), "batch": [8, 32], "seeds": [0, 1, 2], "schedule": "cosine"}
+    sizes = {"steps": 800, "probe": 100}
+    chosen = options(__doc__, data=str, out=Path, table=False, figure=Path, **named, **sizes)
+    if chosen.table:
+        print(table(read(chosen.out)))
+    if chosen.figure:
+        with drawing():
+            chosen.figure.write_bytes(render(figure(read(chosen.out)), "sign methods")["svg"])
+    if chosen.table or chosen.figure:
         return
     torch.set_num_threads(1)
-    campaign = Campaign(options.out, WORKLOAD.load(options.data), options.ranks, options.schedule)
-    for batch in options.batch:
-        for method in options.methods:
-            campaign.compare(method, batch, options.steps, options.probe, options.seeds)
+    campaign = Campaign(chosen.out, WORKLOAD.load(chosen.data), chosen.schedule)
+    for batch in chosen.batch:
+        for method in chosen.methods:
+            campaign.compare(method, batch, chosen.steps, chosen.probe, chosen.seeds)
 
 
 if __name__ == "__main__":
