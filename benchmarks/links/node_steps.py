@@ -3,8 +3,6 @@
     RANK=... WORLD_SIZE=... LOCAL_RANK=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... \
         GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 python benchmarks node_steps --rate 100mbit \
         [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
-    ... python benchmarks node_steps --rate 100mbit --collectives [--rows ROWS.jsonl]
-    python benchmarks node_steps --predict [--rows ROWS.jsonl]
     python benchmarks node_steps --table [--rows ROWS.jsonl]
 
 To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
@@ -14,17 +12,12 @@ at all times; the first step of each turn is not counted. A step takes as long a
 
 The base of DDP is "computing alone", the model without any exchange, all ranks at once. That of FSDP2 is "nodes in
 step", its work inside a node, where nodes wait for one another at every unit: they exchange one number there. "nodes
-apart" has no such wait.
-
---collectives times what a forecast wants to know of the links: all-reduces and all-gathers between nodes by all ranks
-at once, small ones amid computing, and reduce-scatters inside nodes. --predict adds to every way's row the forecast of
-its step, from the base's time and the collectives. FSDP's work inside nodes is in its base.
+apart" has no such wait. "predicted" of kept rows is the forecast by `gradlab predict --measured` of that time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -37,8 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from predicted_steps import residual_layers
-from rows import Row, add, read
+from rows import Row, add, options, read
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,7 +38,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import compress
-from gradlab.layout import Layer, layers_of
+from gradlab.layout import layers_of
 from gradlab.plan import named_plan
 from gradlab.runtime import compress_fsdp
 
@@ -100,8 +92,6 @@ WAYS = (
 )
 FLAT_WAYS = (*PEERS, *(f"{EVERY_RANK}, {codec}" for codec in FLAT_CODECS))
 RATE = 0.001
-# Every convolution is a unit of its own: a forecast's units end after this many MiB.
-UNIT_CAP_MB = 0.1
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -217,126 +207,16 @@ class Contestant:
         return {"seconds": [round(value, 4) for value in slowest.tolist()], "sent": sent}
 
 
-def slowest_of(work: Callable[[], object]) -> float:
-    """Time what all ranks begin together, by the rank that takes longest."""
-    dist.barrier()
-    start = time.perf_counter()
-    work()
-    slowest = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
-def seconds_of(collective: Callable[[], object], repeats: int = 7) -> float:
-    """Time a collective that all ranks begin together: the median, after two that are not counted."""
-    return statistics.median([slowest_of(collective) for _ in range(repeats + 2)][2:])
-
-
-def seconds_amid_computing(collective: Callable[[], object], batch: int, turns: int = 10, repeats: int = 5) -> float:
-    """Time a collective between convolutions, as a step has it: what it adds to each of them.
-
-    Ranks that share cores come to it one after another, and a rank that has waited first has to be given a core.
-    """
-    layer, images = nn.Conv2d(96, 96, 3, padding=1), torch.randn(batch, 96, 16, 16)
-
-    def alone() -> None:
-        for _ in range(turns):
-            layer(images).sum().backward()
-
-    def together() -> None:
-        for _ in range(turns):
-            layer(images).sum().backward()
-            collective()
-
-    pairs = [slowest_of(together) - slowest_of(alone) for _ in range(repeats + 1)]
-    return statistics.median(pairs[1:]) / turns
-
-
-def collectives(mesh: DeviceMesh, rate: str, batch: int) -> Row:
-    """Time all-reduces and all-gathers between nodes and a reduce-scatter inside them.
-
-    The bytes are a node's, those of all its ranks, and so is the bandwidth.
-    """
-    nodes, ranks = mesh["replicate"].size(), mesh["shard"].size()
-    between, inside = mesh["replicate"].get_group(), mesh["shard"].get_group()
-    observations = []
-    for numel in (1_000, 30_000, 300_000, 1_300_000):
-        values, gathered = torch.randn(numel), torch.empty(nodes * numel)
-        about = {"nodes": nodes, "bytes": ranks * values.nbytes, "bandwidth": rate}
-        all_reduce = partial(dist.all_reduce, values, group=between)
-        seconds = seconds_of(all_reduce) if numel > 100_000 else seconds_amid_computing(all_reduce, batch)
-        observations.append({**about, "seconds": round(seconds, 5)})
-        if numel > 100_000:
-            seconds = seconds_of(partial(dist.all_gather_single, gathered, values, group=between))
-            observations.append({**about, "collective": "all-gather", "seconds": round(seconds, 5)})
-    output = torch.empty(10_000_000 // ranks)
-    whole = torch.randn(ranks * output.numel())
-    seconds = seconds_of(partial(dist.reduce_scatter_single, output, whole, group=inside))
-    sent = whole.nbytes * (ranks - 1) / ranks
-    return {"measured": observations, "inside_bits_per_second": round(8 * sent / seconds)}
-
-
-def measure(way: str, base: Contestant, make: Callable[[str], Contestant], options: argparse.Namespace) -> Row:
+def measure(way: str, base: Contestant, make: Callable[[str], Contestant], chosen: argparse.Namespace) -> Row:
     """Time a way's steps in turns with its base's."""
     contestant = make(way)
     base.seconds, base.sent = [], 0
-    for _ in range(options.rounds):
-        base.turn(options.steps)
-        contestant.turn(options.steps)
+    for _ in range(chosen.rounds):
+        base.turn(chosen.steps)
+        contestant.turn(chosen.steps)
     row = {**contestant.row(), "base_seconds": base.row()["seconds"]}
     contestant.close()
     return row
-
-
-def _layers(row: Row) -> tuple[Layer, ...]:
-    """The layers of a row's model: this benchmark's network, or a ResNet-18 that was timed by another program."""
-    if row.get("model") == "resnet18":
-        return residual_layers((64, 128, 256, 512), 2)
-    return layers_of(network(row["width"]))
-
-
-def add_predictions(rows: list[Row]) -> None:
-    """Forecast the seconds of every way's step, from the collectives that were timed, and put them into its row."""
-    from gradlab.analysis.forecast import Network, forecast
-    from gradlab.analysis.forecast.calibration import ALL_REDUCE, Observation, calibrate_link
-    from gradlab.analysis.forecast.link import Link, parse_bandwidth
-    from gradlab.analysis.forecast.network import Profile
-    from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
-    from gradlab.analysis.forecast.step_time import FLAT, HIERARCHICAL, HSDP
-
-    timed = [row for row in rows if "measured" in row]
-    seen = [
-        Observation(
-            one["nodes"],
-            one["bytes"],
-            parse_bandwidth(one["bandwidth"]),
-            one["seconds"],
-            one.get("collective", ALL_REDUCE),
-        )
-        for row in timed
-        for one in row["measured"]
-    ]
-    calibration = calibrate_link(Link(1e9, 1e-4), seen)
-    inside = Link(statistics.mean(row["inside_bits_per_second"] for row in timed), header_share=0.0)
-    for row in rows:
-        if "way" not in row or row["way"] in (APART, *FLAT_WAYS):
-            continue
-        kind, _, codec = row["way"].partition(", ")
-        on_shards = kind in ("FSDP2", NATIVE)
-        compute = statistics.median(row["base_seconds"])
-        plans = {"FSDP2": SHARDS, NATIVE: SHARDS}.get(kind, BETWEEN)
-        # What FSDP does inside a node is in the time of its step.
-        node = Node(row["local_ranks"], Link(1e14) if on_shards else inside, plans, on_cpus=True)
-        links = [Link(parse_bandwidth(row["rate"]), 1e-4)]
-        cap = UNIT_CAP_MB if on_shards else None
-        cores = row["cores"] / (row["nodes"] * row["local_ranks"])
-        network_ = Network(links, [row["nodes"]], Profile(compute, "measured"), cores, cap, node)
-        name, settings = CODECS.get(codec, CODECS["int8"]) if codec != "uncompressed" else CODECS["int8"]
-        plan = named_plan(_layers(row), name, **settings)
-        (pair,) = forecast(plan, network_, calibration=calibration).nodes[0].links
-        dense = {PLAIN: FLAT, NATIVE: HSDP, "DDP, uncompressed": HIERARCHICAL, "FSDP2, uncompressed": HSDP}
-        step = pair.ways[dense[row["way"]]] if row["way"] in dense else pair.compressed
-        row["predicted"] = round(step.seconds, 3)
 
 
 def table(rows: list[Row]) -> str:
@@ -363,43 +243,27 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure every way on all ranks, or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("--rounds", 3), ("--steps", 3), ("--width", 96), ("--batch", 24)):
-        parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=(*WAYS, *FLAT_WAYS))
-    parser.add_argument("--rate", default="unlimited")
-    parser.add_argument("--interface", default=os.environ.get("GLOO_SOCKET_IFNAME", "eth0"))
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    for flag in ("--collectives", "--table", "--predict"):
-        parser.add_argument(flag, action="store_true")
-    options = parser.parse_args()
-    if options.table:
-        print(table(read(options.rows)))
-        return
-    if options.predict:
-        rows = read(options.rows)
-        add_predictions(rows)
-        options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"rounds": 3, "steps": 3, "width": 96, "batch": 24}
+    named = {"ways": WAYS, "rate": "unlimited", "rows": ROWS, "table": False}
+    chosen = options(__doc__, **sizes, **named)
+    if chosen.table:
+        print(table(read(chosen.rows)))
         return
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = dist.get_world_size() // local
     mesh = init_device_mesh("cpu", (nodes, local), mesh_dim_names=("replicate", "shard"))
-    if options.collectives:
-        timed = collectives(mesh, options.rate, options.batch)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "eth0")
+    make = partial(Contestant, mesh=mesh, width=chosen.width, batch=chosen.batch, interface=interface)
+    bases = {name: make(name) for name in (ALONE, IN_STEP)}
+    about = {name: getattr(chosen, name) for name in ("rate", "width", "batch")}
+    about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
+    for way in chosen.ways:
+        base = bases[IN_STEP if way == NATIVE or way.startswith("FSDP2") else ALONE]
+        row = measure(way, base, make, chosen)
         if dist.get_rank() == 0:
-            add(options.rows, timed)
-    else:
-        make = partial(Contestant, mesh=mesh, width=options.width, batch=options.batch, interface=options.interface)
-        bases = {name: make(name) for name in (ALONE, IN_STEP)}
-        about = {name: getattr(options, name) for name in ("rate", "width", "batch")}
-        about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
-        for way in options.ways:
-            base = bases[IN_STEP if way == NATIVE or way.startswith("FSDP2") else ALONE]
-            row = measure(way, base, make, options)
-            if dist.get_rank() == 0:
-                add(options.rows, {"way": way} | about | row)
+            add(chosen.rows, {"way": way} | about | row)
     dist.destroy_process_group()
 
 

@@ -5,15 +5,14 @@ MODULE:NAME, where NAME says which plan of `PLANS` it was. An all-reduce measure
 {"raw_mb", "ranks", "rate", "all_reduce_s"}. The engine's measurement of a codec in a step, as a run's report
 has it: {"compress", "ranks", "hook"}; without it codecs are timed here. The model is a residual network for CIFAR.
 
-    python benchmarks predicted_steps benchmarks/results/predicted-steps.jsonl --cores 2
-    python benchmarks predicted_steps benchmarks/results/predicted-steps.jsonl --table
+    python benchmarks predicted_steps [--rows FILE] --predict
+    python benchmarks predicted_steps [--rows FILE] --table
 
 The first adds to every step's row the forecast of its median, and the second prints what is kept.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rows import Row, read
+from rows import Row, options, read
 
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link
@@ -30,6 +29,8 @@ from gradlab.analysis.forecast.network import CodecTime, Profile
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 
+ROWS = Path(__file__).parents[1] / "results" / "predicted-steps.jsonl"
+CORES, LATENCY = 2.0, 2e-4  # of the machine, shared by all ranks; seconds
 PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cast16": ("cast", {"dtype": "float16"}),
     "int8": ("block_scaled", {"dtype": "int8"}),
@@ -60,32 +61,29 @@ def _norm(name: str, width: int) -> list[Layer]:
     return [Layer(f"{name}.weight", (width,), "normalization"), Layer(f"{name}.bias", (width,), "bias")]
 
 
-def add_predictions(rows: Sequence[Row], options: argparse.Namespace) -> None:
+def add_predictions(rows: Sequence[Row]) -> None:
     """Forecast every measured step, and put its seconds into its row."""
-    widths = tuple(int(width) for width in options.widths.split(","))
-    layers = residual_layers(widths, options.blocks)
+    layers = residual_layers((64, 128, 256, 512), 2)
     plans = {name: Plan.uniform(layers, codec, warmup_steps=0, **s) for name, (codec, s) in PLANS.items()}
-    for row in rows:
-        if "step_s" not in row:
-            continue
+    for row in (row for row in rows if "step_s" in row):
         ranks, name = row["ranks"], row["hook"].split(":")[-1]
         timed = [r["compress"] for r in rows if "compress" in r and (r["ranks"], r["hook"]) == (ranks, name)]
         codec = CodecTime(median(timed), ranks, True, "the measured steps") if timed else None
         profile = Profile(row["compute_s"], "measured", codec)
-        link = replace(_link(rows, ranks, options.latency), bits_per_second=parse_bandwidth(row["rate"]))
-        network = Network([link], [ranks], profile, options.cores / ranks, options.bucket_cap_mb)
+        link = replace(_link(rows, ranks), bits_per_second=parse_bandwidth(row["rate"]))
+        network = Network([link], [ranks], profile, CORES / ranks)
         pair = forecast(plans.get(name) or next(iter(plans.values())), network).nodes[0].links[0]
         row["predicted"] = round((pair.dense if name == "none" else pair.compressed).seconds, 4)
 
 
-def _link(rows: Sequence[Row], ranks: int, latency: float) -> Link:
+def _link(rows: Sequence[Row], ranks: int) -> Link:
     """A link whose costs are fitted to the all-reduces that were timed at as many ranks, if any were."""
     seen = [
         Observation(ranks, int(1e6 * row["raw_mb"]), parse_bandwidth(row["rate"]), row["all_reduce_s"])
         for row in rows
         if "raw_mb" in row and row["ranks"] == ranks
     ]
-    link = Link(1e9, latency)
+    link = Link(1e9, LATENCY)
     return calibrate_link(link, seen).applied(link) if seen else link
 
 
@@ -105,19 +103,11 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     """The forecasts, or their table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--cores", type=float, default=2.0, help="cores of the machine, shared by all ranks")
-    parser.add_argument("--latency", type=float, default=2e-4)
-    parser.add_argument("--bucket-cap-mb", type=float)
-    parser.add_argument("--widths", default="64,128,256,512")
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--table", action="store_true", help="print what is kept, without a new forecast")
-    options = parser.parse_args()
-    rows = read(options.rows)
-    if not options.table:
-        add_predictions(rows, options)
-        options.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = options(__doc__, rows=ROWS, predict=False, table=False)
+    rows = read(chosen.rows)
+    if chosen.predict:
+        add_predictions(rows)
+        chosen.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(table(rows))
 
 
