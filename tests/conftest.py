@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 from gradlab.analysis import parallel as shared_out
 from gradlab.analysis.figures import style
@@ -22,7 +23,7 @@ from support.warm_python import python, share
 
 # Ranks and scripts that tests start import `support` and `jobs`, as the tests do (pythonpath in pyproject.toml).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=34)
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
@@ -76,14 +77,20 @@ def _frugal() -> Iterator[None]:
     """What costs a second or more each time is asked for where it is tested, and left out elsewhere.
 
     Training runs start from a process that has torch already. Commands take one process, as the other cores have tests
-    of their own to run. Reports have no PDFs. PDFs draw letters instead of embedding the font's part that they need.
+    of their own to run. Reports have no PDFs, and their figures' parts lie where matplotlib puts them at first. PDFs
+    draw letters instead of embedding the font's part that they need.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreter", python)
         patch.setattr(shared_out, "default_workers", lambda: 1)
         patch.setitem(style.RC, "pdf.fonttype", 3)
-        patch.setattr(report_page, "render", lambda figure, name, _: style.render(figure, name, ("svg",)))
+        patch.setattr(report_page, "render", _rendered)
         yield
+
+
+def _rendered(figure: Figure, name: str, _: Sequence[str]) -> dict[str, bytes]:
+    figure.set_layout_engine("none")
+    return style.render(figure, name, ("svg",))
 
 
 @pytest.fixture(scope="session")

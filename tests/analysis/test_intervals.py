@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from itertools import starmap
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from gradlab.analysis.intervals import (
     rank_correlation,
 )
 from gradlab.errors import GradlabError
-from support.laws import law
+from support.laws import law, thorough
 
 seeds = st.integers(0, 2**20)
 
@@ -33,7 +34,14 @@ def first_order(rho: float, count: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("rho", "count"), [(0.0, 24), (0.0, 100), (0.5, 40), (0.5, 100), (0.8, 100), (0.5, 400), (0.8, 400), (0.95, 400)]
+    ("rho", "count"),
+    [
+        (0.0, 24),
+        (0.5, 40),
+        (0.8, 100),
+        (0.95, 400),
+        *starmap(thorough, [(0.0, 100), (0.5, 100), (0.5, 400), (0.8, 400)]),
+    ],
 )
 def test_an_interval_holds_the_mean_at_its_rate_however_alike_neighbours_are(rho: float, count: int) -> None:
     """95 % of 300, and what 300 leave to chance; given to at least three quarters of the series."""
@@ -43,7 +51,9 @@ def test_an_interval_holds_the_mean_at_its_rate_however_alike_neighbours_are(rho
     assert 0.92 <= sum(one.low <= 0 <= one.high for one in given) / len(given) <= 0.99
 
 
-@pytest.mark.parametrize(("rho", "count"), [(0.8, 24), (0.95, 24), (0.99, 24), (0.95, 100), (0.99, 400)])
+@pytest.mark.parametrize(
+    ("rho", "count"), [(0.8, 24), (0.95, 100), *starmap(thorough, [(0.95, 24), (0.99, 24), (0.99, 400)])]
+)
 def test_a_series_too_short_for_its_autocorrelation_is_refused_an_interval(rho: float, count: int) -> None:
     """To all but a fifth; and no more than 5 % of all series, and what chance adds, get one that is wrong."""
     found = [mean_interval(first_order(rho, count, seed)) for seed in range(300)]
@@ -167,8 +177,15 @@ def test_rank_correlation_is_scipys_and_lies_in_its_interval(pairs: list[tuple[i
     assert rank_correlation(a, a).rho == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("count", [7, 13, 33])
-@pytest.mark.parametrize("known", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("count", "known"),
+    [
+        (7, 0.9),
+        (13, 0.5),
+        (33, 0.0),
+        *starmap(thorough, [(7, 0.0), (7, 0.5), (13, 0.0), (13, 0.9), (33, 0.5), (33, 0.9)]),
+    ],
+)
 def test_the_interval_of_a_rank_correlation_holds_it_at_its_rate(count: int, known: float) -> None:
     """Of bivariate normal items, whose rho of ranks is (6 / pi) asin(r / 2); 95 % of 300, and more for very few."""
     r = 2 * math.sin(math.pi * known / 6)

@@ -39,7 +39,7 @@ def test_nothing_falls(name: str, tmp_path: Path) -> None:
 def test_ranks_refuse_what_one_of_them_sends_or_share_a_result(pool: ProcessPool) -> None:
     """Between processes of Gloo, where a length that is announced is taken memory for, and errors must reach all."""
     ended = []
-    for number in (0, 1, 2, 11, 14, 21, 23):  # two or more of each
+    for number in (0, 1, 2, 11, 14):  # one or more of each
         case = drawn_case(np.random.default_rng([number]), ["topk, smallest coding", "two_way ecsq", "chunk_topk"], 2)
         try:
             judged(case["family"], pool.run(TASK, ranks=case.pop("world_size"), **case))
@@ -50,7 +50,7 @@ def test_ranks_refuse_what_one_of_them_sends_or_share_a_result(pool: ProcessPool
 
 
 def outcomes(name: str, form: Format, folder: Path) -> Iterator[str]:
-    for number in range(2 if name == "report" else 6):  # a page with figures takes a quarter of a second
+    for number in range(2 if name == "report" else 4):  # a page with figures takes a quarter of a second
         case = form.case(np.random.default_rng([number]))
         ended = outcome(case, folder / form.file_name)
         assert ended in (REFUSED, TAKEN), f"{name}:{number} {case.kind}: {ended}"

@@ -1,6 +1,6 @@
 """`law`: hypothesis' `given` without a deadline, because timing never decides a test; `thorough`: rows left out.
 
-The suite draws the same examples every time, so that it fails where something was changed, and a third of those that
+The suite draws the same examples every time, so that it fails where something was changed, and a fifth of those that
 are named. Others, and all of them, need the hypothesis profile `explore`.
 """
 
@@ -21,7 +21,7 @@ def draws_all() -> bool:
 
 def law(*strategies: SearchStrategy[Any], examples: int = 100) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test on values drawn from the strategies, `examples` times."""
-    count = examples if draws_all() else -(-examples // 3)
+    count = examples if draws_all() else -(-examples // 5)
     return lambda test: settings(max_examples=count, deadline=None)(given(*strategies)(test))
 
 

@@ -640,7 +640,6 @@ def test_a_segment_that_is_not_what_it_claims(
 ) -> None:
     edit(trace_path, change)
     refused(trace_path, match)
-    assert not check(trace_path).ok
 
 
 def test_one_data_set_under_two_names(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def endings(rows: list[tuple[float, float, str]], memory: bool = False) -> tuple
     return tuple(Ending(task, str(i), memory, {4: cosine}, excess) for i, (cosine, excess, task) in enumerate(rows))
 
 
-@law(ROWS, st.floats(-1, 1), st.floats(-1, 1))
+@law(ROWS, st.floats(-1, 1), st.floats(-1, 1), examples=40)
 def test_a_smaller_error_never_has_a_worse_range_and_none_has_nothing(
     rows: list[tuple[float, float, str]], one: float, other: float
 ) -> None:
@@ -36,7 +36,7 @@ def test_a_smaller_error_never_has_a_worse_range_and_none_has_nothing(
     assert exact.within(0.0)
 
 
-@law(ROWS)
+@law(ROWS, examples=30)
 def test_most_of_the_trainings_beyond_the_first_window_are_in_their_range(
     rows: list[tuple[float, float, str]],
 ) -> None:
