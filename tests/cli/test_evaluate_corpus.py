@@ -74,7 +74,7 @@ def judged(gradlab: Command, *words: object) -> dict[str, Any]:
 def test_a_codec_with_settings_stands_among_the_corpuss_methods(gradlab: Command, corpus: Path, desk: Path) -> None:
     code, out, err = gradlab("evaluate", corpus, "topk:density=0.05")
     assert (code, err) == (0, "")
-    assert "only 4 steps are judged" in out
+    assert "only 8 steps are judged" in out
     summary, ranking = out[out.index("what is judged") :].split(f"{NAME}: ResNet-10 on digits")
     assert "topk:density=0.05" in summary
     assert "2 of 3" in summary  # by cosine, between top-k 10 % and top-k 1 %

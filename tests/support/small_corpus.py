@@ -23,10 +23,10 @@ def make_corpus(work: Path) -> Path:
     """Record, train, replay and put together; the corpus's folder."""
     with benchmark_modules("corpus") as modules:
         corpus = modules["corpus"]
-        recipe = replace(get(NAME).recipe, batch_size=8, steps=8, warmup_steps=2)
+        recipe = replace(get(NAME).recipe, batch_size=8, steps=16, warmup_steps=2)
         task = corpus.emulated.Task(get(NAME), recipe, ranks=2)
         baseline = corpus.Baseline("ResNet-10 on digits", task, "", SOURCE)
-        campaign = corpus.Campaign(work, Path(), {NAME: baseline}, METHODS, budget="4MB", warmup=2, recorded=4)
+        campaign = corpus.Campaign(work, Path(), {NAME: baseline}, METHODS, budget="4MB", warmup=2, recorded=8)
         campaign.folder.mkdir(parents=True)
         campaign.train()
         campaign.assemble(campaign.outcomes(), "python benchmarks corpus")

@@ -41,8 +41,8 @@ def copy(corpus: Path, tmp_path: Path) -> Path:
 def test_a_corpus_holds_what_was_predicted_beside_what_was_observed(corpus: Path) -> None:
     found = read_corpus(corpus)
     (recording,) = found.recordings
-    assert (recording.name, recording.world_size, recording.recorded_steps) == (NAME, 2, 4)
-    assert recording.iterations == (4, 7)
+    assert (recording.name, recording.world_size, recording.recorded_steps) == (NAME, 2, 8)
+    assert recording.iterations == (8, 15)
     assert recording.dtype == "bfloat16"
     another, *methods = found.outcomes_of(NAME)
     assert [one.method for one in methods] == list(METHODS)
