@@ -1,25 +1,21 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share. Modules are imported where they are used: workers import what they test."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
-from matplotlib.figure import Figure
 
-from gradlab.analysis import parallel as shared_out
-from gradlab.analysis.figures import style
-from gradlab.analysis.report import page as report_page
-from gradlab.cli.main import main
-from gradlab.cli.train import launch
 from support.command_line import Command
-from support.contract import cases
 from support.process_pool import ProcessPool
-from support.warm_python import python, share
+from support.rewriting import rewrite_share
+from support.warm_python import LIBRARIES, python, share, started_python
 
 # Ranks and scripts that tests start import `support` and `jobs`, as the tests do (pythonpath in pyproject.toml).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
@@ -33,9 +29,15 @@ LONGEST = ("recommendation", "fsdp", "contract", "cli", "digests", "pilot", "rep
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start what jobs are forked from, once for all workers, while these read the tests."""
+    """Start what workers and jobs are forked from, once for all workers; in a worker, do its share for the others."""
     if config.getoption("numprocesses", None):
+        os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # workers hand each other what they rewrote
         share()
+        config.option.tx = [f"{one}//python={python(*LIBRARIES)}" for one in config.option.tx]
+    elif worker := getattr(config, "workerinput", None):
+        sys.executable = started_python()
+        multiprocessing.set_executable(sys.executable)
+        rewrite_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,6 +53,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ran = {report.nodeid for of_outcome in reports.values() for report in of_outcome}
     if not ran:
         return
+    from support.contract import cases
+
     codecs = {case for case in cases() if any(case in node.partition("[")[2] for node in ran)}
     counts = ", ".join(f"{len(of_outcome)} {what}" for what, of_outcome in reports.items())
     terminalreporter.write_line(
@@ -69,6 +73,8 @@ def _of_contract(report: object) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Sums differ between one and two threads in the last bit; the ranks run with one."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -80,17 +86,21 @@ def _frugal() -> Iterator[None]:
     of their own to run. Reports have no PDFs, and their figures' parts lie where matplotlib puts them at first. PDFs
     draw letters instead of embedding the font's part that they need.
     """
+    from gradlab.analysis import parallel as shared_out
+    from gradlab.analysis.figures import style
+    from gradlab.analysis.report import page as report_page
+    from gradlab.cli.train import launch
+
+    def rendered(figure: Any, name: str, _: Sequence[str]) -> dict[str, bytes]:
+        figure.set_layout_engine("none")
+        return style.render(figure, name, ("svg",))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreter", python)
         patch.setattr(shared_out, "default_workers", lambda: 1)
         patch.setitem(style.RC, "pdf.fonttype", 3)
-        patch.setattr(report_page, "render", _rendered)
+        patch.setattr(report_page, "render", rendered)
         yield
-
-
-def _rendered(figure: Figure, name: str, _: Sequence[str]) -> dict[str, bytes]:
-    figure.set_layout_engine("none")
-    return style.render(figure, name, ("svg",))
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +113,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
 @pytest.fixture
 def gradlab(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command in this process; its exit code, standard output and standard error."""
+    from gradlab.cli.main import main
 
     def run(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["gradlab", *map(str, words)])

@@ -5,8 +5,8 @@ torchrun three processes do the first, two the second. `python()` starts one pro
 (the warm one), and gives the path of an executable that takes Python's own command line: `-u`; `-m MODULE`, `-c CODE`,
 a script or a folder; arguments. Each call is a process of its own, forked from the warm one, with the caller's folder,
 environment and standard streams. Its signals and its exit status are passed on. torchrun finds the same executable as
-its `sys.executable`, so that its ranks are forked, too. pytest's workers share the processes of the one that started
-them (`share`).
+its `sys.executable`, so that its ranks are forked, too. pytest's workers are forked as well, and share the processes of
+the one that started them (`share`).
 
 What looks at imports themselves, or at what a user's shell starts, uses `sys.executable`.
 """
@@ -40,6 +40,11 @@ from typing import Any, NoReturn
 FSDP = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.optim")
 TORCH = ("torch.distributed.run", "torch._dynamo", *FSDP)
 GRADLAB = ("gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
+# What tests of the analysis import, for pytest's workers.
+LIBRARIES = (
+    *("scipy.optimize", "scipy.stats", "sklearn.feature_selection", "joblib", "matplotlib.figure"),
+    *("matplotlib.backends.backend_pdf", "jinja2", "gradlab.analysis.report.page", "gradlab.cli.main"),
+)
 SHARED = "GRADLAB_TESTS_PYTHON"  # variable: paths of executables by what they have imported, as JSON
 LENGTH = 8  # bytes of a number on the socket
 LOOK_EVERY = 0.01  # seconds, for processes that have ended, or that are not there yet
@@ -64,7 +69,12 @@ def torch_python() -> str:
 
 def share() -> None:
     """Start both now, for the processes that this one starts."""
-    os.environ[SHARED] = json.dumps({"torch": torch_python(), "gradlab": python()})
+    os.environ[SHARED] = json.dumps({"torch": torch_python(), "gradlab": python(), "started": sys.executable})
+
+
+def started_python() -> str:
+    """Path of the Python that pytest was started with, in workers that are forked from a warm one, too."""
+    return _shared("started") or sys.executable
 
 
 def _shared(name: str) -> str:
@@ -156,6 +166,7 @@ def serve(address: str, modules: list[str]) -> None:
     """Import, then fork a process for each connection until standard input ends; the caller holds its other end."""
     if options := os.environ.get("PYTHONWARNINGS"):
         warnings._processoptions(options.split(","))  # type: ignore[attr-defined]  # a forked process has not read them
+    sys.executable = started_python()  # which some modules keep when they are imported
     for module in modules:
         importlib.import_module(module)
     gc.collect()
@@ -224,8 +235,9 @@ def become(request: dict[str, Any]) -> NoReturn:
         sys.excepthook(*sys.exc_info())
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError):  # a worker of pytest has closed it
+            stream.flush()
     os._exit(code & 0xFF)
 
 
