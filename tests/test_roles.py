@@ -117,6 +117,7 @@ def test_bert_and_llama(transformers: Any) -> None:
         assert all(len(layer.shape) == 1 for layer in layers_of(model) if layer.role in ("bias", "normalization"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "role", "gate_up"),
     [
@@ -142,6 +143,7 @@ def test_expert_stacks(transformers: Any, family: str, role: str, gate_up: tuple
     assert {layer.role for layer in flat if layer.name.endswith("_bias")} <= {"bias"}
 
 
+@pytest.mark.thorough
 def test_llama4_says_nothing_and_is_known_by_its_hidden_size(transformers: Any) -> None:
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 

@@ -222,7 +222,7 @@ def replay_table(replays: Mapping[str, Any]) -> Table:
 
 
 def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
-    spread, time = summary.get("codec_seconds_range"), format_seconds(summary["codec_seconds"])
+    spread, time = summary["codec_seconds_range"], format_seconds(summary["codec_seconds"])
     return [
         name,
         "; ".join(summary["methods"]),
@@ -265,7 +265,7 @@ def _codec_time_note(replays: Mapping[str, Any]) -> str:
         "Codec time: processor time in the codecs' code per step and rank, in lockstep; the median over the compressed "
         "steps, and the least and the most of one. Forecasts in this report start from the same medians."
     )
-    shares = {name: replay["summary"].get("codec_wall_share") for name, replay in replays.items()}
+    shares = {name: replay["summary"]["codec_wall_share"] for name, replay in replays.items()}
     busy = {name: share for name, share in shares.items() if share is not None and share > _BUSY}
     if busy:
         most = max(busy, key=lambda name: busy[name])

@@ -79,13 +79,6 @@ def expected_energy(model: GradientModel) -> np.ndarray:
     return sum(model.eigenvalues) + model.numel * np.square(model.noise_std)
 
 
-def expected_spectrum(model: GradientModel, node: int = 0) -> np.ndarray:
-    """Compute the eigenvalues of one node's covariance at a step, (numel,): l_i + s^2, then s^2."""
-    spectrum = np.full(model.numel, model.noise_std[node] ** 2)
-    spectrum[: model.rank] += model.eigenvalues
-    return spectrum
-
-
 def expected_tail_energy(model: GradientModel, kept: int, age: int = 0, node: int = 0) -> float:
     """Compute the share of one node's energy outside the first `kept` <= rank true directions of `age` steps ago.
 

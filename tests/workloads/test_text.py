@@ -229,24 +229,18 @@ def test_an_oversized_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     file = tmp_path / "a.txt"
     file.write_bytes(b"x" * 101)
     assert "more than 100 bytes; give a part of it" in _refused("text_bytes", file)
-
-
-def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
     assert "cannot be read" in _refused("text_bytes", tmp_path / ("x" * 300))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_an_impossible_transformer_is_refused() -> None:
+    for changes, message in (
         ({"vocabulary": 0}, "vocabulary is 0, expected at least 1"),
         ({"context": 0}, "context is 0"),
         ({"layers": -1}, "layers is -1"),
         ({"heads": 3}, "width 16 cannot be shared by 3 heads"),
-    ],
-)
-def test_an_impossible_transformer_is_refused(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(GradlabError, match=message):
-        dataclasses.replace(SMALL, **changes)
+    ):
+        with pytest.raises(GradlabError, match=message):
+            dataclasses.replace(SMALL, **changes)
 
 
 # --- the transformer ----------------------------------------------------------------------------------------------
@@ -265,7 +259,7 @@ def _scattered(seed: int) -> Transformer:
     return model
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=12)
 @given(place=st.integers(0, SMALL.context - 1), other=st.integers(1, SMALL.vocabulary - 1), seed=st.integers(0, 50))
 def test_a_changed_token_changes_nothing_before_it(place: int, other: int, seed: int) -> None:
     model, before = _scattered(seed), _tokens(seed)
@@ -279,12 +273,9 @@ def test_a_changed_token_changes_nothing_before_it(place: int, other: int, seed:
     assert ((a - b).abs().amax(dim=(0, 2))[place:] > 1e-9).all()
 
 
-def test_a_beginning_has_the_same_logits_as_in_its_longer_row() -> None:
-    model, tokens = _scattered(0), _tokens(0)
-    with torch.no_grad():
-        assert torch.allclose(model(tokens)[:, :5], model(tokens[:, :5]), atol=1e-9)
+def test_a_longer_row_is_refused() -> None:
     with pytest.raises(GradlabError, match="13 tokens in a row: this transformer has 12 positions"):
-        model(_tokens(0, length=13))
+        _scattered(0)(_tokens(0, length=13))
 
 
 def test_the_order_of_tokens_matters() -> None:
