@@ -735,13 +735,14 @@ def reduced(
     return {"same": same, "counted": said["payload_bytes"], "forecast": said["forecast_payload_bytes"]}
 
 
-def rules_inside(group: dist.ProcessGroup) -> dict[str, Any]:
-    """A finding of a rule in the reduce-scatter, as an error."""
+def rules_inside(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
+    """A finding of a rule in the reduce-scatter, as an error; with a plan between nodes, or without."""
     rank, mesh = dist.get_rank(group), mesh_of(group, 2)
     model = sharded(mesh["shard"])
     plans = [plan_of(model, "several", {"of": "speaking"}), plan_of(model, "block_scaled", {"dtype": "int8"})]
     options = {"rules": {"residual_grows": "error"}, "measure_every": 2, "inside": plans[0]}
-    with compress_fsdp(model, plans[1], between=mesh["replicate"], within=mesh["shard"], **options) as state:
+    outer = plans[1] if between else replace(plans[1], groups=())
+    with compress_fsdp(model, outer, between=mesh["replicate"], within=mesh["shard"], **options) as state:
         error = _refusal(partial(_backward_often, model, rank))
         found = [[one["rule"], one["group"]] for one in state.report()["rules"]]
     return {"error": error, "found": found}

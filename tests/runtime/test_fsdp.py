@@ -116,8 +116,9 @@ def test_codecs_see_the_mean_where_fsdp_divides_after_the_hook(pool: ProcessPool
     assert max(map(max, pool.run("jobs.fsdp_tasks:with_weight_decay", 4, nodes=2))) < 1e-5
 
 
-def test_rules_watch_the_reduce_scatter(pool: ProcessPool) -> None:
-    first, *others = pool.run("jobs.fsdp_tasks:rules_inside", 4)
+@pytest.mark.parametrize("between", [True, False])
+def test_rules_watch_the_reduce_scatter(pool: ProcessPool, between: bool) -> None:
+    first, *others = pool.run("jobs.fsdp_tasks:rules_inside", 4, between=between)
     assert {rule for rule, _ in first["found"]} == {"residual_grows"}
     assert all(group.endswith("in the reduce-scatter") for _, group in first["found"])
     assert "in the reduce-scatter: the residual's norm is" in first["error"]

@@ -14,7 +14,7 @@ WHEN = ["before DDP", *(f"before step {step}" for step in (0, 1, 3)), "back befo
     ("when", "options"),
     [
         *((when, {"gradient_as_bucket_view": True}) for when in WHEN),
-        *((when, {}) for when in ("before DDP", "before step 1")),
+        *((when, {}) for when in ("before DDP", "before step 1", "back before step 0")),
         ("before step 3", {"find_unused_parameters": True}),
     ],
 )
