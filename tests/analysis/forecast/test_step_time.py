@@ -331,8 +331,8 @@ sizes_of_layers = st.integers(1, 400_000) | st.sampled_from([2**16, 2**17, 2**18
 
 
 @law(st.lists(sizes_of_layers, min_size=1, max_size=40), st.sampled_from([None, 0.1, 0.5, 1.0, 25.0]))
-@example([5, 2**18, 7], None)
-@example([5, 2**17, 7], 0.5)
+@example([5, 2**18], None)
+@example([5, 2**17], 0.5)
 def test_buckets_are_those_of_ddp(sizes: list[int], cap: float | None) -> None:
     """Against torch's own assignment, in the order in which backward meets layers."""
     layers = [Layer(f"p{i}", (size,)) for i, size in enumerate(sizes)]
