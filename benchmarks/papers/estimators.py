@@ -7,9 +7,8 @@
 Information: pairs whose information is known in closed form, by exact sums or by quadrature (`CASES`). A copula's
 interval is of the information that the correlation of normal scores stands for, a lower bound: known here from four
 million pairs. A histogram has no interval. Bias is that of `mutual_information`, which may be below 0. Means over
-iterations: first-order series of known autocorrelation. Rank correlations: bivariate normal items. Series and ranks,
-which take no time, are repeated 2,000 times. One line of JSON per row. Kept rows are not made again; the table has the
-later ones.
+iterations: first-order series of known autocorrelation, which take no time and are repeated 2,000 times. One line of
+JSON per row. Kept rows are not made again; the table has the later ones.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from scipy import stats
 from scipy.signal import lfilter
 from scipy.special import betaln, digamma
 
-from gradlab.analysis.intervals import mean_interval, rank_correlation
+from gradlab.analysis.intervals import mean_interval
 from gradlab.analysis.measure.information import (
     METHODS,
     Variable,
@@ -38,8 +37,7 @@ from gradlab.analysis.measure.information import (
 
 CORRELATION, ZEROS, TAIL, FREEDOM, APART = 0.6, 0.9, 0.05, 3, 2.0
 AUTOCORRELATIONS, ITERATIONS = (0.0, 0.5, 0.8, 0.95), (24, 100, 400)
-RANK_CORRELATIONS, ITEMS = (0.0, 0.5, 0.9), (5, 7, 13, 27, 40)
-SERIES = 2000  # series, and orders of items: they take no time
+SERIES = 2000  # they take no time
 MANY = 2**22  # pairs for what has no closed form
 BEFORE = 400  # iterations after which a series has forgotten its start
 Pairs = tuple[np.ndarray, np.ndarray]
@@ -194,19 +192,6 @@ def series_row(rho: float, iterations: int, repetitions: int) -> Row:
     return {"given": len(given), "held": held, "drifts": sum(one.drift is not None for one in found)}
 
 
-def rank_row(rho: float, items: int, repetitions: int) -> Row:
-    """How often the interval of a rank correlation holds that of all items there could be, (6 / pi) asin(r / 2)."""
-    generator, r = np.random.default_rng([items, round(100 * rho)]), 2 * math.sin(math.pi * rho / 6)
-    held, bias = 0, 0.0
-    for _ in range(repetitions):
-        x, e = generator.standard_normal((2, items))
-        found = rank_correlation(x, r * x + math.sqrt(1 - r * r) * e)
-        assert found.interval is not None
-        held += found.interval[0] <= rho <= found.interval[1]
-        bias += (found.rho - rho) / repetitions
-    return {"bias": bias, "held": held}
-
-
 def run(out: Path, repetitions: int, samples: Sequence[int], methods: Sequence[str]) -> None:
     """Add the rows that are missing."""
     cases = {case.name: case for case in CASES}
@@ -220,10 +205,6 @@ def run(out: Path, repetitions: int, samples: Sequence[int], methods: Sequence[s
     keys = ({"kind": "series", "iterations": n, "autocorrelation": rho, "repetitions": SERIES} for n, rho in pairs)
     for key in missing(out, keys):
         add(out, key | series_row(key["autocorrelation"], key["iterations"], SERIES))
-    pairs = product(ITEMS, RANK_CORRELATIONS)
-    keys = ({"kind": "ranks", "items": n, "correlation": rho, "repetitions": SERIES} for n, rho in pairs)
-    for key in missing(out, keys):
-        add(out, key | rank_row(key["correlation"], key["items"], SERIES))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -245,11 +226,6 @@ def table(rows: Sequence[Row]) -> str:
         pairs = ((given, many), (row["held"], given), (wrong, many), (row["drifts"], many))
         shares = "  ".join(_share(*pair) for pair in pairs)
         lines.append(f"{row['iterations']:>5d}  {row['autocorrelation']:15.2f}  {shares}")
-    lines += ["", "rank correlation: share of 95 % intervals (Bonett and Wright) that hold it; bias"]
-    lines.append("items  correlation     hold    bias")
-    for row in (row for row in rows if row["kind"] == "ranks"):
-        share = _share(row["held"], row["repetitions"])
-        lines.append(f"{row['items']:>5d}  {row['correlation']:11.2f}  {share}  {row['bias']:+.3f}")
     return "\n".join(lines)
 
 

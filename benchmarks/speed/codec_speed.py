@@ -1,9 +1,9 @@
 """Encoding and decoding of every codec beside a plain copy of the same gradients, one thread, one run.
 
     python benchmarks codec_speed [--layers "one tensor" ResNet-18 "GPT-2 small"] [--repeats 9] [--codecs sign topk]
-        [--markdown] [--rows ROWS.jsonl]             keeps what is measured
+        [--rows ROWS.jsonl]                          keeps what is measured
     python benchmarks codec_speed --device cuda --group-bytes 26214400 --layers "GPT-2 small" [--graphs]
-    python benchmarks codec_speed --rows ROWS.jsonl --table [--milliseconds]
+    python benchmarks codec_speed --rows ROWS.jsonl --table
 
 The gradients are those of one large tensor, or of the layers of a real model as `Plan.uniform` groups them. Memory is
 reused as the engine reuses it: otherwise most of "decode" would be the system's work of providing new pages.
@@ -21,12 +21,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from layer_lists import LISTS
-from rows import Row, keep, read
+from rows import Row, keep, options, read
 
 from gradlab.codec import Deferred, Exchanged
 from gradlab.collectives import Mean, Sum, answer_for, as_requests
@@ -208,56 +209,31 @@ def compare(
     }
 
 
-def measured(options: argparse.Namespace) -> Iterator[Row]:
+def measured(chosen: argparse.Namespace) -> Iterator[Row]:
     """Time the codecs that were asked for, one after another."""
-    for name in options.codecs:
-        for settings in CASES[name]:
-            for title in options.layers or ["one tensor"]:
-                row = {"codec": name, "layers": title}
-                device = torch.device(options.device)
-                grouping = options.group_bytes, options.graphs
-                row |= compare(name, settings, LISTS[title](), options.repeats, device, *grouping)
-                if device.type == "cuda":
-                    row["device"] = torch.cuda.get_device_name(device)
-                yield keep(options.rows, row)
+    for name in chosen.codecs:
+        for settings, title in product(CASES[name], chosen.layers):
+            row = {"codec": name, "layers": title}
+            device = torch.device(chosen.device)
+            row |= compare(name, settings, LISTS[title](), chosen.repeats, device, chosen.group_bytes, chosen.graphs)
+            if device.type == "cuda":
+                row["device"] = torch.cuda.get_device_name(device)
+            yield keep(chosen.rows, row)
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="+", choices=list(LISTS), help="(default: one tensor; of a table, all)")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--group-bytes", type=float, help="most bytes of a group (default: the codec's own)")
-    parser.add_argument("--rows", type=Path)
-    for flag in ("--markdown", "--table", "--milliseconds", "--graphs"):
-        parser.add_argument(flag, action="store_true")
-    options = parser.parse_args()
+    named = {"layers": ("one tensor",), "repeats": 9, "codecs": list(CASES), "device": "cpu", "group_bytes": float}
+    chosen = options(__doc__, **named, graphs=False, rows=Path, table=False)
     torch.set_num_threads(1)
-    header = ("case", "layers", "copy ms", "encode", "decode", "own", "slower, of a copy's speed", "aim", "")
-    form = (
-        "| {} | {} | {} | {} | {} | {} | {} | {} | {} |"
-        if options.markdown
-        else "{:52s} {:12s} {:>7s} {:>7s} {:>7s} {:>7s} {:>26s} {:>6s} {}"
-    )
-    print(form.format(*header))
-    if options.markdown:
-        print(form.format(*["---"] * len(header)))
-    kept = [row for row in read(options.rows) if not options.layers or row["layers"] in options.layers]
-    for times in kept if options.table else measured(options):
-        aim = 3 if "device" in times else 20 if times.get("layers") == "GPT-2 small" else 10
+    form = "{:52s} {:12s} {:>7s} {:>7s} {:>7s} {:>7s} {:>26s} {:>6s} {}"
+    print(form.format("case", "layers", "copy ms", "encode", "decode", "own", "slower, of a copy's speed", "aim", ""))
+    for times in read(chosen.rows) if chosen.table else measured(chosen):
+        title = times.get("layers", "one tensor")
+        aim = 3 if "device" in times else 20 if title == "GPT-2 small" else 10
         slowest = max(times["encode"], times["decode"])
-        unit = 1e3 * times["copy"] if options.milliseconds else 1.0
-        numbers = [f"{times[key] * unit:.{2 if options.milliseconds else 1}f}" for key in ("encode", "decode", "own")]
-        row = (
-            times["case"],
-            times.get("layers", "one tensor"),
-            f"{times['copy'] * 1e3:.3g}",
-            *numbers,
-            f"1/{slowest:.1f}",
-            f"1/{aim}",
-        )
+        numbers = [f"{times[key]:.1f}" for key in ("encode", "decode", "own")]
+        row = (times["case"], title, f"{times['copy'] * 1e3:.3g}", *numbers, f"1/{slowest:.1f}", f"1/{aim}")
         print(form.format(*row, "" if slowest <= aim else "missed"), flush=True)
 
 

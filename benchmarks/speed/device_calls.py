@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from codec_speed import BEFORE, CASES, ITERATIONS_BEFORE
 from layer_lists import LISTS
-from rows import Row, keep, read
+from rows import Row, keep, markdown, options, read
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -259,34 +259,30 @@ def count(
     return {"ranks": ranks, "groups": groups, "operations": sum(device.work.values()), "waits": dict(device.waits)}
 
 
-def measured(options: argparse.Namespace) -> Iterator[Row]:
+def measured(chosen: argparse.Namespace) -> Iterator[Row]:
     """Count the codecs that were asked for, one after another."""
-    for codec in options.codecs:
+    for codec in chosen.codecs:
         for settings in CASES[codec]:
             case = codec + "".join(f", {key} {value}" for key, value in settings.items())
-            for title in options.layers:
+            for title in chosen.layers:
                 row = {"case": case, "layers": title}
-                row |= count(codec, settings, LISTS[title](), options.ranks)
-                grouped = count(codec, settings, LISTS[title](), options.ranks, GROUP_BYTES)
+                row |= count(codec, settings, LISTS[title](), chosen.ranks)
+                grouped = count(codec, settings, LISTS[title](), chosen.ranks, GROUP_BYTES)
                 row |= {f"{key} grouped": grouped[key] for key in ("groups", "operations")}
-                yield keep(options.rows, row)
+                yield keep(chosen.rows, row)
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", nargs="+", choices=list(LISTS), default=["ResNet-18"])
-    parser.add_argument("--codecs", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rows", type=Path)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    print("| case | layers | groups | operations | in groups of 25 MiB | operations | waits for the device |")
-    print("|---" * 7 + "|")
-    for row in read(options.rows) if options.table else measured(options):
+    named = {"layers": ("ResNet-18",), "codecs": list(CASES), "ranks": 4, "rows": Path, "table": False}
+    chosen = options(__doc__, **named)
+    lines = []
+    for row in read(chosen.rows) if chosen.table else measured(chosen):
         waits = ", ".join(f"{n} {name}" for name, n in row["waits"].items() if n)
         counts = [row["groups"], row["operations"], row["groups grouped"], row["operations grouped"]]
-        print(f"| {row['case']} | {row['layers']} | " + " | ".join(map(str, counts)) + f" | {waits} |", flush=True)
+        lines.append([row["case"], row["layers"], *counts, waits])
+    heads = ("groups", "operations", "in groups of 25 MiB", "operations", "waits for the device")
+    print(markdown(("case", "layers", *heads), lines))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import Row, keep, read
+from rows import Row, keep, markdown, options, read
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -59,44 +59,36 @@ def torch_powersgd(model: DistributedDataParallel) -> None:
     model.register_comm_hook(state, powerSGD_hook)
 
 
+# Ways of one codec, each of which may be recorded as graphs too.
+CODECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cast bfloat16": ("cast", {"dtype": "bfloat16"}),
+    "powersgd 4": ("powersgd", {"rank": 4}),
+    "topk 1 %": ("topk", {"density": 0.01}),
+    "topk 1 %, across layers": ("topk", {"density": 0.01, **GROUPED}),
+    "sign": ("sign", {}),
+    "one_bit": ("one_bit", {}),
+    "block_scaled int8": ("block_scaled", {"dtype": "int8"}),
+    "block_scaled int4": ("block_scaled", {"dtype": "int4"}),
+    "dct_topk 64:32": ("dct_topk", {"chunk": 64, "count": 32}),
+    "qsgd 4 bits": ("qsgd", {"bits": 4}),
+    "natural": ("natural", {}),
+    "terngrad": ("terngrad", {}),
+    "chunk_topk": ("chunk_topk", {}),
+}
 WAYS: dict[str, Attach] = {
     "plain": lambda model: None,
     "PyTorch bf16 hook": lambda model: model.register_comm_hook(None, bf16_compress_hook),
     "PyTorch PowerSGD 4": torch_powersgd,
     "identity": ours("identity"),
-    "cast bfloat16": ours("cast", dtype="bfloat16"),
-    "cast bfloat16, graphs": ours("cast", cuda_graphs=True, dtype="bfloat16"),
-    "powersgd 4, graphs": ours("powersgd", cuda_graphs=True, rank=4),
-    "topk 1 %, graphs": ours("topk", cuda_graphs=True, density=0.01),
-    "topk 1 %, across layers, graphs": ours("topk", cuda_graphs=True, density=0.01, **GROUPED),
-    "sign, graphs": ours("sign", cuda_graphs=True),
-    "one_bit, graphs": ours("one_bit", cuda_graphs=True),
-    "block_scaled int8, graphs": ours("block_scaled", cuda_graphs=True, dtype="int8"),
-    "block_scaled int4, graphs": ours("block_scaled", cuda_graphs=True, dtype="int4"),
-    "dct_topk 64:32, graphs": ours("dct_topk", cuda_graphs=True, chunk=64, count=32),
-    "qsgd 4 bits, graphs": ours("qsgd", cuda_graphs=True, bits=4),
-    "natural, graphs": ours("natural", cuda_graphs=True),
-    "terngrad, graphs": ours("terngrad", cuda_graphs=True),
-    "chunk_topk, graphs": ours("chunk_topk", cuda_graphs=True),
-    "chunk_topk": ours("chunk_topk"),
-    "powersgd 4": ours("powersgd", rank=4),
+    **{f"{name}, graphs": ours(codec, cuda_graphs=True, **settings) for name, (codec, settings) in CODECS.items()},
+    **{name: ours(codec, **settings) for name, (codec, settings) in CODECS.items()},
     "powersgd 4, layer by layer": ours("powersgd", rank=4, group_bytes=0),
-    "topk 1 %": ours("topk", density=0.01),
     "topk 1 %, layer by layer": ours("topk", density=0.01, group_bytes=0),
-    "topk 1 %, across layers": ours("topk", density=0.01, **GROUPED),
     "topk 1 %, measured at every step": ours("topk", 1, density=0.01),
     "threshold 1 %": ours("threshold", density=0.01),
     "sampled_threshold 1 %": ours("sampled_threshold", density=0.01),
     "random_k 1 %": ours("random_k", density=0.01),
     "clt_k 1 %, chunks": ours("clt_k", density=0.01, selection="chunks"),
-    "sign": ours("sign"),
-    "one_bit": ours("one_bit"),
-    "block_scaled int8": ours("block_scaled", dtype="int8"),
-    "block_scaled int4": ours("block_scaled", dtype="int4"),
-    "qsgd 4 bits": ours("qsgd", bits=4),
-    "natural": ours("natural"),
-    "terngrad": ours("terngrad"),
-    "dct_topk 64:32": ours("dct_topk", chunk=64, count=32),
     "gradiveq 1/16, coordinates": ours("gradiveq", ratio=16.0, complement=1.0, compressed_steps=0, warmup_steps=0),
     "ecsq 0.25 bits": ours("ecsq", bits=0.25),
     "ecsq 0.25 bits, groups": ours("ecsq", bits=0.25, **GROUPED),
@@ -109,16 +101,16 @@ class Training:
     Args:
         attach: puts the way's hook on the model.
         device: device of the model.
-        options: the model's size and the batch's.
+        chosen: the model's size and the batch's.
     """
 
-    def __init__(self, attach: Attach, device: torch.device, options: argparse.Namespace) -> None:
+    def __init__(self, attach: Attach, device: torch.device, chosen: argparse.Namespace) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(0)
-        config = GPT2Config(n_layer=options.layers, n_embd=options.width, n_positions=options.context)
+        config = GPT2Config(n_layer=chosen.layers, n_embd=chosen.width, n_positions=chosen.context)
         ids = [device] if device.type == "cuda" else None
-        self._device, self._size = device, (options.batch, options.context)
+        self._device, self._size = device, (chosen.batch, chosen.context)
         self._model = DistributedDataParallel(GPT2LMHeadModel(config).to(device), device_ids=ids)
         self._state = attach(self._model)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
@@ -148,14 +140,14 @@ class Training:
             self._state.close()
 
 
-def measured(way: str, device: torch.device, options: argparse.Namespace) -> Row:
+def measured(way: str, device: torch.device, chosen: argparse.Namespace) -> Row:
     """Time a way's steps, and look at one of them. memory: bytes at most, without what was there before."""
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    training = Training(WAYS[way], device, options)
+    training = Training(WAYS[way], device, chosen)
     for _ in range(WARMUP):
         training.step()
     seconds = []
-    for _ in range(options.steps):
+    for _ in range(chosen.steps):
         began = time.perf_counter()
         training.step()
         seconds.append(time.perf_counter() - began)
@@ -193,25 +185,22 @@ def looked_at(training: Training) -> Row:
     }
 
 
-def table(rows: list[Row]) -> None:
-    """Print the table: ratios to the mean of plain DDP's medians, and differences to its first row."""
+def table(rows: list[Row]) -> str:
+    """Lay out ratios to the mean of plain DDP's medians, and differences to its first row."""
     plain = [row for row in rows if row["way"] == "plain"]
-    base = statistics.fmean(row["seconds"] for row in plain)
-    titles = ("way", "step, ms", "over plain", "kernels more", "device busy, ms more", "waits more", "GB more")
-    print(f"| {' | '.join(titles)} |")
-    print("|---" * len(titles) + "|")
+    base, lines = statistics.fmean(row["seconds"] for row in plain), []
     for row in rows:
-        cells = [f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / base:.2f}"]
+        cells = [row["way"], f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / base:.2f}"]
         if "kernels" in row:
+            more = {key: row[key] - plain[0][key] for key in ("kernels", "busy", "memory")}
             waits = sum(row["waits"].values()) - sum(plain[0]["waits"].values())
-            busy = 1e3 * (row["busy"] - plain[0]["busy"])
-            cells += [f"{row['kernels'] - plain[0]['kernels']}", f"{busy:.1f}", f"{waits}"]
-        if "memory" in row:
-            cells.append(f"{(row['memory'] - plain[0]['memory']) / 1e9:.2f}")
-        print(f"| {row['way']} | " + " | ".join([*cells, *[""] * (len(titles) - 1 - len(cells))]) + " |", flush=True)
+            cells += [f"{more['kernels']}", f"{1e3 * more['busy']:.1f}", f"{waits}", f"{more['memory'] / 1e9:.2f}"]
+        lines.append([*cells, *[""] * (7 - len(cells))])
+    heads = ("way", "step, ms", "over plain", "kernels more", "device busy, ms more", "waits more", "GB more")
+    return markdown(heads, lines)
 
 
-def run(options: argparse.Namespace) -> list[Row]:
+def run(chosen: argparse.Namespace) -> list[Row]:
     """Measure the ways that were asked for, in this process, as the one rank."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     warnings.filterwarnings("ignore", message="gradlab: world size 1")
@@ -220,9 +209,9 @@ def run(options: argparse.Namespace) -> list[Row]:
         named: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group("nccl" if named else "gloo", store=store, rank=0, world_size=1, **named)
         rows = []
-        for way in [*options.ways, *(["plain"] if len(options.ways) > 1 else [])]:
+        for way in [*chosen.ways, *(["plain"] if len(chosen.ways) > 1 else [])]:
             try:
-                rows.append(keep(options.rows, measured(way, device, options)))
+                rows.append(keep(chosen.rows, measured(way, device, chosen)))
             except Exception as error:  # the others are measured all the same
                 print(f"{way}: {type(error).__name__}: {error}", flush=True)
             gc.collect()
@@ -235,17 +224,9 @@ def run(options: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences")
-    parser.add_argument("--rows", type=Path)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    table(read(options.rows) if options.table else run(options))
+    sizes = {"layers": 12, "width": 768, "context": 1024, "batch": 8}
+    chosen = options(__doc__, ways=list(WAYS), steps=15, rows=Path, table=False, **sizes)
+    print(table(read(chosen.rows) if chosen.table else run(chosen)))
 
 
 if __name__ == "__main__":

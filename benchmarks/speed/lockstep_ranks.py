@@ -9,7 +9,6 @@ after the first, in milliseconds per rank, on one thread.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import statistics
 import time
@@ -17,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, add, has, read
+from rows import Row, add, grouped, markdown, missing, options, read
 
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 
 LAYERS = [Layer(f"convolution{at:02d}", (96, 96, 3, 3), "convolution") for at in range(12)]
+STEPS = 3
 CODECS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.01},
     "clt_k": {"density": 0.01},
@@ -35,14 +35,14 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(codec: str, ranks: int, steps: int) -> Row:
+def measured(codec: str, ranks: int) -> Row:
     """Replay some steps of a plan."""
     plan = Plan.uniform(LAYERS, codec, **CODECS[codec])
     lockstep = LockstepPlan(plan, ranks)
     generator = torch.Generator().manual_seed(0)
     gradients = [{x.name: torch.randn(x.shape, generator=generator) for x in LAYERS} for _ in range(ranks)]
     seconds = []
-    for step in range(steps + 1):
+    for step in range(STEPS + 1):
         began = time.perf_counter()
         lockstep.step(step, gradients)
         seconds.append(time.perf_counter() - began)
@@ -54,32 +54,24 @@ def measured(codec: str, ranks: int, steps: int) -> Row:
     }
 
 
-def table(rows: list[Row]) -> None:
-    """Print the table."""
-    ranks = sorted({row["ranks"] for row in rows})
-    print("| codec | " + " | ".join(f"N = {count:,}" for count in ranks) + " | most over fewest |")
-    print("|---" * (len(ranks) + 2) + "|")
-    for codec in dict.fromkeys(row["codec"] for row in rows):
-        times = {row["ranks"]: row["milliseconds"] for row in rows if row["codec"] == codec}
+def table(rows: list[Row]) -> str:
+    """Lay out milliseconds per rank, a line per codec."""
+    ranks, lines = sorted({row["ranks"] for row in rows}), []
+    for codec, here in grouped(rows, lambda row: row["codec"]).items():
+        times = {row["ranks"]: row["milliseconds"] for row in here}
         cells = [f"{times[count]:.1f} ms" if count in times else "" for count in ranks]
-        print(f"| {codec} | " + " | ".join(cells) + f" | {times[max(times)] / times[min(times)]:.2f} |")
+        lines.append([codec, *cells, f"{times[max(times)] / times[min(times)]:.2f}"])
+    return markdown(("codec", *(f"N = {count:,}" for count in ranks), "most over fewest"), lines)
 
 
 def main() -> None:
     """Measure what is not kept yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
-    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
+    chosen = options(__doc__, ranks=[8, 64, 256, 1024], codecs=list(CODECS), rows=Path, table=False)
     torch.set_num_threads(1)
-    for codec in options.codecs if not options.table else ():
-        for ranks in options.ranks:
-            if not has(read(options.rows), {"codec": codec, "ranks": ranks}):
-                add(options.rows, measured(codec, ranks, options.steps))
-    table(read(options.rows))
+    keys = ({"codec": codec, "ranks": ranks} for codec in chosen.codecs for ranks in chosen.ranks)
+    for key in () if chosen.table else missing(chosen.rows, keys):
+        add(chosen.rows, measured(**key))
+    print(table(read(chosen.rows)))
 
 
 if __name__ == "__main__":

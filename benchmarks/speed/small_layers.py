@@ -14,22 +14,21 @@ a step is a profiler's (of the functions that it calls by name, without operator
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
 import math
 import pstats
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from layer_lists import small_layers
-from rows import Row, read
+from rows import Row, keep, markdown, options, read
 from torch.overrides import TorchFunctionMode
 
 from gradlab.layout import Layer
@@ -171,48 +170,36 @@ def measured(layers: list[Layer], codec: str, repeats: int) -> Iterator[Row]:
         run.exchange.close()
 
 
-def table(rows: list[Row]) -> None:
-    """Print the table; "in Python" where the rows have what it takes."""
+def table(rows: list[Row]) -> str:
+    """Lay out milliseconds; "in Python" where the rows have what it takes."""
     forms = (*FORMS, ONE)
     by_key = {(row["layers"], row["codec"], row["form"]): row["milliseconds"] for row in rows}
     numpys = {(row["layers"], row["codec"]): row["numpy"] for row in rows if row.get("numpy") is not None}
-    heads = ["layers", "codec", "identity", *forms, "us per layer", "for layers", *["in Python"] * bool(numpys)]
-    print(f"| {' | '.join(heads)} |")
-    print("|---" * len(heads) + "|")
+    lines = []
     for layers, codec in dict.fromkeys((row["layers"], row["codec"]) for row in rows):
         times = [by_key[layers, codec, form] for form in forms]
         of_layers = [times[0], times[0] - times[-1]]
         if numpys:
             of_layers.append(times[0] * (1 - numpys[layers, codec]) - by_key[layers, codec, CALLS])
-        per_layer = [1e3 * one / layers for one in of_layers]
-        shown = [f"{one:.1f}" for one in (by_key[layers, "identity", "default"], *times, *per_layer)]
-        print(f"| {layers} | {codec} | " + " | ".join(shown) + " |")
+        shown = (by_key[layers, "identity", "default"], *times, *(1e3 * one / layers for one in of_layers))
+        lines.append([layers, codec, *(f"{one:.1f}" for one in shown)])
+    heads = ("layers", "codec", "identity", *forms, "us per layer", "for layers", *["in Python"] * bool(numpys))
+    return markdown(heads, lines)
 
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[300, 1000])
-    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rows", type=Path)
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if options.table:
-        table(read(options.rows))
+    named = {"layers": [300, 1000], "codecs": list(CODECS), "repeats": 15}
+    chosen = options(__doc__, **named, rows=Path, table=False)
+    if chosen.table:
+        print(table(read(chosen.rows)))
         return
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = []
-    for count in options.layers:
-        for codec in options.codecs:
-            for row in measured(small_layers(count), codec, options.repeats):
-                rows.append(row)
-                if options.rows:
-                    with options.rows.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-    table(rows)
+    cases = product(chosen.layers, chosen.codecs)
+    found = (row for count, codec in cases for row in measured(small_layers(count), codec, chosen.repeats))
+    print(table([keep(chosen.rows, row) for row in found]))
     dist.destroy_process_group()
 
 

@@ -84,10 +84,5 @@ def published(
     **settings: Any,
 ) -> Compared:
     """Name a published method, with settings that differ from its recipe's."""
-    return Compared(
-        settings=settings,
-        published=name,
-        wrapper_settings=wrapper_settings or {},
-        momentum=momentum,
-        rate=rate,
-    )
+    changed = wrapper_settings or {}
+    return Compared("", settings, published=name, wrapper_settings=changed, momentum=momentum, rate=rate)

@@ -140,7 +140,7 @@ def train(
 ) -> dict[str, Any]:
     """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
     score_every: iterations between points of a curve of scores on the first 2000 test samples. A run whose loss is not
-    finite ends there. loss: mean of the last 50; losses: means of 20 at a time; ratio: over all iterations;
+    finite ends there. loss: mean of the last 50; ratio: over all iterations;
     residuals: the norm of all ranks' together, every 100 iterations;
     compressing_ratio: over those alone that the schedule compresses; last_ratio: over the last 50; most_payload,
     least_payload: bytes per such step of the ranks that send most and least; codec_seconds: seconds of the codecs in
@@ -171,7 +171,6 @@ def train(
         "score": task.score(model, data),
         "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
-        "losses": [statistics.fmean(losses[at : at + 20]) for at in range(0, len(losses), 20)],
         "residuals": residuals,
         "most_payload": max(by_rank),
         "least_payload": min(by_rank),

@@ -2,7 +2,7 @@
 
     python benchmarks local_steps_trained --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
         [--ways sync int4 "streaming int4"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800] [--step-seconds 0.02]
-    python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars] [--figure losses.svg]
+    python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars]
 
 text_chars is nanoGPT's CPU configuration (804,096 parameters, AdamW) with 4 workers of 3 sequences; cifar10 is its
 images halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum) with 4 workers of 16 images. Each is a
@@ -11,8 +11,7 @@ half. "sync" averages gradients in every step, through the named codec or uncomp
 and DiLoCo's outer step (SGD of rate 0.7, Nesterov momentum 0.9), but "SparseLoCo" and "averaging", whose outer
 optimizer is SGD of rate 1 without momentum. Bytes are what a worker sends per local step (payload). Times are of a
 local step, with its share of the exchange, from `forecast_local_steps` for machines on which computing takes so many
-seconds a step. A row keeps the training loss, too: "losses" are means over twentieths of the run. The figure has those
-of seed 0 over local steps, over what a worker has sent, and over predicted time.
+seconds a step.
 """
 
 from __future__ import annotations
@@ -21,23 +20,21 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
-from rows import Row, add, has, read
+from rows import Row, add, grouped, markdown, missing, options, read
 from torch import nn
 
 from gradlab import datasets
-from gradlab.analysis.figures.style import drawing, method_colors, method_markers, panels, render
 from gradlab.analysis.forecast import Network, forecast
-from gradlab.analysis.forecast.link import Link, parse_bandwidth, spell_rate
+from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.cli.train.settings import TrainSettings
@@ -66,7 +63,6 @@ WAYS: dict[str, Any] = {
     "PowerSGD 2": lambda layers: Plan.uniform(layers, "powersgd", rank=2),
     "SparseLoCo": lambda layers: method_plan(layers, "SparseLoCo"),
 }
-KEPT = 20  # means of losses in a row
 
 
 class SmallCifar10(Cifar10):  # type: ignore[misc]
@@ -87,18 +83,12 @@ def plan_of(way: str, task: str) -> Plan:
     return WAYS[codec](layers_of(get(task).model(0)))
 
 
-def trained(way: str, every: int, seed: int, options: argparse.Namespace) -> Row:
-    settings = TrainSettings(options.task, str(options.data), WORKERS, options.steps, BATCH[options.task], seed=seed)
+def trained(way: str, every: int, seed: int, chosen: argparse.Namespace) -> Row:
+    settings = TrainSettings(chosen.task, str(chosen.data), WORKERS, chosen.steps, BATCH[chosen.task], seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (way, every, settings, folder), nprocs=WORKERS)
         done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
-    return done | {"times": predicted(way, every, options)}
-
-
-def twentieths(losses: Sequence[float]) -> list[float]:
-    """Average the losses of each twentieth of a run."""
-    edges = [len(losses) * part // KEPT for part in range(KEPT + 1)]
-    return [round(statistics.fmean(losses[a:b]), 4) for a, b in pairwise(edges)]
+    return done | {"times": predicted(way, every, chosen)}
 
 
 @dataclass
@@ -146,7 +136,7 @@ def _worker(rank: int, way: str, every: int, settings: TrainSettings, folder: st
     if rank == 0:
         score = worker.workload.score(worker.model, worker.data.test_x, worker.data.test_y)
         means = (losses / WORKERS).tolist()
-        row = {"score": score, "loss": statistics.fmean(means[-10:]), "losses": twentieths(means), "payload": payload}
+        row = {"score": score, "loss": statistics.fmean(means[-10:]), "payload": payload}
         Path(folder, "0.json").write_text(json.dumps(row), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
@@ -187,88 +177,49 @@ def _gradients_exchanged(worker: Worker, plan: Plan) -> float:
     return payload
 
 
-def table(rows: list[Row], score: str) -> None:
-    """Print scores by way and H, bytes, and times. score: what it is."""
-    print(f"| way | H | {score} | bytes per step | {' | '.join(f'{rate}, ms a step' for rate in RATES)} |")
-    print("|---" * (4 + len(RATES)) + "|")
+def table(rows: list[Row], score: str) -> str:
+    """Lay out scores by way and H, bytes, and times. score: what it is."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
-    keys = sorted({(row["way"], row["every"]) for row in rows}, key=lambda key: (ways.index(key[0]), key[1]))
-    for way, every in keys:
-        here = sorted((row for row in rows if (row["way"], row["every"]) == (way, every)), key=lambda row: row["seed"])
-        losses = ", ".join(f"{row['score']:.3f}" for row in here)
+    runs = grouped(rows, lambda row: (ways.index(row["way"]), row["every"]))
+    lines = []
+    for (_, every), here in sorted(runs.items()):
+        scores = ", ".join(f"{row['score']:.3f}" for row in sorted(here, key=lambda row: row["seed"]))
         payload = statistics.fmean(row["payload"] for row in here) / every
-        times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in here[0]["times"])
-        print(f"| {way} | {every} | {losses} | {payload:,.0f} | {times} |")
+        first = min(here, key=lambda row: row["seed"])
+        times = [f"{1e3 * seconds:.1f}" for seconds in first["times"]]
+        lines.append([first["way"], every, scores, f"{payload:,.0f}", *times])
+    return markdown(("way", "H", score, "bytes per step", *(f"{rate}, ms a step" for rate in RATES)), lines)
 
 
-def figure(rows: Sequence[Row]) -> Figure:
-    """Training loss over local steps, over bytes that a worker has sent, and over predicted time on each link."""
-    shown = [row for row in rows if row["seed"] == 0 and "losses" in row and row["every"] in (1, 30)]
-    names = [row["way"] if row["every"] == 1 else f"{row['way']}, H = {row['every']}" for row in shown]
-    colors, markers = method_colors(names), method_markers(names)
-    drawn, places = panels(2 + len(RATES), 2, height=2.3, sharey=True)
-    for name, row in zip(names, shown, strict=True):
-        steps = [row["steps"] * (part + 0.5) / KEPT for part in range(KEPT)]
-        per_step = [1.0, row["payload"] / row["every"] / 1e6, *row["times"]]
-        for panel, scale in zip(places, per_step, strict=True):
-            line = {"color": colors[name], "marker": markers[name], "markersize": 3, "linewidth": 1}
-            panel.plot([scale * step for step in steps], row["losses"], label=name, **line)
-    labels = ["local steps", "MB sent by a worker", *(f"seconds at {spell_rate(parse_bandwidth(r))}" for r in RATES)]
-    for panel, label in zip(places, labels, strict=True):
-        panel.set_xlabel(label)
-        panel.set_xscale("linear" if label == "local steps" else "log")
-        panel.set_ylabel("training loss")
-    drawn.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return drawn
-
-
-def predicted(way: str, every: int, options: argparse.Namespace) -> list[float]:
+def predicted(way: str, every: int, chosen: argparse.Namespace) -> list[float]:
     """A step's forecast seconds on every link."""
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
-    network = Network(links, (WORKERS,), Profile(options.step_seconds, "given"))
+    network = Network(links, (WORKERS,), Profile(chosen.step_seconds, "given"))
     dense = way in ("sync", "DiLoCo", "averaging", "streaming")
-    plan = plan_of("int8" if dense else way, options.task)  # whose uncompressed exchange is asked for
+    plan = plan_of("int8" if dense else way, chosen.task)  # whose uncompressed exchange is asked for
     synchronous = forecast(plan, network)
     if way.startswith("sync"):
         return [(pair.dense if dense else pair.compressed).seconds for _, pair in synchronous.comparisons]
     if way.startswith("streaming"):  # what is exchanged hides behind computing, where it takes no longer
         found = forecast_local_steps(plan, network, synchronous)
-        return [max(options.step_seconds, one.seconds(every, dense=dense) - options.step_seconds) for one in found]
+        return [max(chosen.step_seconds, one.seconds(every, dense=dense) - chosen.step_seconds) for one in found]
     return [one.seconds(every, dense=dense) for one in forecast_local_steps(plan, network, synchronous)]
 
 
 def main() -> None:
     """Train what is not kept yet, or print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--task", default="text_chars", choices=list(BATCH))
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        default=list(WAYS),
-        help='also "averaging, WAY", "sync, WAY" and "streaming WAY"',
+    named = {"ways": tuple(WAYS), "local_steps": [8, 30, 100], "seeds": [0, 1], "steps": 800, "step_seconds": 0.02}
+    chosen = options(__doc__, data=Path, rows=Path, task=BATCH, **named, table=False)
+    of_task = {} if chosen.task == "text_chars" else {"task": chosen.task}
+    keys: Iterator[Row] = (
+        {"way": way, "every": every, "seed": seed, "steps": chosen.steps, **of_task}
+        for seed, way in product(chosen.seeds, chosen.ways)
+        for every in ([1] if way.startswith("sync") else chosen.local_steps)
     )
-    parser.add_argument("--local-steps", nargs="+", type=int, default=[8, 30, 100])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--step-seconds", type=float, default=0.02)
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--figure", type=Path, help="beside the table")
-    options = parser.parse_args()
-    if not options.table:
-        for seed in options.seeds:
-            for way in options.ways:
-                for every in [1] if way.startswith("sync") else options.local_steps:
-                    key: Row = {"way": way, "every": every, "seed": seed, "steps": options.steps}
-                    key |= {} if options.task == "text_chars" else {"task": options.task}
-                    if not has(read(options.rows), key):
-                        add(options.rows, key | trained(way, every, seed, options))
-    rows = [row for row in read(options.rows) if row.get("task", "text_chars") == options.task]
-    if options.figure:
-        with drawing():
-            options.figure.write_bytes(render(figure(rows), "losses", ("svg",))["svg"])
-    table(rows, "validation loss" if options.task == "text_chars" else "accuracy")
+    for key in () if chosen.table else missing(chosen.rows, keys):
+        add(chosen.rows, key | trained(key["way"], key["every"], key["seed"], chosen))
+    rows = [row for row in read(chosen.rows) if row.get("task", "text_chars") == chosen.task]
+    print(table(rows, "validation loss" if chosen.task == "text_chars" else "accuracy"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks methods --data cifar10.npz --record trace                  # a dense run, 4 nodes
     python benchmarks methods --trace trace --replay replay.jsonl                # every method and every setting
     python benchmarks methods --data cifar10.npz --trace trace --train training.jsonl [--methods top-k] [--seeds 0 1]
-    python benchmarks methods --replay replay.jsonl --train training.jsonl --table [--figure errors.svg]
+    python benchmarks methods --replay replay.jsonl --train training.jsonl --table
     --task fashion_mnist with any of these
 
 Two tasks, of 4 ranks with 16 images each, SGD with momentum 0.9: "cifar10", images of 16 x 16 and ResNet-8 (75,290
@@ -26,17 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import emulated
-import numpy as np
 import torch
 from accuracy import WORKLOAD, resnet8
 from compared import Compared, published
-from matplotlib.figure import Figure
-from rows import Row, add, has, read
+from rows import Row, add, finite, has, missing, options, read
 
 from gradlab import codecs, datasets
-from gradlab.analysis.figures.style import drawing, method_colors, panels, render
 from gradlab.analysis.intervals import rank_correlation
-from gradlab.analysis.measure.rate_distortion import distortion_at, mean_squares
 from gradlab.analysis.replay import replay
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
 from gradlab.collectives import Coroutine
@@ -198,35 +194,22 @@ def required_settings(name: str) -> dict[str, Any]:
     return {"dct_topk": {"chunk": 8}, "ecsq": {"group_bytes": 2**62}}.get(name, {})
 
 
-def floor(trace: Trace, bits: Sequence[float]) -> list[float]:
-    """Relative error of the Gaussian rate-distortion function at so many bits per value, of one rank's gradient alone:
-    coordinates of all matrices taken as independent, each with its mean square over the recording and the ranks."""
-    plan = METHODS["top-k"].plan(trace.layers, WARMUP, **SCOPE)
-    names = [name for group in plan.compressed_groups for name in group.layers]
-    variances = np.concatenate([mean_squares(trace, name) for name in names])
-    return [math.sqrt(distortion_at(variances, rate * len(variances)) / variances.sum()) for rate in bits]
-
-
-def train_all(options: argparse.Namespace, data: Any, trace: Trace | None) -> None:
+def train_all(chosen: argparse.Namespace, data: Any, trace: Trace | None) -> None:
     """Train every method with every seed that the file has no row of yet, and append its row there.
 
     trace: recording of the same training, for plans by layer.
     """
-    rows = read(options.train)
-    for seed in options.seeds:
-        for name in options.methods:
-            key = {"method": name, "seed": seed, "steps": options.steps}
-            if options.images != BATCH or options.rate is not None:
-                key |= {"images": options.images, "rate": options.rate or RATES[options.task]}
-            if has(rows, key):
-                continue
-            method = METHODS[name]
-            task = task_of(options.task, method, options.steps, options.images, options.rate)
-            plan = method.fitted(trace, WARMUP, layers_of(task.model(seed)), **SCOPE)
-            trained = emulated.train(task, plan, data, seed)
-            row = key | {"accuracy": trained["score"]} | {kept: trained[kept] for kept in KEPT}
-            row["loss"] = row["loss"] if math.isfinite(row["loss"]) else None  # JSON knows no NaN
-            add(options.train, row)
+    fixed = {"steps": chosen.steps}
+    if chosen.images != BATCH or chosen.rate is not None:
+        fixed |= {"images": chosen.images, "rate": chosen.rate or RATES[chosen.task]}
+    keys = ({"method": name, "seed": seed, **fixed} for seed in chosen.seeds for name in chosen.methods)
+    for key in missing(chosen.train, keys):
+        method = METHODS[key["method"]]
+        task = task_of(chosen.task, method, chosen.steps, chosen.images, chosen.rate)
+        plan = method.fitted(trace, WARMUP, layers_of(task.model(key["seed"])), **SCOPE)
+        trained = emulated.train(task, plan, data, key["seed"])
+        row = key | {"accuracy": trained["score"]} | {kept: trained[kept] for kept in KEPT}
+        add(chosen.train, row | {"loss": finite(row["loss"])})
 
 
 def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[Row, list[Row]]]:
@@ -269,64 +252,23 @@ def mean_loss(runs: Sequence[Row]) -> float:
     return statistics.fmean(math.inf if run["loss"] is None else run["loss"] for run in runs)
 
 
-MARKERS = "os^DvPX*<>"
-
-
-def figure(replayed: Sequence[Row], trace: Trace | None) -> Figure:
-    """Error of one rank's contribution against bits per value, without feedback; a line per codec."""
-    alone = [row for row in replayed if not row["feedback"] and row["bits"] > 0]
-    names = sorted({row["codec"] for row in alone})
-    drawn, (panel,) = panels(1, 1, height=4.2)
-    colors = method_colors(names)
-    for place, name in enumerate(names):
-        replays = sorted((row for row in alone if row["codec"] == name), key=lambda row: row["bits"])
-        bits, errors = ([row[key] for row in replays] for key in ("bits", "contribution_error"))
-        line = "" if name in ("block_scaled", "cast") else "-"  # their settings are formats, not a scale
-        marker = MARKERS[place % len(MARKERS)]
-        panel.plot(bits, errors, marker + line, label=name, color=colors[name], markersize=4)
-    if trace is not None:
-        bits = np.geomspace(0.02, 20, 60)
-        panel.plot(bits, floor(trace, bits), "k--", label="Gaussian R(D) of the variances, one rank alone")
-    panel.set_xscale("log")
-    panel.set_xlim(0.03, 20)
-    panel.set_ylim(0, 1.45)
-    panel.set_xlabel("payload (bits per value)")
-    panel.set_ylabel("||own - gradient|| / ||gradient||")
-    panel.legend(loc="upper left", ncols=3, fontsize="small")
-    return drawn
-
-
 def main() -> None:
     """See the module's text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", default=WORKLOAD.name, choices=list(RATES))
-    parser.add_argument("--data")
-    parser.add_argument("--record")
-    for name in ("--trace", "--replay", "--train", "--figure"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--images", type=int, default=BATCH, help="per rank and step")
-    parser.add_argument("--rate", type=float, help="learning rate of dense training")
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
+    files = dict.fromkeys(("trace", "replay", "train"), Path)
+    sizes = {"methods": list(METHODS), "seeds": [0, 1], "steps": STEPS, "images": BATCH, "rate": float}
+    chosen = options(__doc__, task=RATES, data=str, record=str, **files, **sizes, table=False)
     torch.set_num_threads(1)
-    trace = Trace(options.trace) if options.trace else None
-    if options.table:
-        print(table(read(options.replay), read(options.train)))
-    if options.figure:
-        with drawing():
-            options.figure.write_bytes(render(figure(read(options.replay), trace), "methods")["svg"])
-    if options.table or options.figure:
+    if chosen.table:
+        print(table(read(chosen.replay), read(chosen.train)))
         return
-    data = datasets.get(options.task).load(options.data) if options.data else None
-    if options.record:
-        record(options.task, data, options.record)
-    if options.replay and trace is not None:
-        replay_all(trace, options.replay)
-    if options.train:
-        train_all(options, data, trace)
+    trace = Trace(chosen.trace) if chosen.trace else None
+    data = datasets.get(chosen.task).load(chosen.data) if chosen.data else None
+    if chosen.record:
+        record(chosen.task, data, chosen.record)
+    if chosen.replay and trace is not None:
+        replay_all(trace, chosen.replay)
+    if chosen.train:
+        train_all(chosen, data, trace)
 
 
 if __name__ == "__main__":

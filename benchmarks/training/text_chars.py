@@ -1,7 +1,7 @@
 """nanoGPT's Shakespeare by characters under every codec and published method: replayed beforehand, then trained.
 
     python benchmarks text_chars --data tinyshakespeare.txt --work DIR [--rows ROWS.jsonl] [--modes shared own]
-                                    [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000] [--replays]
+                                    [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000]
     python benchmarks text_chars --table [--rows ROWS.jsonl]
 
 The workload `text_chars`: 804,096 parameters, 2,000 iterations of AdamW, published validation loss 1.88 (nats per
@@ -12,27 +12,25 @@ recorded, iterations 100 to 139 of all nodes, in DIR. A method is replayed on it
 layer are fitted on it.
 
 Rows, one line of JSON each, are added to ROWS as they finish; what is there is not done again. A run that diverges or
-is refused is a row too. A row names the version that made it. Its seconds are of a shared machine: no speeds.
+is refused is a row too. A row names the version that made it.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import emulated
 import torch
 from compared import Compared, published
-from rows import Row, add, has, read
+from rows import Row, add, finite, grouped, missing, options, read
 
 from gradlab import __version__
 from gradlab.analysis.intervals import rank_correlation
@@ -51,15 +49,7 @@ RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
 MODES = {"shared": 3, "own": 12}  # rows per node and step
 FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
-GRADIVEQ_HALF = {
-    "roles": ("linear",),
-    "ratio": 25,
-    "pooled": 16,
-    "whitening": False,
-    "sample_steps": 50,
-    "complement": 0.5,
-    "compressed_steps": 0,
-}
+PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": 50, "compressed_steps": 0}
 CONTROL = "dense, momentum in the plan"
 # In the order of their importance, as a campaign may be ended early.
 METHODS: dict[str, Compared] = {
@@ -101,7 +91,7 @@ METHODS: dict[str, Compared] = {
     "QSGD 4 bits, L2 norm": published("QSGD", bits=4),
     "QSGD 2 bits, max norm": published("QSGD, max norm", bits=2),
     "GradiVeQ": Compared("gradiveq", {"roles": ("linear",)}),
-    "GradiVeQ, half PCA": Compared("gradiveq", GRADIVEQ_HALF, FEEDBACK),
+    "GradiVeQ, half PCA": Compared("gradiveq", {"roles": ("linear",), "complement": 0.5, **PCA}, FEEDBACK),
     **{f"ecsq {bits:g} bits": Compared("ecsq", {"bits": bits}) for bits in (1.25, 0.5, 0.25, 0.12)},
     "ecsq 0.5 bits, both ways": Compared("ecsq", {"bits": 0.5}, BOTH_WAYS),
     "LGC 1 %": published("LGC", density=0.01),
@@ -111,14 +101,7 @@ METHODS: dict[str, Compared] = {
 
 
 class Campaign:
-    """Runs of one file of rows.
-
-    Args:
-        rows: the file.
-        work: the folder of recordings.
-        data: Tiny Shakespeare.
-        steps: iterations of a run.
-    """
+    """Runs of one file of rows, with recordings in the folder `work`, on Tiny Shakespeare, of so many steps."""
 
     def __init__(self, rows: Path, work: Path, data: Path, steps: int) -> None:
         self.file, self.work, self.steps = rows, work, steps
@@ -128,20 +111,14 @@ class Campaign:
 
     def run(self, mode: str, name: str, seed: int) -> None:
         """Replay a method, if that is not done, then train with it, if that is not done."""
-        self.replay(mode, name)
-        trained = {"kind": "training", "mode": mode, "method": name, "seed": seed, "steps": self.steps}
-        if not self._has(trained):
-            self._add(trained | self._timed(lambda: self._train(mode, name, seed)))
-
-    def replay(self, mode: str, name: str) -> None:
-        """Replay a method, if there is no row of it that has sums over windows; a later row goes before an earlier."""
-        key = {"kind": "replay", "mode": mode, "method": name}
-        known = [row for row in read(self.file) if key.items() <= row.items()]
-        if name != "dense" and not any("windows" in row or "refused" in row for row in known):
-            self._add(key | self._timed(lambda: self._replay(mode, name)))
+        replayed, common = {"kind": "replay", "mode": mode, "method": name}, {"mode": mode, "method": name}
+        for key in missing(self.file, [replayed] * (name != "dense")):
+            add(self.file, key | self._done(lambda: self._replay(mode, name)))
+        trained = {"kind": "training", **common, "seed": seed, "steps": self.steps}
+        for key in missing(self.file, [trained]):
+            add(self.file, key | self._done(lambda: self._train(mode, name, seed)), unshown=("residuals",))
 
     def _train(self, mode: str, name: str, seed: int) -> Row:
-        method = METHODS[name]
         plan = self._plan(mode, name, WARMUP)
         task = task_of(mode, self.steps, plan)
         run = emulated.train(task, plan, self.data, seed)
@@ -149,27 +126,23 @@ class Campaign:
         return {
             "validation": finite(run["score"]),
             "loss": finite(run["loss"]),
-            "losses": [finite(loss) for loss in run["losses"]],
             "residuals": [finite(norm) for norm in run["residuals"]],
-            "stopped_at": None if math.isfinite(run["loss"]) else 20 * len(run["losses"]),
             "beta1": task.recipe.momentum,
             "dense_payload": dense,
             "predicted_payload": plan.payload_bytes(RANKS),
             "payload": dense / run["compressing_ratio"],
             "payload_all_steps": run["payload"],
             "wire_all_steps": run["wire"],
-            "settings": method.codec_settings,
+            "settings": METHODS[name].codec_settings,
         }
 
     def _replay(self, mode: str, name: str) -> Row:
         plan = self._plan(mode, name, 0)
         with Trace(self._recording(mode)) as trace:
             summary = replay(trace, plan).summary()
+        figures = ("cosine", "contribution_error", "aggregate_error", "residual_growth")
         return {
-            "cosine": finite(summary.cosine),
-            "contribution_error": finite(summary.contribution_error),
-            "aggregate_error": finite(summary.aggregate_error),
-            "residual_growth": finite(summary.residual_growth),
+            **{figure: finite(getattr(summary, figure)) for figure in figures},
             "memory": summary.memory,
             "windows": [one.to_json() for one in summary.windows],
             "payload": summary.payload_bytes_per_step.mean,
@@ -196,25 +169,14 @@ class Campaign:
             unfinished.rename(folder)
         return folder
 
-    def _timed(self, work: Any) -> Row:
-        """The work's row, or that of its refusal; with its times, and the version that did it."""
-        began, spent = time.perf_counter(), time.process_time()
+    def _done(self, work: Callable[[], Row]) -> Row:
+        """The work's row, or that of its refusal; with its processor seconds, and the version that did it."""
+        spent = time.process_time()
         try:
             row = work()
         except GradlabError as reason:
             row = {"refused": str(reason)}
-        return row | {
-            "seconds": round(time.perf_counter() - began, 1),
-            "processor_seconds": round(time.process_time() - spent, 1),
-            "version": self.version,
-            "finished": datetime.now(timezone.utc).isoformat(timespec="minutes"),
-        }
-
-    def _has(self, key: Row) -> bool:
-        return has(read(self.file), key)
-
-    def _add(self, row: Row) -> None:
-        add(self.file, row, unshown=("losses", "residuals"))
+        return row | {"processor_seconds": round(time.process_time() - spent, 1), "version": self.version}
 
 
 def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
@@ -232,18 +194,6 @@ def version() -> str:
     command = ["git", "describe", "--always", "--dirty", "--tags"]
     said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return said.stdout.strip() or __version__
-
-
-def finite(value: float | None) -> float | None:
-    """The value; None if it is not finite, as JSON knows no NaN."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def runs_in_order(modes: Sequence[str], names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, int]]:
-    """Runs in this order: dense training in all modes, then mode by mode every method, then other seeds."""
-    for seed in seeds:
-        yield from ((mode, "dense", seed) for mode in modes if "dense" in names)
-        yield from ((mode, name, seed) for mode in modes for name in names if name != "dense")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -265,8 +215,8 @@ def table(rows: Sequence[Row], steps: int) -> str:
 
 
 def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[str]:
-    by_method = {name: [row for row in trained if row["method"] == name] for name in METHODS}
-    by_method = {name: runs for name, runs in by_method.items() if runs}
+    known = grouped(trained, lambda row: row["method"])
+    by_method = {name: known[name] for name in METHODS if name in known}
     dense = _by_seed(by_method, "dense")
     control = _by_seed(by_method, CONTROL)  # of methods with momentum of their own, which is another optimizer
     lines = [_line(COLUMNS)]
@@ -337,29 +287,21 @@ def _predictions(by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, 
 
 def main() -> None:
     """Do the runs that are missing, one after another; or print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--work", type=Path, default=Path("runs/compare-text"))
-    parser.add_argument("--rows", type=Path, default=ROWS)
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--steps", type=int, default=WORKLOAD.recipe.steps)
-    parser.add_argument(
-        "--replays", action="store_true", help="train nothing: replay methods without sums over windows"
-    )
-    parser.add_argument("--table", action="store_true")
-    options = parser.parse_args()
-    if options.table:
-        print(table(read(options.rows), options.steps))
+    named = {"modes": list(MODES), "methods": list(METHODS), "seeds": [0, 1], "steps": WORKLOAD.recipe.steps}
+    chosen = options(__doc__, data=Path, work=Path("runs/compare-text"), rows=ROWS, **named, table=False)
+    if chosen.table:
+        print(table(read(chosen.rows), chosen.steps))
         return
-    if options.data is None:
-        parser.error("--data: the file of Tiny Shakespeare is needed")
+    if chosen.data is None:
+        raise SystemExit("--data: the file of Tiny Shakespeare is needed")
     torch.set_num_threads(1)
-    options.work.mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(options.rows, options.work, options.data, options.steps)
-    for mode, name, seed in runs_in_order(options.modes, options.methods, options.seeds):
-        (campaign.replay(mode, name) if options.replays else campaign.run(mode, name, seed))
+    chosen.work.mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(chosen.rows, chosen.work, chosen.data, chosen.steps)
+    # Dense training in all modes first.
+    for seed, dense in product(chosen.seeds, (True, False)):
+        for mode, name in product(chosen.modes, chosen.methods):
+            if (name == "dense") is dense:
+                campaign.run(mode, name, seed)
 
 
 if __name__ == "__main__":
