@@ -27,7 +27,7 @@ from typing import Any
 import emulated
 import torch
 from emulated import Task
-from rows import Row, add, missing, options, read
+from rows import Row, add, grouped, markdown, missing, options, read
 from torch import nn
 from torch.nn import functional
 
@@ -181,33 +181,18 @@ def run(method: str, setting: Setting, data: Data, seed: int) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Accuracy and loss seed by seed, bytes, ratios, and the codecs' time per iteration and rank."""
-    lines = [
-        f"{'method':34s}  accuracy %     loss           sent kB      ratio  vs 16 bits  "
-        "whole run: MB  ratio  vs 16 bits  codec ms  "
-        "residual's norm: iteration 600, last"
-    ]
-    for method in METHODS:
-        runs = [row for row in rows if row["method"] == method]
-        if runs:
-            accuracy = ", ".join(f"{100 * row['score']:.1f}" for row in runs)
-            loss = ", ".join(f"{row['loss']:.3f}" for row in runs)
-            last, whole, total, seconds = (
-                statistics.fmean(row[key] for row in runs)
-                for key in ("last_ratio", "ratio", "payload", "codec_seconds")
-            )
-            sent = " / ".join(
-                f"{statistics.fmean(row[key] for row in runs) / 1e3:.2f}" for key in ("most_payload", "least_payload")
-            )
-            total *= RANKS * tasks()[runs[0]["task"]].task.recipe.steps / 1e6
-            kept = [row["residuals"] for row in runs if row.get("residuals")]
-            grown = "; ".join(f"{norms[5]:.3g}, {norms[-1]:.3g}" for norms in kept if len(norms) > 5 and norms[-1])
-            lines.append(
-                f"{method:34s}  {accuracy:13s}  {loss:13s}  {sent:11s}  {last:5.1f}  {last / 2:10.1f}  {total:13.1f}  "
-                f"{whole:5.1f}  {whole / 2:10.1f}  "
-                f"{1e3 * seconds:8.2f}  {grown}"
-            )
-    return "\n".join(lines)
+    """Accuracy and loss seed by seed, bytes and ratios."""
+    lines = []
+    for method, runs in sorted(grouped(rows, lambda row: row["method"]).items(), key=lambda x: [*METHODS].index(x[0])):
+        keys = ("last_ratio", "payload", "most_payload", "least_payload")
+        last, total, most, least = (statistics.fmean(row[key] for row in runs) for key in keys)
+        total *= RANKS * tasks()[runs[0]["task"]].task.recipe.steps / 1e6
+        accuracy = ", ".join(f"{100 * row['score']:.1f}" for row in runs)
+        loss = ", ".join(f"{row['loss']:.3f}" for row in runs)
+        sent = f"{most / 1e3:.2f} / {least / 1e3:.2f}"
+        lines.append([method, accuracy, loss, sent, f"{last:.1f}", f"{total:.0f}"])
+    heads = ("accuracy %", "final loss", "sent, kB", "ratio at the end", "sent by all in the run, MB")
+    return markdown(("method", *heads), lines)
 
 
 def main() -> None:

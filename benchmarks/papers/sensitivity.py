@@ -27,7 +27,6 @@ from layer_plans import TASKS
 from rows import Row, add, options, read
 from scipy import stats
 
-from gradlab.analysis.intervals import rank_correlation
 from gradlab.codec import Tensors
 from gradlab.datasets.optimizer import build_optimizer
 from gradlab.ddp.optimizers import is_plain_sgd
@@ -43,7 +42,7 @@ SETTINGS: dict[str, tuple[str, Sequence[Any]]] = {
     "powersgd": ("rank", (1, 2, 4, 8)),
     "topk": ("density", (0.001, 0.01, 0.1)),
 }
-SHOWN = ("checkpoint", "loss", "noise", "spread", "correlations", "correlations_of_magnitudes")
+SHOWN = ("checkpoint", "loss", "noise", "spread")
 
 
 class Checkpoint:
@@ -126,20 +125,13 @@ def measure(task: Task, data: Any, codec: str, first: int, steps: int, feedback:
         "layers": [layer.name for layer in planned],
         "errors": np.array(errors).tolist(),
         "differences": np.array(differences).tolist(),
-        "correlations": correlations(errors, differences),
-        "correlations_of_magnitudes": correlations(errors, [np.abs(row) for row in differences]),
     }
 
 
-def correlations(errors: Sequence[Any], differences: Sequence[Any]) -> dict[str, list[Any]]:
-    """Errors with loss differences, (layers, settings) each, over layers: Pearson (Fig. 11a), Spearman, intervals."""
-    pairs = list(zip(np.array(errors).T, np.array(differences).T, strict=True))
-    ranks = [rank_correlation(*pair) for pair in pairs]
-    return {
-        "pearson": [float(stats.pearsonr(*pair).statistic) for pair in pairs],
-        "spearman": [one.rho for one in ranks],
-        "spearman_intervals": [one.interval for one in ranks],
-    }
+def correlations(errors: Sequence[Any], differences: Sequence[Any]) -> list[float]:
+    """Pearson's correlations of errors with loss differences, (layers, settings) each, over layers (Fig. 11a)."""
+    pairs = zip(np.array(errors).T, np.array(differences).T, strict=True)
+    return [float(stats.pearsonr(*pair).statistic) for pair in pairs]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -150,10 +142,8 @@ def table(rows: Sequence[Row]) -> str:
         lines.append(f"{row['codec']}, iteration {row['checkpoint']:<21d} {row['varied']:>8s} {settings}")
         differences = np.array(row["differences"])
         for what, values in (("loss difference", differences), ("its magnitude", np.abs(differences))):
-            found = correlations(row["errors"], values)
-            for name in ("pearson", "spearman"):
-                cells = " ".join(f"{value:6.2f}" for value in found[name])
-                lines.append(f"  {name + ', ' + what:46s} {cells}")
+            cells = " ".join(f"{value:6.2f}" for value in correlations(row["errors"], values))
+            lines.append(f"  {'Pearson, ' + what:46s} {cells}")
         lines.append(f"  spread of differences {max(row['spread']):.4f}, of a layer sent in 16 bits {row['noise']:.6f}")
     return "\n".join(lines)
 

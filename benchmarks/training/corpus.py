@@ -70,13 +70,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Baseline:
-    """A training that is recorded.
-
-    title: description in a few words.
-    task: model, recipe and nodes.
-    file: file of the data, in the folder that is given.
-    source: source of the data, for the manifest. The test split's first 1000 samples are scored.
-    """
+    """A training that is recorded. file: the data's, in the folder that is given."""
 
     title: str
     task: emulated.Task
@@ -124,15 +118,7 @@ def shortened(baseline: Baseline, steps: int) -> Baseline:
 
 
 def caveats(page: str, leave_out: Collection[str] = ()) -> list[str]:
-    """Take what a reader of outcomes must know out of the docs' page on corpora: the list of its section.
-
-    Args:
-        page: page in Markdown.
-        leave_out: names of recordings; what begins with one of them is left out.
-
-    Returns:
-        A paragraph per item, in one line.
-    """
+    """Take what a reader must know out of the docs' page: items of a section, but those of some recordings."""
     section = page.partition("\n## What to mind\n")[2].partition("\n## ")[0]
     _, *items = re.split(r"^- ", section, flags=re.MULTILINE)
     paragraphs = [" ".join(item.split()) for item in items]
@@ -140,16 +126,9 @@ def caveats(page: str, leave_out: Collection[str] = ()) -> list[str]:
 
 
 class Campaign:
-    """Makes a corpus in a folder, as far as it is not there.
+    """Makes a corpus in the folder `work`, as far as it is not there: runs.jsonl, and a folder for each recording.
 
-    Args:
-        work: the folder: runs.jsonl, and corpus/ with a folder for each recording.
-        data: the folder of the data.
-        chosen: baselines by name.
-        methods: words by title.
-        budget: bytes of a recording at most.
-        warmup: dense iterations before a method compresses.
-        recorded: iterations of a recording.
+    budget: bytes of a recording at most; warmup: dense iterations before a method compresses; recorded: iterations.
     """
 
     def __init__(
