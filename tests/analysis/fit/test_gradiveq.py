@@ -228,25 +228,18 @@ def test_all_axes_lose_nothing() -> None:
     assert loss(codec, [torch.randn(LAYER.shape, generator=draw).double()]) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            {"layer_settings": {"nope": {}}},
-            "settings for nope: no layer of role convolution, .* has that name",
-        ),
-        ({"layer_settings": {CONVOLUTION.name: {"on_loss": "cry"}}}, "one of refresh, dense, stop"),
-        ({"layer_settings": {CONVOLUTION.name: {"size": 1}}}, "gradiveq has no setting size"),
-        ({"settings": GradiVeQ.Settings(complement=1.0, ratio=4.0)}, "nothing to fit"),
-        ({"samples": 1}, "at least 2"),
-    ],
-)
-def test_fits_that_cannot_be(tmp_path: Path, arguments: dict[str, object], words: str) -> None:
-    with (
-        record(tmp_path / "t", random_gradients(0, 12, 2)) as trace,
-        pytest.raises(GradlabError, match=words),
-    ):
-        fit_gradiveq(trace, **{"samples": 8, **arguments})
+def test_fits_that_cannot_be(tmp_path: Path) -> None:
+    name = CONVOLUTION.name
+    with record(tmp_path / "t", random_gradients(0, 12, 2)) as trace:
+        for words, arguments in (
+            ("settings for nope: no layer of role convolution, .* has that name", {"layer_settings": {"nope": {}}}),
+            ("one of refresh, dense, stop", {"layer_settings": {name: {"on_loss": "cry"}}}),
+            ("gradiveq has no setting size", {"layer_settings": {name: {"size": 1}}}),
+            ("nothing to fit", {"settings": GradiVeQ.Settings(complement=1.0, ratio=4.0)}),
+            ("at least 2", {"samples": 1}),
+        ):
+            with pytest.raises(GradlabError, match=words):
+                fit_gradiveq(trace, **{"samples": 8, **arguments})
 
 
 # --- the paper's cycle -----------------------------------------------------------------------------------------------

@@ -97,19 +97,17 @@ def test_scales_go_to_the_rows_that_differ_and_hold_later(tmp_path: Path) -> Non
         assert shares.kept > 1.5 * shares.by_tensor
 
 
-@pytest.mark.parametrize(
-    ("scales", "samples", "message"),
-    [
-        (0.5, 3, "2 scales for 3"),
-        (2, 0, "samples = 0"),
-        (2, 9, "= 9"),
-        (math.nan, 3, "scales = nan"),
-        (math.inf, 3, "scales = inf"),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused(tmp_path: Path, scales: float, samples: int, message: str) -> None:
-    with record(tmp_path / "trace", planted(8), LAYERS) as trace, pytest.raises(GradlabError, match=message):
-        fit_block_sizes(trace, scales, samples)
+def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:
+    with record(tmp_path / "trace", planted(8), LAYERS) as trace:
+        for scales, samples, message in (
+            (0.5, 3, "2 scales for 3"),
+            (2, 0, "samples = 0"),
+            (2, 9, "= 9"),
+            (math.nan, 3, "scales = nan"),
+            (math.inf, 3, "scales = inf"),
+        ):
+            with pytest.raises(GradlabError, match=message):
+                fit_block_sizes(trace, scales, samples)
 
 
 def test_the_command_writes_an_artifact(tmp_path: Path, gradlab: Command) -> None:
