@@ -231,7 +231,9 @@ def promises(task: str, data: Path, limits: Sequence[str]) -> Iterator[Row]:
         trained, trace = Trained(task, data, Path(kept)), Path(kept) / "trace"
         run(command(task, data, "--record", trace, "--stop", RECORDED))
         for limit in limits:
-            before, after = (Path(kept, f"{limit}-{name}.safetensors") for name in ("before", "after"))
+            folder = Path(kept, limit)
+            folder.mkdir()
+            before, after = (folder / f"{name}.safetensors" for name in ("before", "after"))
             found = answered("recommend", trace, "--out", before, *NETWORK, "--max-loss", limit, "--json")
             plans = [*([before] if before.exists() else []), *found["artifacts_to_try"]]
             words = ("pilot", trace, "--out", after, "--max-loss", limit, "--json")
