@@ -51,7 +51,7 @@ bench: install
 release:
 	rm -rf dist build/release
 	$(PYTHON) -m venv build/release
-	build/release/bin/pip install --quiet setuptools wheel
+	build/release/bin/pip install --quiet --upgrade --constraint constraints.txt setuptools wheel
 	mkdir -p dist && build/release/bin/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
 	build/release/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/gradlab-*.tar.gz
 	build/release/bin/pip install --quiet dist/gradlab-*.whl

@@ -92,7 +92,7 @@ class Panel:
 class Chart:
     """Panels side by side.
 
-    height: inches of a row of panels.
+    height: inches of a row of panels, without the margin of the whole.
     legend: "below", "right" or "", for the labels of all panels.
     layers: names of the layers that the first lines of each panel show, in order; a colour bar names many.
     shares: axes that panels have in common, as `Figure.subplots` takes them.

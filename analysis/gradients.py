@@ -18,7 +18,7 @@ def loss_scales(trace: Trace) -> np.ndarray:
 
 
 def finite_positions(trace: Trace) -> np.ndarray:
-    """Positions at which every rank's gradient was finite, by the recorder's count, (n,)."""
+    """Return the positions in `Trace.steps`, (n,), at which the recorder counted no element that was not finite."""
     counts = [trace.scalars(rank)["non_finite"] for rank in range(trace.world_size)]
     return np.flatnonzero(np.sum(counts, axis=0) == 0)
 
@@ -34,7 +34,7 @@ def read_unscaled(
 def read_positions(
     trace: Trace, layer: str, rank: int, positions: np.ndarray, columns: slice | None = None
 ) -> np.ndarray:
-    """Read one rank's gradients of a layer at rising positions (n,), unscaled, float32 (n, columns)."""
+    """Read one rank's gradients of a layer at rising positions (n,), without the loss scale: float32 (n, columns)."""
     cuts = np.flatnonzero(np.diff(positions) > _GAP) + 1
     parts = []
     for run in np.split(positions, cuts):

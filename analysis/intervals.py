@@ -63,7 +63,10 @@ class SeriesMean(Jsonable):
 
 
 def mean_interval(series: np.ndarray, level: float = 0.95) -> SeriesMean:
-    """Estimate the mean of a series (T,) by equal-weighted cosines, with an interval or the reason for none."""
+    """Estimate the mean of a series (T,) by equal-weighted cosines, with an interval or the reason for none.
+
+    Values that are not finite are left out. Fewer than 12 have a mean and no interval.
+    """
     if not 0 < level < 1:
         raise GradlabError(f"level = {level:g}, expected between 0 and 1")
     values = np.asarray(series, np.float64).ravel()

@@ -80,7 +80,7 @@ def format_percent(share: float | None, digits: int = 1) -> str:
 
 
 def format_ratio(value: float | None) -> str:
-    """Write a factor: 15.72 -> "15.7x"."""
+    """Write a factor with three significant digits: 15.72 -> "15.7x", 1234.5 -> "1230x". None and NaN are "-"."""
     return f"{significant(float(value or 0.0))}x" if _exists(value) else ABSENT
 
 

@@ -251,7 +251,7 @@ def states_by_node(
 
 
 def states_of(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
-    """States by group, from a checkpoint's; their own copies."""
+    """Check a checkpoint's states and return them by group. The tensors are the checkpoint's own."""
     states, rates, iteration = saved.get("states"), saved.get("learning_rates"), saved.get("iteration")
     sound = type(iteration) is int and 0 <= iteration < _MOST_STEPS
     if not sound or not isinstance(states, Mapping) or not isinstance(rates, Mapping):

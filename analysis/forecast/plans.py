@@ -39,8 +39,8 @@ class NodeForecast:
 
     job: the step, ready for any link.
     links: the plan beside plain DDP, on each link of the network.
-    break_even, half_break_even: bits per second from which on plain DDP, or plain 16-bit reduction, is as fast. None:
-        at every speed. Infinity: at none.
+    break_even, half_break_even: link speed, in bits per second, from which plain DDP, or plain 16-bit reduction, is at
+        least as fast as the plan. None: at every speed. Infinity: at no speed.
     curve: the plan beside plain DDP over link speed, for a figure.
     """
 

@@ -98,7 +98,8 @@ def predicted_series(replay: Mapping[str, Any]) -> Series:
 
 
 def in_sample_series(replay: Mapping[str, Any]) -> Series:
-    """Contribution errors in a replay's JSON on the iterations that its plan was fitted on."""
+    """Return iterations and contribution errors, two arrays, of the steps in a replay's JSON that its plan was fitted
+    on. A step without an error is left out."""
     fitted = set(replay["fitted_on"])
     return _series((s["iteration"], s["contribution_error"]) for s in replay["steps"] if s["iteration"] in fitted)
 

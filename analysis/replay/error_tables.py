@@ -52,7 +52,7 @@ class LayerTable:
         return self.l2 if require_metric(metric) == "l2" else self.squared_l2
 
     def norms(self, metric: str) -> np.ndarray:
-        """Select the errors of sending zeros, (windows,), by a metric."""
+        """Return the errors of sending nothing, (windows,): ||x|| for the metric "l2", ||x||^2 for "squared-l2"."""
         return self.norm if require_metric(metric) == "l2" else self.squared_norm
 
 

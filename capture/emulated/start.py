@@ -40,7 +40,7 @@ def check_numbers(world_size: int, seed: int) -> None:
 
 
 def require_room(world_size: int, row_bytes: int, most_steps: int | None) -> None:
-    """Refuse a run that would be killed before its first block is full, for want of memory or of open files.
+    """Raise GradlabError if a run would be killed before its first block is full: too little memory, or open files.
 
     row_bytes: bytes of one step's gradients of one node, as stored.
     """

@@ -28,7 +28,7 @@ DAMAGED = ".damaged"  # suffix that repair gives to a segment that it could not 
 
 
 def require_free(path: Path, overwrite: bool) -> None:
-    """Check that a folder is new or empty, or that `overwrite` is true and it holds a gradlab trace."""
+    """Raise GradlabError unless a folder is new or empty, or `overwrite` is true and it holds a gradlab trace."""
     if path.is_symlink() and not path.exists():
         raise GradlabError(f"{path}: a link that leads nowhere; choose another folder")
     if path.exists() and not path.is_dir():

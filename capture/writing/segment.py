@@ -173,7 +173,10 @@ class SegmentWriter:
         sync_folder(self.path.parent)
 
     def abandon(self) -> None:
-        """Close the file as far as the disk allows. Committed rows stay readable under the name .part."""
+        """Close the file as far as the disk allows; a second call does nothing.
+
+        Every appended row stays readable, under the name .part.
+        """
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             self._file.close()
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.compressor import Compressor
 from gradlab.codec.context import Context
-from gradlab.codec.contract import Codec, Exchanged, exchange_group
+from gradlab.codec.contract import Codec, Exchanged, Guarantees, exchange_group
 from gradlab.codec.kept import state_problem
-from gradlab.codec.wrapper import innermost
+from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.collectives import Coroutine, LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -31,6 +33,7 @@ LAYERS = Table.of(
         Layer("one", (1, 1)),
     ]
 )
+_MANY = 1_000  # values of which a codec sends some
 _SEEDS = {"gradients": 1_000, "codec": 7}
 
 
@@ -39,11 +42,15 @@ def check_codec(
 ) -> None:
     """Check the laws of the contract in lockstep, in this process.
 
-    On one group of all layers, and for the last number of ranks on a group of each layer: all ranks get the same finite
-    mean, in the gradients' shapes and dtypes. Bytes are those forecast, unless messages vary in size. No argument and
-    no message is changed. A state has the keys and shapes that `kept` says, in memory of its own. Memory that is used
-    again changes no bit. A value that is not finite on one rank, each in turn, is finite on none. Zeros give zeros at
-    the first step, unless the codec learns, and finite means at all steps.
+    For the last number of ranks on a group of each layer, and on one group of all layers: a message is a tuple of
+    vectors, and decoding adds its multiples in place. No argument and no message is changed. The same exchange gives
+    the same bits, also in memory that is used again. All ranks get the same finite mean, in the gradients' shapes and
+    dtypes. Bytes are those forecast, unless messages vary in size. A state has the keys and shapes that `kept` says, in
+    memory of its own. A value that is not finite on one rank, each in turn, is finite on none. Zeros give zeros at the
+    first step, unless the codec learns, and finite means at all steps. On the group of all layers errors are within
+    what `guarantees` says, means over 8 draws, and what is decoded points along the gradient, unless the codec learns.
+
+    Whether a codec computes what its paper says is left to a test of its own.
 
     >>> from gradlab.codec import check_codec
     >>> check_codec(codecs.make("topk", density=0.1))
@@ -64,11 +71,11 @@ def check_codec(
     codec = codec() if isinstance(codec, type) else codec
     fitted = bool(innermost(codec).learned)
     together = Table.of(layers)
-    cases = [(together, world_size) for world_size in world_sizes]
-    cases += [] if fitted else [(Table.of([one]), world_sizes[-1]) for one in layers]
-    for table, world_size in cases:
+    cases = [] if fitted else [(Table.of([one]), world_sizes[-1]) for one in layers]
+    for table, world_size in [*cases, *((together, world_size) for world_size in world_sizes)]:
         codec.check(table)
         _Check(codec, table, world_size).all()
+    _Check(codec, together, world_sizes[0]).errors()
 
 
 @dataclass(frozen=True)
@@ -86,10 +93,13 @@ class _Check:
     def all(self) -> None:
         states: list[Tensors] = [{}] * self.world_size
         reused = states
+        self._decoding()
         for step in range(3):
-            self._overflow(states, step)
             before, grads = states, self._gradients(step)
             results = self._pure(grads, before, step)
+            if step == 0:
+                why = "the same exchange gives other bits: take random numbers from `generator` or `context` alone"
+                self._same_bits(results, self._exchange(grads, before, step), step, why)
             self._means(results, grads, step)
             self._bytes(results, before[0], step)
             states = [result.value.state for result in results]
@@ -99,8 +109,48 @@ class _Check:
             self._memory(results, grads, step)
             self._memory(again, overwritten, step)
             reused = [result.value.state for result in again]
-            self._same_bits(results, again, step)
+            self._same_bits(results, again, step, "memory that is used again changes the result")
+            self._overflow(before, step)
         self._zeros()
+
+    def _decoding(self) -> None:
+        """Compress a vector, and add half of what it stands for to a vector of ones."""
+        if not isinstance(self._method, Compressor):
+            return
+        codec, vector = self._method.for_layers(self.table), Batch(self._gradients(0)[0], self.table).vector
+        with self._named(0):
+            payload = codec.compress(vector.clone(), torch.Generator().manual_seed(_SEEDS["codec"]))
+        sound = isinstance(payload, tuple) and all(isinstance(one, torch.Tensor) and one.ndim == 1 for one in payload)
+        self._require(sound, f"compress returned {str(payload)[:80]}, expected a tuple of vectors", 0)
+        whole, half = torch.zeros_like(vector), torch.ones_like(vector)
+        with self._named(0):
+            codec.add_decompressed(whole, payload, 1.0)
+            codec.add_decompressed(half, payload, 0.5)
+        adds = torch.allclose(half, 1 + whole / 2, rtol=1e-4, atol=1e-4)
+        adds = adds and (bool(whole.any()) or vector.numel() < _MANY)
+        self._require(adds, "add_decompressed does not add scale * C(x) to `total`, in place", 0)
+
+    def errors(self) -> None:
+        """Compare the errors of the first exchange, over several draws, with what is guaranteed."""
+        if self._method.about.learns:
+            return
+        error = energy = along = 0.0
+        for draw in range(8):
+            grads = self._gradients(draw)
+            for result, own in zip(self._exchange(grads, [{}] * self.world_size, 0, draw=draw), grads, strict=True):
+                given = result.value.compressor_input
+                for name, sent in result.value.own.items():
+                    error += float((sent - given[name]).double().square().sum())
+                    energy += float(given[name].double().square().sum())
+                    along += float((sent * own[name]).double().sum())
+        self._require(along >= 0, "what is decoded points away from the gradient", 0)
+        known = self._method.guarantees(self.table)
+        self._require(isinstance(known, Guarantees), f"guarantees returned {known!r}, expected Guarantees", 0)
+        bounds = {"delta": None if known.delta is None else 1 - known.delta, "omega": known.omega}
+        for name, bound in bounds.items():
+            if bound is not None and not list(wrappers_of(self.codec)):
+                what = f"the error is {error / energy:.3g} of ||x||^2, where {name} = {getattr(known, name):g} allows"
+                self._require(error <= (1.1 * bound + 1e-6) * energy, f"{what} {bound:.3g}", 0)
 
     def _zeros(self) -> None:
         zeros = [{layer.name: torch.zeros(layer.shape) for layer in self.table} for _ in range(self.world_size)]
@@ -124,13 +174,25 @@ class _Check:
         *,
         reuse: bool = False,
         answers: Any = None,
+        draw: int = 0,
     ) -> list[LockstepResult[Exchanged]]:
-        context = Context(0, self.world_size, step, self.table[0].name, _SEEDS["codec"])
+        context = Context(0, self.world_size, step, self.table[0].name, _SEEDS["codec"] + draw)
         runs = [
             exchange_group(self.codec, Batch(own, self.table), state, replace(context, rank=rank), reuse=reuse)
             for rank, (own, state) in enumerate(zip(grads, states, strict=True))
         ]
-        return run_lockstep(runs if answers is None else [_noting(run, answers) for run in runs])
+        with self._named(step):
+            return run_lockstep(runs if answers is None else [_noting(run, answers) for run in runs])
+
+    @contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        """Say where an error that is not ours came from."""
+        try:
+            yield
+        except GradlabError:
+            raise
+        except Exception as error:
+            raise GradlabError(self._text(f"{type(error).__name__}: {error}", step)) from error
 
     def _pure(self, grads: Sequence[Tensors], states: Sequence[Tensors], step: int) -> list[LockstepResult[Exchanged]]:
         given: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -170,11 +232,11 @@ class _Check:
         shared = any(one.untyped_storage().data_ptr() in lent for one in kept)
         self._require(not shared, "a state is in the memory of gradients", step)
 
-    def _same_bits(self, one: Sequence[LockstepResult[Exchanged]], other: Any, step: int) -> None:
+    def _same_bits(self, one: Sequence[LockstepResult[Exchanged]], other: Any, step: int, what: str) -> None:
         for a, b in zip(one, other, strict=True):
             pairs = ((a.value.mean, b.value.mean), (a.value.state, b.value.state))
             same = all(x.keys() == y.keys() and all(_same(x[key], y[key]) for key in x) for x, y in pairs)
-            self._require(same, "memory that is used again changes the result", step)
+            self._require(same, what, step)
 
     def _overflow(self, states: Sequence[Tensors], step: int) -> None:
         """Exchange what is not finite in one place of one rank: at each step in another layer."""
@@ -189,8 +251,11 @@ class _Check:
 
     def _require(self, holds: bool, what: str, step: int) -> None:
         if not holds:
-            names = ", ".join(self.table.names[:3]) + (", ..." if len(self.table) > 3 else "")
-            raise GradlabError(f"codec {self.codec!r} on {names}, {self.world_size} ranks, step {step}: {what}")
+            raise GradlabError(self._text(what, step))
+
+    def _text(self, what: str, step: int) -> str:
+        names = ", ".join(self.table.names[:3]) + (", ..." if len(self.table) > 3 else "")
+        return f"codec {self.codec!r} on {names}, {self.world_size} ranks, step {step}: {what}"
 
 
 def _noting(run: Coroutine[Exchanged], answers: list[tuple[torch.Tensor, torch.Tensor]]) -> Coroutine[Exchanged]:

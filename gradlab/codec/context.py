@@ -130,7 +130,7 @@ class Memory:
     overwrites: bool = False
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory of the shape, dtype and device of a tensor. Its values are undefined."""
+        """Return other contiguous memory of a tensor's shape, dtype and device. Its values are undefined."""
         return self.workspace.empty_like(tensor)
 
     def over(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Alike:
 
     @property
     def positions(self) -> int:
-        """How many positions there are."""
+        """Number of elements that are sent, of all layers together."""
         return len(self.starts) * self.count
 
     @property

@@ -47,7 +47,7 @@ class Setting:
     help: str = ""
 
     def allows(self, value: Any) -> bool:
-        """Return whether a value other than None is allowed."""
+        """Return whether a value other than None is allowed; False also for NaN and for a value of another type."""
         if value in self.also:
             return True
         if self.choices:
@@ -211,6 +211,8 @@ def check_ranges(settings: type, codec: str) -> None:
 
 
 def _check_range(codec: str, field: Field, value: Any) -> None:
+    if not _is_plainly(field.hint, value):
+        raise GradlabError(f"{codec}: setting {field.name} = {repr(value)[:80]}, expected {field.type}")
     if not (field.about.allows(value) if value is not None else _is_optional(field.hint) or field.hint is Any):
         raise GradlabError(f"{codec}: setting {field.name} = {repr(value)[:80]}, expected {field.expected}")
 
@@ -317,6 +319,16 @@ def _one_of(values: Sequence[Any]) -> str:
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_plainly(hint: Any, value: Any) -> bool:
+    """Return whether a value is of one of the plain types of a hint; True if the hint has others."""
+    types_ = _alternatives(hint)
+    if not all(one in _SCALARS and one is not Any for one in types_):
+        return True
+    if isinstance(value, bool):
+        return bool in types_
+    return isinstance(value, types_) or (isinstance(value, int) and float in types_)
 
 
 def _is_optional(hint: Any) -> bool:

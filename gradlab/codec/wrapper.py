@@ -164,7 +164,7 @@ def buffer_setting(what: str) -> Any:
 
 
 def step_size_setting(default: bool | None, what: str) -> Any:
-    """Make the settings field of whether a residual follows the learning rate, see `Context.residual_ratio`."""
+    """Make the settings field of whether a residual follows the learning rate, see `Training.residual_ratio`."""
     return setting(
         default,
         symbol="eta_(t-1) / eta_t",

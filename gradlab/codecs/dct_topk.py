@@ -165,7 +165,7 @@ class DCTTopK(Compressor):
 class AlikeChunks:
     """The chunks (h, w) of a vector's layers that are cut into chunks of this shape.
 
-    layers: start of each in the vector, and its numbers of chunks along n and m.
+    layers: start of each layer (n, m) in the vector, and its numbers of chunks along n and m.
     """
 
     h: int
@@ -188,7 +188,7 @@ class AlikeChunks:
             yield vector[start : start + y * x * self.size].view(y, self.h, x, self.w).transpose(1, 2)
 
     def chunks_of(self, vector: torch.Tensor) -> torch.Tensor:
-        """Cut them out of a vector (numel,): (chunks, h, w)."""
+        """Cut the chunks out of a vector (numel,): (chunks, h, w), layer by layer, along n first and then along m."""
         every = [view.reshape(-1, self.h, self.w) for view in self._views(vector)]
         return every[0] if len(every) == 1 else torch.cat(every)
 

@@ -94,7 +94,10 @@ class LgcRing(LearnedSelection):
 
     @property
     def coding(self) -> str:
-        """The coding of positions; only packed ones can be in any order."""
+        """The coding of positions: the setting's, or "packed" if values are ordered by size.
+
+        Only packed positions can be in any order.
+        """
         return self.settings.index_coding if self.settings.order == "position" else "packed"
 
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:

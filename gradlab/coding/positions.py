@@ -110,8 +110,8 @@ def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.
 
 
 def below(positions: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return positions, int64, that another rank sent, all inside a vector. One beyond an end is refused; on a GPU,
-    which would have to wait, it becomes the last element or the first one."""
+    """Return positions, int64, that another rank sent, all inside a vector (numel,). A position beyond an end
+    raises GradlabError on a CPU. A GPU would have to wait for that check: there it becomes the nearest end."""
     if positions.device.type != "cpu":
         return positions.clamp_(0, max(0, numel - 1))
     if positions.numel():

@@ -197,7 +197,7 @@ def as_requests(step: Step) -> tuple[Request, ...]:
         step: requests that a coroutine yielded.
 
     Returns:
-        One request or several.
+        The requests; none for an empty tuple.
 
     Raises:
         GradlabError: if it is neither a request nor a tuple of requests.

@@ -72,7 +72,8 @@ def residual_fades(plan: Plan) -> bool:
 
 
 def follower_of(plan: Plan) -> str | None:
-    """Return the name of a wrapper that is set to follow the optimizer's learning rate; None: there is none."""
+    """Return the name of a wrapper whose `step_size_ratio` is true; None: there is none. A setting of None counts as
+    false."""
     wraps = (wrap for group in plan.groups for wrap in group.wrappers)
     return next((wrap.name for wrap in wraps if wrap.settings.get("step_size_ratio")), None)
 

@@ -55,8 +55,7 @@ class LayerSample:
         return self.stored.numel / self.layer.numel
 
     def copy(self, target: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy the blocks of a gradient, in the layer's shape, to `target`, in the sample's, without a copy of the
-        whole."""
+        """Copy the sampled blocks of a gradient to `target`. whole: of the layer's shape; target: of the sample's."""
         place = 0
         for start, stop in self.blocks:
             part = target.narrow(self.axis, place, stop - start)

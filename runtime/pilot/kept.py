@@ -53,7 +53,10 @@ class KeptBatches:
             yield copied(batch)
 
     def last(self) -> Iterator[Any]:
-        """Give them out for the last time, and keep them no longer."""
+        """Yield the batches for the last time, each with the random state that it was first drawn with.
+
+        A batch is let go before it is yielded.
+        """
         while self._held:
             batch, drawn = self._held.pop(0)
             draw_from(drawn)

@@ -15,7 +15,7 @@ from gradlab.saving import Saving
 class Scores:
     """Mean losses of all ranks by round and step, which are the same on all of them.
 
-    unlike: largest relative difference of a first loss from dense's, see `PilotResult`.
+    unlike: largest relative difference between a plan's first loss and dense training's, see `PilotResult`.
     """
 
     def __init__(self, control: str) -> None:
@@ -56,7 +56,7 @@ class Scores:
         return chance_of(control.low, control.high)
 
     def tried(self, control: bool = True) -> tuple[Outcome, ...]:
-        """Return the outcomes of all plans so far, the one that sends the fewest bytes first."""
+        """Return the outcomes of all plans so far, without dense, the fewest bytes first; `control`: with 16 bits."""
         names = [name for name in in_order(self.savings) if name in self.losses]
         names = [name for name in names if control or name != self._control]
         return tuple(self.outcome(name) for name in names)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradlab.codec import Exchanged, Tensors, check_codec
+from gradlab.codec import Exchanged, Guarantees, Tensors, check_codec
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.topk import TopK
 from gradlab.errors import GradlabError
@@ -22,6 +22,46 @@ class Changes(TopK):
     def compress(self, vector, generator):
         vector[:1] = 0
         return super().compress(vector, generator)
+
+
+class Negates(TopK):
+    """Decodes to -C(x)."""
+
+    def add_decompressed(self, total, payload, scale):
+        super().add_decompressed(total, payload, -scale)
+
+    def average_into(self, out, payloads, scale):
+        return super().average_into(out, payloads, -scale)
+
+
+class Unscaled(TopK):
+    def add_decompressed(self, total, payload, scale):
+        super().add_decompressed(total, payload, 1.0)
+
+
+class Copies(TopK):
+    def add_decompressed(self, total, payload, scale):
+        super().add_decompressed(total.clone(), payload, scale)
+
+
+class Lists(TopK):
+    def compress(self, vector, generator):
+        return list(super().compress(vector, generator))
+
+
+class Draws(TopK):
+    def select(self, vector, generator):
+        return torch.randperm(vector.numel())[: len(super().select(vector, generator))]
+
+
+class Boasts(TopK):
+    def guarantees(self, layers):
+        return Guarantees(delta=0.999)
+
+
+class Fails(TopK):
+    def compress(self, vector, generator):
+        raise IndexError("of its own")
 
 
 class Hides(TopK):
@@ -88,6 +128,13 @@ class Shares(Loses):
     [
         (Counts, "bytes were counted"),
         (Changes, "an argument or a message was changed"),
+        (Negates, "points away from the gradient"),
+        (Unscaled, "does not add scale"),
+        (Copies, "does not add scale"),
+        (Lists, "expected a tuple of vectors"),
+        (Draws, "take random numbers from `generator`"),
+        (Boasts, r"delta = 0.999 allows 0.001"),
+        (Fails, "conv, 3 ranks, step 0: IndexError: of its own"),
         (Hides, "what is not finite on one rank is finite on another"),
         (Reshapes, "the mean is not of the gradient's shape"),
         (Late, "memory that is used again changes the result"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
@@ -82,3 +83,12 @@ def test_layers_of_a_model_on_another_device_share_large_groups() -> None:
     assert len(Plan.uniform(far, "ecsq").groups) == 1
     for alone in ("identity", "lgc_ring"):
         assert len(Plan.uniform(far, alone).groups) == 6
+
+
+def test_a_gradient_of_another_shape_than_the_plans_is_refused() -> None:
+    """As many elements, laid out otherwise, would be taken for other rows and other channels."""
+    grads = {layer.name: torch.ones(layer.shape) for layer in SMALL}
+    grads["layer01"] = grads["layer01"].T
+    wrong = r"a gradient of shape \[40, 7\] came for layer01, expected \[7, 40\]"
+    with pytest.raises(GradlabError, match=wrong):
+        LockstepPlan(Plan.uniform(SMALL, "topk"), 2).step(0, [grads, grads])

@@ -123,7 +123,10 @@ def measure_slice_structure(
     workers: Workers = 1,
     progress: Progress | None = None,
 ) -> SliceStructure:
-    """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace, within bounds."""
+    """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace, within bounds.
+
+    samples: consecutive iterations that bases are fitted on, at least 2. start: position of the first one.
+    """
     recorded = len(trace.steps)
     if samples < 2 or not 0 <= start < recorded:
         raise GradlabError(

@@ -147,7 +147,10 @@ class Correlation(Jsonable):
 
 
 def adjacent_correlation(values: np.ndarray) -> Correlation:
-    """Correlate adjacent values (T, n) in GradiVeQ's order over iterations (section 1, point 1)."""
+    """Correlate adjacent values (T, n) in GradiVeQ's order over iterations (section 1, point 1).
+
+    A value that never changes has NaN. The mean magnitude is over pairs of two values, without NaN.
+    """
     values = _checked(values, 2)
     centred = values - values.mean(0)
     scale = np.sqrt(np.square(centred).sum(0))
