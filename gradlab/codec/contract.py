@@ -461,10 +461,6 @@ class Codec(ABC):
         self.learned = {key: value.to(device) for key, value in self.learned.items()}
         return self
 
-    def with_settings(self, **changes: Any) -> Codec:
-        """Return a codec with some settings changed, which shares the learned tensors."""
-        return type(self)(replace(self.settings, **changes), self.learned)
-
 
 def register(codec: Own) -> Own:
     """Register a codec class under its `name` in this process, for plans and artifacts. Use it as a decorator.

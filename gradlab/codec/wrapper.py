@@ -148,10 +148,6 @@ class Wrapper(Codec):
         self.codec.to(device)
         return self
 
-    def with_settings(self, **changes: Any) -> Codec:
-        """Return the same stack of wrappers around a codec with some settings changed."""
-        return type(self)(self.codec.with_settings(**changes), self.settings)
-
 
 def buffer_setting(what: str) -> Any:
     """Make the settings field of a buffer's format, see `store_buffer`."""

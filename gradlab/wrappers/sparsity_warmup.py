@@ -6,7 +6,7 @@ sparsity in the first four epochs, then 99.9 %.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -50,7 +50,7 @@ class SparsityWarmup(Wrapper):
             )
         stages = self.settings.stages
         self.densities = [initial * (final / initial) ** (stage / stages) for stage in range(stages)]
-        self._codecs = [codec.with_settings(density=density) for density in self.densities]
+        self._codecs = [_with_density(codec, density) for density in self.densities]
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         return (yield from self.at(context.iteration - context.training.start).run(grads, state, context))
@@ -64,3 +64,10 @@ class SparsityWarmup(Wrapper):
         """Return the codec of the compressed iteration `step`, counted from 0."""
         stage = step * self.settings.stages // self.settings.steps
         return self._codecs[max(0, stage)] if stage < self.settings.stages else self.codec
+
+
+def _with_density(codec: Codec, density: float) -> Codec:
+    """Return the same stack of wrappers around a codec of another density, which shares the learned tensors."""
+    if isinstance(codec, Wrapper):
+        return type(codec)(_with_density(codec.codec, density), codec.settings)
+    return type(codec)(replace(codec.settings, density=density), codec.learned)

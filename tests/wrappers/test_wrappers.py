@@ -31,7 +31,6 @@ from gradlab.codec.wrapper import (
     POLICIES,
     acts_when_dense,
     in_own_memory,
-    innermost,
     load_buffer,
     load_buffers,
     resize,
@@ -771,11 +770,6 @@ def test_a_stack_hands_on_what_concerns_the_codec() -> None:
     results, inner = run(fitted, drawn(2, 0, {"w": (6, 9)}), [{}] * 2), run(alone, drawn(2, 0, {"w": (6, 9)}), [{}] * 2)
     assert torch.equal(results[0].value.own["w"], inner[0].value.own["w"])
     assert [type(wrapper) for wrapper in wrappers_of(fitted)] == [Momentum, ErrorFeedback]
-    changed = Momentum(feedback(topk(0.1), decay=0.25), Momentum.Settings(0.5)).with_settings(density=0.5)
-    assert [wrapper.settings for wrapper in wrappers_of(changed)] == [
-        wrapper.settings for wrapper in wrappers_of(fitted)
-    ]
-    assert innermost(changed).settings.density == 0.5
 
 
 def test_the_warm_up_hands_states_through() -> None:
