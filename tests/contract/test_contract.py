@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Batch, Context, Tensors, check_codec, exchange_group
+from gradlab.codec import Batch, Codec, Context, Tensors, check_codec, exchange_group
+from gradlab.codec.settings import Field, fields_of
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
@@ -23,7 +25,6 @@ from support.contract import (
     asks_for_means,
     cases,
     codec_of,
-    drawn_settings,
     lockstep,
     plan_for,
     sizes_vary,
@@ -84,6 +85,28 @@ def test_settings_round_trip_as_json(codec: str) -> None:
     again = type(plan).from_json(plan.to_json(), tensors)
     assert again.digest == plan.digest
     assert [g.settings for g in again.groups] == [SETTINGS.get(codec, {})] * len(plan.groups)
+
+
+def drawn_settings(method: type[Codec]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of a method's settings, each within the range that its field says."""
+    return st.fixed_dictionaries({}, optional={field.name: drawn_value(field) for field in fields_of(method.Settings)})
+
+
+def drawn_value(field: Field) -> st.SearchStrategy[Any]:
+    """Values in a setting's range, None where its type has it; numbers without an upper end stay small."""
+    about, types = field.about, get_args(field.hint) or (field.hint,)
+    if about.choices:
+        values = st.sampled_from(about.choices)
+    elif bool in types:
+        values = st.booleans()
+    elif int in types:
+        least = int(about.least or 0)
+        values = st.integers(least, least + 40 if about.most is None else int(about.most))
+    else:
+        low, high = (about.above if about.least is None else about.least), about.below or about.most or 1e3
+        values = st.floats(low, high, exclude_min=about.least is None, exclude_max=about.below is not None)
+    values |= st.sampled_from(about.also) if about.also else st.nothing()
+    return values | st.none() if type(None) in types else values
 
 
 @pytest.mark.parametrize("name", codecs.names())

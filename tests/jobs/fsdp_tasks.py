@@ -168,7 +168,7 @@ def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str
     rank, chosen = dist.get_rank(group), UNCOMPRESSED[option]
     mesh = mesh_of(group, nodes)
     native, ours = (sharded(part, **chosen.get("shard", {})) for part in (mesh, mesh["shard"]))
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (native, ours)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in (native, ours)]
     plan, warmup = plan_of(ours, "identity", {}), chosen.get("warmup_steps", 0)
     if warmup:
         plan = Plan.uniform(layers_of(ours), "topk", density=0.1, warmup_steps=warmup)
@@ -351,7 +351,7 @@ def resumed(group: dist.ProcessGroup, nodes: int, folder: str, levels: int = 1) 
     """A run that goes on from a checkpoint of torch.distributed.checkpoint, and the one that went on."""
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
     models = [sharded(mesh["shard"]) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in models]
     plan = plan_of(models[0], "topk", {"density": 0.1})
     inner = plan_of(models[0], "block_scaled", {"dtype": "int8"})
     second = {"within": mesh["shard"], "inside": inner} if levels > 1 else {}

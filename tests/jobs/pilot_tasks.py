@@ -286,7 +286,7 @@ def sharded_goes_on(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
 
     def training() -> Sharded:
         model = fsdp_tasks.sharded(mesh["shard"])
-        return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank)
+        return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), rank)
 
     def exact(run: Sharded) -> AbstractContextManager[Any]:
         plan = Plan(layers_of(run.model))

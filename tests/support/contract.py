@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
-from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, exchange_group
+from gradlab.codec import Batch, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.kept import state_problem
-from gradlab.codec.settings import Field, build_settings, fields_of
+from gradlab.codec.settings import build_settings
 from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
 from gradlab.plan import FEEDBACK, Group, Plan, Schedule
 from gradlab.runtime import CompressionState, compression_hook
@@ -89,28 +88,6 @@ def sizes_vary(case: str) -> bool:
     """Whether the bytes of a case depend on the gradients' values, so that a forecast is an estimate."""
     method = codecs.get(codec_of(case))
     return method(build_settings(method, SETTINGS.get(case, {}))).traits.varying
-
-
-def drawn_settings(method: type[Codec]) -> st.SearchStrategy[dict[str, Any]]:
-    """Some of a method's settings, each within the range that its field says."""
-    return st.fixed_dictionaries({}, optional={field.name: drawn_value(field) for field in fields_of(method.Settings)})
-
-
-def drawn_value(field: Field) -> st.SearchStrategy[Any]:
-    """Values in a setting's range, None where its type has it; numbers without an upper end stay small."""
-    about, types = field.about, get_args(field.hint) or (field.hint,)
-    if about.choices:
-        values = st.sampled_from(about.choices)
-    elif bool in types:
-        values = st.booleans()
-    elif int in types:
-        least = int(about.least or 0)
-        values = st.integers(least, least + 40 if about.most is None else int(about.most))
-    else:
-        low, high = (about.above if about.least is None else about.least), about.below or about.most or 1e3
-        values = st.floats(low, high, exclude_min=about.least is None, exclude_max=about.below is not None)
-    values |= st.sampled_from(about.also) if about.also else st.nothing()
-    return values | st.none() if type(None) in types else values
 
 
 STEADY: dict[str, dict[str, Any]] = {"gradiveq": {"compressed_steps": 0, "monitor": "off"}}

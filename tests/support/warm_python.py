@@ -39,7 +39,10 @@ from typing import Any, NoReturn
 # What FSDP2 and its checkpoints need is imported once, too, not by every rank of every pool.
 FSDP = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.optim")
 TORCH = ("torch.distributed.run", "torch._dynamo", *FSDP)
-GRADLAB = ("gradlab.runtime", "gradlab.capture", "gradlab.cli.train.trainer")
+GRADLAB = (
+    *("gradlab.runtime.fsdp", "gradlab.runtime.pilot", "gradlab.runtime.outer", "gradlab.capture"),
+    *("gradlab.cli.train.trainer", "gradlab.analysis.replay"),
+)
 # What tests of the analysis import, for pytest's workers.
 LIBRARIES = (
     *("scipy.optimize", "scipy.stats", "sklearn.feature_selection", "joblib", "matplotlib.figure"),
