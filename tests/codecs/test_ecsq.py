@@ -182,7 +182,7 @@ def test_tables_that_run_save_their_bytes_and_are_the_same_on_all_ranks(bits: fl
     missed = {}
     for tables in ("message", "running"):
         codec, states, lost, counted = ECSQ(ECSQ.Settings(bits=bits, tables=tables)), [{}, {}, {}], [], []
-        for step in range(20):
+        for step in range(14):
             results = exchange(codec, states, step)
             states = [result.value.state for result in results]
             keys = {f"{name}/tables" for name in SHAPES} if tables == "running" else set()
@@ -337,7 +337,7 @@ def test_both_ways_every_message_has_the_size_asked_for() -> None:
     codec, states = ErrorFeedback(TwoWay(ECSQ(ECSQ.Settings(bits=bits)))), [dict[str, torch.Tensor]()] * ranks
     left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     counted, to_servers = [], []
-    for step in range(40):
+    for step in range(20):
         seen: list[Request] = []
         contexts = [Context(rank, ranks, step, "g") for rank in range(ranks)]
         rows = [

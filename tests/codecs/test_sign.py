@@ -239,7 +239,7 @@ def test_the_residual_stays_within_lemma_2() -> None:
     workers, codec, problem = 4, dist_ef(None), Quadratic(4, 40, 3)
     states: list[Tensors] = [{}] * workers
     norms, second, delta = [], 0.0, 1.0
-    for step in range(240):
+    for step in range(120):
         gradients = problem.gradients(np.ones(40))
         before = states
         results = one_step(codec, gradients, states, step, 0.1, 0.1)
@@ -255,7 +255,7 @@ def test_the_residual_stays_within_lemma_2() -> None:
         delta = min(delta, np.abs(server).sum() ** 2 / (40 * np.sum(server**2)))
     largest = max(norms)
     # The bound is a thousand times what is seen; that nothing grows says more.
-    assert max(norms[120:]) < 1.5 * max(norms[:120])
+    assert max(norms[60:]) < 1.5 * max(norms[:60])
     assert 0 < largest <= 8 * (1 - delta) * second / delta**2 * (1 + 16 / delta**2)
 
 
@@ -449,7 +449,7 @@ def test_the_engine_is_lockstep_and_the_sharded_server_one_server_bit_for_bit(po
     results = [
         result
         for server in ("sharded", "rank")
-        for result in pool.run("jobs.sign_tasks:engine_equals_lockstep", 4, server=server, **arguments)
+        for result in pool.run("jobs.sign_tasks:engine_equals_lockstep", 3, server=server, **arguments)
     ]
     assert all(result["bitwise"] and result["states"] for result in results)
     assert results[0]["groups"] == (1 if method == "dist-EF-SGDM" else 3)
@@ -463,10 +463,10 @@ def test_the_engine_is_lockstep_and_the_sharded_server_one_server_bit_for_bit(po
     ids=["Lemma 1", "Lemma 3"],
 )
 def test_the_lemmas_hold_in_real_runs(pool: ProcessPool, method: str, server: str) -> None:
-    """Four ranks, several buckets, rates by parameter group that change, pause at zero and return; the last layers join
+    """Several buckets, rates by parameter group that change, pause at zero and return; the last layers join
     in mid-run. To rounding of numbers near 1.
     """
-    for result in pool.run("jobs.sign_tasks:lemma", 4, method=method, server=server):
+    for result in pool.run("jobs.sign_tasks:lemma", 2, method=method, server=server):
         assert result["largest"] < 1e-14
         assert result["owed"] > 1e-3
 
