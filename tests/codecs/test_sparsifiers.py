@@ -91,7 +91,7 @@ def test_positions_are_distinct(sizes: tuple[int, int], seed: int) -> None:
     assert not count or 0 <= int(positions[0]) <= int(positions[-1]) < numel
 
 
-@pytest.mark.parametrize(("numel", "count"), [(5, 2), (6, 3), (6, 5)])
+@pytest.mark.parametrize(("numel", "count"), [(5, 2), (6, 5)])
 def test_every_set_of_positions_is_as_likely(numel: int, count: int) -> None:
     """A chi-squared test at one in a million, on draws that are the same in each run."""
     draws = [tuple(distinct(numel, count, generator(seed)).tolist()) for seed in range(4000)]

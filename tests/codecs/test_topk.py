@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from gradlab.codec import Codec, Context, Tensors, exchange_group
 from gradlab.codecs.topk import TopK
 from gradlab.collectives import LockstepResult, run_lockstep
-from gradlab.errors import GradlabError
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.laws import law
 
@@ -35,8 +34,7 @@ def flat(tensors: Tensors) -> np.ndarray:
     return np.concatenate([tensors[name].numpy().reshape(-1) for name in SHAPES])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("density", [0.001, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("ranks", "density"), [(1, 0.1), (2, 0.001), (3, 0.5), (4, 0.1), (2, 1.0)])
 def test_topk_with_feedback_is_the_dense_simulation(ranks: int, density: float) -> None:
     """Over five steps, bit for bit: mask all but the k largest of gradient + residual, average, keep the rest."""
     codec = ErrorFeedback(TopK(TopK.Settings(density)))
@@ -100,23 +98,3 @@ def test_the_selection_runs_over_the_whole_group() -> None:
     (result,) = exchange(TopK(TopK.Settings(0.25)), [grads])
     assert torch.equal(result.value.own["large"], grads["large"])
     assert not result.value.own["small"].any()
-
-
-def test_positions_of_different_ranks_add_up() -> None:
-    """Two ranks that choose different positions both reach the mean; where they meet, both count."""
-    grads = [{"a": torch.tensor([4.0, 0.0, 2.0])}, {"a": torch.tensor([8.0, 6.0, 1.0])}]
-    results = exchange(TopK(TopK.Settings(0.5)), grads)
-    for result in results:
-        assert result.value.mean["a"].tolist() == [6.0, 3.0, 1.0]
-
-
-def test_a_group_without_elements() -> None:
-    (result,) = exchange(TopK(), [{"empty": torch.zeros(0, 4)}])
-    assert result.value.mean["empty"].shape == (0, 4)
-    assert result.payload_bytes == 0
-
-
-@pytest.mark.parametrize("density", [0.0, -0.1, 1.0001])
-def test_density_is_a_share(density: float) -> None:
-    with pytest.raises(GradlabError, match=r"topk: setting density = .*a share of elements in \(0, 1\]"):
-        TopK.Settings(density)
