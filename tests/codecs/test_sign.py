@@ -239,7 +239,7 @@ def test_the_residual_stays_within_lemma_2() -> None:
     workers, codec, problem = 4, dist_ef(None), Quadratic(4, 40, 3)
     states: list[Tensors] = [{}] * workers
     norms, second, delta = [], 0.0, 1.0
-    for step in range(120):
+    for step in range(240):
         gradients = problem.gradients(np.ones(40))
         before = states
         results = one_step(codec, gradients, states, step, 0.1, 0.1)
@@ -255,7 +255,7 @@ def test_the_residual_stays_within_lemma_2() -> None:
         delta = min(delta, np.abs(server).sum() ** 2 / (40 * np.sum(server**2)))
     largest = max(norms)
     # The bound is a thousand times what is seen; that nothing grows says more.
-    assert max(norms[60:]) < 1.5 * max(norms[:60])
+    assert max(norms[120:]) < 1.5 * max(norms[:120])
     assert 0 < largest <= 8 * (1 - delta) * second / delta**2 * (1 + 16 / delta**2)
 
 
