@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
 from support.command_line import Command
 from support.process_pool import ProcessPool
-from support.rewriting import rewrite_share
 from support.warm_python import LIBRARIES, python, share, started_python
 
 # Ranks and scripts that tests start import `support` and `jobs`, as the tests do (pythonpath in pyproject.toml).
@@ -38,7 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     elif worker := getattr(config, "workerinput", None):
         sys.executable = started_python()
         multiprocessing.set_executable(sys.executable)
-        rewrite_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+        _rewrite_share(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+
+def _rewrite_share(config: pytest.Config, number: int, workers: int) -> None:
+    """Rewrite the assertions of every `workers`-th test file from `number` on, for this worker and the others to load."""
+    # Workers import all files at once and in one order, so that none would find what another rewrote.
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[number::workers]:
+        folder = rewrite.get_cache_dir(path)
+        cached = folder / (path.name[:-3] + rewrite.PYC_TAIL)
+        if rewrite._read_pyc(path, cached) is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            of_source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, of_source, cached)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,8 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect no more what was imported: its millions of objects stay."""
-    gc.freeze()
+    gc.freeze()  # what was imported stays: the collector need not look through its million objects
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.prose import FILLERS, FORMER_WORDS, arguments, faults, inversions, paragraphs, sentences
+from support.prose import FILLERS, FORMER_WORDS, arguments, docstrings, faults, inversions, paragraphs, sentences
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -65,5 +65,6 @@ def test_arguments_without_a_noun_and_inverted_sentences_are_counted() -> None:
         'setting(1, help="that are kept")\nsetting(1, help=f"by {name}")\nsetting(1, unit="bytes", help="of a block")\n'
     )
     nodes = list(ast.walk(module))
-    assert list(inversions(nodes)) == ["Which it is.", "Where it stands, it stays."]
-    assert list(arguments(nodes)) == ["that", "by", "of"]
+    texts = docstrings(nodes)
+    assert list(inversions(texts)) == ["Which it is.", "Where it stands, it stays."]
+    assert list(arguments(nodes, texts)) == ["that", "by", "of"]

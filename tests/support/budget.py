@@ -51,12 +51,12 @@ def counted() -> Figures:
         for path in sorted((ROOT / folder).rglob("*.py")):
             room, text = room_of(path), path.read_text(encoding="utf-8")
             nodes = prose.nodes_of(ast.parse(text))
-            docstrings = docstring_lines(nodes)
+            docstrings, texts = docstring_lines(nodes), prose.docstrings(nodes)
             counts["code", room] += code_lines(text, docstrings | import_lines(nodes))
             counts["docstrings", room] += len(docstrings)
             counts["files", room] += 1
-            counts["arguments", room] += sum(1 for _ in prose.arguments(nodes))
-            counts["inversions", room] += sum(1 for _ in prose.inversions(nodes))
+            counts["arguments", room] += sum(1 for _ in prose.arguments(nodes, texts))
+            counts["inversions", room] += sum(1 for _ in prose.inversions(texts))
             for function in (node for node in nodes if folder in SOURCES and isinstance(node, FUNCTIONS)):
                 counts["functions", "of_more_than_60_lines"] += len(lines_of(function)) > MOST_LINES
                 counts["functions", "of_10_arguments_outside_cli"] += (

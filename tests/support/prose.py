@@ -80,27 +80,24 @@ def opens_badly(sentence: str) -> bool:
     return bool(INVERSION.match(sentence)) and not sentence.endswith("?")
 
 
-def inversions(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def inversions(texts: Sequence[str]) -> Iterator[str]:
     """Sentences of a module's docstrings that open badly."""
-    for text in docstrings(nodes):
+    for text in texts:
         yield from filter(opens_badly, (one for paragraph in paragraphs(text) for one in sentences(paragraph)))
 
 
-def arguments(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def arguments(nodes: Sequence[ast.AST], texts: Sequence[str]) -> Iterator[str]:
     """First words of arguments' texts that are no noun phrases, in docstrings and in a `help=` that follows no unit."""
     calls = ({key.arg: key.value for key in node.keywords} for node in nodes if isinstance(node, ast.Call))
-    texts = (keys["help"] for keys in calls if "help" in keys and "unit" not in keys)
-    begin = (text.values[0] if isinstance(text, ast.JoinedStr) else text for text in texts)
+    helps = (keys["help"] for keys in calls if "help" in keys and "unit" not in keys)
+    begin = (text.values[0] if isinstance(text, ast.JoinedStr) else text for text in helps)
     words = (str(text.value).split(" ")[0] for text in begin if isinstance(text, ast.Constant))
-    yield from filter(
-        PREPOSITIONS.fullmatch, (*words, *(word for text in docstrings(nodes) for word in ENTRY.findall(text)))
-    )
+    yield from filter(PREPOSITIONS.fullmatch, (*words, *(word for text in texts for word in ENTRY.findall(text))))
 
 
-def docstrings(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield ast.get_docstring(node) or ""
+def docstrings(nodes: Sequence[ast.AST]) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
 
 
 def nodes_of(tree: ast.Module) -> list[ast.AST]:
