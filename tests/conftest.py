@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _rewrite_share(config: pytest.Config, number: int, workers: int) -> None:
-    """Rewrite the assertions of every `workers`-th test file from `number` on, for this worker and the others to load."""
+    """Rewrite the assertions of every `workers`-th test file from `number` on, for all workers to load."""
     # Workers import all files at once and in one order, so that none would find what another rewrote.
     for path in sorted(Path(__file__).parent.rglob("test_*.py"))[number::workers]:
         folder = rewrite.get_cache_dir(path)
