@@ -142,21 +142,6 @@ def test_a_plan_with_wrappers_trains(gradlab: Command, loop: Path, tmp_path: Pat
     assert kept["residuals"] in " ".join(err.split())
 
 
-@pytest.mark.parametrize(
-    ("wrap", "message"),
-    [
-        ("eror_feedback", "no wrapper 'eror_feedback'; did you mean error_feedback?"),
-        ("error_feedback:decay", "--wrap error_feedback decay: expected NAME=VALUE"),
-        ("error_feedback:decay=2", "error_feedback: setting decay = 2, expected a share in [0, 1)"),
-    ],
-)
-def test_wrappers_that_are_none(gradlab: Command, loop: Path, tmp_path: Path, wrap: str, message: str) -> None:
-    words = ["fit", "uniform", loop / "trace", "--codec", "topk", "--out", tmp_path / "a", "--wrap", wrap]
-    code, _, err = gradlab(*words)
-    assert code == 2
-    assert message in " ".join(err.split())
-
-
 def test_trace_commands(gradlab: Command, loop: Path) -> None:
     code, out, _ = gradlab("trace", "info", loop / "trace", "--json")
     info = json.loads(out)
@@ -311,17 +296,17 @@ def test_bad_input_is_one_line(gradlab: Command, loop: Path, topk: Path, tmp_pat
         "share of variance in [0, 1)": ["fit", "gradiveq", trace, "--out", target, "-s", "loss_threshold=2"],
         "no codec 'topkk'; did you mean topk?": ["fit", "uniform", trace, "--codec", "topkk", "--out", target],
         "trained_with, codec, wrap, error_feedback, role; of codec topk: density": [
-            "fit",
-            "uniform",
-            trace,
-            "--codec",
-            "topk",
-            "--set",
-            "rank=2",
-            "--out",
-            target,
+            *("fit", "uniform", trace, "--codec", "topk", "--set", "rank=2", "--out", target)
         ],
         "expected NAME=VALUE": ["fit", "uniform", trace, "--codec", "topk", "--set", "density", "--out", target],
+        **{
+            message: ["fit", "uniform", trace, "--codec", "topk", "--out", target, "--wrap", wrap]
+            for wrap, message in (
+                ("eror_feedback", "no wrapper 'eror_feedback'; did you mean error_feedback?"),
+                ("error_feedback:decay", "--wrap error_feedback decay: expected NAME=VALUE"),
+                ("error_feedback:decay=2", "error_feedback: setting decay = 2, expected a share in [0, 1)"),
+            )
+        },
         "is not empty": ["demo", "--out", trace],
         "needs at least 30": ["demo", "--out", tmp_path / "d", "--steps", 3],
         "nothing to replay": ["evaluate", trace, topk, "--start", 5, "--stop", 2],

@@ -81,8 +81,7 @@ def test_where_plain_16_bit_reduction_is_as_fast_it_is_taken() -> None:
     assert "reduce gradients in plain 16 bits" in forecast.verdict
 
 
-@pytest.mark.parametrize("memory", [False, True])
-@pytest.mark.parametrize("cosine", [-0.2, 0.1, 0.49, 0.51, 0.94, 0.96])
+@pytest.mark.parametrize(("cosine", "memory"), [(-0.2, False), (0.49, True), (0.51, False), (0.94, True), (0.96, True)])
 def test_the_fastest_plan_is_named_with_its_range_whatever_its_cosine(cosine: float, memory: bool) -> None:
     forecast = forecast_topk(cosine, memory=memory, length=4 if memory else 1)
     slow = forecast.configurations[0]
