@@ -186,10 +186,6 @@ def wrapped(codec: str, *names: str, **settings: Any) -> Group:
         ((wrapped("topk", "error_feedback", decay=1.0),), "error_feedback: setting decay = 1.0"),
         ((wrapped("topk", "error_feedback", beta=1.0),), "wrapper error_feedback has no setting beta"),
         ((wrapped("topk", "error_feedback", "error_feedback"),), "error_feedback stacked on itself"),
-        ((wrapped("topk", "momentum_correction", "error_feedback"),), "both add the residual"),
-        ((wrapped("topk", "momentum", "momentum_correction"),), "both apply momentum"),
-        ((wrapped("powersgd", "two_way"),), "two_way around powersgd"),
-        ((wrapped("powersgd", "sparsity_warmup"),), "sparsity_warmup around powersgd, which has no density"),
         ((wrapped("powersgd", "momentum_correction", masking=True),), "all momentum would be lost"),
     ],
 )
