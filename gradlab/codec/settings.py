@@ -211,7 +211,7 @@ def check_ranges(settings: type, codec: str) -> None:
 
 
 def _check_range(codec: str, field: Field, value: Any) -> None:
-    if not _is_plainly(field.hint, value):
+    if value is not None and not _is_plainly(field.hint, value):
         raise GradlabError(f"{codec}: setting {field.name} = {repr(value)[:80]}, expected {field.type}")
     if not (field.about.allows(value) if value is not None else _is_optional(field.hint) or field.hint is Any):
         raise GradlabError(f"{codec}: setting {field.name} = {repr(value)[:80]}, expected {field.expected}")
