@@ -103,16 +103,9 @@ def scratch(recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return fill
 
 
-# Those of the README here; of the other pages, whose options test_docs.py looks up, before a release.
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if page.parent == ROOT else pytest.mark.thorough)
-        for page in pages_with("sh")
-        if page not in FRAMEWORKS
-    ],
-    ids=name,
-)
+# Before a release: test_docs.py looks their options up in every run.
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", [page for page in pages_with("sh") if page not in FRAMEWORKS], ids=name)
 def test_commands_run_and_print_what_the_page_shows(page: Path, scratch: Scratch, gradlab: Command) -> None:
     run_page(page, scratch(page), gradlab, skip=("not run", "thorough"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.digests import changed, changes, computed, read, stamp
+from support.laws import thorough
 
 REMEDY = (
     "If that is meant: python tests/support/digests.py --write, and say in the commit which changed and what oracle "
@@ -13,11 +14,12 @@ REMEDY = (
 
 
 @pytest.mark.filterwarnings("ignore:gradlab. .*the autoencoder's error")
-def test_no_digest_changed() -> None:
+@pytest.mark.parametrize("every", [5, thorough(1)])
+def test_no_digest_changed(every: int) -> None:
     written_with, here = read()[0], stamp()
     if written_with["torch"] != here["torch"]:
         pytest.skip(f"digests are of torch {written_with['torch']}, this is {here['torch']}")
-    assert not (lines := changed(computed())), "\n".join([*lines, REMEDY])
+    assert not (lines := changed(computed(every))), "\n".join([*lines, REMEDY])
 
 
 def test_changes_are_named() -> None:

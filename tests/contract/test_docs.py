@@ -44,11 +44,13 @@ def methods() -> str:
     return runpy.run_path(str(DOCS / "sphinx" / "methods_page.py"))["filled"]((DOCS / "methods.md").read_text())
 
 
+@pytest.mark.thorough
 def test_the_page_of_methods_has_all(methods: str) -> None:
     assert all(f"\n### {name}\n" in methods for name in (*codecs.names(), *wrappers.names()))
     assert all(f"\n| {name} |" in methods for name in METHODS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", wrappers.names())
 def test_the_page_of_methods_lists_the_codecs_that_a_wrapper_takes(name: str, methods: str, gradlab: Command) -> None:
     """A plan of what is listed is built; a plan of what is not is refused with the words of `gradlab methods`."""

@@ -143,7 +143,7 @@ def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
     assert result.forecast_payload_bytes == plan.payload_bytes(ranks)
 
 
-@pytest.mark.parametrize(("codec", "wrapping"), [thorough("threshold", "feedback"), ("ecsq", "two-way under feedback")])
+@pytest.mark.parametrize(("codec", "wrapping"), [("threshold", "feedback"), thorough("ecsq", "two-way under feedback")])
 def test_a_run_sends_the_bytes_that_a_replay_of_its_recording_counts(pool, tmp_path, codec, wrapping):
     """To the byte in every step, of codecs whose sizes vary, with a layer that some steps leave out."""
     ran = pool.run("jobs.executor_tasks:recorded", 3, folder=str(tmp_path / "t"), codec=codec, wrapping=wrapping)
