@@ -5,11 +5,14 @@ Examples:
   gradlab methods
 
   gradlab methods powersgd
+
+  gradlab methods my_codec.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,12 +21,14 @@ from gradlab import codecs, wrappers
 from gradlab.catalog import CodecFacts, SettingRow, WrapperFacts, codec_facts, wrapper_facts
 from gradlab.cli.console import Answer, Table, print_json
 from gradlab.cli.options import AsJson
+from gradlab.codec.from_file import codec_from_file
 from gradlab.plan.recipes import METHODS, Method
 
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A codec, wrapper or method; all of them if none.")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="A codec, wrapper, method, or file that defines a codec; default: all."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,7 +52,8 @@ def methods(
 
 
 def _show(name: str, as_json: bool) -> None:
-    """Show one codec, wrapper or method, which may be in another case."""
+    """Show one codec, wrapper or method, which may be in another case; or the codec that a Python file defines."""
+    name = codec_from_file(Path(name)).name if name.endswith(".py") else name
     method = next((known for known in by_name() if known.lower() == name.lower()), None)
     if method and name not in (*codecs.names(), *wrappers.names()):
         made_of = by_name()[method]

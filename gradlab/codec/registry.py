@@ -41,7 +41,8 @@ class Registry:
         if name not in self.files:
             close = get_close_matches(str(name).lower(), self.names(), n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise GradlabError(f"no {self.kind} {name!r}{hint} (there are: {', '.join(self.names())})")
+            own = "; register your own first: gradlab.codec.register" if self.kind == "codec" else ""
+            raise GradlabError(f"no {self.kind} {name!r}{hint} (there are: {', '.join(self.names())}{own})")
         method = defined(importlib.import_module(f"{self.package}.{name}"), name)
         if method is None:
             raise GradlabError(f"{self.package.rpartition('.')[2]}/{name}.py defines no {self.kind} named {name!r}")

@@ -23,11 +23,13 @@ from gradlab.cli import options, predict, recommend
 from gradlab.cli.console import Answer, print_json, warnings_as_lines
 from gradlab.cli.named_method import loaded_plans, named_methods, parse_method, plans_for, replays_of
 from gradlab.cli.watch.log import seconds_between
+from gradlab.codec.registry import CODECS
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.plan.recipes import METHODS
 from gradlab.trace import Trace
+from support.command_line import Command
 from support.recorded import random_gradients, record
 
 LAYERS = [Layer("w", (64, 32), "linear")]
@@ -192,3 +194,17 @@ def test_a_fitted_plan_is_judged_on_later_iterations(tmp_path: Path) -> None:
         plans = {method.words: method.plan_of(trace.model_layers)}
         [found] = replays_of([method], plans, trace, workers=1).values()
     assert [step.iteration for step in found.judged] == [5, 6, 7]
+
+
+def test_a_file_shows_the_codec_that_it_defines(
+    gradlab: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CODECS, "registered", {})
+    file = tmp_path / "shown_codec.py"
+    file.write_text(
+        "from gradlab.codecs.topk import TopK\n\n\nclass Shown(TopK):\n    name = 'shown'\n    about = TopK.about\n"
+    )
+    code, out, err = gradlab("methods", file, "--json")
+    assert code == 0, err
+    assert json.loads(out)["name"] == "shown"
+    assert "register your own first" in gradlab("methods", "shown_too")[2]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example
 from hypothesis import strategies as st
 
 from gradlab.codec import Codec, Compressor, Context, Tensors, exchange_group
@@ -249,6 +250,8 @@ exponents = st.one_of(st.integers(-150, -138), st.integers(-137, 120))
 
 
 @law(st.sampled_from(["int8", "int4"]), st.integers(1, 300), exponents, st.integers(1, 100), seeds)
+@example("int8", 300, -141, 100, 0)
+@example("int4", 300, -147, 100, 0)
 def test_codes_are_rounded_quotients_at_any_magnitude(
     dtype: str, numel: int, exponent: int, size: int, seed: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import example
 from hypothesis import strategies as st
 
 from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
@@ -95,6 +96,8 @@ def test_bytes_are_within_a_twentieth_of_the_entropy(share: float, spread: float
 
 
 @law(layers, st.integers(0, 999), st.integers(0, 10**6), st.integers(0, 255), st.booleans())
+@example([(14, 0.0), (196, 0.3)], 875, 462737, 21, True)
+@example([(320, 0.3), (92, 0.49), (222, 0.02)], 146, 973501, 146, False)
 def test_a_damaged_message_is_refused_or_stays_in_its_layers(
     described: list[tuple[int, float]], seed: int, place: int, value: int, told: bool
 ) -> None:
