@@ -1,5 +1,6 @@
 """Traces that a killed run left open: what `check` and `repair` find and keep, as functions and as commands."""
 
+import importlib
 import json
 import os
 import shutil
@@ -137,20 +138,27 @@ def test_repair_goes_on_after_a_file_that_cannot_be_opened(tmp_path: Path, left:
         assert trace.rank_steps == (16, 20)
 
 
-@pytest.mark.parametrize("damaged", [16, 18, 19])
-def test_repair_keeps_the_steps_around_a_damaged_one(tmp_path: Path, damaged: int) -> None:
+@pytest.mark.parametrize(("damaged", "block"), [([16], 16), ([18], 16), ([19], 16), ([16, 19], 2)])
+def test_repair_keeps_the_steps_around_damaged_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: list[int], block: int
+) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("gradlab.capture.repair"), "block_steps", lambda row_bytes, most: min(block, most)
+    )
     rows = left_open(tmp_path / "t", 20)
     part = tmp_path / "t" / "rank-00001" / "000001.h5.part"
     content = bytearray(part.read_bytes())
-    content[content.index(rows[damaged].tobytes()) + 100] ^= 1
+    for step in damaged:
+        content[content.index(rows[step].tobytes()) + 100] ^= 1
     part.write_bytes(content)
-    assert f"at iteration {damaged} is damaged" in check(tmp_path / "t").ranks[1].problems[0]
+    assert f"at iteration {damaged[0]} is damaged" in check(tmp_path / "t").ranks[1].problems[0]
     repaired = repair(tmp_path / "t")
-    assert [row.steps for row in repaired] == [20, 19]
-    assert f"iteration {damaged} is damaged" in repaired[1].problems[0]
+    assert [row.steps for row in repaired] == [20, 20 - len(damaged)]
+    for step, problem in zip(damaged, repaired[1].problems, strict=True):
+        assert f"iteration {step} is damaged" in problem
     with Trace(tmp_path / "t") as trace:
-        assert trace.steps.tolist() == [index for index in range(20) if index != damaged]
-        kept = [row for index, row in enumerate(rows) if index != damaged]
+        assert trace.steps.tolist() == [index for index in range(20) if index not in damaged]
+        kept = [row for index, row in enumerate(rows) if index not in damaged]
         np.testing.assert_array_equal(trace.read("a.weight", 1), kept)
         np.testing.assert_array_equal(trace.read("a.weight", 0), kept)
 
