@@ -84,6 +84,7 @@ def plan_of(way: str, task: str) -> Plan:
 
 
 def trained(way: str, every: int, seed: int, chosen: argparse.Namespace) -> Row:
+    """Train one way with `every` local steps on real workers, and return its row with the forecast times."""
     settings = TrainSettings(chosen.task, str(chosen.data), WORKERS, chosen.steps, BATCH[chosen.task], seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (way, every, settings, folder), nprocs=WORKERS)

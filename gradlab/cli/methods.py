@@ -79,6 +79,7 @@ CODEC_COLUMNS = (
 
 
 def row_of(facts: CodecFacts) -> tuple[str, ...]:
+    """Return the cells of a codec under `CODEC_COLUMNS`."""
     wire = list(facts.wire_bits.values())
     return (
         facts.name,

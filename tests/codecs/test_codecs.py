@@ -130,6 +130,26 @@ def test_a_codec_that_learns_nothing_refuses_learned_tensors(codec: type[Codec])
 # --- error feedback -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("codec", every_codec(), ids=lambda codec: codec.name)
+def test_what_was_sent_and_the_residual_are_all_gradients(codec: Codec) -> None:
+    """Telescoping over six steps: sum of own + last residual == sum of gradients, on every rank."""
+    driven, states = ErrorFeedback(codec), [{}, {}, {}]
+    sent = [{name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in states]
+    for step in range(6):
+        context = Context(0, 3, step, "g")
+        results = run_lockstep(
+            [exchange_group(driven, draw(r, step), states[r], replace(context, rank=r)) for r in range(3)]
+        )
+        states = [result.value.state for result in results]
+        for rank, result in enumerate(results):
+            for name in SHAPES:
+                sent[rank][name] += result.value.own[name]
+    for rank in range(3):
+        for name in SHAPES:
+            given = sum(draw(rank, step)[name] for step in range(6))
+            torch.testing.assert_close(sent[rank][name] + states[rank][f"{name}/residual"], given, atol=1e-11, rtol=0)
+
+
 def test_the_residual_is_added_once_and_the_codecs_state_kept_apart() -> None:
     codec = PowerSGD(PowerSGD.Settings(rank=2))
     grads, state = draw(0, 0), {"matrix/residual": torch.ones(12, 9, dtype=torch.float64)}
@@ -152,6 +172,11 @@ def test_feedback_delegates() -> None:
     assert isinstance(fitted, ErrorFeedback)
     assert fitted.to("meta") is fitted
     assert all(value.is_meta for value in fitted.codec.learned.values())
+
+
+def test_feedback_on_feedback_is_refused() -> None:
+    with pytest.raises(GradlabError, match="error_feedback stacked on itself"):
+        ErrorFeedback(ErrorFeedback(TopK()))
 
 
 # --- the executors' entry point -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from scipy import stats
 
-from gradlab.codec import Context, Tensors, exchange_group
+from gradlab.codec import Context, Table, Tensors, exchange_group
 from gradlab.codecs.qsgd import QSGD, norms_of_rows
 from gradlab.coding.bits import pack, unpack
 from gradlab.coding.random_bits import RandomBits
@@ -20,6 +21,7 @@ from gradlab.collectives import run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.wrappers.error_feedback import ErrorFeedback
+from gradlab.wrappers.two_way import TwoWay
 from support.laws import law
 
 WIDTHS = list(range(1, 9))
@@ -294,6 +296,35 @@ def test_l2_norms_are_rounded_correctly() -> None:
         squares = squares[:, :half] + squares[:, half:]
     expected = largest[:, 0] * np.sqrt(squares[:, 0])
     assert np.array_equal(norms_of_rows(rows).numpy(), expected)
+
+
+def test_the_mean_is_the_mean_of_what_ranks_sent() -> None:
+    codec, shapes = (
+        quantizer(bits=5, bucket_size=32, aggregation="gather"),
+        {"a": (7, 9), "b": (), "c": (0, 3), "d": (50,)},
+    )
+    grads = [{n: normal(math.prod(s), rank).reshape(s) for n, s in shapes.items()} for rank in range(3)]
+    context = Context(0, 3, 4, "g")
+    results = run_lockstep([exchange_group(codec, grads[r], {}, replace(context, rank=r)) for r in range(3)])
+    for name in shapes:
+        mean = torch.stack([result.value.own[name] for result in results]).mean(0)
+        torch.testing.assert_close(results[1].value.mean[name], mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("server", ["sharded", "rank"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_two_way(server: str, ranks: int) -> None:
+    """Shards are whole buckets; the forecast holds; ranks agree; 8 bits there and back are close to the mean."""
+    codec = TwoWay(quantizer(bits=8, bucket_size=64), TwoWay.Settings(server=server))
+    assert all(start % 64 == 0 for start, _ in codec.shards(Table.of_shapes([(700,), (300,)]), ranks) if start < 1000)
+    grads = [{"a": normal(700, rank), "b": normal(300, rank + 9)} for rank in range(ranks)]
+    results = run_lockstep([exchange_group(codec, grads[r], {}, Context(r, ranks, 0)) for r in range(ranks)])
+    forecast = codec.forecast([Layer("a", (700,)), Layer("b", (300,))], ranks).payload
+    assert sum(result.payload_bytes for result in results) / ranks == forecast
+    for name in grads[0]:
+        mean = torch.stack([of_rank[name] for of_rank in grads]).mean(0)
+        assert all(torch.equal(result.value.mean[name], results[0].value.mean[name]) for result in results)
+        assert float((results[0].value.mean[name] - mean).norm() / mean.norm()) < 0.05
 
 
 def test_one_bit_goes_by_the_largest_magnitude() -> None:

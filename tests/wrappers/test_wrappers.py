@@ -224,6 +224,18 @@ def test_own_and_residual_are_gradient_and_old_residual_bit_for_bit(
         states = states_of(results)
 
 
+@pytest.mark.parametrize("inner", [PowerSGD(PowerSGD.Settings(2)), QSGD(), two_way(QSGD()), Identity()])
+def test_own_and_residual_are_gradient_and_old_residual_to_rounding(inner: Codec) -> None:
+    codec, states = feedback(inner), [{}] * 3
+    for step in range(3):
+        grads = drawn(3, step)
+        results = run(codec, grads, states, step)
+        before, after = (buffers(s, "residual", SHAPES) for s in (states, states_of(results)))
+        for grad, old, new, result in zip(grads, before, after, results, strict=True):
+            np.testing.assert_allclose(flat(result.value.own) + new, flat(grad) + old, rtol=0, atol=1e-13)
+        states = states_of(results)
+
+
 @law(st.integers(1, 30), worlds, st.floats(0.0, 0.99), st.floats(0.05, 1.0), seeds, examples=30)
 def test_low_pass_feedback_is_scalecoms(numel: int, ranks: int, decay: float, density: float, seed: int) -> None:
     codec, states, residual = feedback(topk(density), decay=decay), [{}] * ranks, np.zeros((ranks, numel))
