@@ -140,8 +140,6 @@ def check_kept(run: PlanRun, states: Mapping[str, Sequence[Tensors]], ranks: Seq
                 members = run.plan.members(run.groups[group])
                 if problem := state_problem(run.codecs[group].kept(members, rank, world_size, group), state):
                     raise GradlabError(f"checkpoint: group {group[:80]!r}: {problem}")
-                if absent := run.codecs[group].missing(state):
-                    raise GradlabError(f"checkpoint: group {group[:80]!r}: {absent[:80]!r} is missing")
 
 
 def same_ranks(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:

@@ -222,7 +222,7 @@ class _Check:
     def _states(self, states: Sequence[Tensors], step: int) -> None:
         for rank, state in enumerate(states):
             kept = self.codec.kept(self.table, rank, self.world_size, self.table[0].name)
-            problem = state_problem(kept, state) or self.codec.missing(state)
+            problem = state_problem(kept, state)
             self._require(problem is None, f"the state's {problem}", step)
             self._require(state.keys() == states[0].keys(), "ranks' states have different keys", step)
 

@@ -439,15 +439,6 @@ class Codec(ABC):
         """
         return None
 
-    def missing(self, state: Tensors) -> str | None:
-        """Name an entry that a state needs beside the others it has, such as what an iteration counts on; or None."""
-        for key in state:
-            layer, _, what = key.rpartition("/")
-            for beside in self.entries.get(what, Entry()).needs:
-                if (needed := f"{layer}/{beside}") not in state:
-                    return needed
-        return None
-
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
         """Return a codec of this kind that is fitted on samples. A method that does not learn returns itself.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +23,12 @@ class Entry:
     residual: whether it goes if residuals are dropped.
     carried: whether it stays valid under other settings of the method, if `Codec.kept` allows its form there.
     of_group: whether it belongs to the whole group. It is then under the first layer that has a gradient.
-    needs: names of entries that the same layer must have beside it.
     """
 
     resized: str = "same"
     residual: bool = False
     carried: bool = False
     of_group: bool = False
-    needs: tuple[str, ...] = ()
     joined_as: str = ""
 
 
@@ -42,6 +40,7 @@ class Kept:
     dtypes: any of these.
     least, most: bounds of every value, or one for each; None: without end.
     or_empty: whether it may be (0,) instead, as on ranks that have no part in it.
+    needs: names of entries that its layer must have beside it, or a function that tells them from its tensor.
     """
 
     shape: tuple[Size, ...]
@@ -49,6 +48,7 @@ class Kept:
     least: float | tuple[float, ...] | None = None
     most: float | tuple[float, ...] | None = None
     or_empty: bool = False
+    needs: tuple[str, ...] | Callable[[torch.Tensor], Iterable[str]] = ()
 
     def problem(self, tensor: torch.Tensor) -> str | None:
         """Say what is wrong with a tensor, and what was expected; None if nothing is."""
@@ -74,6 +74,10 @@ def state_problem(kept: Mapping[str, Kept] | None, state: Mapping[str, torch.Ten
             return f"{key[:80]!r} is nothing that its codec keeps"
         if problem := kept[key].problem(tensor):
             return f"{key[:80]!r} {problem}"
+        layer, needs = key.rpartition("/")[0], kept[key].needs
+        for what in needs(tensor) if callable(needs) else needs:
+            if (beside := f"{layer}/{what}") not in state:
+                return f"{beside[:80]!r} is missing"
     return None
 
 

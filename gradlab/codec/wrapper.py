@@ -114,9 +114,6 @@ class Wrapper(Codec):
         inner = self.codec.kept(layers, rank, world_size, group)
         return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size, group)}
 
-    def missing(self, state: Tensors) -> str | None:
-        return super().missing(self.own_state(state)) or self.codec.missing(self.inner_state(state))
-
     def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `entries`."""
         kind, found = getattr(self.settings, "buffer", "float32"), dict[str, Kept]()
@@ -312,7 +309,8 @@ def kept_buffer(name: str, what: str, shape: tuple[int, ...], kind: str) -> dict
     if kind != "int8":
         return {f"{name}/{what}": Kept(shape)}
     blocks = -(-math.prod(shape) // _BLOCK)
-    return {f"{name}/{what}": Kept(shape, (torch.int8,)), f"{name}/{what}_scale": Kept((blocks,), least=0.0)}
+    steps = Kept(shape, (torch.int8,), needs=(f"{what}_scale",))
+    return {f"{name}/{what}": steps, f"{name}/{what}_scale": Kept((blocks,), least=0.0)}
 
 
 def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:

@@ -52,6 +52,7 @@ PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
 ANSWERS = ("refresh", "dense", "stop")
 _DIGEST_BYTES = 40  # of `_digest`: five numbers
+_CLOCK = ("clock",)  # what other entries of a state need
 
 
 @dataclass(frozen=True)
@@ -578,33 +579,28 @@ class GradiVeQ(Codec):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return {f"{layer.name}/{what}": one for layer in layers for what, one in self._kept_of(layer).items()}
 
-    def missing(self, state: Tensors) -> str | None:
-        for name, layer_state in _by_layer(state).items():
-            if "clock" not in layer_state:
-                return f"{name}/clock"
-            mode, position = map(int, layer_state["clock"].tolist())
-            needed: list[str] = []
-            if mode == SAMPLING and position > 0:
-                needed = [f"sample {number}" for number in range(position)] + ["sum"] * self.settings.whitening
-            elif mode == COMPRESSING and self.settings.complement != 1:
-                needed = ["basis", "width"] + ["mean"] * self.settings.whitening
-            there = layer_state.keys() | self._learned_of(name).keys()
-            if absent := [what for what in needed if what not in there]:
-                return f"{name}/{absent[0]}"
-        return None
-
     def _kept_of(self, layer: Layer) -> dict[str, Kept]:
         learned = self._learned_of(layer.name)
         size = learned["basis"].shape[1] if "basis" in learned else self.slice_size(layer)
         slices = self.slice_view(layer).numel // size
         fitted = self.fitted_slices(slices)
-        sample = Kept((sum(map(len, fitted)), size))
+        sample, of_all = (Kept((count, size), needs=_CLOCK) for count in (sum(map(len, fitted)), slices))
+
+        def needs(clock: torch.Tensor) -> Iterator[str]:
+            mode, position = map(int, clock.tolist())
+            if mode == SAMPLING and position > 0:
+                yield from (f"sample {number}" for number in range(position))
+                yield from ["sum"] * self.settings.whitening
+            elif mode == COMPRESSING and self.settings.complement != 1:
+                fit = ("basis", "width", *["mean"] * self.settings.whitening)
+                yield from (what for what in fit if what not in learned)
+
         return {
-            "clock": Kept((2,), least=0.0, most=(len(PHASES) - 1.0, 2.0**31)),
-            "basis": Kept((len(fitted), size, (0, size))),
-            "width": Kept((), least=0.0, most=float(size)),
-            "mean": Kept((slices, size)),
-            "sum": Kept((slices, size)),
+            "clock": Kept((2,), least=0.0, most=(len(PHASES) - 1.0, 2.0**31), needs=needs),
+            "basis": Kept((len(fitted), size, (0, size)), needs=_CLOCK),
+            "width": Kept((), least=0.0, most=float(size), needs=_CLOCK),
+            "mean": of_all,
+            "sum": of_all,
             **{f"sample {number}": sample for number in range(self.settings.sample_steps)},
         }
 

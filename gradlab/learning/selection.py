@@ -183,7 +183,7 @@ class LearnedSelection(Codec):
         numel = sum(layer.numel for layer in layers)
         of_optimizer = {"count": Kept((), _FLOAT, or_empty=beside, least=0.0)}
         found = {
-            "clock": Kept((2,), _FLOAT, least=(0.0, 0.0), most=(2.0, 2.0**31)),
+            "clock": Kept((2,), _FLOAT, least=(0.0, 0.0), most=(2.0, 2.0**31), needs=_beside_clock),
             "autoencoder": weights,
             "error": two,
             "codes": two,
@@ -191,14 +191,6 @@ class LearnedSelection(Codec):
             **{_OPTIMIZER + key: of_optimizer.get(key, weights) for key in self._optimizer_keys},
         }
         return {key: one for what, kept in found.items() for key, one in for_any(layers, what, kept).items()}
-
-    def missing(self, state: Tensors) -> str | None:
-        for key, value in state.items():
-            prefix, _, what = key.rpartition("/")
-            needs_weights = what == "clock" and int(value[0]) == COMPRESSING
-            if needs_weights and f"{prefix}/autoencoder" not in state:
-                return f"{prefix}/autoencoder"
-        return None
 
     # --- selection ---
 
@@ -424,6 +416,10 @@ class LearnedSelection(Codec):
 
 def _clock(mode: int, position: int) -> torch.Tensor:
     return torch.tensor([mode, position], dtype=torch.float32)
+
+
+def _beside_clock(clock: torch.Tensor) -> tuple[str, ...]:
+    return ("autoencoder",) if int(clock[0]) == COMPRESSING else ()
 
 
 def padded(values: torch.Tensor, architecture: Architecture) -> torch.Tensor:

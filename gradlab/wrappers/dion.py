@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -69,7 +69,7 @@ class Dion(Wrapper):
     """
 
     name = "dion"
-    entries: ClassVar[Mapping[str, Entry]] = {"velocity": replace(DEALT, needs=("q",)), "q": SHARED, "moment": SHARED}
+    entries: ClassVar[Mapping[str, Entry]] = {"velocity": DEALT, "q": SHARED, "moment": SHARED}
     effects = Effects(
         acts_when_dense=True,
         keeps_residual=True,
@@ -167,9 +167,9 @@ class Dion(Wrapper):
         return found
 
     def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        seen, found = self._matrices(layers), dict[str, Kept]()
-        for layer in layers:
-            found[f"{layer.name}/{'velocity' if layer.name in seen else 'moment'}"] = Kept(layer.shape)
+        seen = self._matrices(layers)
+        found = {f"{layer.name}/moment": Kept(layer.shape) for layer in layers if layer.name not in seen}
+        found |= {f"{layer.name}/velocity": Kept(layer.shape, needs=("q",)) for layer in layers if layer.name in seen}
         return found | {f"{name}/q": Kept(one.of_right) for name, one in seen.items()}
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:

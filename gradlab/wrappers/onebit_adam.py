@@ -18,7 +18,7 @@ from gradlab.codec import Batch, Context, Exchanged, Tensors
 from gradlab.codec.contract import mean_only
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Effects, Wrapper
+from gradlab.codec.wrapper import SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine
 from gradlab.layout import Layer
 
@@ -51,7 +51,7 @@ class OneBitAdam(Wrapper):
     """
 
     name = "onebit_adam"
-    entries: ClassVar[Mapping[str, Entry]] = dict.fromkeys(_KEPT, Entry(carried=True, needs=_KEPT))
+    entries: ClassVar[Mapping[str, Entry]] = dict.fromkeys(_KEPT, SHARED)
     effects = Effects(
         acts_when_dense=True, applies_momentum=True, before_compression=True, replaces_optimizer=True, changes_mean=True
     )
@@ -120,8 +120,9 @@ class OneBitAdam(Wrapper):
     def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         found: dict[str, Kept] = {}
         for layer in layers:
-            found |= {f"{layer.name}/moment": Kept(layer.shape), f"{layer.name}/variance": Kept(layer.shape, least=0.0)}
-            found[f"{layer.name}/adam_steps"] = Kept((2,), (torch.float64,), least=1.0)
+            found[f"{layer.name}/moment"] = Kept(layer.shape, needs=_KEPT)
+            found[f"{layer.name}/variance"] = Kept(layer.shape, least=0.0, needs=_KEPT)
+            found[f"{layer.name}/adam_steps"] = Kept((2,), (torch.float64,), least=1.0, needs=_KEPT)
         return found
 
 

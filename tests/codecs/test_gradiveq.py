@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradlab.codec import Context, Exchanged, Tensors, exchange_group
+from gradlab.codec.kept import state_problem
 from gradlab.codecs.gradiveq import COMPRESSING, DENSE, SAMPLING, GradiVeQ
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import LockstepResult, run_lockstep
@@ -397,6 +398,10 @@ def test_what_a_state_lacks_is_named() -> None:
         (result,) = run_lockstep([exchange_group(codec, grads, state, Context(0, 1, step, "g"))])
         state = dict(result.value.state)
     assert set(state) == {"w/clock", "w/sum", "w/sample 0", "w/sample 1"}
-    assert codec.missing(state) is None
+    kept = codec.kept([Layer("w", (20, 30))], 0, 1, "g")
+    assert state_problem(kept, state) is None
     for key in state:
-        assert codec.missing({other: value for other, value in state.items() if other != key}) == key
+        lacking = {other: value for other, value in state.items() if other != key}
+        assert state_problem(kept, lacking) == f"{key!r} is missing"
+    many = {**state, "w/clock": torch.tensor([0.0, 2.0**31])}
+    assert state_problem(kept, many) == "'w/sample 2' is missing"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradlab.codec import Context
+from gradlab.codec.kept import state_problem
 from gradlab.codec.wrapper import innermost, resize
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import innovation_positions
@@ -479,7 +480,7 @@ def test_short_selections_and_ranks_of_zeros(codec: str) -> None:
     """Three values in a vector of sixteen; a rank, and then all, with nothing but zeros."""
     layers = (Layer("a.weight", (4, 12), "linear"),)
     group = Group("lgc", ("a.weight",), codec, {"density": 0.06, "normalise": "layer", **QUICK}, KEEPS)
-    lockstep = LockstepPlan(Plan(layers, (group,)), 3)
+    lockstep = LockstepPlan(plan := Plan(layers, (group,)), 3)
     for step in range(6):
         grads = [{"a.weight": torch.randn(4, 12, generator=generator(10 * step + r))} for r in range(3)]
         for rank in {0: (), 1: (1,), 2: (0, 1, 2)}.get(step % 3, ()):
@@ -487,7 +488,11 @@ def test_short_selections_and_ranks_of_zeros(codec: str) -> None:
         result = lockstep.step(step, grads)
         assert result.finite
         assert bool(result.exchanged["lgc"][0].mean["a.weight"].isfinite().all())
-    assert lockstep.states[0]["lgc"]["a.weight/clock"][0] == 1
+    state = lockstep.states[0]["lgc"]
+    assert state["a.weight/clock"][0] == 1
+    kept = plan.build(group).kept(layers, 0, 3, "lgc")
+    assert state_problem(kept, {"a.weight/clock": state["a.weight/clock"]}) == "'a.weight/autoencoder' is missing"
+    assert "has the shape [0]" in str(state_problem(kept, {"a.weight/clock": torch.zeros(0)}))
 
 
 @law(st.integers(0, 2**31), st.lists(st.integers(0, 20), min_size=1, max_size=5), examples=40)

@@ -169,7 +169,7 @@ def lockstep(
             codec = plan.build(group)
             for rank, state in enumerate(states[group.name]):
                 kept = codec.kept(plan.members(group), rank, world_size, group.name)
-                assert (state_problem(kept, state), codec.missing(state)) == (None, None)
+                assert state_problem(kept, state) is None
                 assert state.keys() == states[group.name][0].keys()  # ranks that resume compare them
         history.append(results)
     return history

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gradlab.codec import Tensors
+from gradlab.codec.kept import state_problem
 from gradlab.ddp.optimizers import describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
@@ -205,6 +206,8 @@ def test_a_state_of_halves_is_refused() -> None:
     plan = plan_of()
     codec = plan.build(plan.groups[0])
     name = plan.groups[0].layers[0]
-    assert codec.missing({f"{name}/moment": torch.zeros(1)}) == f"{name}/variance"
+    kept = codec.kept(plan.members(plan.groups[0]), 0, 2, plan.groups[0].name)
+    moment = {f"{name}/moment": torch.zeros(kept[f"{name}/moment"].shape)}
+    assert state_problem(kept, moment) == f"'{name}/variance' is missing"
     with pytest.raises(GradlabError, match="both apply momentum"):
         plan_of(around=(Wrap("local_momentum"),))

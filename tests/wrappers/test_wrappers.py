@@ -26,11 +26,13 @@ from gradlab.codec import (
     concatenate,
     exchange_group,
 )
+from gradlab.codec.kept import state_problem
 from gradlab.codec.settings import build_settings
 from gradlab.codec.wrapper import (
     POLICIES,
     acts_when_dense,
     in_own_memory,
+    kept_buffer,
     load_buffer,
     load_buffers,
     resize,
@@ -459,6 +461,8 @@ def test_buffers_of_all_layers_are_those_of_each(kind: str) -> None:
     for name, tensor in tensors.items():
         one_by_one |= store_buffer(name, "residual", tensor, kind)
     state = store_buffers(tensors, "residual", kind)
+    problem = state_problem(kept_buffer("a", "residual", (300,), kind), {"a/residual": state["a/residual"]})
+    assert problem == (None if kind == "float32" else "'a/residual_scale' is missing")
     assert list(state) == list(one_by_one)
     assert all(torch.equal(value, one_by_one[key]) for key, value in state.items())
     loaded = load_buffers(state, [*tensors, "of no layer"], "residual", kind)
