@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,10 +13,8 @@ import torch.distributed as dist
 from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizer_steps import at_any_step
-from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
-from gradlab.executor.ownership import forecast_payload, share_out
 from gradlab.executor.rules import Finding, finding
 from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
@@ -29,7 +26,7 @@ from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, name
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
-from gradlab.runtime.engine.statistics import StepRecord
+from gradlab.runtime.engine.statistics import Place, StepRecord
 from gradlab.runtime.network.faults import CommunicationError, let_go
 
 if TYPE_CHECKING:
@@ -66,6 +63,7 @@ class Exchange(Uncopied):
     Attributes:
         plan: plan as it was given.
         run: the rank's run of it (`gradlab.executor.PlanRun`): codecs, states, and the plan as it is now.
+        identity: digest of the plan, this rank and the number of ranks, which a checkpoint has to match.
         statistics: the last steps.
 
     Args:
@@ -122,31 +120,25 @@ class Exchange(Uncopied):
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
         device = HostDevice(device_of_model(pairs))
         around = Surroundings({layer.name: parameter for layer, parameter in pairs}, chosen, device)
-        self._set_up(plan, pairs, plain_driver(plan, group, around, owned=False))
+        self._parameters = {layer.name: parameter for layer, parameter in pairs}
+        self._set_up(plan, plain_driver(plan, group, around, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
-    def _set_up(self, plan: Plan, pairs: Pairs, driver: StepDriver) -> None:
-        """Put the parts together, from arguments that were checked."""
-        self.plan = plan
-        self._parameters = {layer.name: parameter for layer, parameter in pairs}
-        self._shapes = {layer.name: layer.shape for layer, _ in pairs}
-        self._device = driver.around.device
-        self._topology: Topology | None = None
-        self._driver, held = driver, driver.held
+    def _set_up(self, plan: Plan, driver: StepDriver) -> None:
+        """Put the parts together, from arguments that were checked. The driver's plan is this one or its shards."""
+        self.plan, self.run, self.statistics, self._driver = plan, driver.run, driver.statistics, driver
+        self.identity = driver.place.identity(plan)
+        plan, held, world_size = driver.run.plan, driver.held, driver.communicator.world_size
         self._residuals = reporting.residual_statement(plan, held)
-        self.run, self._communicator = self._driver.run, self._driver.communicator
-        self.statistics = self._driver.statistics
-        self._rules = self._driver.rules
         try:
-            if excess := excess_of(plan, self._communicator.world_size):
-                seen = excess.sentence(self._communicator.world_size)
-                self._rules.tell([finding("bytes_sent", seen, excess.to_16_bits, 1)])
-            if follower_of(plan) and not self.run.settings.plain_sgd and self._driver.everyone.rank == 0:
+            if excess := excess_of(plan, world_size):
+                driver.rules.tell([finding("bytes_sent", excess.sentence(world_size), excess.to_16_bits, 1)])
+            if follower_of(plan) and not self.run.settings.plain_sgd and driver.place.rank == 0:
                 warnings.warn(f"gradlab: {self._residuals}", stacklevel=4)
             if held.partial and unknown_needs(plan, held):
-                self._driver.closing.append(at_any_step(held.refuse_other).remove)
+                driver.closing.append(at_any_step(held.refuse_other).remove)
         except GradlabError:
-            self._driver.close()
+            driver.close()
             raise
 
     # --- steps ---
@@ -172,7 +164,7 @@ class Exchange(Uncopied):
         """Begin a step."""
 
         def begin() -> None:
-            self._communicator.timeline.begin(self.iteration)
+            self._driver.communicator.timeline.begin(self.iteration)
             self._driver.begin()
 
         self._guarded(begin)
@@ -190,7 +182,7 @@ class Exchange(Uncopied):
         def exchange() -> None:
             current = self._driver.current
             before = current.step.gradients if current else {}
-            checked = _checked(gradients, self._parameters, self._shapes, before)
+            checked = _checked(gradients, self._parameters, before)
             self._driver.add(Part(len(current.parts) if current else 0, checked))
             self._driver.drain()
 
@@ -217,7 +209,7 @@ class Exchange(Uncopied):
         """Do a part of a step; if it fails, tell the other ranks, and refuse to go on."""
         if self._driver.broken is not None:
             raise GradlabError(f"this Exchange stopped earlier: {self._driver.broken}")
-        if self._communicator.group is None:
+        if self._driver.communicator.group is None:
             raise GradlabError("this Exchange is closed; make a new one")
         try:
             with torch.no_grad():
@@ -235,11 +227,6 @@ class Exchange(Uncopied):
     # --- what it holds ---
 
     @property
-    def states(self) -> dict[str, Tensors]:
-        """The codecs' states after the last committed step, by group name."""
-        return self.run.states
-
-    @property
     def iteration(self) -> int:
         """Number of the next step, from 0, which is the number of steps synchronised so far."""
         return self.run.iteration
@@ -252,7 +239,7 @@ class Exchange(Uncopied):
         Returns:
             The state.
         """
-        return checkpoint.save(self.run, self._identity())
+        return checkpoint.save(self.run, self.identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same plan, rank and world size. Every rank loads its own.
@@ -265,7 +252,7 @@ class Exchange(Uncopied):
                 iterations, the next step raises it.
         """
         self._driver.require_between_steps()
-        checkpoint.restore(self.run, state, self._identity(), self._device)
+        checkpoint.restore(self.run, state, self.identity, self._driver.around.device)
         self._driver.ranks_compared = False
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
@@ -291,7 +278,7 @@ class Exchange(Uncopied):
                 if a step is in progress.
         """
         self._driver.require_between_steps()
-        checkpoint.redistribute(self.run, states, self._identity(), residuals, self._device)
+        checkpoint.redistribute(self.run, states, self.identity, residuals, self._driver.around.device)
         self._driver.ranks_compared = False
 
     @property
@@ -299,80 +286,29 @@ class Exchange(Uncopied):
         """This rank's state for `torch.distributed.checkpoint.save` and `load`, beside those of all other ranks."""
         from gradlab.runtime.saved import RankState
 
-        return RankState(self, f"rank {self._driver.everyone.rank}")
+        return RankState(self, f"rank {self._driver.place.rank}")
 
-    def has_ranks_of(self, state: Mapping[str, Any]) -> bool:
-        """Say whether a `state_dict` is of as many ranks as this run's, and as many to a node, so that it can be taken.
-
-        Args:
-            state: state of any rank.
-
-        Returns:
-            False where `load_state_dicts` is needed.
-        """
-        return checkpoint.same_ranks(state, self._identity())
-
-    def _identity(self) -> dict[str, Any]:
-        everyone, topology = self._driver.everyone, self._topology
-        identity = {"plan": self.plan.digest, "rank": everyone.rank, "world_size": everyone.world_size}
-        if topology is None:
-            return identity
-        place = {"node": topology.node, "local_rank": topology.local_rank}
-        return {**identity, "local_ranks": topology.local_ranks, **place}
-
-    def run_report(self) -> reporting.RunReport:
-        """Summarise the run.
+    def report(self) -> dict[str, Any]:
+        """Summarise the run as plain JSON; a number that is not finite is None.
 
         It has the bytes and seconds per step on this rank, in all, by group and by codec, and the bytes that the plan
         forecasts. It also says what holds for the residuals under this optimizer. `StepRecord` says what each number
         covers.
-
-        Returns:
-            The report, typed; `report` gives it as plain JSON.
         """
-        return reporting.summarize_run(
-            self.run,
-            list(self.statistics.steps),
-            self._place,
-            self._forecast(),
-            self._residuals,
-            self._rules.findings,
-        )
-
-    @cached_property
-    def _place(self) -> reporting.Place:
-        """This rank's place, and the bytes of what it carries."""
-        everyone, topology = self._driver.everyone, self._topology
-        if topology is None:
-            numel = {name: one.numel() for name, one in self._parameters.items()}
-            return reporting.place_of(everyone, self._parameters, numel)
-        parts = share_out(self.plan, topology.local_ranks)
-        numel = {name: parts.numel(name, topology.local_rank) for name in self._parameters}
-        return reporting.place_of(everyone, self._parameters, numel, topology)
-
-    def _forecast(self) -> float:
-        """Bytes that this rank contributes per compressed step, by the plan as it is now."""
-        if (topology := self._topology) is None:
-            return self.run.plan.payload_bytes(self._driver.everyone.world_size)
-        parts = share_out(self.plan, topology.local_ranks)
-        return forecast_payload(self.plan, parts, topology.local_rank, len(topology.nodes))
-
-    def report(self) -> dict[str, Any]:
-        """Return `run_report` as plain JSON; a number that is not finite is None."""
-        return self.run_report().to_json()
+        return _summary(self).to_json()
 
     def table(self) -> str:
-        """Return `run_report` as text, one line per group."""
-        return reporting.table(self.run_report())
+        """Return `report` as text, one line per group."""
+        return reporting.table(_summary(self))
 
     def scalars(self) -> dict[str, float]:
         """Return the last step's numbers by name; `gradlab.runtime.log_scalars` hands them to a logger."""
-        return reporting.scalars(self.statistics.steps, self._place)
+        return reporting.scalars(self.statistics.steps, self._driver.place)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Return what the rules have found so far, the same on all ranks."""
-        return self._rules.findings
+        return self._driver.rules.findings
 
     @property
     def graphs(self) -> dict[str, str]:
@@ -386,7 +322,7 @@ class Exchange(Uncopied):
         The lists of several ranks may be joined: every rank is a process there, and times are those of the machine's
         clock.
         """
-        return self._communicator.timeline.events(self._communicator.rank)
+        return self._driver.communicator.timeline.events(self._driver.communicator.rank)
 
     def close(self) -> None:
         """End the run. Later steps are refused. Closing twice does no harm, and exit closes too.
@@ -408,10 +344,14 @@ class Exchange(Uncopied):
         self.close()
 
 
+def _summary(exchange: Exchange) -> reporting.RunReport:
+    driver, steps = exchange._driver, list(exchange.statistics.steps)
+    return reporting.summarize_run(driver.run, steps, driver.place, exchange._residuals, driver.rules.findings)
+
+
 def _checked(
     gradients: Mapping[str, torch.Tensor | None],
     parameters: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
     before: Mapping[str, torch.Tensor],
 ) -> Tensors:
     """The gradients as dense tensors of the plan's shapes, by layer name; none of them came before."""
@@ -421,10 +361,10 @@ def _checked(
             raise GradlabError(f"Exchange: a gradient of {str(name)[:80]!r}, which the plan does not have")
         if name in before:
             raise GradlabError(f"Exchange: a second gradient of {name} in one step")
-        given = torch.zeros_like(parameters[name]) if gradient is None else gradient
-        if given.is_sparse or tuple(given.shape) != shapes[name]:
+        given, shape = torch.zeros_like(parameters[name]) if gradient is None else gradient, parameters[name].shape
+        if given.is_sparse or given.shape != shape:
             came = "a sparse tensor" if given.is_sparse else f"shape {list(given.shape)}"
-            raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(shapes[name])}")
+            raise GradlabError(f"Exchange: gradient of {name}: {came}, expected a dense {list(shape)}")
         checked[name] = given.detach()
     return checked
 
@@ -446,4 +386,6 @@ def plain_driver(plan: Plan, group: dist.ProcessGroup, around: Surroundings, *, 
         warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=4)
     settings = around.settings(plan)
     run = PlanRun(plan, everyone.rank, everyone.world_size, settings, workspace=around.workspace)
-    return StepDriver(run, everyone, around)
+    carried = [(parameter, parameter.numel()) for parameter in around.parameters.values()]
+    place = Place.of(everyone, lambda plan: plan.payload_bytes(everyone.world_size), carried)
+    return StepDriver(run, everyone, around, place)

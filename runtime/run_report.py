@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from gradlab import wrappers
 from gradlab.codec.measures import relative
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import HeldLayers
-from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun
 from gradlab.executor.rules import Finding, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.optimizer_rules import compressed_layers
-from gradlab.runtime.engine.statistics import TIMES, StepRecord, Summary, summarize_steps
-from gradlab.runtime.network.communicator import Communicator
-from gradlab.saving import Saving, bytes_in_16_bits
+from gradlab.runtime.engine.statistics import TIMES, Place, StepRecord, Summary, summarize_steps
+from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.plan.replanning import Replanner
@@ -57,35 +53,6 @@ class GroupRow:
         """Write the group and, beside it, its means."""
         named = {"group": self.group, "codec": self.codec, "layers": list(self.layers)}
         return {**named, **(self.means.to_json() if self.means else {})}
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's place and its bytes: all of the model's, or between nodes those of the part that it owns.
-
-    dense_payload_bytes: bytes of its gradients, uncompressed.
-    half_payload_bytes: bytes of them in plain 16-bit reduction.
-    topology: its node and local rank; None where every rank stands for itself.
-    """
-
-    rank: int
-    world_size: int
-    dense_payload_bytes: int
-    half_payload_bytes: int
-    topology: Topology | None = None
-
-    def saving(self, sent_bytes: float) -> Saving:
-        """Compare the bytes that this rank sends in a step with a ring all-reduce between as many ranks, or nodes."""
-        ring = self.world_size if self.topology is None else len(self.topology.nodes)
-        return Saving.of_sent(sent_bytes, self.dense_payload_bytes, ring, self.half_payload_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Write the rank's place; nodes and ranks of a node count from 0."""
-        written: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
-        if (at := self.topology) is not None:
-            place = {"node": at.node, "nodes": len(at.nodes), "local_rank": at.local_rank}
-            written["nodes"] = {**place, "local_ranks": at.local_ranks}
-        return written
 
 
 @dataclass(frozen=True)
@@ -138,24 +105,10 @@ class RunReport:
         return {name: plain(value) for name, value in written.items()}
 
 
-def place_of(
-    everyone: Communicator,
-    parameters: Mapping[str, torch.Tensor],
-    numel: Mapping[str, int],
-    topology: Topology | None = None,
-) -> Place:
-    """Return the place of a rank that carries so many elements of each layer's gradient."""
-    carried = [(parameter, numel[name]) for name, parameter in parameters.items()]
-    dense = sum(parameter.element_size() * count for parameter, count in carried)
-    half = sum(bytes_in_16_bits(parameter, count) for parameter, count in carried)
-    return Place(everyone.rank, everyone.world_size, dense, half, topology)
-
-
 def summarize_run(
     run: PlanRun,
     steps: Sequence[StepRecord],
     place: Place,
-    forecast_payload_bytes: float,
     residuals: str | None,
     rules: tuple[Finding, ...] = (),
 ) -> RunReport:
@@ -163,7 +116,7 @@ def summarize_run(
     replanner = run.replanner
     return RunReport(
         place=place,
-        forecast_payload_bytes=forecast_payload_bytes,
+        forecast_payload_bytes=place.forecast(run.plan),
         iteration=run.iteration,
         residuals=residuals,
         refresh=None if replanner is None else _of_refresh(replanner),

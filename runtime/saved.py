@@ -27,6 +27,7 @@ from gradlab.codec.wrapper import POLICIES
 from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
 from gradlab.files import Written, written_beside
+from gradlab.runtime.checkpoint import same_ranks
 
 
 def load_saved(file: IO[bytes], nbytes: int) -> Any:
@@ -53,6 +54,8 @@ def load_saved(file: IO[bytes], nbytes: int) -> Any:
 class Saves(Protocol):
     """An object with a state per rank: an `Exchange`, or `LocalSteps`."""
 
+    identity: dict[str, Any]
+
     @property
     def iteration(self) -> int:
         """Number of the next step."""
@@ -62,9 +65,6 @@ class Saves(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from it."""
-
-    def has_ranks_of(self, state: Any) -> bool:
-        """Say whether a state is of as many ranks."""
 
     def load_state_dicts(self, states: Any, residuals: str) -> None:
         """Continue from those of more or fewer ranks."""
@@ -80,7 +80,7 @@ def go_on(state: Saves, residuals: str | None, rank: int, world_size: int, read:
     """Continue from the states that `read` gives by old rank. Another world size takes a policy for residuals, with
     which the states of all old ranks are read."""
     first = read(0) if residuals is not None else {}
-    if residuals is not None and not state.has_ranks_of(first):
+    if residuals is not None and not same_ranks(first, state.identity):
         state.load_state_dicts([read(one) for one in range(int(first["world_size"]))], residuals)
         return
     saved = read(rank)

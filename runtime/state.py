@@ -113,11 +113,10 @@ class CompressionState(Exchange):
 
             driver = node_driver(plan, group, around, topology, owned=owned)
         del group
-        self._set_up(plan, pairs, driver)
-        self._topology = topology
+        self._set_up(plan, driver)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self._layouts = BucketLayouts(ddp_model, rearrange=True)
-        self.engine = Engine(self._driver, self._device)
+        self.engine = Engine(driver, device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
         optimizers = self._driver.held.holding
@@ -202,9 +201,9 @@ class CompressionState(Exchange):
         if missing:
             found = [drifting(missing, self.iteration)]
             if self.run.groups:
-                self._rules.add(found)
+                self._driver.rules.add(found)
             else:  # no codec, so no agreement that would carry it
-                self._rules.tell(found)
+                self._driver.rules.tell(found)
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Refuse `begin`, `add`, `finish` and `step`: the worker drives the steps."""

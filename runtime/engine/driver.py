@@ -32,7 +32,7 @@ from gradlab.executor.ticks import InFlight
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
 from gradlab.runtime.engine.options import Surroundings
 from gradlab.runtime.engine.rules import RuleWatch
-from gradlab.runtime.engine.statistics import Statistics, StepRecord
+from gradlab.runtime.engine.statistics import Place, Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import InPlaceMean
@@ -164,6 +164,7 @@ class StepDriver:
 
     It knows no thread. Whoever calls it catches what a step raises, passes that to `fail`, and then calls `close`.
 
+    place: this rank's place among all of the run.
     beside: the ranks that carry other parts of the same gradients, and whose steps have to end alike; or None.
     everyone: all ranks of the run, if the plan runs between some of them alone; else the communicator.
     broken: why no further step can follow, None while all is well.
@@ -176,11 +177,13 @@ class StepDriver:
         run: PlanRun,
         communicator: Communicator,
         around: Surroundings,
+        place: Place,
         everyone: Communicator | None = None,
         beside: Communicator | None = None,
     ) -> None:
         self.run = run
         self.communicator = communicator
+        self.place = place
         self.everyone = everyone or communicator
         self.beside = beside
         self.statistics = Statistics(around.options.history)

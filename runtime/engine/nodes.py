@@ -28,12 +28,12 @@ from gradlab.collectives import Request, mean_of_node
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.topology import Topology
 from gradlab.executor import PlanRun
-from gradlab.executor.ownership import Ownership, share_out
+from gradlab.executor.ownership import Ownership, forecast_payload, share_out
 from gradlab.executor.ticks import InFlight
 from gradlab.plan import Plan
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.options import Surroundings
-from gradlab.runtime.engine.statistics import StepRecord
+from gradlab.runtime.engine.statistics import Place, StepRecord
 from gradlab.runtime.network.communicator import Communicator, Messages
 
 LAG = 2  # parts that come in before a complete one has to be spread: codecs of two rounds have ended by then
@@ -106,9 +106,10 @@ class NodeDriver(StepDriver):
         run: PlanRun,
         communicator: Communicator,
         around: Surroundings,
+        place: Place,
         nodes: NodeNetwork,
     ) -> None:
-        super().__init__(run, communicator, around, nodes.everyone, nodes.inside)
+        super().__init__(run, communicator, around, place, nodes.everyone, nodes.inside)
         self._nodes = nodes
         self._numel = {layer.name: layer.numel for layer in run.plan.layers}
         self._group_of = {layer: group for group in run.plan.compressed_groups for layer in group.layers}
@@ -307,4 +308,9 @@ def node_driver(
     codecs = {one.name: plan.build(one).to(device) for one in plan.compressed_groups if one.name in mine}
     settings, nodes = around.settings(plan), NodeNetwork(ownership, inside, averaging, everyone)
     run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=around.workspace)
-    return NodeDriver(run, between, around, nodes)
+
+    def forecast(plan: Plan) -> float:
+        return forecast_payload(plan, ownership, topology.local_rank, len(topology.nodes))
+
+    carried = [(one, ownership.numel(name, topology.local_rank)) for name, one in around.parameters.items()]
+    return NodeDriver(run, between, around, Place.of(everyone, forecast, carried, topology), nodes)

@@ -1,15 +1,21 @@
-"""Bytes, times and errors of a run per step, and their summary."""
+"""Bytes, times and errors of a run per step, and their summary; a rank's place in the run."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from gradlab.codec.measures import LayerErrors, add_errors, relative
+from gradlab.ddp.topology import Topology
 from gradlab.jsonable import Jsonable
+from gradlab.plan import Plan
+from gradlab.runtime.network.communicator import Communicator
+from gradlab.saving import Saving, bytes_in_16_bits
 
 TIMES = (
     "compress_seconds",
@@ -19,6 +25,61 @@ TIMES = (
     "inside_seconds",
     "wait_seconds",
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place and its bytes: all of the model's, or between nodes those of the part that it owns.
+
+    forecast: the bytes that it contributes per compressed step, by the plan as it is now.
+    dense_payload_bytes: bytes of its gradients, uncompressed.
+    half_payload_bytes: bytes of them in plain 16-bit reduction.
+    topology: its node and local rank; None where every rank stands for itself.
+    sharded: whether the ranks of a node hold shards of every layer, and share out no whole ones.
+    """
+
+    rank: int
+    world_size: int
+    forecast: Callable[[Plan], float]
+    dense_payload_bytes: int
+    half_payload_bytes: int
+    topology: Topology | None = None
+    sharded: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        everyone: Communicator,
+        forecast: Callable[[Plan], float],
+        carried: Iterable[tuple[torch.Tensor, int]],
+        topology: Topology | None = None,
+    ) -> Place:
+        """Return the place of a rank that carries so many elements of each parameter's gradient."""
+        carried = list(carried)
+        dense = sum(parameter.element_size() * count for parameter, count in carried)
+        half = sum(bytes_in_16_bits(parameter, count) for parameter, count in carried)
+        return cls(everyone.rank, everyone.world_size, forecast, dense, half, topology)
+
+    def identity(self, plan: Plan) -> dict[str, Any]:
+        """Say for a checkpoint which rank of which run this is."""
+        identity = {"plan": plan.digest, "rank": self.rank, "world_size": self.world_size}
+        if (at := self.topology) is None:
+            return identity
+        ranks = "shards" if self.sharded else "local_ranks"  # the latter share out whole layers
+        return {**identity, ranks: at.local_ranks, "node": at.node, "local_rank": at.local_rank}
+
+    def saving(self, sent_bytes: float) -> Saving:
+        """Compare the bytes that this rank sends in a step with a ring all-reduce between as many ranks, or nodes."""
+        ring = self.world_size if self.topology is None else len(self.topology.nodes)
+        return Saving.of_sent(sent_bytes, self.dense_payload_bytes, ring, self.half_payload_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the rank's place; nodes and ranks of a node count from 0."""
+        written: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
+        if (at := self.topology) is not None:
+            place = {"node": at.node, "nodes": len(at.nodes), "local_rank": at.local_rank}
+            written["nodes"] = {**place, "local_ranks": at.local_ranks}
+        return written
 
 
 @dataclass

@@ -28,6 +28,7 @@ from gradlab.runtime.checks import check
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
+from gradlab.runtime.engine.statistics import Place
 from gradlab.runtime.network.communicator import Communicator
 
 
@@ -272,6 +273,7 @@ def levels_of(
 
 
 def shard_driver(
+    units: Sequence[Unit],
     plan: Plan,
     mesh: tuple[dist.ProcessGroup, dist.ProcessGroup],
     topology: Topology,
@@ -285,4 +287,17 @@ def shard_driver(
     )
     settings = around.settings(plan)
     run = PlanRun(plan, topology.node, len(topology.nodes), settings, workspace=around.workspace)
-    return StepDriver(run, between, around, everyone, inside)
+
+    def forecast(plan: Plan) -> float:
+        grouped = {layer for group in plan.compressed_groups for layer in group.layers}
+        whole = [unit for unit in units if grouped.isdisjoint(shard.layer.name for shard in unit.shards)]
+        # A unit without a compressed layer is averaged as it lies, padding included; the order of units travels beside
+        # the flag.
+        flags = FINITE_FLAG_BYTES * bool(grouped)
+        return plan.payload_bytes(len(topology.nodes)) + flags + sum(unit.padding for unit in whole)
+
+    shards = [shard for unit in units for shard in unit.shards]
+    place = Place.of(everyone, forecast, [(shard.parameter, shard.numel) for shard in shards], topology)
+    dense = sum(shard.nbytes for shard in shards)  # in the type that travels
+    place = replace(place, dense_payload_bytes=dense, sharded=True)
+    return StepDriver(run, between, around, place, everyone, inside)

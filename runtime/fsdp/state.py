@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ from gradlab.ddp.sharded_units import (
 )
 from gradlab.ddp.topology import find_grid, group_along
 from gradlab.errors import GradlabError
-from gradlab.plan import FINITE_FLAG_BYTES, Plan
+from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
-from gradlab.runtime import run_report as reporting
 from gradlab.runtime.checks import agree_on, check_timeout, given_plan
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
@@ -104,13 +103,11 @@ class FSDPCompression(Exchange):
         agree_on((row, column), device, attempt, lambda: {**levels[0].digests, **chosen.same_everywhere()})
         self._units, self._shards = units, shards
         self._stream: Any = None
-        pairs = [(layer, shards[layer.name].values()) for layer in levels[0].shards.layers]
         parameters = {name: shard.parameter for name, shard in shards.items()}
         values = {name: shard.values for name, shard in shards.items()}
         self._around = Surroundings(parameters, chosen, HostDevice(device), values)
-        driver = shard_driver(levels[0].shards, (row, column), topology, self._around, timeout)
-        self._set_up(levels[0].shards, pairs, driver)
-        self.plan, self._topology = levels[0].whole, topology
+        driver = shard_driver(units, levels[0].shards, (row, column), topology, self._around, timeout)
+        self._set_up(levels[0].whole, driver)
         self._steps = OptimizerSteps(self._driver, self._around.held.holding, parameters, self._around.loss_scale)
         self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
         self.inside = self._reduction(levels[0], chosen.measure_every)
@@ -192,7 +189,7 @@ class FSDPCompression(Exchange):
         """The step in progress; the first gradient of a backward pass begins it."""
         if self._driver.current is None:
             self._steps.before_exchange()
-            self._communicator.timeline.begin(self.iteration)
+            self._driver.communicator.timeline.begin(self.iteration)
             self._driver.begin()
             if self.inside is not None:
                 self.inside.begin(self._around.held.rates(), self._around.loss_scale())
@@ -227,7 +224,7 @@ class FSDPCompression(Exchange):
         with _on(self._stream):
             super()._guarded(_waiting("the end of the step")(end))
         if self._stream is not None:
-            torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._around.device.device).wait_stream(self._stream)
 
     def _judge_inside(self, inside: ShardReduction, current: Iteration) -> None:
         """Let all ranks of all nodes agree on whether the reduce-scatters were finite, and whether a rule fired."""
@@ -262,24 +259,23 @@ class FSDPCompression(Exchange):
         found = None if self.inside is None else self.inside.resumptions([state["inside"]])
         super().load_state_dict(state)
         if self.inside is not None and found is not None:
-            self.inside.resume(found, self._device)
+            self.inside.resume(found, self._around.device)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
         self._driver.require_between_steps()
         checkpoint.check_arguments(states, residuals)
-        column = checkpoint.same_shards(states, self._identity())
+        column = checkpoint.same_shards(states, self.identity)
         self._require_same_levels(column)
-        assert self._topology is not None
-        place = (self._topology.node, len(self._topology.nodes), residuals)
+        place = (self.run.rank, self.run.world_size, residuals)
         found = None if self.inside is None else self.inside.resumptions([one["inside"] for one in column], place)
-        checkpoint.redistribute(self.run, column, {"plan": self.plan.digest}, residuals, self._device)
+        checkpoint.redistribute(self.run, column, {"plan": self.plan.digest}, residuals, self._around.device)
         if self.inside is not None and found is not None:
-            self.inside.resume(found, self._device)
+            self.inside.resume(found, self._around.device)
         self._driver.ranks_compared = False
 
     def report(self) -> dict[str, Any]:
-        """Return `run_report` as plain JSON; under "inside" the bytes of the last step's reduce-scatters."""
+        """Return `Exchange.report`; under "inside" the bytes of the last step's reduce-scatters."""
         report = super().report()
         return report if self.inside is None else {**report, "inside": self.inside.report()}
 
@@ -291,29 +287,6 @@ class FSDPCompression(Exchange):
             if (came is None) != (self.inside is None) or not (came is None or isinstance(came, Mapping)):
                 has = "no plan" if self.inside is None else "a plan"
                 raise GradlabError(f"checkpoint: this run has {has} inside nodes, and the one that was saved differs")
-
-    def _identity(self) -> dict[str, Any]:
-        identity = super()._identity()
-        shards = identity.pop("local_ranks")  # which would say that local ranks share out whole layers
-        return {**identity, "shards": shards}
-
-    @cached_property
-    def _place(self) -> reporting.Place:
-        parameters = {name: shard.parameter for name, shard in self._shards.items()}
-        numel = {name: shard.numel for name, shard in self._shards.items()}
-        dense = sum(shard.nbytes for shard in self._shards.values())  # in the type that travels
-        return replace(
-            reporting.place_of(self._driver.everyone, parameters, numel, self._topology), dense_payload_bytes=dense
-        )
-
-    def _forecast(self) -> float:
-        assert self._topology is not None
-        grouped = {layer for group in self.run.plan.compressed_groups for layer in group.layers}
-        whole = [unit for unit in self._units if grouped.isdisjoint(shard.layer.name for shard in unit.shards)]
-        # A unit without a compressed layer is averaged as it lies, padding included; the order of units travels beside
-        # the flag.
-        forecast = self.run.plan.payload_bytes(len(self._topology.nodes)) + FINITE_FLAG_BYTES * bool(grouped)
-        return forecast + sum(unit.padding for unit in whole)
 
 
 def compress_fsdp(

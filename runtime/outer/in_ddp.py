@@ -44,7 +44,8 @@ class LocalSteps:
                 "ended or failed make a new DDP model (with a framework, a new Trainer)"
             ) from error
         model.broadcast_buffers = False
-        self._counted = 0
+        self._counted, group = 0, model.process_group
+        self.identity: dict[str, Any] = {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)}
 
     def after(self, optimizer_steps: int) -> None:
         """Count what the framework has done. optimizer_steps: so far, of the whole run."""
@@ -62,11 +63,11 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Collect what this rank needs to go on: the outer step, its model and its optimizers."""
         own = {"model": self._model.module.state_dict(), "optimizer": saved_states(self._optimizers)}
-        return checkpoint.sealed({**self._place, **copied(own), "outer": self.outer.state_dict()})
+        return checkpoint.sealed({**self.identity, **copied(own), "outer": self.outer.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of this rank and as many ranks."""
-        checkpoint.require(state, self._place)
+        checkpoint.require(state, self.identity)
         self._model.module.load_state_dict(state["model"])
         load_states(self._optimizers, state["optimizer"])
         self.outer.load_state_dict(state["outer"])
@@ -75,18 +76,9 @@ class LocalSteps:
         """Take steps that a framework has restored for counted."""
         self._counted = optimizer_steps
 
-    def has_ranks_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is of as many ranks."""
-        return bool(state.get("world_size") == self._place["world_size"])
-
     def load_state_dicts(self, states: object, residuals: str) -> None:
         """Refuse: between outer steps models of more or fewer workers cannot be told."""
         raise GradlabError("checkpoint: of local steps on another number of ranks, expected the same number")
-
-    @property
-    def _place(self) -> dict[str, int]:
-        group = self._model.process_group
-        return {"rank": dist.get_rank(group), "world_size": dist.get_world_size(group)}
 
     def close(self) -> None:
         """End the run; what is on its way arrives first."""

@@ -26,8 +26,8 @@ from gradlab.codec import check_codec
 from gradlab.codec.registry import CODECS
 from gradlab.errors import GradlabError
 from gradlab.plan.recipes import METHODS
-from gradlab.runtime.engine.statistics import StepMeans, Summary
-from gradlab.runtime.run_report import GroupMeans, Place, RunReport
+from gradlab.runtime.engine.statistics import Place, StepMeans, Summary
+from gradlab.runtime.run_report import GroupMeans, RunReport
 from support.command_line import Command
 from support.warm_python import python
 
@@ -192,7 +192,7 @@ def test_the_tutorials_codec_keeps_the_contract(tutorial: SimpleNamespace, monke
 def test_the_page_of_numbers_defines_every_figure() -> None:
     """Of `state.report()`, of a replay, of runs side by side and of a forecast."""
     page = (DOCS / "numbers.md").read_text()
-    place = Place(rank=0, world_size=1, dense_payload_bytes=8, half_payload_bytes=4)
+    place = Place(0, 1, lambda _: 8.0, dense_payload_bytes=8, half_payload_bytes=4)
     report = RunReport(place, 8.0, iteration=0, residuals=None, refresh=None, summary=Summary(0), groups=())
     keys = {*report.to_json(), *(field.name for shape in (StepMeans, GroupMeans) for field in fields(shape))}
     assert not keys - set(re.findall(r"`(\w+)`", page))

@@ -67,9 +67,9 @@ def inline(group: dist.ProcessGroup, stacks: Stacks, at_once: bool) -> dict[str,
             exchange.finish()
         for ranks in expected.exchanged.values():
             same = same and all(torch.equal(given[name], mean) for name, mean in ranks[rank].mean.items())
-    theirs = reference.runs[rank]
+    theirs, ours = reference.runs[rank], exchange.run.states
     same_states = all(
-        torch.equal(exchange.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
+        torch.equal(ours[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
     )
     return {
         "same": same,
@@ -228,9 +228,9 @@ def recorded(group: dist.ProcessGroup, folder: str, codec: str, wrapping: str) -
                     for name, mean in ranks[rank].mean.items():
                         got = applied[step].get(name)
                         same = same and (not mean.any() if got is None else torch.equal(got, mean))
-        theirs = replayed.runs[rank]
-        same_states = state.states.keys() == theirs.states.keys() and all(
-            torch.equal(state.states[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
+        theirs, ours = replayed.runs[rank], state.run.states
+        same_states = ours.keys() == theirs.states.keys() and all(
+            torch.equal(ours[name][key], value) for name, s in theirs.states.items() for key, value in s.items()
         )
         sent = [(step.payload_bytes, step.wire_bytes) for step in state.statistics.steps]
         return {"same": same, "same_states": same_states, "held": held, "sent": sent}

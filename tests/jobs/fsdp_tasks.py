@@ -410,7 +410,7 @@ def fewer_nodes(group: dist.ProcessGroup) -> dict[str, Any]:
     due = [float(before.norm()) / 4]
     for policy in ("split", "sum"):
         again.load_state_dicts(everyone, policy)
-        kept = again.states["head.weight"]["head.weight/residual"].double().clone()
+        kept = again.run.states["head.weight"]["head.weight/residual"].double().clone()
         dist.all_reduce(kept, group=column)
         due.append(float(kept.norm()) / 2)
     other.zero_grad()
@@ -519,7 +519,7 @@ def _refusals_of_states(state: FSDPCompression, everyone: list[dict[str, Any]]) 
     messages["a policy"] = _refusal(lambda: state.load_state_dicts(everyone, "mean"))
     messages["alone"] = _refusal(lambda: state.load_state_dict(everyone[dist.get_rank()]))
     assert state.iteration == 0
-    assert not state.states
+    assert not state.run.states
     return messages
 
 

@@ -357,7 +357,7 @@ class _Training:
             if isinstance(codec, Compressor) and sums_in_shards(codec, self.cell.nodes):
                 continue  # the mean is quantized once more, which nobody's residual holds
             for name in group.layers:
-                own = self.state.states.get(group.name, {}).get(f"{name}/residual")
+                own = self.state.run.states.get(group.name, {}).get(f"{name}/residual")
                 due = torch.zeros_like(self.given[name]) if own is None else own.double()
                 dist.all_reduce(due, group=self.cell.group)
                 left = self.given[name] - self.applied[name] - due / self.cell.nodes

@@ -80,7 +80,7 @@ def altered(group: dist.ProcessGroup, number: int, family: str, step: int, rank:
         try:
             for now in range(step + 2):
                 if now == step and me == rank:
-                    liar = Liar(run._communicator, request, np.random.default_rng([number]))
+                    liar = Liar(run._driver.communicator, request, np.random.default_rng([number]))
                 found = gradients(SHAPES, me, now)
                 run.step(found)
                 ended["means"].append([hash_tensor(mean) for mean in found.values()])

@@ -137,7 +137,7 @@ def redistributed(group: dist.ProcessGroup, before: int, after: int) -> dict[str
     for policy in ("drop", "sum", "split"):
         other.load_state_dicts(everyone, residuals=policy)
         due[policy] = _due(group, other, after)
-    owned = sorted(other.states)
+    owned = sorted(other.run.states)
     step_of(again, rank, 4)
     iterations = [other.iteration, state.iteration]
     try:
@@ -154,7 +154,7 @@ def _due(group: dist.ProcessGroup, state: CompressionState, local_ranks: int) ->
     """The mean over nodes of what was not sent, as one number per layer."""
     due = {}
     for name in ("conv", "tall", "wide"):
-        mine = [kept[f"{name}/residual"] for kept in state.states.values() if f"{name}/residual" in kept]
+        mine = [kept[f"{name}/residual"] for kept in state.run.states.values() if f"{name}/residual" in kept]
         total = (mine[0].double() if mine else torch.zeros(SHAPES[name], dtype=torch.float64)).clone()
         dist.all_reduce(total, group=group)
         due[name] = float(total.norm()) * local_ranks / group.size()

@@ -379,7 +379,7 @@ def _mean_residual(outer: OuterStep, group: dist.ProcessGroup) -> Tensors:
     exchange = outer.fragments[0].exchange
     assert exchange is not None
     found = {}
-    for name, state in exchange.states.items():
+    for name, state in exchange.run.states.items():
         for key, tensor in state.items():
             if key.endswith("residual"):
                 total = tensor.clone()

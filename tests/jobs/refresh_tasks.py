@@ -95,7 +95,7 @@ def against_lockstep(group: dist.ProcessGroup, codec: str, accordion: bool = Fal
             same = same and state.run.plan.digest == lockstep.plan.digest
             used.append([str(group.settings) for group in state.run.plan.compressed_groups])
             critical.append(state.report()["refresh"]["critical"])
-        kept = state.states
+        kept = state.run.states
         same_states = all(
             torch.equal(kept[name][key], value)
             for name, held in lockstep.states[rank].items()

@@ -133,7 +133,7 @@ def rescaled(case: Case, group: dist.ProcessGroup, residuals: str) -> dict[str, 
     run.load(everyone[0])
     assert run.state is not None
     run.state.load_state_dicts([saved["compression"] for saved in everyone], residuals=residuals)
-    after = run.state.states
+    after = run.state.run.states
     before = [saved["compression"]["states"] for saved in everyone]
     result = {"owed": _owed(after, before, group), "shared": _shared_kept(after, before[0], case.stack)}
     run.train(range(SAVED, END))

@@ -19,8 +19,8 @@ from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan
-from gradlab.runtime.engine.statistics import StepRecord
-from gradlab.runtime.run_report import Place, scalars, summarize_run, table
+from gradlab.runtime.engine.statistics import Place, StepRecord
+from gradlab.runtime.run_report import scalars, summarize_run, table
 from gradlab.runtime.timeline import Timeline
 from support.process_pool import ProcessPool
 
@@ -145,7 +145,7 @@ def test_report_table_and_scalars_agree(pool: ProcessPool) -> None:
 
 
 def test_a_report_says_the_same_typed_and_as_json() -> None:
-    layer = Layer("a", (4,), "vector")
+    layer, place = Layer("a", (4,), "vector"), Place(1, 2, lambda _: 8.0, 16, 8)
     plan = Plan((layer,), (Group("a", ("a",), "topk", {"density": 0.5}),))
     step = StepRecord(
         0,
@@ -156,7 +156,7 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
         group_payload_bytes={"a": 8},
         group_seconds={"a": (1, 2)},
     )
-    report = summarize_run(PlanRun(plan, 1, 2), [step], Place(1, 2, 16, 8), 8.0, None)
+    report = summarize_run(PlanRun(plan, 1, 2), [step], place, None)
     written = report.to_json()
     json.dumps(written, allow_nan=False)
     assert report.compression_ratio == written["compression_ratio"] == 2.0
@@ -166,7 +166,7 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
     assert report.summary.means.relative_error_by_layer == {"a": math.inf}
     assert written["relative_error_by_layer"] == {"a": None}
     assert written["groups"] == [row.to_json() for row in report.groups]
-    bare = summarize_run(PlanRun(plan, 1, 2), [], Place(1, 2, 16, 8), 8.0, None).to_json()
+    bare = summarize_run(PlanRun(plan, 1, 2), [], place, None).to_json()
     assert (bare["steps"], bare["compression_ratio"], bare["ratio_to_16_bits"]) == (0, None, None)
     assert bare["groups"] == [{"group": "a", "codec": "topk", "layers": ["a"]}]
     assert not {"wait_seconds", "payload_bytes_per_step"} & set(bare)
@@ -190,4 +190,4 @@ def test_collectives_that_travel_at_once_get_rows_of_their_own() -> None:
 
 
 def test_scalars_before_the_first_step() -> None:
-    assert scalars([], Place(0, 2, 16, 8)) == {}
+    assert scalars([], Place(0, 2, lambda _: 8.0, 16, 8)) == {}

@@ -31,7 +31,6 @@ from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
-from gradlab.jsonable import plain
 from gradlab.plan.optimizer_rules import applied_by, residual_fades
 from gradlab.progress import Progress
 from gradlab.runtime import CompressionState, ScalarLog, compression_hook
@@ -220,8 +219,8 @@ def run_rank(settings: TrainSettings) -> Report:
     found = measured(outcomes, dense, run.workload.metric)
     if state is None:
         return {**header(settings, run.recipe, dense, None), **found}
-    compressed = state.run_report()
-    about = {"residuals": compressed.residuals, "rules": plain(compressed.rules)}
+    compressed = state.report()
+    about = {name: compressed[name] for name in ("residuals", "rules")}
     if settings.trace_steps:
         about["chrome_trace"] = [event for events in gather_json(state.chrome_trace()) for event in events]
     return {**header(settings, run.recipe, dense, state.plan), **about, **found}
