@@ -447,11 +447,6 @@ class Codec(ABC):
         """
         return self
 
-    def to(self, device: torch.device | str) -> Codec:
-        """Move the learned tensors to a device, in place, and return the codec itself."""
-        self.learned = {key: value.to(device) for key, value in self.learned.items()}
-        return self
-
 
 def register(codec: Own) -> Own:
     """Register a codec class under its `name` in this process, for plans and artifacts. Use it as a decorator.

@@ -141,10 +141,6 @@ class Wrapper(Codec):
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
         return type(self)(self.codec.fit(layers, samples), self.settings)
 
-    def to(self, device: torch.device | str) -> Codec:
-        self.codec.to(device)
-        return self
-
 
 def buffer_setting(what: str) -> Any:
     """Make the settings field of a buffer's format, see `store_buffer`."""

@@ -111,7 +111,9 @@ class PlanRun:
         self.groups: dict[str, Group] = {group.name: group for group in chosen}
         self.tables = {group.name: Table.of(plan.members(group)) for group in chosen}
         self.group_of = {layer: group.name for group in chosen for layer in group.layers}
-        self.codecs: dict[str, Codec] = {g.name: self._built(g) for g in chosen} if codecs is None else dict(codecs)
+        if codecs is None:
+            codecs = {group.name: plan.build(group, self.settings.device) for group in chosen}
+        self.codecs: dict[str, Codec] = dict(codecs)
         self.states: dict[str, Tensors] = {}
         self.graphs: dict[str, GroupGraphs] = {}
         if (make := self.settings.graphs) is not None:
@@ -152,7 +154,7 @@ class PlanRun:
         """Continue with other settings of the same groups. The codecs' states are carried over."""
         for group in plan.groups:
             if group.name in self.groups and group != self.groups[group.name]:
-                new = plan.build(group).to(self.settings.device)
+                new = plan.build(group, self.settings.device)
                 self.codecs[group.name], self.groups[group.name] = new, group
                 kept = new.kept(plan.members(group), self.rank, self.world_size, group.name)
                 if group.name in self.states:
@@ -255,9 +257,6 @@ class PlanRun:
         rates = step.context.training.learning_rate
         moved = {layer: rate for layer, rate in rates.items() if rate and layer not in step.held}
         self.learning_rates = {**self.learning_rates, **moved}  # a new dict: an open step keeps the old one
-
-    def _built(self, group: Group) -> Codec:
-        return self.plan.build(group).to(self.settings.device)
 
 
 class Step:

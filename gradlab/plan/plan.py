@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradlab import codecs
@@ -320,14 +321,12 @@ class Plan:
         """The codecs by group name, for forecasts only, as running or moving one changes it."""
         return {group.name: self.build(group) for group in self.groups}
 
-    def build(self, group: Group) -> Codec:
+    def build(self, group: Group, device: torch.device | str = "cpu") -> Codec:
         """Build a new codec for a group, inside the group's wrappers.
 
         Args:
             group: group of the plan. Its layers are checked against the codec.
-
-        Returns:
-            The codec, on the CPU.
+            device: the learned tensors'.
 
         Raises:
             GradlabError: for a setting out of range, or layers that the codec does not take.
@@ -335,6 +334,7 @@ class Plan:
         method = codecs.get(group.codec)
         codec = method(build_settings(method, group.settings), self.learned.get(group.name))
         codec.check(self.members(group))
+        codec.learned = {key: tensor.to(device) for key, tensor in codec.learned.items()}
         for wrap in reversed(group.wrappers):
             wrapper = wrapper_registry.get(wrap.name)
             codec = wrapper(codec, build_settings(wrapper, wrap.settings))

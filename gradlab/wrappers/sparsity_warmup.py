@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-import torch
-
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import Wrapper, innermost
@@ -54,11 +52,6 @@ class SparsityWarmup(Wrapper):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         return (yield from self.at(context.iteration - context.training.start).run(grads, state, context))
-
-    def to(self, device: torch.device | str) -> Codec:
-        for codec in (self.codec, *self._codecs):
-            codec.to(device)
-        return self
 
     def at(self, step: int) -> Codec:
         """Return the codec of the compressed iteration `step`, counted from 0."""

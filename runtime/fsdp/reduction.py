@@ -54,7 +54,7 @@ class ShardReduction:
     ) -> None:
         self.whole, self.plan, self.communicator = whole, plan, communicator
         self.mine, count = communicator.rank, communicator.world_size
-        codecs = {group.name: plan.build(group).to(settings.device) for group in plan.compressed_groups}
+        codecs = {group.name: plan.build(group, settings.device) for group in plan.compressed_groups}
         self.runs = [
             PlanRun(plan, self.mine, count if place == self.mine else 1, settings, codecs=codecs)
             for place in range(count)

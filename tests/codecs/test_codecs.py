@@ -170,8 +170,6 @@ def test_feedback_delegates() -> None:
     fitted = unfitted.fit(LAYERS, samples)
     fitted.check(LAYERS)
     assert isinstance(fitted, ErrorFeedback)
-    assert fitted.to("meta") is fitted
-    assert all(value.is_meta for value in fitted.codec.learned.values())
 
 
 def test_feedback_on_feedback_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradlab.codec import Context
 from gradlab.codec.kept import state_problem
-from gradlab.codec.wrapper import innermost, resize
+from gradlab.codec.wrapper import innermost, resize, wrappers_of
 from gradlab.codecs.lgc_ring import LgcRing
 from gradlab.codecs.lgc_server import innovation_positions
 from gradlab.coding.bits import packed_bytes
@@ -385,6 +385,12 @@ def test_a_code_that_says_nothing_is_warned_of() -> None:
                 lockstep.step(step, drawn(2, step))
         assert any("they say next to nothing" in str(one.message) for one in caught) == collapses
         assert set(lockstep.states[0]["lgc"]) == set(lockstep.states[1]["lgc"])
+
+
+def test_learned_tensors_are_on_the_device_within_all_wrappers() -> None:
+    chosen = plan("lgc_ring", (*KEEPS, Wrap("sparsity_warmup")), Architecture().initial(generator(1)))
+    _, stages = wrappers_of(chosen.build(chosen.groups[0], "meta"))
+    assert all(innermost(stages.at(step)).learned["autoencoder"].is_meta for step in (0, 1000))
 
 
 def test_learned_before_the_second_phase_is_skipped_or_short() -> None:

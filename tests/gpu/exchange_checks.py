@@ -70,7 +70,7 @@ def same_distribution(place: Place, case: str) -> Outcome:
 
 def draws(plan: Plan, device: torch.device) -> Tensors:
     """By layer, the averaged gradient of DRAWS exchanges of the same gradients: (DRAWS, numel), on the CPU, float64."""
-    codecs = {group.name: plan.build(group).to(device) for group in plan.groups}
+    codecs = {group.name: plan.build(group, device) for group in plan.groups}
     grads = [gradients(rank, 0, device) for rank in range(RANKS)]
     drawn: dict[str, list[torch.Tensor]] = {}
     for draw in range(DRAWS):

@@ -25,7 +25,7 @@ def gradients(rank: int, step: int, device: torch.device) -> Tensors:
 
 def lockstep(plan: Plan, world_size: int, steps: int, device: torch.device) -> list[Tensors]:
     """Run a plan on `gradients` with all ranks in this process: by step, the averaged gradient by layer name."""
-    codecs = {group.name: plan.build(group).to(device) for group in plan.groups}
+    codecs = {group.name: plan.build(group, device) for group in plan.groups}
     states: States = {name: [{}] * world_size for name in codecs}
     history = []
     for step in range(steps):
