@@ -339,12 +339,6 @@ class Codec(ABC):
             A coroutine that yields the collectives it needs and returns an `Exchanged`.
         """
 
-    def run(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """Run `exchange`; in a dense iteration, average the gradients uncompressed and keep the state."""
-        if context.dense:
-            return replace((yield from mean_only(grads)), state=state)
-        return (yield from self.exchange(grads, state, context))
-
     @abstractmethod
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         """Forecast the bytes of one exchange.
@@ -562,11 +556,17 @@ def exchange_group(
     if reuse and codec.traits.frees_gradients:
         context = replace(context, memory=Memory(context.memory.workspace, working, overwrites=True))
     try:
-        done = yield from codec.run(working, state, context)
+        done = yield from run_codec(codec, working, state, context)
     except BadMessage as wrong:
         raise BadMessage(f"codec {described(codec)} on {context.group}: {wrong}") from wrong
     mean = {name: _rescaled(value, scaled_by, grads[name].dtype) for name, value in done.mean.items()}
     return replace(done, mean=mean, compressor_input=done.compressor_input or working)
+
+
+def run_codec(codec: Codec, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+    """Run `exchange`. In a dense iteration, a codec without wrappers averages its input and keeps its state."""
+    dense = context.dense and not hasattr(codec, "codec")
+    return mean_only(grads, state) if dense else codec.exchange(grads, state, context)
 
 
 def described(codec: Codec) -> str:
@@ -594,8 +594,8 @@ def _rescaled(mean: torch.Tensor, scaled_by: float, dtype: torch.dtype) -> torch
     return scaled if scaled.dtype == dtype else scaled.to(dtype)
 
 
-def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
-    """Exchange gradients uncompressed, see `means_of`.
+def mean_only(grads: Tensors, state: Tensors | None = None) -> Coroutine[Exchanged]:
+    """Exchange gradients uncompressed, see `means_of`, and keep a state.
 
     >>> from gradlab.codec import mean_only
     >>> from gradlab.collectives import run_lockstep
@@ -604,7 +604,7 @@ def mean_only(grads: Tensors) -> Coroutine[Exchanged]:
     ({'w': tensor([2.])}, 4)
     """
     mean = yield from means_of(grads)
-    return Exchanged(mean, dict(grads))
+    return Exchanged(mean, dict(grads), {} if state is None else state)
 
 
 def means_of(tensors: Tensors) -> Coroutine[Tensors]:

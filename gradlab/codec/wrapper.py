@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 
-from gradlab.codec.batch import Batch, Table, Tensors
-from gradlab.codec.context import Context
-from gradlab.codec.contract import About, Bytes, Codec, Exchanged, Traits, shown_settings
+from gradlab.codec.batch import Table, Tensors
+from gradlab.codec.contract import About, Bytes, Codec, Traits, shown_settings
 from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
-from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -128,9 +126,6 @@ class Wrapper(Codec):
     @cached_property
     def traits(self) -> Traits:
         return Traits(whole_layers=self.codec.traits.whole_layers)
-
-    def run(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return self.exchange(grads, state, context)
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         return self.codec.forecast(layers, world_size, None if state is None else self.inner_state(state))

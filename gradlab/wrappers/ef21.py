@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.kept import Entry
 from gradlab.codec.wrapper import DEALT, MEASURED, SHARED, Effects, Wrapper
@@ -76,7 +77,7 @@ class EF21(Wrapper):
         inner = {
             key: value for key, value in self.inner_state(state).items() if "server_" not in key.rpartition("/")[2]
         }
-        done = yield from self.codec.run(grads, inner, context)
+        done = yield from run_codec(self.codec, grads, inner, context)
         own = {name: grad.clone() for name, grad in grads.items()}
         return replace(done, state={**done.state, **_kept(own, done.mean)}, compressor_input=grads)
 

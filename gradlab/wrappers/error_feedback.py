@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, Traits, concatenate, separate
+from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
@@ -134,7 +135,7 @@ class ErrorFeedback(Wrapper):
 
     def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = grads.like(add(grads, self._residual(grads, state, context), context))
-        done = yield from self.codec.run(inputs, self.inner_state(state), context)
+        done = yield from run_codec(self.codec, inputs, self.inner_state(state), context)
         still = context.training.frozen(grads, self.settings.step_size_ratio)
         kept = {**done.state, **held_residuals(grads, state, still)}
         return replace(done, state=kept, compressor_input=inputs)

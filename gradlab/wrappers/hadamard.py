@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Batch, Codec, Compressor, Context, Deferred, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Coroutine
@@ -64,7 +65,7 @@ class Hadamard(Wrapper):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.dense:
-            return (yield from self.codec.run(grads, state, context))
+            return (yield from run_codec(self.codec, grads, state, context))
         signs = draw_signs(self.settings.block, context.random.shared("hadamard", every_iteration=False))
         rotated = grads.like({name: rotate(grad, signs.to(grad)) for name, grad in grads.items()})
         done = yield from self.codec.exchange(rotated, state, context)

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import DEALT, Effects, Wrapper, buffer_setting, load_buffer, store_buffers
@@ -50,7 +51,7 @@ class LocalMomentum(Wrapper):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, sent = self._accumulate(grads, state, context)
-        done = yield from self.codec.run(sent, self.inner_state(state), context)
+        done = yield from run_codec(self.codec, sent, self.inner_state(state), context)
         return self._done(done, velocity, sent)
 
     def _accumulate(self, grads: Batch, state: Tensors, context: Context) -> tuple[Tensors, Batch]:

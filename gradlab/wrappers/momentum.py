@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import SHARED, Effects, Wrapper
@@ -38,7 +39,7 @@ class Momentum(Wrapper):
         dampening: bool = setting(False, help="the weight of the mean in u is 1 - m, not 1")
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        done = yield from self.codec.run(grads, self.inner_state(state), context)
+        done = yield from run_codec(self.codec, grads, self.inner_state(state), context)
         return self._applied(done, state)
 
     def _applied(self, done: Exchanged, state: Tensors) -> Exchanged:

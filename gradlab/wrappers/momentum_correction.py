@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
@@ -105,7 +106,7 @@ class MomentumCorrection(Wrapper):
 
     def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, inputs = self._accumulate(grads, state, context)
-        done = yield from self.codec.run(inputs, self.inner_state(state), context)
+        done = yield from run_codec(self.codec, inputs, self.inner_state(state), context)
         still = context.training.frozen(grads, self.settings.step_size_ratio)
         kept = {**held_residuals(grads, state, still), **self._kept(velocity, {})}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs)

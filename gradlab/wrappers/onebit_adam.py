@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
-from gradlab.codec.contract import mean_only
+from gradlab.codec.contract import mean_only, run_codec
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import SHARED, Effects, Wrapper
@@ -72,12 +72,11 @@ class OneBitAdam(Wrapper):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.dense:
-            done = yield from self.codec.run(grads, self.inner_state(state), context)
+            done = yield from run_codec(self.codec, grads, self.inner_state(state), context)
             return self._learned(done, state)
         known = all(f"{name}/variance" in state for name in grads)
         if not known or self._moves_variance(context.iteration - context.training.start):
-            done = yield from mean_only(grads)
-            return self._learned(replace(done, state=self.inner_state(state)), state)
+            return self._learned((yield from mean_only(grads, self.inner_state(state))), state)
         beta1, moments = self.settings.beta1, {name: state[f"{name}/moment"] for name in grads}
         inputs = grads.like({name: (moments[name] * beta1).add_(grad, alpha=1 - beta1) for name, grad in grads.items()})
         done = yield from self.codec.exchange(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine
@@ -51,7 +52,7 @@ class SparsityWarmup(Wrapper):
         self._codecs = [_with_density(codec, density) for density in self.densities]
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self.at(context.iteration - context.training.start).run(grads, state, context))
+        return run_codec(self.at(context.iteration - context.training.start), grads, state, context)
 
     def at(self, step: int) -> Codec:
         """Return the codec of the compressed iteration `step`, counted from 0."""

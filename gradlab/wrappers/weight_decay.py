@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
+from gradlab.codec.contract import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import SHARED, Effects, Wrapper
@@ -65,7 +66,7 @@ class WeightDecay(Wrapper):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = self._inputs(grads, context)
-        done = yield from self.codec.run(inputs, self.inner_state(state), context)
+        done = yield from run_codec(self.codec, inputs, self.inner_state(state), context)
         return self._applied(done, state, context)
 
     def _inputs(self, grads: Batch, context: Context) -> Batch:

@@ -256,7 +256,7 @@ def test_what_is_not_finite_on_one_rank_is_not_on_any(layer: Layer, bad: float) 
     for dense in (False, True):
         for result in run_lockstep(
             [
-                codec.run(Batch.of(own, [layer]), {}, Context(rank, 2, 0, "g", dense=dense))
+                codec.exchange(Batch.of(own, [layer]), {}, Context(rank, 2, 0, "g", dense=dense))
                 for rank, own in enumerate(given)
             ]
         ):
