@@ -20,7 +20,7 @@ from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.layout import canonical_json
 from gradlab.plan import Plan
-from gradlab.plan.plan import hash_tensor
+from gradlab.plan.plan import hash_tensor, learned_tensors
 from gradlab.printable import can_be_written
 from gradlab.version import VERSION
 
@@ -69,10 +69,10 @@ class Artifact:
             "written_by": f"gradlab {VERSION}",
             "plan": self.plan.to_json(),
             "origin": self.provenance,
-            "sha256": {key: hash_tensor(tensor) for key, tensor in self.plan.tensors().items()},
+            "sha256": {key: hash_tensor(tensor) for key, tensor in learned_tensors(self.plan).items()},
         }
         # Copies, because groups may share a tensor and safetensors refuses shared memory.
-        copies = {key: t.detach().cpu().clone(memory_format=_ROWS) for key, t in self.plan.tensors().items()}
+        copies = {key: t.detach().cpu().clone(memory_format=_ROWS) for key, t in learned_tensors(self.plan).items()}
         _write(path, save(copies, metadata={"gradlab": _seal(header)}))
         return path
 

@@ -23,6 +23,7 @@ from gradlab.executor.rules import RULES
 from gradlab.layout import Layer, names_as_in
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import compressed_layers, conflict_of, follower_of, layers_that_may_follow, needs_of
+from gradlab.plan.plan import check_model
 from gradlab.plan.shards import conflict_between_nodes
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime.engine.options import RunOptions
@@ -35,7 +36,7 @@ def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> N
     if not isinstance(plan, Plan):
         raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
     options.check()
-    plan.check_model([layer for layer, _ in pairs])
+    check_model(plan, [layer for layer, _ in pairs])
     device_of_model(pairs)
     compressed = {name for group in plan.compressed_groups for name in group.layers}
     refuse_complex((layer, tensor) for layer, tensor in pairs if layer.name in compressed)

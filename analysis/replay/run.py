@@ -29,6 +29,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, LockstepWatch, StepResult, learning_rates
 from gradlab.executor.rules import Finding
 from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan.plan import check_model
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
 
@@ -495,7 +496,7 @@ def _check_layers(trace: Trace, plan: Plan) -> None:
     expected = {layer.name: layer.shape for layer in plan.layers}
     recorded = {layer.name for layer in trace.layers}
     if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.model_layers):
-        plan.check_model(trace.model_layers)
+        check_model(plan, trace.model_layers)
         return
     compressed = {name for group in plan.compressed_groups for name in group.layers}
     if missing := sorted(compressed - recorded):

@@ -40,6 +40,7 @@ from gradlab.layout import Layer, layers_of
 from gradlab.learning.selection import COMPRESSING
 from gradlab.plan import Group, Plan, Wrap, lgc_plan, method_plan
 from gradlab.plan.lgc_recipe import GROUP
+from gradlab.plan.optimizer_rules import wrapper_that
 
 RANKS, DENSITY, MOMENTUM = 4, 0.01, 0.9
 
@@ -175,7 +176,7 @@ def run(method: str, setting: Setting, data: Data, seed: int) -> dict[str, Any]:
     """Train once."""
     plan = METHODS[method](setting, setting.task.model(seed))
     recipe = setting.task.recipe
-    if plan.wrapper_that("applies_momentum"):
+    if wrapper_that(plan, "applies_momentum"):
         recipe = replace(recipe, learning_rate=(1 - MOMENTUM) * recipe.learning_rate)
     return emulated.train(replace(setting.task, recipe=recipe), plan, data, seed)
 

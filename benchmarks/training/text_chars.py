@@ -41,6 +41,7 @@ from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Plan, Wrap
+from gradlab.plan.optimizer_rules import wrapper_that
 from gradlab.trace import Trace
 
 WORKLOAD = get("text_chars")
@@ -184,7 +185,7 @@ def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
     recipe: Recipe = replace(
         WORKLOAD.recipe, batch_size=MODES[mode], steps=steps, warmup_steps=min(steps, WORKLOAD.recipe.warmup_steps)
     )
-    if plan.wrapper_that("applies_momentum"):
+    if wrapper_that(plan, "applies_momentum"):
         recipe = replace(recipe, momentum=0.0)
     return emulated.Task(WORKLOAD, recipe, RANKS)
 

@@ -12,6 +12,7 @@ from gradlab.codec import Tensors
 from gradlab.ddp.optimizers import HeldLayers
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
+from gradlab.plan.plan import check_model
 from gradlab.trial import Trial
 
 
@@ -21,7 +22,7 @@ class TrialOfNodes:
     def __init__(
         self, trial: Trial, pairs: Sequence[tuple[Layer, nn.Parameter]], world_size: int, optimizer: Any, scaler: Any
     ) -> None:
-        trial.plan.check_model([layer for layer, _ in pairs])
+        check_model(trial.plan, [layer for layer, _ in pairs])
         self._trial, self._scaler = trial, scaler
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         self._held = HeldLayers(optimizer, {parameter: layer.name for layer, parameter in pairs})

@@ -28,6 +28,7 @@ from gradlab.collectives import ring_sends
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_seconds
 from gradlab.plan import Plan, most_ranks, pays_up_to, saving_of_sent, sent_bytes
+from gradlab.plan.plan import forecast_group
 from gradlab.plan.traffic import varying_codecs
 from gradlab.saving import Saving
 
@@ -100,7 +101,7 @@ def _rows(plan: Plan, ranks: int) -> list[tuple[str, ...]]:
     rows = []
     for group in plan.groups:
         before = 4 * sum(layer.numel for layer in plan.members(group))
-        payload, sends = plan.forecast(group, ranks).payload, plan.forecast(group, ranks).sent
+        payload, sends = forecast_group(plan, group, ranks).payload, forecast_group(plan, group, ranks).sent
         rows.append(row(group.name, methods_of([group])[0], before, payload, sends))
     grouped = {name for group in plan.groups for name in group.layers}
     for layer in plan.dense_layers:

@@ -26,6 +26,7 @@ from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.plan.plan import check_model
 from gradlab.plan.recipes import METHODS, method_plan
 from gradlab.progress import Progress
 from gradlab.trace import Trace
@@ -78,7 +79,7 @@ def _artifact(words: str) -> NamedMethod:
     artifact = Artifact.load(words)
 
     def plan_of(layers: Sequence[Layer]) -> Plan:
-        artifact.plan.check_model(layers)
+        check_model(artifact.plan, layers)
         return artifact.plan
 
     return NamedMethod(words, Path(words).stem, plan_of, artifact.provenance)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
+from gradlab.plan.plan import forecast_group
 
 _CUT_FROM = 1024  # elements per piece; a smaller layer is not worth several messages
 
@@ -79,4 +80,4 @@ def forecast_payload(plan: Plan, ownership: Ownership, local_rank: int, nodes: i
     owned = ownership.owned(local_rank)
     dense = {layer.name for layer in plan.dense_layers} if plan.compressed_groups else set(ownership.pieces)
     total = 4.0 * sum(ownership.numel(name, local_rank) for name in dense) + (FINITE_FLAG_BYTES if owned else 0)
-    return total + sum(plan.forecast(group, nodes).payload for group in plan.compressed_groups if group.name in owned)
+    return total + sum(forecast_group(plan, one, nodes).payload for one in plan.compressed_groups if one.name in owned)

@@ -38,7 +38,7 @@ class Conflict:
 def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
     """Return what a plan and an optimizer would both apply to some layer, momentum before weight decay; None: they go
     together. With several optimizers, the one that trains a layer counts for it."""
-    replacing = plan.wrapper_that("replaces_optimizer")
+    replacing = wrapper_that(plan, "replaces_optimizer")
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.replaces_optimizer)):
         if replacing and one.name != "SGD":
             message = f"the plan makes gradients the updates of an optimizer ({replacing}), for {one.name}"
@@ -63,7 +63,14 @@ def _fades(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
 
 def applied_by(plan: Plan) -> tuple[str | None, bool]:
     """Return the wrapper by which a plan applies momentum, or None, and whether it applies weight decay."""
-    return plan.wrapper_that("applies_momentum"), plan.wrapper_that("applies_weight_decay") is not None
+    return wrapper_that(plan, "applies_momentum"), wrapper_that(plan, "applies_weight_decay") is not None
+
+
+def wrapper_that(plan: Plan, effect: str) -> str | None:
+    """Return the first wrapper's name with an effect that concerns the optimizer, a field of `Effects`; None: there is
+    none."""
+    names = (wrap.name for group in plan.groups for wrap in group.wrappers)
+    return next((name for name in names if getattr(wrappers.get(name).effects, effect)), None)
 
 
 def residual_fades(plan: Plan) -> bool:
@@ -110,7 +117,7 @@ def needs_of(plan: Plan) -> dict[str, tuple[str, ...]]:
         "follows the learning rate (step_size_ratio)": layers_under(
             plan, lambda _, settings: bool(settings.get("step_size_ratio"))
         ),
-        f"makes gradients the updates of an optimizer ({plan.wrapper_that('replaces_optimizer')})": layers_under(
+        f"makes gradients the updates of an optimizer ({wrapper_that(plan, 'replaces_optimizer')})": layers_under(
             plan, lambda wrapper, _: wrapper.effects.replaces_optimizer
         ),
         f"applies momentum ({applied_by(plan)[0]})": layers_under(plan, lambda one, _: one.effects.applies_momentum),

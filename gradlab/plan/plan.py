@@ -345,19 +345,6 @@ class Plan:
         """Groups that are not plainly dense."""
         return tuple(group for group in self.groups if not group.plainly_dense)
 
-    def wrapper_that(self, effect: str) -> str | None:
-        """Find a wrapper with an effect that concerns the optimizer.
-
-        Args:
-            effect: name of a field of `Effects`: "applies_momentum" or "applies_weight_decay", which the optimizer must
-                then not do, or "replaces_optimizer".
-
-        Returns:
-            The first such wrapper's name; None: there is none.
-        """
-        names = (wrap.name for group in self.groups for wrap in group.wrappers)
-        return next((name for name in names if getattr(wrapper_registry.get(name).effects, effect)), None)
-
     @functools.cached_property
     def dense_layers(self) -> tuple[Layer, ...]:
         """Layers that are sent uncompressed in every phase."""
@@ -381,44 +368,15 @@ class Plan:
             return 4 * sum(layer.numel for layer in self.layers)
         dense = 4.0 * sum(layer.numel for layer in self.dense_layers) + FINITE_FLAG_BYTES
         return dense + sum(
-            self.forecast(group, world_size, None if states is None else states.get(group.name, {})).payload
+            forecast_group(self, group, world_size, None if states is None else states.get(group.name, {})).payload
             for group in self.compressed_groups
         )
-
-    def forecast(self, group: Group, world_size: int, state: Tensors | None = None) -> Bytes:
-        """Forecast the bytes of one group in a compressed step.
-
-        Args:
-            group: group of the plan.
-            world_size: number of ranks.
-            state: state that the step starts from. None: the mean over a run.
-        """
-        return self._built[group.name].forecast(self.members(group), world_size, state)
 
     @property
     def digest(self) -> str:
         """Sha256 (hex) of the plan with its learned tensors: equal plans, and only they, have one digest."""
-        hashes = {key: hash_tensor(tensor) for key, tensor in self.tensors().items()}
+        hashes = {key: hash_tensor(tensor) for key, tensor in learned_tensors(self).items()}
         return hashlib.sha256(canonical_json([self.to_json(), hashes]).encode()).hexdigest()
-
-    def tensors(self) -> Tensors:
-        """Collect all learned tensors.
-
-        Returns:
-            Tensors by "<group>::<key>".
-        """
-        return {f"{group}::{key}": t for group, kept in self.learned.items() for key, t in kept.items()}
-
-    def check_model(self, layers: Sequence[Layer]) -> None:
-        """Refuse a model with other layers than the plan was made for.
-
-        Raises:
-            GradlabError: with one line per layer that differs.
-        """
-        if difference := describe_difference(self.layers, layers):
-            shown = difference[:20] + ([f"... and {len(difference) - 20} more"] if len(difference) > 20 else [])
-            lines = [f"this plan is for another model ({len(difference)} differences):", *shown]
-            raise GradlabError("\n  ".join([*lines, "make a plan of this model's trainable layers"]))
 
     def to_json(self) -> dict[str, Any]:
         """Write everything but the learned tensors as plain JSON.
@@ -437,7 +395,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any, tensors: Tensors | None = None) -> Plan:
-        """Read a plan from `to_json`'s output and learned tensors, named as `tensors` names them.
+        """Read a plan from `to_json`'s output and learned tensors, named as `learned_tensors` names them.
 
         Raises:
             GradlabError: for anything else, or a fingerprint that does not match the layers.
@@ -457,6 +415,24 @@ class Plan:
         groups = tuple(Group.from_json(item) for item in value["groups"])
         refresh = Refresh.from_json(value["refresh"]) if "refresh" in value else None
         return cls(layers, groups, Schedule.from_json(value["schedule"]), value["seed"], learned, refresh)
+
+
+def forecast_group(plan: Plan, group: Group, world_size: int, state: Tensors | None = None) -> Bytes:
+    """Forecast the bytes of one group in a compressed step from a state; None: the mean over a run."""
+    return plan._built[group.name].forecast(plan.members(group), world_size, state)
+
+
+def learned_tensors(plan: Plan) -> Tensors:
+    """Return all learned tensors by "<group>::<key>"."""
+    return {f"{group}::{key}": t for group, kept in plan.learned.items() for key, t in kept.items()}
+
+
+def check_model(plan: Plan, layers: Sequence[Layer]) -> None:
+    """Refuse a model with other layers than the plan was made for, with one line per layer that differs."""
+    if difference := describe_difference(plan.layers, layers):
+        shown = difference[:20] + ([f"... and {len(difference) - 20} more"] if len(difference) > 20 else [])
+        lines = [f"this plan is for another model ({len(difference)} differences):", *shown]
+        raise GradlabError("\n  ".join([*lines, "make a plan of this model's trainable layers"]))
 
 
 def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:

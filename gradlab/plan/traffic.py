@@ -13,7 +13,7 @@ from gradlab.codec.wrapper import innermost
 from gradlab.collectives import ring_sends
 from gradlab.formatting import format_ratio
 from gradlab.layout import Layer
-from gradlab.plan.plan import FINITE_FLAG_BYTES, Group, Plan
+from gradlab.plan.plan import FINITE_FLAG_BYTES, Group, Plan, forecast_group
 from gradlab.saving import Saving
 
 MOST_RANKS = 4096  # up to which a plan is looked at
@@ -40,7 +40,7 @@ def sent_bytes(plan: Plan, world_size: int, groups: Sequence[Group] | None = Non
         Bytes.
     """
     chosen = plan.compressed_groups if groups is None else groups
-    total = sum(plan.forecast(group, world_size).sent for group in chosen)
+    total = sum(forecast_group(plan, group, world_size).sent for group in chosen)
     if groups is None:
         dense = 4.0 * sum(layer.numel for layer in plan.dense_layers)
         total += ring_sends(world_size) * (dense + FINITE_FLAG_BYTES * bool(chosen))
@@ -146,7 +146,7 @@ def excess_of(plan: Plan, world_size: int, bits: int = 16) -> Excess | None:
     over = [
         group
         for group in plan.compressed_groups
-        if plan.forecast(group, world_size).sent > _SLACK[bits] * ring([group], bits)
+        if forecast_group(plan, group, world_size).sent > _SLACK[bits] * ring([group], bits)
     ]
     numel, everything = (sum(layer.numel for layer in layers) for layers in (theirs(over), plan.layers))
     if not ring_sends(world_size) or numel < max(_FEWEST, _MATTERS * everything):
@@ -194,7 +194,7 @@ def payload_parts(plan: Plan, world_size: int) -> PayloadParts:
     code = positions = values = 0.0
     dense = 4.0 * sum(layer.numel for layer in plan.dense_layers) + FINITE_FLAG_BYTES * bool(plan.compressed_groups)
     for group in plan.compressed_groups:
-        found = plan.forecast(group, world_size)
+        found = forecast_group(plan, group, world_size)
         code, positions = code + found.codes, positions + found.positions
         if group.codec == "identity":
             dense += found.payload

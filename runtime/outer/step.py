@@ -34,6 +34,7 @@ from gradlab.ddp.optimizer_steps import OptimizerSteps
 from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
+from gradlab.plan.plan import check_model
 from gradlab.plan.shards import cut_like, fragments_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import agree_on, check_timeout, given_plan
@@ -169,7 +170,7 @@ class OuterStep(Uncopied):
             self.plan = given_plan(plan, CALLER) if self._trial is None else self._trial.plan
             if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
-            self.plan.check_model([one.layer for one in held.values()])
+            check_model(self.plan, [one.layer for one in held.values()])
             # Cut before it is of shards, whose groups may differ between ranks of a worker.
             parts.extend(
                 plan_of_rank(one, self._held, self.workers.sharded) for one in fragments_of(self.plan, fragments)
@@ -366,7 +367,7 @@ class OuterStep(Uncopied):
 
     def _cut_alike(self, plan: Plan) -> list[Plan]:
         """A plan's parts for this run's fragments."""
-        plan.check_model([one.layer for one in self._held.by_name.values()])
+        check_model(plan, [one.layer for one in self._held.by_name.values()])
         parts = cut_like(plan, [one.parameters for one in self.fragments])
         return [plan_of_rank(one, self._held, self.workers.sharded) for one in parts]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gradlab.plan.optimizer_rules import applied_by
 from support.benchmark_modules import benchmark_modules
 
 
@@ -66,4 +67,4 @@ def test_every_compressing_method_is_compared_by_default_settings_it_has(campaig
         if not method.by_layer:
             plan = method.plan(layers, 100)
             assert plan.schedule.warmup_steps == (100 if method.codec or method.published else 0)
-            assert bool(plan.wrapper_that("applies_momentum")) <= (not method.momentum)
+            assert bool(applied_by(plan)[0]) <= (not method.momentum)

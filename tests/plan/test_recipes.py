@@ -24,6 +24,7 @@ from gradlab.collectives import Coroutine, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Plan, Wrap, method_plan
+from gradlab.plan.optimizer_rules import wrapper_that
 from gradlab.plan.recipes import METHODS, SIGN_METHODS
 from gradlab.plan.traffic import varying_codecs
 from gradlab.wrappers.error_feedback import ErrorFeedback
@@ -61,7 +62,7 @@ def _dense(plan: Plan) -> int:
 
 
 def test_names_are_found_whatever_their_case_and_suggested() -> None:
-    assert method_plan(LAYERS, "dgc").wrapper_that("applies_momentum") == "momentum_correction"
+    assert wrapper_that(method_plan(LAYERS, "dgc"), "applies_momentum") == "momentum_correction"
     with pytest.raises(GradlabError, match="did you mean PowerSGD"):
         method_plan(LAYERS, "PowerSDG")
 

@@ -22,7 +22,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import Layer, named_layers
 from gradlab.plan import Plan, Wrap, method_plan
-from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.plan.optimizer_rules import conflict_of, wrapper_that
 from gradlab.plan.shards import shard_plan
 from gradlab.wrappers.dion import Dion, unit_rows
 
@@ -342,7 +342,7 @@ def test_other_ranks_go_on_with_the_same_mean_momentum(policy: str) -> None:
 def test_it_is_the_optimizer_and_no_other_may_be() -> None:
     plan = method_plan(model(), "Dion", wrapper_settings={"dion": {"rank_fraction": 0.5}})
     assert {wrap.name for group in plan.groups for wrap in group.wrappers} == {"dion"}
-    assert plan.wrapper_that("replaces_optimizer") == "dion"
+    assert wrapper_that(plan, "replaces_optimizer") == "dion"
     parameters = list(model().parameters())
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
         conflict = conflict_of(plan, describe_optimizer(make(parameters)))  # type: ignore[arg-type]

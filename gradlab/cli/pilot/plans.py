@@ -15,6 +15,7 @@ from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import conflict_of
+from gradlab.plan.plan import check_model
 from gradlab.trace import Trace
 
 _START = 10  # dense steps before plans that begin with none
@@ -53,7 +54,7 @@ def chosen_plans(trace: Trace, paths: Sequence[Path]) -> ChosenPlans:
     optimizer = OptimizerSettings.from_metadata(trace.metadata)
     refused = {}
     for name, plan in plans.items():
-        plan.check_model(trace.model_layers)
+        check_model(plan, trace.model_layers)
         if optimizer is not None and (conflict := conflict_of(plan, optimizer)):
             refused[name] = str(conflict)
     left = {name: plan for name, plan in plans.items() if name not in refused}

@@ -32,6 +32,7 @@ from gradlab.cli.console import Table, print_json, print_table, progress_bars, s
 from gradlab.cli.options import AsJson, Settings
 from gradlab.cli.setting_texts import parse_settings
 from gradlab.errors import GradlabError
+from gradlab.plan.plan import check_model
 
 if TYPE_CHECKING:
     from gradlab.cli.train.settings import TrainSettings
@@ -140,7 +141,7 @@ def _refuse_early(settings: TrainSettings) -> None:
         from gradlab.learning.selection import LearnedSelection
 
         plan = Artifact.load(settings.artifact).plan
-        plan.check_model(layers_of(workload.model(0)))
+        check_model(plan, layers_of(workload.model(0)))
         for group in plan.compressed_groups:
             codec = innermost(plan.build(group))
             if isinstance(codec, LearnedSelection):

@@ -31,7 +31,7 @@ from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
-from gradlab.plan.optimizer_rules import applied_by, residual_fades
+from gradlab.plan.optimizer_rules import applied_by, residual_fades, wrapper_that
 from gradlab.progress import Progress
 from gradlab.runtime import CompressionState, ScalarLog, compression_hook
 
@@ -165,7 +165,7 @@ def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:
         plan = Artifact.load(artifact).plan
     except GradlabError:
         return recipe
-    if plan.wrapper_that("replaces_optimizer"):  # what would be clipped are updates
+    if wrapper_that(plan, "replaces_optimizer"):  # what would be clipped are updates
         return replace(recipe, optimizer="sgd", momentum=0.0, nesterov=False, clip_norm=None)
     if recipe.optimizer != "sgd":  # its momentum is no setting that a plan's replaces: refused if both apply it
         return recipe

@@ -16,6 +16,7 @@ from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.plan.plan import learned_tensors
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import random_gradients, record
@@ -98,7 +99,7 @@ def test_the_command_writes_the_plan_and_what_speaks_for_it(trace: Trace, gradla
     assert code == 0, err
     fitted = Artifact.load(out).plan
     assert fitted.compressed_groups[0].settings["tables"] == "fitted"
-    assert fitted.tensors().keys() >= {f"{fitted.compressed_groups[0].name}::large/tables"}
+    assert learned_tensors(fitted).keys() >= {f"{fitted.compressed_groups[0].name}::large/tables"}
     words = ["--error", 0.5, "--both-ways", "--warmup-steps", 3, "--overwrite", "--json"]
     code, printed, err = gradlab("fit", "ecsq", trace.path, *words, "--out", out)
     assert code == 0, err

@@ -23,7 +23,7 @@ from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan
-from gradlab.plan.optimizer_rules import conflict_of, follower_of
+from gradlab.plan.optimizer_rules import conflict_of, follower_of, wrapper_that
 from support.command_line import Command
 from support.laws import law
 from support.recorded import random_gradients, record
@@ -177,7 +177,7 @@ def test_the_command_makes_a_plan_that_trains_under_the_recorded_optimizer(tmp_p
         assert remedy in err
     code, out, _ = fit("adamw", "-s", "trained_with=SGD")
     assert code == 0
-    assert Artifact.load(tmp_path / "a.safetensors").plan.wrapper_that("applies_momentum") == "local_momentum"
+    assert wrapper_that(Artifact.load(tmp_path / "a.safetensors").plan, "applies_momentum") == "local_momentum"
     code, out, _ = fit("sgd")
     assert code == 0
     said = " ".join(out.split())

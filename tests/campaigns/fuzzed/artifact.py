@@ -21,7 +21,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer, fingerprint
 from gradlab.plan import Plan, Wrap, method_plan
-from gradlab.plan.plan import hash_tensor
+from gradlab.plan.plan import hash_tensor, learned_tensors
 from support.contract import plan_for
 from support.prescribed import gradients
 
@@ -145,7 +145,7 @@ def identity(plan: Any, tensors: Tensors) -> str:
 def read(path: Path) -> str:
     """Load an artifact, forecast its bytes, and run two steps of it on two ranks."""
     plan = Artifact.load(path).plan
-    found = identity(plan.to_json(), dict(plan.tensors()))
+    found = identity(plan.to_json(), dict(learned_tensors(plan)))
     if sum(layer.numel for layer in plan.layers) > 10**5:
         return found  # a large model is no finding
     plan.payload_bytes(2)

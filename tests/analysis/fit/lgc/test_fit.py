@@ -31,6 +31,7 @@ from gradlab.learning.autoencoder import Architecture, Loss, server_loss
 from gradlab.learning.selection import padded
 from gradlab.plan import lgc_plan
 from gradlab.plan.lgc_recipe import GROUP, graph_order
+from gradlab.plan.optimizer_rules import wrapper_that
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import record
@@ -277,7 +278,7 @@ def test_what_cannot_be_fitted_is_named(trace: Trace, tmp_path: Path) -> None:
     chosen = lgc_plan(LAYERS, "server", first="mid.weight", last="deep.weight", momentum=0.9)
     assert chosen.groups[0].layers == ("stem.weight", "head.weight")
     assert chosen.groups[1].codec == "topk"
-    assert chosen.wrapper_that("applies_momentum")
+    assert wrapper_that(chosen, "applies_momentum")
     assert {group.layers[0] for group in chosen.groups[2:]} == {"mid.weight", "deep.bias"}
 
 
