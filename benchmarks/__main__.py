@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def main() -> None:
     processes = filter(None, [*map(str, FOLDERS), os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join(processes)
     sys.argv[:2] = [str(scripts[name])]
-    runpy.run_path(str(scripts[name]), run_name="__main__")
+    sys.exit(importlib.import_module(name).main())
 
 
 if __name__ == "__main__":

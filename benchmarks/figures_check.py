@@ -6,9 +6,9 @@ A table of measured figures, or a block of them, stands below a comment that nam
 
     <!-- printed by: benchmarks/papers/accuracy.py --out benchmarks/results/accuracy-16.jsonl --table -->
 
-Several commands are parted by semicolons. Each is run in a fork of this process, which imports for all. A
-block has to consist of lines that they print. Every number of a table outside its header and first column has to be
-among the numbers that they print, rounded as it is in the table. A table without measurements or rows says so:
+Several commands are parted by semicolons. A block has to consist of lines that they print. Every number of a table
+outside its header and first column has to be among the numbers that they print, rounded as it is in the table. A table
+without measurements or rows says so:
 
     <!-- not measured -->          settings, rules, formulas, names
     <!-- no rows: WHY -->          figures of which no rows were kept
@@ -24,7 +24,6 @@ import importlib
 import io
 import multiprocessing
 import re
-import runpy
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,8 +49,7 @@ _FIGURES_OF_A_BLOCK = 12  # decimal numbers from which on a block counts as one 
 class Table:
     """A table, or a block, of a page.
 
-    page: file name; line: of its first line, from 1; lines: its text; block: whether it is a fenced block; comment: the
-    kind and text of the comment above it, None without one.
+    line: of its first line, from 1; comment: the kind and text of the comment above it, None without one.
     """
 
     page: str
@@ -62,7 +60,6 @@ class Table:
 
     @property
     def place(self) -> str:
-        """Page and line."""
         return f"{self.page}:{self.line}"
 
     @property
@@ -79,25 +76,20 @@ def tables(page: Path) -> Iterator[Table]:
     lines = page.read_text(encoding="utf-8").split("\n")
     at = 0
     while at < len(lines):
-        first, text = at, lines[at].strip()
+        first, text, at = at, lines[at].strip(), at + 1
         if text.startswith("|"):
             while at < len(lines) and lines[at].strip().startswith("|"):
                 at += 1
             yield Table(page.name, first + 1, tuple(lines[first:at]), False, _above(lines, first))
         elif text.startswith("```"):
-            at += 1
             while not lines[at].strip().startswith("```"):
                 at += 1
-            inside = tuple(lines[first + 1 : at])
-            at += 1
+            inside, at = tuple(lines[first + 1 : at]), at + 1
             if len(re.findall(r"\.\d", "\n".join(inside))) >= _FIGURES_OF_A_BLOCK:
                 yield Table(page.name, first + 1, inside, True, _above(lines, first))
-        else:
-            at += 1
 
 
 def _above(lines: Sequence[str], first: int) -> tuple[str, str] | None:
-    """The comment that ends in the line above, or in the one above an empty line."""
     end = first - 1 if first and lines[first - 1].strip() else first - 2
     start = end
     while start >= 0 and "<!--" not in lines[start] and end - start < 6:
@@ -107,13 +99,12 @@ def _above(lines: Sequence[str], first: int) -> tuple[str, str] | None:
 
 
 class Printed:
-    """Output of commands, each run once."""
+    """Output of commands, each run once, in a fork of this process, which imports for all."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def by(self, command: str) -> str:
-        """Run a script, such as "benchmarks/papers/accuracy.py --table", and return what it prints."""
         if command not in self._known:
             here, there = FORK.Pipe(duplex=False)
             child = FORK.Process(target=_run, args=(command, there))
@@ -129,7 +120,6 @@ class Printed:
 
 
 def _run(command: str, there: Connection) -> None:
-    """Run a script in this process, and send what it prints."""
     script, *arguments = shlex.split(command)
     sys.argv = [script, *(str(ROOT / word) if word.startswith("benchmarks/") else word for word in arguments)]
     folders = [path for path in (ROOT / "benchmarks").iterdir() if path.is_dir()]
@@ -137,7 +127,7 @@ def _run(command: str, there: Connection) -> None:
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            importlib.import_module(Path(script).stem).main()
         except SystemExit as stop:
             if stop.code:
                 raise
@@ -145,7 +135,6 @@ def _run(command: str, there: Connection) -> None:
 
 
 def missing(table: Table, printed: str) -> list[str]:
-    """List the figures of a table that are not in what was printed."""
     if table.block:
         known = {" ".join(line.split()) for line in printed.split("\n")}
         return [line for line in table.figures if " ".join(line.split()) not in known]
@@ -161,15 +150,12 @@ def _is_among(figure: str, numbers: Sequence[float]) -> bool:
     return any(abs((number if signed else abs(number)) - abs(value) * (value >= 0 or -1)) <= half for number in numbers)
 
 
-def _all_pages() -> list[Path]:
-    return [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-
-
-def main(pages: Sequence[str]) -> int:
+def main() -> int:
     """Check pages, all by default, and print one line per table."""
     for name in _FOR_ALL:
         importlib.import_module(name)
-    paths = [Path(page) for page in pages] or _all_pages()
+    every = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+    paths = [Path(page) for page in sys.argv[1:]] or every
     printed, found, lost, without = Printed(), 0, 0, 0
     for table in (one for page in paths if page.name not in GENERATED for one in tables(page)):
         if table.comment is None:
@@ -190,4 +176,4 @@ def main(pages: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ Row = dict[str, Any]
 
 
 def options(text: str | None, *places: tuple[str, Collection[str]], **named: Any) -> argparse.Namespace:
-    """Read a benchmark's command line.
+    """Read a benchmark's command line, with the text of --help.
 
     Args:
-        text: text of --help, the module's.
         places: names of arguments without a flag, each with the words that it may be.
         named: default of each option, which also says its type. A type: there is no default. False: a flag. A mapping:
             one of its keys, the first by default. A list: several of its words, or other numbers. A tuple: others too,
@@ -52,13 +52,18 @@ def read(path: Path | None) -> list[Row]:
 
 
 def has(rows: Sequence[Row], key: Row) -> bool:
-    """Say whether a row has all values of a key."""
     return any(key.items() <= row.items() for row in rows)
 
 
 def missing(path: Path | None, keys: Iterable[Row]) -> Iterator[Row]:
     """Yield the keys of which a file has no row when their turn comes."""
     return (key for key in keys if not has(read(path), key))
+
+
+def fill(path: Path | None, keys: Iterable[Row], make: Callable[[Row], Row], unshown: Collection[str] = ()) -> None:
+    """Make the rows that a file lacks, add them to it, and print them. make: gives a key's other values."""
+    for key in missing(path, keys):
+        add(path, key | make(key), unshown)
 
 
 def keep(path: Path | None, row: Row) -> Row:
@@ -80,6 +85,10 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def mean(rows: Iterable[Row], key: str) -> float:
+    return statistics.fmean(row[key] for row in rows)
+
+
 def grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
     """Return rows by what a key says of them, in order."""
     found: dict[Any, list[Any]] = {}
@@ -89,6 +98,5 @@ def grouped(rows: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Lay out a table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

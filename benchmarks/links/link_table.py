@@ -4,12 +4,10 @@
         [--models resnet18 transformer] [--ways sign topk] [--rounds 3] [--steps 3]
     python benchmarks link_table --table --rows ROWS.jsonl
 
-FOLDER holds `run.sh`, which starts N ranks of a training, each behind a network interface of its own, sets the
-interfaces' rate, lets some ways take turns, and prints one line of JSON for each: the median step of the slowest rank,
-the same without any exchange, bytes sent, and processor seconds by thread. It takes hooks by MODULE:FUNCTION; those of
-this file's `WAYS` are functions of this module. It needs root.
-
-"engine" is the processor time of the thread in which a plan's codecs run, rank 0, milliseconds per step.
+FOLDER holds `run.sh`, which starts N ranks of a training, each behind a network interface of its own whose rate it
+sets, lets some ways take turns, and prints a row for each: the median step of the slowest rank, the same without any
+exchange, bytes sent, and processor seconds by thread. It takes hooks by MODULE:FUNCTION; those of `PLANS` are functions
+of this module. It needs root. The table has in parentheses the processor milliseconds of rank 0's codecs per step.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lgc_ring": ("lgc_ring", {"training_steps": 2, "optimizer": "adam", "most_error": 1e9, "warmup_steps": 0}),
 }
 WAYS = (*PEERS, *PLANS)
-AT_ONCE = 8  # ways that take turns; more of them need more memory
+AT_ONCE = 8  # ways that take turns: each holds a model on every rank
 TITLES = {"none": "plain DDP", "fp16": "PyTorch fp16"} | {
     f"powersgd_r{rank}@1000": f"PyTorch PowerSGD {rank}, one bucket" for rank in (1, 2)
 }
@@ -84,13 +82,12 @@ globals().update({name: _hook(name) for name in PLANS})
 
 
 def measured(folder: Path, model: str, setting: str, chosen: argparse.Namespace) -> Iterator[Row]:
-    """Run one setting's ways in turns, some at once: each holds a model of its own on every rank."""
     rate, ranks = setting.split(":")
     for first in range(0, len(chosen.ways), AT_ONCE):
         ways = chosen.ways[first : first + AT_ONCE]
         peers = [way for way in ways if way in PEERS]
         command = ["bash", str(folder / "run.sh"), "--ranks", ranks, "--rate", rate, "--model", model]
-        command += ["--rounds", str(chosen.rounds), "--steps", str(chosen.steps), "--batch", str(chosen.batch)]
+        command += ["--rounds", str(chosen.rounds), "--steps", str(chosen.steps), "--batch", "8"]
         command += ["--timeout", "600", "--hook", ",".join(peers or ["powersgd_r1@1000"])]
         for way in ways:
             if way not in PEERS:
@@ -106,12 +103,7 @@ def measured(folder: Path, model: str, setting: str, chosen: argparse.Namespace)
 
 
 def table(rows: list[Row], model: str, settings: list[str]) -> None:
-    """Print one model's table: step over computing alone, and milliseconds of the engine's thread."""
-    kept = {
-        (row["rate"], str(row["ranks"]), row["hook"]): row
-        for row in rows
-        if row.get("model") == model and "rate" in row
-    }
+    kept = {(row["rate"], str(row["ranks"]), row["hook"]): row for row in rows if row.get("model") == model}
     columns = [tuple(one.split(":")) for one in settings if any(key[:2] == tuple(one.split(":")) for key in kept)]
     print(f"\n{model}: step over computing alone (milliseconds of the engine's thread)\n")
     alone = [next(row["compute_s"] for key, row in kept.items() if key[:2] == one) for one in columns]
@@ -132,9 +124,8 @@ def _cell(row: Row | None) -> str:
 
 
 def main() -> None:
-    """Measure what is not kept yet, and print the tables."""
     named = {"settings": SETTINGS, "models": list(MODELS), "ways": list(WAYS), "table": False}
-    chosen = options(__doc__, netbench=Path, rows=Path, **named, rounds=3, steps=3, batch=8)
+    chosen = options(__doc__, netbench=Path, rows=Path, **named, rounds=3, steps=3)
     if not chosen.table:
         if chosen.netbench is None or not (chosen.netbench / "run.sh").exists():
             raise SystemExit(f"--netbench {chosen.netbench}: expected a folder with run.sh")
@@ -142,8 +133,4 @@ def main() -> None:
             for row in measured(chosen.netbench.resolve(), model, setting, chosen):
                 add(chosen.rows, row, unshown=("cpu_s", "compute_cpu_s"))
     for model in chosen.models:
-        table(read(chosen.rows), model, chosen.settings)
-
-
-if __name__ == "__main__":
-    main()
+        table([row for row in read(chosen.rows) if "rate" in row], model, chosen.settings)

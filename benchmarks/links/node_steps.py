@@ -2,22 +2,18 @@
 
     RANK=... WORLD_SIZE=... LOCAL_RANK=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... \
         GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 python benchmarks node_steps --rate 100mbit \
-        [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
+        [--ways "plain DDP"] [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
     python benchmarks node_steps --table [--rows ROWS.jsonl]
 
-To be started once per rank, each node's ranks behind a network interface of their own, whose limit is set from outside;
---rate only names it. Bytes are read off that interface's counter: what a node sends in a step, headers included. Every
-way trains a model of its own with the same values. It takes turns with its base, because a machine is not equally fast
-at all times; the first step of each turn is not counted. A step takes as long as its slowest rank.
-
-The base of DDP is "computing alone", the model without any exchange, all ranks at once. That of FSDP2 is "nodes in
-step", its work inside a node, where nodes wait for one another at every unit: they exchange one number there. "nodes
-apart" has no such wait. "predicted" of kept rows is the forecast by `gradlab predict --measured` of that time.
+To be started once per rank, each node's ranks behind a network interface whose limit is set from outside; --rate only
+names it. Bytes are what a node sends in a step by that interface's counter. Every way takes turns with its base, and a
+step takes as long as its slowest rank. The base of DDP is "computing alone", all ranks at once; that of FSDP2 is "nodes
+in step", its work inside a node, where nodes exchange one number at every unit. "nodes apart" has no such wait.
+"predicted" of kept rows is the forecast by `gradlab predict --measured`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -55,23 +51,17 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
 # Bases need as many samples as they have axes: 256 at K / d = 8 and K near 2048.
 COMPRESSING = {"sample_steps": 8, "pooled": 64, "compressed_steps": 0}
 SAMPLING = {"sample_steps": 1_000_000}
+NARROW = {"ratio": 8, "slice_size": 512}
+HALF = {"ratio": 20, "slice_size": 512, "complement": 0.5}
 FLAT_CODECS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dist-EF-blockSGDM": ("dist-EF-blockSGDM", {}),
-    "dist-EF-blockSGD": ("dist-EF-blockSGD", {}),
-    "signum": ("signum", {}),
+    **{name: (name, {}) for name in ("dist-EF-blockSGDM", "dist-EF-blockSGD", "signum")},
     "QSGD 4 bits, max norm, by ring": ("QSGD, max norm", {"bits": 4, "ring": True}),
     "GradiVeQ compressing": ("gradiveq", {"ratio": 8, **COMPRESSING}),
-    "GradiVeQ compressing, K = 512": ("gradiveq", {"ratio": 8, "slice_size": 512, **COMPRESSING}),
-    "GradiVeQ compressing, K = 512, by ring": (
-        "gradiveq",
-        {"ratio": 8, "slice_size": 512, "ring": True, **COMPRESSING},
-    ),
-    "GradiVeQ sampling": ("gradiveq", {"ratio": 8, "slice_size": 512, **SAMPLING}),
-    "GradiVeQ sampling, by ring": ("gradiveq", {"ratio": 8, "slice_size": 512, "ring": True, **SAMPLING}),
-    "GradiVeQ, half random, K / d = 20, K = 512": (
-        "gradiveq",
-        {"ratio": 20, "slice_size": 512, "complement": 0.5, **COMPRESSING},
-    ),
+    "GradiVeQ compressing, K = 512": ("gradiveq", {**NARROW, **COMPRESSING}),
+    "GradiVeQ compressing, K = 512, by ring": ("gradiveq", {**NARROW, "ring": True, **COMPRESSING}),
+    "GradiVeQ sampling": ("gradiveq", {**NARROW, **SAMPLING}),
+    "GradiVeQ sampling, by ring": ("gradiveq", {**NARROW, "ring": True, **SAMPLING}),
+    "GradiVeQ, half random, K / d = 20, K = 512": ("gradiveq", {**HALF, **COMPRESSING}),
 }
 PEERS: dict[str, Callable[[DistributedDataParallel], None]] = {
     "PyTorch fp16": lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook),
@@ -108,7 +98,6 @@ def network(width: int) -> nn.Module:
 
 
 def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    """Shard every convolution and the rest, each a unit of its own."""
     for module in model:
         if isinstance(module, nn.Conv2d):
             fully_shard(module, mesh=mesh)
@@ -129,12 +118,7 @@ def in_step(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Sequential:
 
 
 class Contestant:
-    """One way's model, and its times so far.
-
-    Attributes:
-        seconds: this rank's, of the counted steps.
-        sent: bytes that the node has sent in them.
-    """
+    """One way's model, this rank's seconds of the counted steps, and bytes that the node has sent in them."""
 
     def __init__(self, way: str, mesh: DeviceMesh, width: int, batch: int, interface: str) -> None:
         model = network(width)
@@ -177,7 +161,6 @@ class Contestant:
         return ddp, nullcontext
 
     def step(self) -> float:
-        """Take a step that all ranks begin together, and return its seconds on this rank."""
         dist.barrier()
         start = time.perf_counter()
         self.optimizer.zero_grad()
@@ -207,45 +190,27 @@ class Contestant:
         return {"seconds": [round(value, 4) for value in slowest.tolist()], "sent": sent}
 
 
-def measure(way: str, base: Contestant, make: Callable[[str], Contestant], chosen: argparse.Namespace) -> Row:
-    """Time a way's steps in turns with its base's."""
-    contestant = make(way)
-    base.seconds, base.sent = [], 0
-    for _ in range(chosen.rounds):
-        base.turn(chosen.steps)
-        contestant.turn(chosen.steps)
-    row = {**contestant.row(), "base_seconds": base.row()["seconds"]}
-    contestant.close()
-    return row
-
-
 def table(rows: list[Row]) -> str:
     """One line per way: at each rate its base's median step, its own, the difference, forecast; bytes a node sends."""
     steps = {(row["way"], row["rate"]): row for row in rows if "way" in row}
-    rates = list(dict.fromkeys(rate for _, rate in steps))
+    rates, width = list(dict.fromkeys(rate for _, rate in steps)), max(len(way) for way, _ in steps)
     columns = " ".join(f"{'base':>6s} {rate:>8s} {'more':>6s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
-    width = max(len(way) for way, _ in steps)
     lines = [f"{'way':{width}s} {columns} {'sent, MB':>9s}"]
     for way in (*WAYS, *FLAT_WAYS):
-        mine = {rate: steps[way, rate] for rate in rates if (way, rate) in steps}
-        if not mine:
-            continue
-        cells = []
-        for row in mine.values():
+        cells, here = [], [steps[way, rate] for rate in rates if (way, rate) in steps]
+        for row in here:
             base, seconds = (statistics.median(row[key]) for key in ("base_seconds", "seconds"))
             other = row.get("predicted")
             off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other else "-"
             cells.append(f"{base:6.3f} {seconds:8.3f} {seconds - base:6.3f} {seconds / base:6.2f} {off:>10s}")
-        sent = next(iter(mine.values()))["sent"]
-        lines.append(f"{way:{width}s} " + " ".join(cells) + f" {sent / 1e6:9.2f}")
+        if here:
+            lines.append(f"{way:{width}s} " + " ".join(cells) + f" {here[0]['sent'] / 1e6:9.2f}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure every way on all ranks, or print the table."""
     sizes = {"rounds": 3, "steps": 3, "width": 96, "batch": 24}
-    named = {"ways": WAYS, "rate": "unlimited", "rows": ROWS, "table": False}
-    chosen = options(__doc__, **sizes, **named)
+    chosen = options(__doc__, **sizes, ways=WAYS, rate="unlimited", rows=ROWS, table=False)
     if chosen.table:
         print(table(read(chosen.rows)))
         return
@@ -261,11 +226,12 @@ def main() -> None:
     about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
     for way in chosen.ways:
         base = bases[IN_STEP if way == NATIVE or way.startswith("FSDP2") else ALONE]
-        row = measure(way, base, make, chosen)
+        contestant, base.seconds, base.sent = make(way), [], 0
+        for _ in range(chosen.rounds):
+            base.turn(chosen.steps)
+            contestant.turn(chosen.steps)
+        row = {**contestant.row(), "base_seconds": base.row()["seconds"]}
+        contestant.close()
         if dist.get_rank() == 0:
             add(chosen.rows, {"way": way} | about | row)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

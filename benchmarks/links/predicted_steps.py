@@ -1,14 +1,12 @@
 """Predicted step times beside measured ones, from the lines of a measurement over a rate-limited network.
 
-Input: JSON lines. A measured step: {"ranks", "rate", "hook", "step_s", "compute_s"}; hook: "none" for plain DDP, else
-MODULE:NAME, where NAME says which plan of `PLANS` it was. An all-reduce measured on such a link, for calibration:
-{"raw_mb", "ranks", "rate", "all_reduce_s"}. The engine's measurement of a codec in a step, as a run's report
-has it: {"compress", "ranks", "hook"}; without it codecs are timed here. The model is a residual network for CIFAR.
-
     python benchmarks predicted_steps [--rows FILE] --predict
     python benchmarks predicted_steps [--rows FILE] --table
 
-The first adds to every step's row the forecast of its median, and the second prints what is kept.
+The first adds to every step's row the forecast of its median, the second prints what is kept. Rows: a measured step of
+ResNet-18 for CIFAR, {"ranks", "rate", "hook", "step_s", "compute_s"}, whose hook is "none" for plain DDP, else
+MODULE:NAME of a plan of `PLANS`; an all-reduce on such a link, for calibration, {"raw_mb", "ranks", "rate",
+"all_reduce_s"}; a codec's seconds in a step, {"compress", "ranks", "hook"}, without which codecs are timed here.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link
 from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.network import CodecTime, Profile
-from gradlab.layout import Layer
+from gradlab.datasets import resnet
+from gradlab.layout import layers_of
 from gradlab.plan import Plan
 
 ROWS = Path(__file__).parents[1] / "results" / "predicted-steps.jsonl"
@@ -39,31 +38,8 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def residual_layers(widths: tuple[int, ...], blocks: int, classes: int = 10) -> tuple[Layer, ...]:
-    """Parameters of a CIFAR-style residual network, in its order."""
-    layers = [Layer("0.weight", (widths[0], 3, 3, 3), "convolution"), *_norm("1", widths[0])]
-    channels = widths[0]
-    for stage, width in enumerate(widths):
-        for block in range(blocks):
-            name = f"{stage}.{block}"
-            layers.append(Layer(f"{name}.conv1.weight", (width, channels, 3, 3), "convolution"))
-            layers += _norm(f"{name}.bn1", width)
-            layers.append(Layer(f"{name}.conv2.weight", (width, width, 3, 3), "convolution"))
-            layers += _norm(f"{name}.bn2", width)
-            if channels != width:
-                layers.append(Layer(f"{name}.skip.0.weight", (width, channels, 1, 1), "convolution"))
-                layers += _norm(f"{name}.skip.1", width)
-            channels = width
-    return (*layers, Layer("fc.weight", (classes, channels), "linear"), Layer("fc.bias", (classes,), "bias"))
-
-
-def _norm(name: str, width: int) -> list[Layer]:
-    return [Layer(f"{name}.weight", (width,), "normalization"), Layer(f"{name}.bias", (width,), "bias")]
-
-
 def add_predictions(rows: Sequence[Row]) -> None:
-    """Forecast every measured step, and put its seconds into its row."""
-    layers = residual_layers((64, 128, 256, 512), 2)
+    layers = layers_of(resnet.initialized(3, (64, 128, 256, 512), (2, 2, 2, 2), 10, seed=0))
     plans = {name: Plan.uniform(layers, codec, warmup_steps=0, **s) for name, (codec, s) in PLANS.items()}
     for row in (row for row in rows if "step_s" in row):
         ranks, name = row["ranks"], row["hook"].split(":")[-1]
@@ -102,14 +78,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """The forecasts, or their table."""
     chosen = options(__doc__, rows=ROWS, predict=False, table=False)
     rows = read(chosen.rows)
     if chosen.predict:
         add_predictions(rows)
         chosen.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(table(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,26 @@
 """Estimators beside known values: bias, and how often a 95 % interval holds, where gradients are unlike normal values.
 
-    python benchmarks estimators --out benchmarks/results/estimators.jsonl [--repetitions 200] [--samples 1000 10000]
-                                    [--methods copula mixed]
-    python benchmarks estimators --out benchmarks/results/estimators.jsonl --table
+    python benchmarks estimators --out ROWS.jsonl [--repetitions 200] [--samples 1000 10000] [--methods copula mixed]
+    python benchmarks estimators --out ROWS.jsonl --table
 
 Information: pairs whose information is known in closed form, by exact sums or by quadrature (`CASES`). A copula's
-interval is of the information that the correlation of normal scores stands for, a lower bound: known here from four
-million pairs. A histogram has no interval. Bias is that of `mutual_information`, which may be below 0. Means over
-iterations: first-order series of known autocorrelation, which take no time and are repeated 2,000 times. One line of
-JSON per row. Kept rows are not made again; the table has the later ones.
+interval is of the information that the correlation of normal scores stands for, a lower bound, known here from four
+million pairs. A histogram has no interval. Means over iterations: 2,000 first-order series of known autocorrelation. A
+row is a case with an estimator, or a kind of series; one that is there is not made again, and the table has the later
+of two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-from rows import Row, add, missing, options, read
+from rows import Row, fill, grouped, options, read
 from scipy import stats
 from scipy.signal import lfilter
 from scipy.special import betaln, digamma
@@ -36,44 +35,36 @@ from gradlab.analysis.measure.information import (
 )
 
 CORRELATION, ZEROS, TAIL, FREEDOM, APART = 0.6, 0.9, 0.05, 3, 2.0
-AUTOCORRELATIONS, ITERATIONS = (0.0, 0.5, 0.8, 0.95), (24, 100, 400)
-SERIES = 2000  # they take no time
+SERIES = [
+    {"kind": "series", "iterations": count, "autocorrelation": rho, "repetitions": 2000}
+    for count, rho in product((24, 100, 400), (0.0, 0.5, 0.8, 0.95))
+]
 MANY = 2**22  # pairs for what has no closed form
 BEFORE = 400  # iterations after which a series has forgotten its start
 Pairs = tuple[np.ndarray, np.ndarray]
+Generator = np.random.Generator
 
 
 @dataclass(frozen=True)
 class Case:
-    """Pairs (n,) of a known information in bits."""
-
     name: str
     draw: Callable[[int, np.random.Generator], Pairs]
     known: Callable[[], float]
 
 
-def normal(samples: int, generator: np.random.Generator) -> Pairs:
-    """Bivariate normal values."""
+def normal(samples: int, generator: Generator) -> Pairs:
     x, e = generator.standard_normal((2, samples))
     return x, CORRELATION * x + math.sqrt(1 - CORRELATION**2) * e
 
 
-def shared_zeros(samples: int, generator: np.random.Generator) -> Pairs:
-    """Normal values, zero at the same places: rows of an embedding that no rank's batch has."""
+def zeros(own: bool, samples: int, generator: Generator) -> Pairs:
+    """Normal values, zero at the same places, as rows of an embedding that no rank's batch has, or at their own."""
     x, y = normal(samples, generator)
-    zero = generator.random(samples) < ZEROS
-    return np.where(zero, 0, x), np.where(zero, 0, y)
+    zero = generator.random((2, samples) if own else (1, samples)) < ZEROS
+    return np.where(zero[0], 0, x), np.where(zero[-1], 0, y)
 
 
-def own_zeros(samples: int, generator: np.random.Generator) -> Pairs:
-    """Normal values, zero at places of their own."""
-    x, y = normal(samples, generator)
-    zero = generator.random((2, samples)) < ZEROS
-    return np.where(zero[0], 0, x), np.where(zero[1], 0, y)
-
-
-def rounded(samples: int, generator: np.random.Generator) -> Pairs:
-    """Normal values, rounded to whole numbers."""
+def rounded(samples: int, generator: Generator) -> Pairs:
     x, y = normal(samples, generator)
     return np.round(x), np.round(y)
 
@@ -88,8 +79,7 @@ def rounded_information() -> float:
     return float((cells * np.log2(cells / np.outer(margin, margin))).sum())
 
 
-def student(samples: int, generator: np.random.Generator) -> Pairs:
-    """Bivariate t: normal values over a common scale."""
+def student(samples: int, generator: Generator) -> Pairs:
     x, y = normal(samples, generator)
     scale = np.sqrt(generator.chisquare(FREEDOM, samples) / FREEDOM)
     return x / scale, y / scale
@@ -103,7 +93,7 @@ def student_information() -> float:
     return float(gaussian_information(CORRELATION) + nats / math.log(2))
 
 
-def mixture(samples: int, generator: np.random.Generator) -> Pairs:
+def mixture(samples: int, generator: Generator) -> Pairs:
     """Two clusters that both values belong to, independent within each."""
     middle = APART * generator.choice([-1.0, 1.0], samples)
     x, y = middle + generator.standard_normal((2, samples))
@@ -111,7 +101,6 @@ def mixture(samples: int, generator: np.random.Generator) -> Pairs:
 
 
 def mixture_information() -> float:
-    """By quadrature of the joint density."""
     grid = np.linspace(-9 - APART, 9 + APART, 1601)
     below, above = stats.norm.pdf(grid, -APART), stats.norm.pdf(grid, APART)
     joint, margin = (np.outer(below, below) + np.outer(above, above)) / 2, (below + above) / 2
@@ -119,7 +108,7 @@ def mixture_information() -> float:
     return float(np.trapezoid(np.trapezoid(bits, grid, axis=1), grid))
 
 
-def tails(samples: int, generator: np.random.Generator) -> Pairs:
+def tails(samples: int, generator: Generator) -> Pairs:
     """The largest magnitudes meet, and nothing else is common: neither signs nor sizes within them or without."""
     large = generator.random(samples) < TAIL
     sizes = generator.random((2, samples))
@@ -132,23 +121,18 @@ def binary_entropy(share: float) -> float:
     return float(stats.entropy([share, 1 - share], base=2))
 
 
-CASES = (
-    Case(
-        "90 % zeros, shared",
-        shared_zeros,
-        lambda: binary_entropy(ZEROS) + (1 - ZEROS) * float(gaussian_information(CORRELATION)),
-    ),
-    Case("90 % zeros, own", own_zeros, lambda: (1 - ZEROS) ** 2 * float(gaussian_information(CORRELATION))),
-    Case("ties: whole numbers", rounded, rounded_information),
-    Case("Student t, 3 degrees", student, student_information),
-    Case("mixture of two", mixture, mixture_information),
-    Case("tails alone", tails, lambda: binary_entropy(TAIL)),
-)
-
-
-def first_order(rho: float, iterations: int, generator: np.random.Generator) -> np.ndarray:
-    """A stationary series of mean 0 whose neighbours have a correlation of rho, (T,)."""
-    return np.asarray(lfilter([1.0], [1.0, -rho], generator.standard_normal(BEFORE + iterations)))[BEFORE:]
+NORMAL = float(gaussian_information(CORRELATION))
+CASES = {
+    case.name: case
+    for case in (
+        Case("90 % zeros, shared", partial(zeros, False), lambda: binary_entropy(ZEROS) + (1 - ZEROS) * NORMAL),
+        Case("90 % zeros, own", partial(zeros, True), lambda: (1 - ZEROS) ** 2 * NORMAL),
+        Case("ties: whole numbers", rounded, rounded_information),
+        Case("Student t, 3 degrees", student, student_information),
+        Case("mixture of two", mixture, mixture_information),
+        Case("tails alone", tails, lambda: binary_entropy(TAIL)),
+    )
+}
 
 
 @cache
@@ -158,67 +142,48 @@ def scores_information(case: Case) -> float:
     return float(gaussian_information(np.corrcoef(x.scores(0), y.scores(1))[0, 1]))
 
 
-def information_row(case: Case, samples: int, method: str, repetitions: int) -> Row:
-    """Bias and interval of an estimator."""
-    true = case.known()
-    bounded = scores_information(case) if method == "copula" else true
-    generator = np.random.default_rng([samples, len(case.name)])
-    return {"known": true, "bounded": bounded} | estimated(
-        partial(case.draw, samples, generator), method, true, bounded, repetitions
-    )
-
-
-def estimated(draw: Callable[[], Pairs], method: str, known: float, bounded: float, repetitions: int) -> Row:
-    """Bias, spread and, but for histograms, intervals: of the known information, or of the bound a copula gives."""
-    bits, found = [], []
-    for _ in range(repetitions):
-        pair = tuple(map(Variable.of, draw()))
+def information_row(key: Row) -> Row:
+    """Bias and deviation of an estimator; width of its interval, and how often it held."""
+    case, samples, method = CASES[key["case"]], key["samples"], key["method"]
+    known, generator = case.known(), np.random.default_rng([samples, len(case.name)])
+    bounded, bits, found = scores_information(case) if method == "copula" else known, [], []
+    for _ in range(key["repetitions"]):
+        pair = tuple(map(Variable.of, case.draw(samples, generator)))
         bits.append(mutual_information(*pair, method))
         if method != "histogram":
             found.append(estimate_information(*pair, method))
-    row: Row = {"bias": float(np.mean(bits) - known), "deviation": float(np.std(bits))}
+    row: Row = {"known": known, "bounded": bounded}
+    row |= {"bias": float(np.mean(bits) - known), "deviation": float(np.std(bits))}
     if found:
         row["width"] = float(np.mean([one.high - one.low for one in found]))
         row["held"] = sum(one.low <= bounded <= one.high for one in found)
     return row
 
 
-def series_row(rho: float, iterations: int, repetitions: int) -> Row:
+def series_row(key: Row) -> Row:
     """How often the mean of a series has an interval, that holds it, and a drift that is not there."""
+    iterations, rho = key["iterations"], key["autocorrelation"]
     generator = np.random.default_rng([iterations, round(100 * rho)])
-    found = [mean_interval(first_order(rho, iterations, generator)) for _ in range(repetitions)]
+    found = []
+    for _ in range(key["repetitions"]):  # stationary series of mean 0 whose neighbours have a correlation of rho
+        series = lfilter([1.0], [1.0, -rho], generator.standard_normal(BEFORE + iterations))
+        found.append(mean_interval(np.asarray(series)[BEFORE:]))
     given = [one for one in found if one.low is not None and one.high is not None]
     held = sum(one.low <= 0 <= one.high for one in given)  # type: ignore[operator]
     return {"given": len(given), "held": held, "drifts": sum(one.drift is not None for one in found)}
 
 
-def run(out: Path, repetitions: int, samples: Sequence[int], methods: Sequence[str]) -> None:
-    """Add the rows that are missing."""
-    cases = {case.name: case for case in CASES}
-    keys: Iterator[Row] = (
-        {"kind": "information", "case": name, "samples": size, "method": method, "repetitions": repetitions}
-        for size, name, method in product(samples, cases, methods)
-    )
-    for key in missing(out, keys):
-        add(out, key | information_row(cases[key["case"]], key["samples"], key["method"], repetitions))
-    pairs = product(ITERATIONS, AUTOCORRELATIONS)
-    keys = ({"kind": "series", "iterations": n, "autocorrelation": rho, "repetitions": SERIES} for n, rho in pairs)
-    for key in missing(out, keys):
-        add(out, key | series_row(key["autocorrelation"], key["iterations"], SERIES))
-
-
 def table(rows: Sequence[Row]) -> str:
-    """Lay out all rows: bias in bits and share of intervals that hold, an estimator a column."""
     lines = [
         "bits per value: bias, share of 95 % intervals that hold the known value, a copula's its own (in brackets)"
     ]
     titles = [f"{name:<{6 if name == 'histogram' else 15}s}" for name in METHODS]
     lines.append("    n  case                  known | " + " | ".join(titles).rstrip())
-    told = [row for row in rows if row["kind"] == "information"]
-    for size, case in dict.fromkeys((row["samples"], row["case"]) for row in told):
-        here = {row["method"]: row for row in told if (row["samples"], row["case"]) == (size, case)}
-        cells = " | ".join(_cell(here.get(method)) for method in METHODS).rstrip()
-        lines.append(f"{size:>5d}  {case:20s}  {next(iter(here.values()))['known']:.3f} | {cells}")
+    told = grouped((row for row in rows if row["kind"] == "information"), lambda row: (row["samples"], row["case"]))
+    for (size, case), here in told.items():
+        by_method = {row["method"]: row for row in here}
+        cells = " | ".join(_cell(by_method.get(method)) for method in METHODS).rstrip()
+        lines.append(f"{size:>5d}  {case:20s}  {here[0]['known']:.3f} | {cells}")
     lines += ["", "mean over iterations: series given an interval, share of these that hold, of all that are told a"]
     lines += ["wrong one, of all that are said to drift", "    T  autocorrelation    given     hold    wrong   drift"]
     for row in (row for row in rows if row["kind"] == "series"):
@@ -242,14 +207,14 @@ def _share(part: int, whole: int) -> str:
 
 
 def main() -> None:
-    """Add the rows that are missing; or print the table."""
     named = {"repetitions": 200, "samples": [1000, 10_000], "methods": list(METHODS), "table": False}
     chosen = options(__doc__, out=Path, **named)
     if chosen.table:
         print(table(read(chosen.out)))
-    else:
-        run(chosen.out, chosen.repetitions, chosen.samples, chosen.methods)
-
-
-if __name__ == "__main__":
-    main()
+        return
+    keys = (
+        {"kind": "information", "case": name, "samples": size, "method": method, "repetitions": chosen.repetitions}
+        for size, name, method in product(chosen.samples, CASES, chosen.methods)
+    )
+    fill(chosen.out, keys, information_row)
+    fill(chosen.out, SERIES, series_row)

@@ -1,14 +1,13 @@
 """LGC's figures 3, 4 and 12 in small: what nodes share.
 
-    python benchmarks lgc_figures --data cifar10.npz --rows rows.jsonl --traces FOLDER [--nodes 4 16]
-    python benchmarks lgc_figures --rows rows.jsonl --claim report/report.json
-    python benchmarks lgc_figures --rows rows.jsonl --table --information fig12.svg
+    python benchmarks lgc_figures --data cifar10.npz --rows ROWS.jsonl --traces FOLDER [--nodes 4 16]
+    python benchmarks lgc_figures --rows ROWS.jsonl --claim report/report.json
+    python benchmarks lgc_figures --rows ROWS.jsonl --table [--information fig12.svg]
 
 Figure 4: a row per layer, from the report that `gradlab analyze TRACE --only between --out report` writes of ResNet-20,
 `gradlab train cifar10 --data cifar10.npz --emulate 4 --batch-size 16 --steps 400 -s every=2 --capture TRACE`.
-Figures 3 and 12 are of ResNet-8 on images halved to 16 x 16: for each number of emulated nodes, which share a batch of
-about 128 images, every tenth of 400 iterations is recorded, and entropy and information are measured of pairs of nodes
-as `gradlab analyze` does. Rows in --rows are not made again.
+Figures 3 and 12: a row per number of emulated nodes, which share a batch of about 128 images, ResNet-8 on images halved
+to 16 x 16; every tenth of 400 iterations is measured as `gradlab analyze` does. Rows that are there are not made again.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import emulated
 import torch
 from lgc import Setting, load, tasks
-from rows import Row, add, markdown, missing, options, read
+from rows import Row, fill, markdown, options, read
 
 from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing
@@ -35,61 +33,57 @@ from gradlab.datasets import Data
 from gradlab.trace import Trace
 
 SHARED_BATCH, EVERY, SPREAD = 128, 10, 40  # images of all nodes, iterations between recorded ones
-NODES = (4, 16, 22)
-DRAWN_WITH = "4 nodes of 16 images; ResNet-20, CIFAR-10, one seed; every second of 400 iterations"
+DRAWN_WITH = {
+    12: "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed; every 10th of 400 "
+    "iterations",
+    4: "4 nodes of 16 images; ResNet-20, CIFAR-10, one seed; every second of 400 iterations",
+}
+BITS = ("entropy", "information", "shuffled", "shifted")
 
 
-def informed(nodes: int, setting: Setting, data: Data, folder: Path) -> dict[str, Any]:
+def informed(nodes: int, setting: Setting, data: Data, folder: Path) -> Row:
     """Measure what pairs of nodes share of four layers, as report.json's "between_nodes" has it."""
-    place = folder / f"{nodes}-nodes-apart"
-    batch = round(SHARED_BATCH / nodes)
-    if not place.exists():
-        recipe = replace(setting.task.recipe, batch_size=batch, steps=1000)
-        emulated.record(
-            replace(setting.task, recipe=recipe, ranks=nodes), data, place, 0, start=0, every=EVERY, count=SPREAD
-        )
+    place, batch = folder / f"{nodes}-nodes-apart", round(SHARED_BATCH / nodes)
+    task = replace(setting.task, recipe=replace(setting.task.recipe, batch_size=batch, steps=1000), ranks=nodes)
+    emulated.record(task, data, place, 0, start=0, every=EVERY, count=SPREAD)
     with Trace(place) as trace:
         names = [layer.name for layer in trace.layers if len(layer.shape) > 1 and layer.numel >= 256]
-        chosen = [names[round(at * (len(names) - 1) / 3)] for at in range(4)]
-        measured = measure_between_ranks(trace, layers=chosen)
+        measured = measure_between_ranks(trace, layers=[names[round(at * (len(names) - 1) / 3)] for at in range(4)])
     shutil.rmtree(place)
-    between, bins = measured.to_json(), str(measured.paper_bins)
-    kept = ("name", "numel", "values", "iterations", "pairs", "mean_cosine")
+    bins, kept = str(measured.paper_bins), ("name", "numel", "values", "iterations", "pairs", "mean_cosine")
     layers = [
         {key: layer[key] for key in kept}
         | {"histograms": {bins: layer["histograms"][bins]}, "estimators": {"copula": layer["estimators"]["copula"]}}
-        for layer in json.loads(json.dumps(between["layers"]))
+        for layer in json.loads(json.dumps(measured.to_json()["layers"]))
     ]
-    return {"paper_bins": measured.paper_bins, "shift_iterations": measured.shift_iterations, "layers": layers}
+    found = {"paper_bins": measured.paper_bins, "shift_iterations": measured.shift_iterations, "layers": layers}
+    return {"drawn_with": f"{nodes} nodes of {batch} images; {DRAWN_WITH[12]}", "found": found}
 
 
 def information_table(rows: Sequence[Row]) -> str:
-    """Tabulate figures 3 and 12: means over iterations, in bits per parameter."""
-    names, lines = ("entropy", "information", "shuffled", "shifted"), []
+    lines = []
     for row in rows:
         for layer in row["found"]["layers"]:
             histogram = layer["histograms"][str(row["found"]["paper_bins"])]
-            bits = [f"{statistics.fmean(histogram[name]):.2f}" for name in names]
+            bits = [f"{statistics.fmean(histogram[name]):.2f}" for name in BITS]
             lines.append([row["of"], layer["name"], *bits, _excess(layer["estimators"]["copula"]["excess"], 4)])
     heads = ("entropy", "information", "pair shuffled", "pair shifted", "copula beyond shifted pairs")
     return markdown(("nodes", "layer", *heads), lines)
 
 
-def claimed(report: Path) -> list[Row]:
-    """A row per layer of a report: what the claim's table shows, means over iterations, in bits per parameter."""
-    between, rows = json.loads(report.read_text(encoding="utf-8"))["between_nodes"], []
+def claimed(report: Path) -> dict[str, Row]:
+    """By layer of a report what the claim's table shows, means over iterations, in bits per parameter."""
+    between, rows = json.loads(report.read_text(encoding="utf-8"))["between_nodes"], {}
     for layer in between["layers"]:
-        histograms = {
-            bins: {name: statistics.fmean(found[name]) for name in ("entropy", "information", "shuffled", "shifted")}
-            for bins, found in layer["histograms"].items()
+        found = {"paper_bins": between["paper_bins"], "values": layer["values"], "place": layer["place"]}
+        found["histograms"] = {
+            bins: {name: statistics.fmean(one[name]) for name in BITS} for bins, one in layer["histograms"].items()
         }
-        excess = {
+        found["excess"] = {
             name: {key: one["excess"][key] for key in ("bits", "low", "high")}
             for name, one in layer["estimators"].items()
         }
-        found = {"paper_bins": between["paper_bins"], "values": layer["values"], "place": layer["place"]}
-        row = {"figure": 4, "of": layer["name"], "drawn_with": DRAWN_WITH}
-        rows.append(row | {"found": found | {"histograms": histograms, "excess": excess}})
+        rows[layer["name"]] = {"drawn_with": DRAWN_WITH[4], "found": found}
     return rows
 
 
@@ -101,7 +95,7 @@ def claim_table(rows: Sequence[Row]) -> str:
         found = row["found"]
         paper, fewer = (found["histograms"][key] for key in (str(found["paper_bins"]), "1024"))
         cells = [f"{found['values']}", f"{math.log2(found['values']):.2f}"]
-        cells += [f"{paper[name]:.2f}" for name in ("information", "shuffled", "shifted")]
+        cells += [f"{paper[name]:.2f}" for name in BITS[1:]]
         cells += [f"{100 * fewer['information'] / fewer['entropy']:.0f} %"]
         cells += [f"{fewer['information'] - fewer['shuffled']:.2f}"]
         added = " (+)" if AFTER_ADDITION in found["place"] else ""
@@ -117,22 +111,17 @@ def _excess(found: Row, digits: int = 3) -> str:
 
 
 def main() -> None:
-    """See the module's text."""
-    named = {"traces": Path, "nodes": list(NODES), "claim": Path, "information": Path, "table": False}
+    named = {"traces": Path, "nodes": [4, 16, 22], "claim": Path, "information": Path, "table": False}
     chosen = options(__doc__, data=str, rows=Path, **named)
     torch.set_num_threads(1)
     if chosen.data:
         setting = tasks()["cifar10"]
         data = load("cifar10", setting, chosen.data)
-        model = "ResNet-8, CIFAR-10 at 16 x 16, SGD at a rate that rises to 1.0 in 200 iterations, one seed"
-        for key in missing(chosen.rows, ({"figure": 12, "of": nodes} for nodes in chosen.nodes)):
-            images = f"{key['of']} nodes of {round(SHARED_BATCH / key['of'])} images"
-            drawn_with = f"{images}; {model}; every {EVERY}th of {EVERY * SPREAD} iterations"
-            found = informed(key["of"], setting, data, chosen.traces)
-            add(chosen.rows, key | {"drawn_with": drawn_with, "found": found}, unshown=("found",))
-    known = {row["of"]: row for row in claimed(chosen.claim)} if chosen.claim else {}
-    for key in missing(chosen.rows, ({"figure": 4, "of": layer} for layer in known)):
-        add(chosen.rows, known[key["of"]], unshown=("found",))
+        keys = ({"figure": 12, "of": nodes} for nodes in chosen.nodes)
+        fill(chosen.rows, keys, lambda key: informed(key["of"], setting, data, chosen.traces), ("found",))
+    if chosen.claim:
+        known = claimed(chosen.claim)
+        fill(chosen.rows, ({"figure": 4, "of": layer} for layer in known), lambda key: known[key["of"]], ("found",))
     shared, claim = ([row for row in read(chosen.rows) if row["figure"] == figure] for figure in (12, 4))
     if chosen.information:
         found = {f"{row['of']} nodes": row["found"] for row in shared}
@@ -140,9 +129,4 @@ def main() -> None:
             caption = "\n".join(row["drawn_with"] for row in shared)
             draw(over_iterations(found, caption)).savefig(chosen.information)
     if chosen.table:
-        print(information_table(shared))
-        print(claim_table(claim))
-
-
-if __name__ == "__main__":
-    main()
+        print(f"{information_table(shared)}\n{claim_table(claim)}")

@@ -4,18 +4,14 @@
         [--steps 10] [--rounds 5] [--rows ROWS.jsonl]
     python benchmarks capture_cost --table [--rows ROWS.jsonl]
 
-Every way trains a model of its own with the same values. In every round each takes its turn of some steps, so that a
-slow spell of the machine falls on all. A turn's time is that of its slowest rank. Ratios are to the turn without a
-recorder in the same round. On two cores one rank leaves a core to the writer's thread, and two ranks leave none.
-
-Processor seconds are rank 0's, of the threads that train and of the recorder's writer, with those that the writer still
-spends after a turn. Checksums are computed by zlib, or by ISA-L where it is installed: a run with it keeps rows of its
-own.
+Every way trains a model of its own with the same values, and in every round each takes its turn of some steps. A turn's
+time is that of its slowest rank; ratios are to the turn without a recorder in the same round. On two cores one rank
+leaves a core to the writer's thread, and two ranks leave none. Processor seconds are rank 0's, of the recorder's writer
+and of all other threads. Checksums are computed by zlib, or by ISA-L where it is installed. A row is a way.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -23,8 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +46,23 @@ WRITER = "gradlab-trace-writer"
 QUIET_SECONDS, QUIET_SHARE = 0.1, 0.05  # work is over when this process takes a smaller share of a core for so long
 
 
-def residual_step(batch: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """ResNet-18 for images of 32 x 32, and a step's loss on random ones."""
-    images, classes = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+def residual_step() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     model = resnet.initialized(3, (64, 128, 256, 512), (2, 2, 2, 2), 10, seed=0)
-    return model, lambda ddp: nn.functional.cross_entropy(ddp(images), classes)
+    return model, torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
 
 
-def transformer_step(batch: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """A transformer of four blocks on 64 tokens, and a step's loss on random ones."""
-    tokens, following = torch.randint(4096, (batch, 64)), torch.randint(4096, (batch * 64,))
+def transformer_step() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     model = transformer.initialized(transformer.TransformerSize(4096, 64, width=256), seed=0)
-    return model, lambda ddp: nn.functional.cross_entropy(ddp(tokens).flatten(0, 1), following)
+    return model, torch.randint(4096, (16, 64)), torch.randint(4096, (16 * 64,))
 
 
-MODELS = {"resnet18": partial(residual_step, 8), "transformer": partial(transformer_step, 16)}
+MODELS = {"resnet18": residual_step, "transformer": transformer_step}
 
 
 class Contestant:
-    """One way's model, its step and its figures."""
-
     def __init__(self, way: str, model: str, folder: Path) -> None:
         torch.manual_seed(1)
-        bare, self._loss = MODELS[model]()
-        self.parameters = sum(parameter.numel() for parameter in bare.parameters())
+        bare, self._inputs, self._targets = MODELS[model]()
         self.ddp = DistributedDataParallel(bare)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.001)
         self.folder = folder / way.replace(" ", "-")
@@ -90,9 +78,8 @@ class Contestant:
         self.steps = 0
 
     def step(self) -> None:
-        """Train one step."""
         self.optimizer.zero_grad()
-        loss = self._loss(self.ddp)
+        loss = nn.functional.cross_entropy(self.ddp(self._inputs).flatten(0, -2), self._targets)
         loss.backward()
         if self.recorder:
             self.recorder.annotate(loss=loss.detach())
@@ -116,7 +103,21 @@ class Contestant:
 
     def writer_seconds(self) -> float:
         """Processor seconds of its recorder's writer so far. It may write a step while others have their turn."""
-        return sum(_scheduled(Path(f"/proc/self/task/{thread}")) for thread in self.writers)
+        return sum(map(_scheduled, self.writers))
+
+    def row(self, counted: int) -> Row:
+        """Close the recorder; the figures of as many counted steps."""
+        self.processor["writer"] += self.writer_seconds()
+        if self.recorder:
+            self.recorder.close()
+        dist.barrier()
+        size = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.ddp.parameters()),
+            "seconds": [round(value, 5) for value in self.seconds],
+            "processor": {who: round(value / counted, 5) for who, value in self.processor.items()},
+            "bytes": round(size / dist.get_world_size() / self.steps),
+        }
 
 
 def writer_threads() -> set[int]:
@@ -126,13 +127,12 @@ def writer_threads() -> set[int]:
 
 def training_seconds() -> float:
     """Processor seconds so far of all threads but writers."""
-    writers = writer_threads()
-    return sum(_scheduled(task) for task in Path("/proc/self/task").iterdir() if int(task.name) not in writers)
+    return time.process_time() - sum(map(_scheduled, writer_threads()))
 
 
-def _scheduled(task: Path) -> float:
+def _scheduled(thread: int) -> float:
     try:
-        return int((task / "schedstat").read_text().split()[0]) / 1e9
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[0]) / 1e9
     except OSError:  # it has ended meanwhile
         return 0.0
 
@@ -148,39 +148,17 @@ def await_quiet() -> None:
         spent = now
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def compare(chosen: argparse.Namespace, folder: Path) -> list[Row]:
-    """Let all ways take turns; a row for each."""
-    about = {"model": chosen.model, "ranks": dist.get_world_size(), "checksums": CHECKSUMS}
-    contestants = {way: Contestant(way, chosen.model, folder) for way in WAYS}
-    for contestant in contestants.values():
-        contestant.turn(chosen.steps, counted=False)
-    for _ in range(chosen.rounds):
+def compare(model: str, steps: int, rounds: int, folder: Path) -> Iterator[Row]:
+    contestants = {way: Contestant(way, model, folder) for way in WAYS}
+    for turn in range(rounds + 1):
         for contestant in contestants.values():
-            contestant.turn(chosen.steps)
-    rows, counted = [], chosen.steps * chosen.rounds
+            contestant.turn(steps, counted=turn > 0)
+    about = {"model": model, "ranks": dist.get_world_size(), "checksums": CHECKSUMS}
     for way, contestant in contestants.items():
-        contestant.processor["writer"] += contestant.writer_seconds()
-        if contestant.recorder:
-            contestant.recorder.close()
-        dist.barrier()
-        row = {
-            "way": way,
-            "parameters": contestant.parameters,
-            "seconds": [round(value, 5) for value in contestant.seconds],
-            "processor": {who: round(value / counted, 5) for who, value in contestant.processor.items()},
-            "bytes": round(size_of(contestant.folder) / dist.get_world_size() / contestant.steps),
-        }
-        rows.append(about | row)
-    return rows
+        yield about | {"way": way} | contestant.row(steps * rounds)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Lay out what training takes, a line per way."""
     none = {_run_of(row): row for row in rows if row["way"] == OFF}
     heads = ("model, ranks", "recorder", "step, ms", "ratio to none (least to most)")
     more = ("processor ms per step: training, writer", "MB per step and rank")
@@ -191,21 +169,16 @@ def _run_of(row: Row) -> tuple[str, int, str]:
     return row["model"], row["ranks"], row["checksums"]
 
 
-def _titled(way: str, row: Row) -> str:
-    """A way of recording, and what computed its checksums unless that is zlib."""
-    return way if way == OFF or row["checksums"] == "zlib" else f"{way}, {row['checksums']}"
-
-
 def _line(row: Row, none: Row) -> list[str]:
     ratios = [mine / base for mine, base in zip(row["seconds"], none["seconds"], strict=True)]
     spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     spent = ", ".join(f"{1e3 * row['processor'][who]:.1f}" for who in ("training", "writer"))
     step, size = f"{1e3 * statistics.median(row['seconds']):.1f}", f"{row['bytes'] / 1e6:.1f}"
-    return [f"{row['model']}, {row['ranks']}", _titled(row["way"], row), step, spread, spent, size]
+    way = row["way"] + f", {row['checksums']}" * (row["way"] != OFF and row["checksums"] != "zlib")
+    return [f"{row['model']}, {row['ranks']}", way, step, spread, spent, size]
 
 
 def main() -> None:
-    """Measure on all ranks, or print the table."""
     chosen = options(__doc__, model=MODELS, steps=10, rounds=5, rows=ROWS, table=False)
     if chosen.table:
         print(table(read(chosen.rows)))
@@ -216,14 +189,10 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / f"gradlab-capture-cost-{os.environ['MASTER_PORT']}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for row in compare(chosen, folder):
+        for row in compare(chosen.model, chosen.steps, chosen.rounds, folder):
             if dist.get_rank() == 0:
                 add(chosen.rows, row)
         dist.barrier()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

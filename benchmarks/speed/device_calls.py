@@ -4,14 +4,11 @@
         [--rows ROWS.jsonl]             keeps what is counted
     python benchmarks device_calls --rows ROWS.jsonl --table
 
-A GPU works behind its host: what is asked of it queues up, and the host runs ahead, until it needs a value to go on (a
-number, a length that depends on data, a copy). Each such wait stops the training's own kernels from being queued too.
-
-This counts both without a GPU. Tensors say that they are on a device which is not the CPU, so that codecs take the way
-that they take on any device; what is asked of them is counted and computed on the CPU. An operation that PyTorch itself
-makes of several kernels counts once. The count is of rank 0's work on one step, with the plan's
-wrappers, after the first iterations; collectives are not counted. Two waits are every step's: whether the
-gradients of all ranks were finite, and whether the means are.
+A GPU works behind its host, until the host needs a value to go on (a number, a length that depends on data, a copy).
+This counts both without a GPU: tensors say that they are on a device which is not the CPU, and what is asked of them is
+counted and computed on the CPU. An operation that PyTorch itself makes of several kernels counts once. The count is of
+rank 0's work on one step, with the plan's wrappers, after the first iterations; collectives are not counted. Two waits
+are every step's: whether the gradients of all ranks were finite, and whether the means are.
 """
 
 from __future__ import annotations
@@ -20,11 +17,12 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from codec_speed import BEFORE, CASES, ITERATIONS_BEFORE
+from codec_speed import BEFORE, CASES, ITERATIONS_BEFORE, case_title
 from layer_lists import LISTS
 from rows import Row, keep, markdown, options, read
 from torch.overrides import TorchFunctionMode
@@ -37,7 +35,6 @@ from gradlab.executor import PlanRun, RunSettings
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 
-GROUP_BYTES = 25 * 2**20
 CPU, FAR = torch.device("cpu"), torch.device("meta")
 # Operations whose result's value or size the host needs before it goes on.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount", "is_nonzero")
@@ -46,10 +43,7 @@ FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", 
 
 
 class FarTensor(torch.Tensor):
-    """A tensor on a device that is not the CPU, as far as its user can tell.
-
-    near: holds its values.
-    """
+    """A tensor on a device that is not the CPU, as far as its user can tell. near: holds its values."""
 
     near: torch.Tensor
 
@@ -81,18 +75,13 @@ class FarTensor(torch.Tensor):
 
 
 def near(tensor: torch.Tensor) -> torch.Tensor:
-    """Bring a tensor to the CPU, if it is not there."""
     return tensor.near if isinstance(tensor, FarTensor) else tensor
 
 
 class Device(TorchDispatchMode):
     """Counts what a far device is asked for.
 
-    Attributes:
-        work: operations, by name.
-        waits: those of them that the host waits for, and copies to it, by name.
-        counting: whether it counts.
-        current: the one in use.
+    work: operations, by name. waits: those that the host waits for, and copies to it, by name. current: the one in use.
     """
 
     current: Device
@@ -113,13 +102,11 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def counts(self, counting: bool) -> Iterator[None]:
-        """Count, or not, while the context lasts."""
         self.counting = counting
         yield
         self.counting = False
 
     def waited(self, name: str) -> None:
-        """Note that the host waits."""
         self.waits[name] += self.counting
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
@@ -141,24 +128,21 @@ class Device(TorchDispatchMode):
             return result
         if self.counting and not operation.is_view and name not in FREE:
             self.work[name] += 1
-        by_mask = name.startswith("index") and any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in _indices(near_args)
+        index = near_args[1] if name.startswith("index") and len(near_args) > 1 else ()
+        by_mask = isinstance(index, list | tuple) and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in index
         )
-        to_host = name == "copy_" and not isinstance(args[0], FarTensor)
+        to_host = asked_near or (name == "copy_" and not isinstance(args[0], FarTensor))
         from_host = name == "copy_" and isinstance(args[0], FarTensor) and not isinstance(args[1], FarTensor)
         unsized = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in WAITS or by_mask or unsized or to_host or from_host or asked_near:
-            copied = "copy from the host" if from_host else "copy to the host"
-            self.waited(copied if to_host or from_host or asked_near else name)
-        if to_host or asked_near:
+        if to_host or from_host:
+            self.waited("copy from the host" if from_host else "copy to the host")
+        elif name in WAITS or by_mask or unsized:
+            self.waited(name)
+        if to_host:
             return result
         held = {id(one.near): one for one in seen}
         return tree_map(lambda one: held.get(id(one), FarTensor(one)) if isinstance(one, torch.Tensor) else one, result)
-
-
-def _indices(args: Sequence[Any]) -> Iterator[Any]:
-    for value in args[1:2]:
-        yield from value if isinstance(value, list | tuple) else ()
 
 
 class _Made(TorchFunctionMode):
@@ -180,15 +164,12 @@ class _Made(TorchFunctionMode):
 
 
 class _NearGenerator(torch.Generator):
-    """A generator of the far device: the CPU's."""
-
     def __new__(cls, device: Any = CPU) -> _NearGenerator:
         return super().__new__(cls, CPU)
 
 
 @contextmanager
 def far_generators() -> Iterator[None]:
-    """Let generators be made for the far device."""
     real = torch.Generator
     torch.Generator = _NearGenerator  # type: ignore[misc]
     try:
@@ -198,7 +179,6 @@ def far_generators() -> Iterator[None]:
 
 
 def _counted(coroutine: Coroutine[Any], device: Device, counting: bool) -> Coroutine[Any]:
-    """Run a coroutine, and count while its code runs."""
     answer: Any = None
     while True:
         with device.counts(counting):
@@ -210,11 +190,7 @@ def _counted(coroutine: Coroutine[Any], device: Device, counting: bool) -> Corou
 
 
 def step(runs: Sequence[PlanRun], gradients: Sequence[dict[str, torch.Tensor]], device: Device) -> list[Tensors]:
-    """Take a step of all ranks as the engine does, and count what rank 0 asks of its device, but for the collectives.
-
-    Returns:
-        Each rank's means, by layer name.
-    """
+    """Take a step of all ranks as the engine does, and count what rank 0 asks; each rank's means, by layer name."""
     steps = []
     for rank, (run, mine) in enumerate(zip(runs, gradients, strict=True)):
         with device.counts(rank == 0):
@@ -234,46 +210,36 @@ def step(runs: Sequence[PlanRun], gradients: Sequence[dict[str, torch.Tensor]], 
 
 @contextmanager
 def far_device() -> Iterator[Device]:
-    """Provide the far device while the context lasts."""
     with far_generators(), torch.no_grad(), Device() as device, _Made():
         yield device
 
 
-def count(
-    codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], ranks: int, group_bytes: int | None = None
-) -> Row:
-    """Count what one step gives to the device. group_bytes: of the plan's groups; None: as they are by default."""
-    grouping = {} if group_bytes is None else {"group_bytes": group_bytes}
+def count(codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], ranks: int, **grouping: int) -> Row:
     plan = Plan.uniform(layers, codec, **{**BEFORE.get(codec, {}), **settings, **grouping})
     generator = torch.Generator().manual_seed(0)
     values = [{layer.name: torch.randn(layer.shape, generator=generator) for layer in layers} for _ in range(ranks)]
     with far_device() as device:
         far = [{name: FarTensor(value) for name, value in mine.items()} for mine in values]
         runs = [PlanRun(plan, rank, ranks, RunSettings(device=FAR)) for rank in range(ranks)]
-        for _ in range(1 + ITERATIONS_BEFORE.get(codec, 1)):
+        for _ in range(2 + ITERATIONS_BEFORE.get(codec, 1)):
+            device.work.clear()
+            device.waits.clear()
             step(runs, far, device)
-        device.work.clear()
-        device.waits.clear()
-        step(runs, far, device)
     groups = len(plan.compressed_groups)
     return {"ranks": ranks, "groups": groups, "operations": sum(device.work.values()), "waits": dict(device.waits)}
 
 
 def measured(chosen: argparse.Namespace) -> Iterator[Row]:
-    """Count the codecs that were asked for, one after another."""
-    for codec in chosen.codecs:
-        for settings in CASES[codec]:
-            case = codec + "".join(f", {key} {value}" for key, value in settings.items())
-            for title in chosen.layers:
-                row = {"case": case, "layers": title}
-                row |= count(codec, settings, LISTS[title](), chosen.ranks)
-                grouped = count(codec, settings, LISTS[title](), chosen.ranks, GROUP_BYTES)
-                row |= {f"{key} grouped": grouped[key] for key in ("groups", "operations")}
-                yield keep(chosen.rows, row)
+    cases = [(codec, settings) for codec in chosen.codecs for settings in CASES[codec]]
+    for (codec, settings), title in product(cases, chosen.layers):
+        row = {"case": case_title(codec, settings), "layers": title}
+        row |= count(codec, settings, LISTS[title](), chosen.ranks)
+        grouped = count(codec, settings, LISTS[title](), chosen.ranks, group_bytes=25 * 2**20)
+        row |= {f"{key} grouped": grouped[key] for key in ("groups", "operations")}
+        yield keep(chosen.rows, row)
 
 
 def main() -> None:
-    """Print the table."""
     named = {"layers": ("ResNet-18",), "codecs": list(CASES), "ranks": 4, "rows": Path, "table": False}
     chosen = options(__doc__, **named)
     lines = []
@@ -283,7 +249,3 @@ def main() -> None:
         lines.append([row["case"], row["layers"], *counts, waits])
     heads = ("groups", "operations", "in groups of 25 MiB", "operations", "waits for the device")
     print(markdown(("case", "layers", *heads), lines))
-
-
-if __name__ == "__main__":
-    main()

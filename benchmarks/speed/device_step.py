@@ -3,12 +3,10 @@
     python benchmarks device_step [--ways plain topk] [--steps 15] [--rows ROWS.jsonl]      keeps what is measured
     python benchmarks device_step --rows ROWS.jsonl --table
 
-One rank under NCCL, so that nothing travels: what is measured is what compression adds to a step on the device. A rank
-of N decodes N messages where messages are gathered, and one here. Plans are `Plan.uniform`'s for a model on a GPU, and
-no step is measured by the engine unless a way says so. 124 million parameters of random weights (transformers; no
-download), random tokens, bfloat16 autocast, AdamW. Each way has a model of its own, and plain DDP is measured first and
-last. Medians; kernels and waits (of the host for the device, as the driver counts them) are those of one more step
-under PyTorch's profiler.
+One rank under NCCL, so that nothing travels and one message is decoded, where a rank of N may decode N. 124 million
+parameters of random weights (transformers; no download), random tokens, bfloat16 autocast, AdamW. Each way has a model
+of its own, and plain DDP is measured first and last. A row is a way: medians, and kernels and waits (of the host for
+the device, as the driver counts them) of one more step under PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize
 
 
 def ours(codec: str, measure_every: int = 0, cuda_graphs: bool = False, **settings: Any) -> Attach:
-    """Attach a codec's uniform plan. measure_every: steps from one that is measured; 0: none is."""
-
     def attach(model: DistributedDataParallel) -> CompressionState:
         plan = Plan.uniform(model, codec, **settings)
         state = CompressionState(plan, model, measure_every=measure_every, cuda_graphs=cuda_graphs)
@@ -51,12 +47,6 @@ def ours(codec: str, measure_every: int = 0, cuda_graphs: bool = False, **settin
         return state
 
     return attach
-
-
-def torch_powersgd(model: DistributedDataParallel) -> None:
-    """Attach PyTorch's own hook, of rank 4, without dense iterations."""
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook)
 
 
 # Ways of one codec, each of which may be recorded as graphs too.
@@ -78,7 +68,9 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
 WAYS: dict[str, Attach] = {
     "plain": lambda model: None,
     "PyTorch bf16 hook": lambda model: model.register_comm_hook(None, bf16_compress_hook),
-    "PyTorch PowerSGD 4": torch_powersgd,
+    "PyTorch PowerSGD 4": lambda model: model.register_comm_hook(
+        PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook
+    ),
     "identity": ours("identity"),
     **{f"{name}, graphs": ours(codec, cuda_graphs=True, **settings) for name, (codec, settings) in CODECS.items()},
     **{name: ours(codec, **settings) for name, (codec, settings) in CODECS.items()},
@@ -96,13 +88,7 @@ WAYS: dict[str, Attach] = {
 
 
 class Training:
-    """A model under one way, and its steps.
-
-    Args:
-        attach: puts the way's hook on the model.
-        device: device of the model.
-        chosen: the model's size and the batch's.
-    """
+    """A model under one way, and its steps. chosen: the model's size and the batch's."""
 
     def __init__(self, attach: Attach, device: torch.device, chosen: argparse.Namespace) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -112,13 +98,12 @@ class Training:
         ids = [device] if device.type == "cuda" else None
         self._device, self._size = device, (chosen.batch, chosen.context)
         self._model = DistributedDataParallel(GPT2LMHeadModel(config).to(device), device_ids=ids)
-        self._state = attach(self._model)
+        self.state = attach(self._model)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._vocabulary = config.vocab_size
         self._generator = torch.Generator(device).manual_seed(0)
 
     def step(self) -> None:
-        """Take a step, and wait for it."""
         tokens = torch.randint(self._vocabulary, self._size, device=self._device, generator=self._generator)
         self._optimizer.zero_grad()
         with torch.autocast(self._device.type, torch.bfloat16):
@@ -127,17 +112,6 @@ class Training:
         self._optimizer.step()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-
-    def graphs(self) -> Row:
-        """Count the groups whose exchanges are recorded as graphs, and say why others are not."""
-        made = self._state.run.graphs.values() if isinstance(self._state, CompressionState) else ()
-        whys = sorted({one.why for one in made if one.why})
-        return {"recorded": sum(one.recorded for one in made), "not recorded": whys} if made else {}
-
-    def close(self) -> None:
-        """End the way's threads."""
-        if isinstance(self._state, CompressionState):
-            self._state.close()
 
 
 def measured(way: str, device: torch.device, chosen: argparse.Namespace) -> Row:
@@ -153,13 +127,13 @@ def measured(way: str, device: torch.device, chosen: argparse.Namespace) -> Row:
         seconds.append(time.perf_counter() - began)
     row: Row = {"way": way, "seconds": statistics.median(seconds), "quartiles": statistics.quantiles(seconds, n=4)[::2]}
     if device.type == "cuda":
-        row |= {
-            "memory": torch.cuda.max_memory_allocated() - held,
-            "device": torch.cuda.get_device_name(),
-            **looked_at(training),
-        }
-    row |= training.graphs()
-    training.close()
+        memory = torch.cuda.max_memory_allocated() - held
+        row |= {"memory": memory, "device": torch.cuda.get_device_name(), **looked_at(training)}
+    if isinstance(training.state, CompressionState):
+        if made := training.state.run.graphs.values():
+            row["recorded"] = sum(one.recorded for one in made)
+            row["not recorded"] = sorted({one.why for one in made if one.why})
+        training.state.close()
     return row
 
 
@@ -172,16 +146,10 @@ def looked_at(training: Training) -> Row:
         for one in seen.events()
         if one.device_type == torch.autograd.DeviceType.CUDA and not getattr(one, "is_user_annotation", False)
     ]
-    took: Counter[str] = Counter()
-    for one in on_device:
-        took[one.name] += one.time_range.elapsed_us()
-    counts = Counter(one.name for one in on_device)
     return {
         "kernels": len(on_device),
-        "busy": sum(took.values()) / 1e6,
+        "busy": sum(one.time_range.elapsed_us() for one in on_device) / 1e6,
         "waits": dict(Counter(one.name for one in seen.events() if one.name in WAITS)),
-        "longest": [[name[:120], counts[name], round(time)] for name, time in took.most_common(8)],
-        "most": [[name[:120], count, round(took[name])] for name, count in counts.most_common(8)],
     }
 
 
@@ -223,11 +191,6 @@ def run(chosen: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, and print the table."""
     sizes = {"layers": 12, "width": 768, "context": 1024, "batch": 8}
     chosen = options(__doc__, ways=list(WAYS), steps=15, rows=Path, table=False, **sizes)
     print(table(read(chosen.rows) if chosen.table else run(chosen)))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import resource
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, add, grouped, markdown, missing, options, read
+from rows import Row, fill, grouped, markdown, options, read
 
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
@@ -35,27 +36,20 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(codec: str, ranks: int) -> Row:
-    """Replay some steps of a plan."""
-    plan = Plan.uniform(LAYERS, codec, **CODECS[codec])
-    lockstep = LockstepPlan(plan, ranks)
-    generator = torch.Generator().manual_seed(0)
+def measured(key: Row) -> Row:
+    ranks, generator = key["ranks"], torch.Generator().manual_seed(0)
+    lockstep = LockstepPlan(Plan.uniform(LAYERS, key["codec"], **CODECS[key["codec"]]), ranks)
     gradients = [{x.name: torch.randn(x.shape, generator=generator) for x in LAYERS} for _ in range(ranks)]
-    seconds = []
+    moments = [time.perf_counter()]
     for step in range(STEPS + 1):
-        began = time.perf_counter()
         lockstep.step(step, gradients)
-        seconds.append(time.perf_counter() - began)
-    return {
-        "codec": codec,
-        "ranks": ranks,
-        "milliseconds": 1e3 * statistics.median(seconds[1:]) / ranks,
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-    }
+        moments.append(time.perf_counter())
+    seconds = [ended - began for began, ended in pairwise(moments[1:])]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"milliseconds": 1e3 * statistics.median(seconds) / ranks, "peak_gib": peak}
 
 
 def table(rows: list[Row]) -> str:
-    """Lay out milliseconds per rank, a line per codec."""
     ranks, lines = sorted({row["ranks"] for row in rows}), []
     for codec, here in grouped(rows, lambda row: row["codec"]).items():
         times = {row["ranks"]: row["milliseconds"] for row in here}
@@ -65,14 +59,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure what is not kept yet, and print the table."""
     chosen = options(__doc__, ranks=[8, 64, 256, 1024], codecs=list(CODECS), rows=Path, table=False)
     torch.set_num_threads(1)
     keys = ({"codec": codec, "ranks": ranks} for codec in chosen.codecs for ranks in chosen.ranks)
-    for key in () if chosen.table else missing(chosen.rows, keys):
-        add(chosen.rows, measured(**key))
+    if not chosen.table:
+        fill(chosen.rows, keys, measured)
     print(table(read(chosen.rows)))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """A method that campaigns compare: a published one, by `gradlab.plan.method_plan` alone, or a uniform plan of a codec.
 
-A row's title that bears a published method's name says every setting by which the row differs from the recipe of that
-name. tests/contract/test_benchmarks.py holds titles and recipes together.
+A title that bears a published method's name says every setting by which the row differs from the recipe of that name
+(tests/contract/test_benchmarks.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from gradlab.trace import Trace
 class Compared:
     """A method of training.
 
-    codec: codec of a uniform plan, or of the one that a plan by layer has to equal in error; "" for a published
-        method, and for dense training.
-    settings: settings of the codec, and other arguments of its uniform plan.
-    wrappers: around the codec; None: its default ones, and those of a published method.
-    published: a name of `gradlab.plan.recipes.METHODS`, or "LGC", in a ring.
-    wrapper_settings: settings that differ from a published method's, by a wrapper's name.
-    by_layer: whether L-GreCo chooses the codec's setting for each layer.
-    momentum: whether the optimizer has momentum (beta_1); False where the method has its own.
-    rate: the learning rate, in units of the common one.
+    codec: codec of a uniform plan; "" for a published method, and for dense training. settings: of the codec, and other
+    arguments of its plan. wrappers: around the codec; None: the default ones. published: a published method, or "LGC",
+    in a ring. wrapper_settings: settings that differ from a published method's, by wrapper. by_layer: whether L-GreCo
+    chooses the codec's setting for each layer. momentum: whether the optimizer has momentum; False where the method has
+    its own. rate: the learning rate, in units of the common one.
     """
 
     codec: str = ""
@@ -56,18 +52,13 @@ class Compared:
         return Plan.uniform(layers, self.codec, warmup_steps=warmup, **around, **settings)
 
     def fitted(self, trace: Trace | None, warmup: int, layers: Sequence[Layer], **more: Any) -> Plan:
-        """Make the plan: on a recording, where L-GreCo chooses the settings.
-
-        Raises:
-            SystemExit: there is no recording, and L-GreCo needs one.
-        """
+        """Make the plan: on a recording, where L-GreCo chooses the settings."""
         if not self.by_layer:
             return self.plan(layers, warmup, **more)
         if trace is None:
             raise SystemExit("a plan by layer is fitted on a recording: give one")
-        return (
-            fit_lgreco(trace, self.codec, dict(self.settings), warmup_steps=warmup, metric="squared-l2").artifact().plan
-        )
+        fitted = fit_lgreco(trace, self.codec, dict(self.settings), warmup_steps=warmup, metric="squared-l2")
+        return fitted.artifact().plan
 
     @property
     def codec_settings(self) -> dict[str, Any]:
@@ -76,13 +67,7 @@ class Compared:
 
 
 def published(
-    name: str,
-    *,
-    momentum: bool = True,
-    rate: float = 1.0,
-    wrapper_settings: Mapping[str, Mapping[str, Any]] | None = None,
-    **settings: Any,
+    name: str, momentum: bool = True, rate: float = 1.0, wrapper_settings: Any = None, **settings: Any
 ) -> Compared:
     """Name a published method, with settings that differ from its recipe's."""
-    changed = wrapper_settings or {}
-    return Compared("", settings, published=name, wrapper_settings=changed, momentum=momentum, rate=rate)
+    return Compared("", settings, published=name, wrapper_settings=wrapper_settings or {}, momentum=momentum, rate=rate)

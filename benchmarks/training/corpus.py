@@ -4,32 +4,31 @@
     python benchmarks corpus --table [--rows benchmarks/results/corpus.jsonl]
 
 FOLDER holds cifar10.npz and tinyshakespeare.txt. Two baselines on four emulated nodes: ResNet-8 on CIFAR-10 halved to
-16 x 16, and nanoGPT's transformer by characters. A dense run of another seed of each is recorded from the middle of
-training on, in bfloat16 and within a byte budget. Each method is replayed on that recording, which is the prediction.
-Then a training is done with it, which is what is observed: it is dense for 100 iterations and compressed from there on,
-at dense training's learning rate. Its loss is the mean over the last 50 iterations, and dense training's is that of the
-same seed, which sees the same batches.
+16 x 16, and nanoGPT's transformer by characters. A dense run of another seed is recorded from the middle of training
+on, in bfloat16 and within a byte budget. Each method is replayed on it, which is the prediction, and trained with,
+which is what is observed: dense for 100 iterations, then compressed, at dense training's learning rate. A loss is the
+mean over the last 50 iterations, beside dense training's of the same seed.
 
-Every run is a line in WORK/runs.jsonl, and what is there is not done again. The recordings, the outcomes, a README and
-a manifest are put together in WORK/corpus and packed beside it. The same recordings and outcomes give the same bytes.
+Every run is a line in WORK/runs.jsonl, and what is there is not done again. WORK/corpus is packed beside it; the same
+recordings and outcomes give the same bytes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import emulated
 import torch
 from accuracy import resnet8
-from rows import Row, add, finite, grouped, markdown, options, read
+from rows import Row, fill, finite, grouped, markdown, options, read
 from text_chars import version
 
 from gradlab.analysis.corpus.archive import pack
@@ -77,41 +76,31 @@ class Baseline:
     file: str
     source: Source
 
-    def load(self, folder: Path) -> Data:
-        """Read the data."""
-        path = str(folder / self.file) if self.file else None
-        return self.task.workload.load(path, test_limit=1000)
-
-
-CIFAR10 = Source(
-    "CIFAR-10",
-    "no licence is stated by its author; gradients of it alone are here, no image",
-    "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
-)
-SHAKESPEARE = Source("Tiny Shakespeare", "public domain", "karpathy/char-rnn, data/tinyshakespeare/input.txt")
-
 
 def baselines() -> dict[str, Baseline]:
-    """All baselines by the name of their recording."""
-    images = replace(
-        get("cifar10").recipe, learning_rate=0.1, batch_size=16, steps=300, schedule="cosine", momentum=0.9
-    )
+    changed = {"learning_rate": 0.1, "batch_size": 16, "steps": 300, "schedule": "cosine", "momentum": 0.9}
     characters = TextChars(width=48, layers=2, heads=3)
     return {
         "cifar-resnet": Baseline(
-            "ResNet-8 on CIFAR-10 halved to 16 x 16", resnet8(images, RANKS), "cifar10.npz", CIFAR10
+            "ResNet-8 on CIFAR-10 halved to 16 x 16",
+            resnet8(replace(get("cifar10").recipe, **changed), RANKS),
+            "cifar10.npz",
+            Source(
+                "CIFAR-10",
+                "no licence is stated by its author; gradients of it alone are here, no image",
+                "A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009",
+            ),
         ),
         "nanogpt": Baseline(
             "nanoGPT by characters, 2 layers of width 48",
             emulated.Task(characters, replace(characters.recipe, steps=600), RANKS),
             "tinyshakespeare.txt",
-            SHAKESPEARE,
+            Source("Tiny Shakespeare", "public domain", "karpathy/char-rnn, data/tinyshakespeare/input.txt"),
         ),
     }
 
 
 def shortened(baseline: Baseline, steps: int) -> Baseline:
-    """The same baseline with so many iterations."""
     recipe: Recipe = baseline.task.recipe
     recipe = replace(recipe, steps=steps, warmup_steps=min(steps, recipe.warmup_steps))
     return replace(baseline, task=replace(baseline.task, recipe=recipe))
@@ -132,55 +121,40 @@ class Campaign:
     """
 
     def __init__(
-        self,
-        work: Path,
-        data: Path,
-        chosen: Mapping[str, Baseline],
-        methods: Mapping[str, str] = METHODS,
-        budget: str = BUDGET,
-        warmup: int = WARMUP,
-        recorded: int = RECORDED,
+        self, work: Path, data: Path, chosen: Mapping[str, Baseline], methods: Mapping[str, str] = METHODS, **sizes: Any
     ) -> None:
         self.folder, self.runs, self.data = work / "corpus", work / "runs.jsonl", data
-        self.chosen, self.methods, self.budget, self.warmup, self.recorded = chosen, methods, budget, warmup, recorded
+        self.chosen, self.methods = chosen, methods
+        known = {"budget": BUDGET, "warmup": WARMUP, "recorded": RECORDED, **sizes}
+        self.budget, self.warmup, self.recorded = known.values()
 
     def train(self) -> None:
-        """Record every baseline, and train with every method, in order."""
         for name, baseline in self.chosen.items():
-            data = baseline.load(self.data)
-            self._record(name, baseline, data)
-            self._train(name, DENSE, SEED, data)
-            self._train(name, DENSE, OTHER_SEED, data)
-            for method in self.methods:
-                self._train(name, method, SEED, data)
+            path = str(self.data / baseline.file) if baseline.file else None
+            data, task = baseline.task.workload.load(path, test_limit=1000), baseline.task
+            emulated.record(
+                task,
+                data,
+                self.folder / name,
+                RECORDED_SEED,
+                start=task.recipe.steps // 2,
+                every=1,
+                count=self.recorded,
+                dtype="bfloat16",
+                budget=self.budget,
+                metadata={"workload": task.workload.name, "recording": name, "seed": RECORDED_SEED},
+            )
+            for method, seed in ((DENSE, SEED), (DENSE, OTHER_SEED), *((method, SEED) for method in self.methods)):
+                key = {"recording": name, "method": method, "seed": seed, "steps": task.recipe.steps}
+                fill(self.runs, [key], partial(self._train, task=task, data=data))
 
-    def _record(self, name: str, baseline: Baseline, data: Data) -> None:
-        folder = self.folder / name
-        if folder.exists():
-            return
-        unfinished = folder.with_name(f".{name}")  # of a run that is killed no recording is taken
-        shutil.rmtree(unfinished, ignore_errors=True)
-        emulated.record(
-            baseline.task,
-            data,
-            unfinished,
-            RECORDED_SEED,
-            start=baseline.task.recipe.steps // 2,
-            every=1,
-            count=self.recorded,
-            dtype="bfloat16",
-            budget=self.budget,
-            metadata={"workload": baseline.task.workload.name, "recording": name, "seed": RECORDED_SEED},
-        )
-        unfinished.rename(folder)
-
-    def _train(self, name: str, method: str, seed: int, data: Data) -> None:
-        key = {"recording": name, "method": method, "seed": seed, "steps": self.chosen[name].task.recipe.steps}
-        if self._run(key) is not None:
-            return
-        task, began = self.chosen[name].task, time.process_time()
-        run = emulated.train(task, self._plan(task, method), data, seed)
-        row = {
+    def _train(self, key: Row, task: emulated.Task, data: Data) -> Row:
+        began, layers = time.process_time(), layers_of(task.model(SEED))
+        plan = Plan(tuple(layers))
+        if key["method"] != DENSE:
+            plan = replace(parse_method(self.methods[key["method"]]).plan_of(layers), schedule=Schedule(self.warmup))
+        run = emulated.train(task, plan, data, key["seed"])
+        return {
             "loss": finite(run["loss"]),
             "score": finite(run["score"]),
             "metric": task.workload.metric.name,
@@ -188,16 +162,6 @@ class Campaign:
             "processor_seconds": round(time.process_time() - began, 1),
             "version": version(),
         }
-        add(self.runs, key | row)
-
-    def _plan(self, task: emulated.Task, method: str) -> Plan:
-        layers = layers_of(task.model(SEED))
-        if method == DENSE:
-            return Plan(tuple(layers))
-        return replace(parse_method(self.methods[method]).plan_of(layers), schedule=Schedule(self.warmup))
-
-    def _run(self, key: Row) -> Row | None:
-        return next((row for row in read(self.runs) if key.items() <= row.items()), None)
 
     def outcomes(self) -> list[Outcome]:
         """Replay every method on every recording, and put the ends of its training beside, as far as it is done."""
@@ -210,88 +174,62 @@ class Campaign:
 
     def _outcome(self, name: str, method: str, trace: Trace) -> Outcome | None:
         steps, of_dense = self.chosen[name].task.recipe.steps, method == OTHER_DENSE
-        key = {"recording": name, "method": DENSE if of_dense else method, "steps": steps}
-        run = self._run(key | {"seed": OTHER_SEED if of_dense else SEED})
-        dense = self._run({"recording": name, "method": DENSE, "steps": steps, "seed": SEED})
+        common, rows = {"recording": name, "steps": steps}, read(self.runs)
+        key = common | {"method": DENSE if of_dense else method, "seed": OTHER_SEED if of_dense else SEED}
+        keys = (key, common | {"method": DENSE, "seed": SEED})
+        run, dense = (next((row for row in rows if one.items() <= row.items()), None) for one in keys)
         if run is None or dense is None:
             print(f"{name}: {method} is left out: {self.runs} has no run of {steps} iterations", file=sys.stderr)
             return None
-        return Outcome(
-            recording=name,
-            method=method,
-            words="" if of_dense else self.methods[method],
-            **(self._nothing_replayed(trace) if of_dense else self._replayed(method, trace)),
-            loss=run["loss"],
-            dense_loss=dense["loss"],
-            steps=steps,
-            warmup_steps=0 if of_dense else self.warmup,
-            seed=run["seed"],
-        )
-
-    def _replayed(self, method: str, trace: Trace) -> dict[str, Any]:
-        done = replay(trace, parse_method(self.methods[method]).plan_of(trace.model_layers))
-        return replayed_figures(done.summary(), Judged.of(done))
-
-    @staticmethod
-    def _nothing_replayed(trace: Trace) -> dict[str, Any]:
-        dense = 4.0 * sum(layer.numel for layer in trace.model_layers)
-        nothing = {"cosine": None, "length": None, "aggregate_error": None, "predicted": None}
-        return {"memory": False, "cosines": {}, "payload_bytes": dense, "dense_payload_bytes": dense, **nothing}
+        if of_dense:
+            numel = 4.0 * sum(layer.numel for layer in trace.model_layers)
+            replayed: Row = dict.fromkeys(("cosine", "length", "aggregate_error", "predicted"))
+            replayed |= {"memory": False, "cosines": {}, "payload_bytes": numel, "dense_payload_bytes": numel}
+        else:
+            done = replay(trace, parse_method(self.methods[method]).plan_of(trace.model_layers))
+            replayed = replayed_figures(done.summary(), Judged.of(done))
+        words = {"words": "" if of_dense else self.methods[method], "warmup_steps": 0 if of_dense else self.warmup}
+        ends = {"loss": run["loss"], "dense_loss": dense["loss"], "steps": steps, "seed": run["seed"]}
+        return Outcome(recording=name, method=method, **words, **replayed, **ends)
 
     def assemble(self, outcomes: Sequence[Outcome], command: str) -> None:
-        """Write the outcomes, the README and the manifest beside the recordings."""
         write_whole(self.folder / ROWS, written(outcomes))
-        recordings = [
-            describe(
-                self.folder,
-                name,
-                title=one.title,
-                source=one.source,
-                steps=one.task.recipe.steps,
-                batch_size=one.task.recipe.batch_size,
-                seeds={"recorded": RECORDED_SEED, "trained": SEED},
-            )
-            for name, one in self.chosen.items()
-        ]
+        seeds = {"recorded": RECORDED_SEED, "trained": SEED}
+        recordings = []
+        for name, one in self.chosen.items():
+            sizes = {"steps": one.task.recipe.steps, "batch_size": one.task.recipe.batch_size}
+            recordings.append(describe(self.folder, name, title=one.title, source=one.source, **sizes, seeds=seeds))
         known = caveats(PAGE.read_text(encoding="utf-8"), leave_out=set(baselines()) - set(self.chosen))
         write_manifest(self.folder, recordings, command=command, caveats=known)
 
-
-# --- the table --------------------------------------------------------------------------------------------------
 
 COLUMNS = ("recording", "method", "bytes", "ratio", "vs 16 bits", "cosine", "similar methods ended", "ended")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Lay out what was predicted beside what was observed, as lines of a page's table."""
     return markdown(COLUMNS, map(_cells, outcomes))
 
 
 def agreement(outcomes: Sequence[Outcome]) -> str:
     """Say, in a line per recording, how the ends that were observed agree with those predicted."""
-    known = grouped((one for one in outcomes if one.predicted is not None), lambda one: one.recording)
-    return "\n".join(_agreement(name, some) for name, some in known.items())
-
-
-def _agreement(name: str, outcomes: Sequence[Outcome]) -> str:
-    pairs = [(one.predicted, one.excess) for one in outcomes if one.predicted is not None]
-    below, above = sum(end < like.low for like, end in pairs), sum(end > like.high for like, end in pairs)
-    within = len(pairs) - below - above
-    text = f"{name}: of {len(pairs)} methods {within} ended as similar methods did, {below} below, {above} above"
-    if len(pairs) < 4:
-        return text
-    rho = rank_correlation([like.middle for like, _ in pairs], [end for _, end in pairs])
-    return f"{text}; Spearman of the range's middle with the end: {rho}"
+    lines = []
+    for name, some in grouped((x for x in outcomes if x.predicted is not None), lambda x: x.recording).items():
+        pairs = [(one.predicted, one.excess) for one in some if one.predicted is not None]
+        below, above = sum(end < like.low for like, end in pairs), sum(end > like.high for like, end in pairs)
+        within = len(pairs) - below - above
+        text = f"{name}: of {len(pairs)} methods {within} ended as similar methods did, {below} below, {above} above"
+        if len(pairs) > 3:
+            rho = rank_correlation([like.middle for like, _ in pairs], [end for _, end in pairs])
+            text += f"; Spearman of the range's middle with the end: {rho}"
+        lines.append(text)
+    return "\n".join(lines)
 
 
 def _cells(one: Outcome) -> Sequence[str]:
     cosine = "-" if one.cosine is None else f"{one.cosine:.3f}"
     like = "-" if one.predicted is None else f"{_signed(one.predicted.low)} to {_signed(one.predicted.high)}"
-    return one.recording, one.method, format_bytes(one.payload_bytes), *one.saving.cells, cosine, like, _end(one)
-
-
-def _end(one: Outcome) -> str:
-    return "diverged" if math.isinf(one.excess) else _signed(one.excess)
+    end = "diverged" if math.isinf(one.excess) else _signed(one.excess)
+    return one.recording, one.method, format_bytes(one.payload_bytes), *one.saving.cells, cosine, like, end
 
 
 def _signed(excess: float) -> str:
@@ -299,7 +237,6 @@ def _signed(excess: float) -> str:
 
 
 def main() -> None:
-    """See the module's text."""
     known = {"data": Path, "work": Path("runs/corpus"), "baselines": list(baselines()), "steps": int}
     chosen = options(__doc__, **known, table=False, rows=KNOWN)
     if chosen.table:
@@ -320,7 +257,3 @@ def main() -> None:
     words += ["--steps", str(chosen.steps)] * bool(chosen.steps)
     campaign.assemble(campaign.outcomes(), " ".join(words))
     print(pack(campaign.folder, chosen.work / "gradlab-corpus.tar.gz"))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,9 @@ the engine computes, bit for bit.
 from __future__ import annotations
 
 import math
+import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,15 +38,13 @@ Micro = list[tuple[torch.Tensor, torch.Tensor]]
 @dataclass(frozen=True)
 class Task:
     """A workload with its recipe and its number of nodes. blocks: of a ResNet of 16, 32, ... channels on images halved
-    to 16 x 16, under bfloat16 autocast, so that seeds by the dozen fit on a CPU; None: the workload as it is.
-    full_size: whether the ResNet's images are not halved."""
+    to 16 x 16, under bfloat16 autocast, so that seeds by the dozen fit on a CPU; None: the workload as it is."""
 
     workload: Workload
     recipe: Recipe
     ranks: int = 4
     blocks: tuple[int, ...] | None = None
     autocast: bool = True
-    full_size: bool = False
 
     def model(self, seed: int) -> nn.Module:
         if self.blocks is None:
@@ -67,10 +65,9 @@ class Task:
         return self.workload.score(model, x, data.test_y[:first], batch_size=16 if self.blocks is None else 500)
 
     def _images(self, x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous(memory_format=torch.channels_last) if self.full_size else halved(x)
+        return functional.avg_pool2d(x, 2).contiguous(memory_format=torch.channels_last)
 
     def micro_batches(self, data: Any, seed: int) -> Iterator[Micro]:
-        """Inputs and targets of each node, iteration by iteration."""
         size, steps = self.recipe.batch_size, self.recipe.steps
         orders = [batches(len(data.train_x), size, rank, self.ranks, seed, steps) for rank in range(self.ranks)]
         augment = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(self.ranks)]
@@ -79,11 +76,6 @@ class Task:
                 (self.workload.augment(data.train_x[batch], generator), data.train_y[batch])
                 for batch, generator in zip(indices, augment, strict=True)
             ]
-
-
-def halved(images: torch.Tensor) -> torch.Tensor:
-    """Images (samples, 3, 32, 32) of half the height and width."""
-    return functional.avg_pool2d(images, 2).contiguous(memory_format=torch.channels_last)
 
 
 def node_gradients(task: Task, model: nn.Module, micro: Micro) -> tuple[list[Tensors], float]:
@@ -107,14 +99,16 @@ def _set_buffers(model: nn.Module, values: Tensors) -> None:
         buffer.copy_(values[name])
 
 
-def record(
-    task: Task, data: Any, folder: str | Path, seed: int, *, start: int, every: int, count: int, **more: Any
-) -> None:
-    """A dense run, until `count` iterations of all nodes' gradients are recorded; more: options of `EmulatedNodes`."""
+def record(task: Task, data: Any, folder: Path, seed: int, *, start: int, every: int, count: int, **more: Any) -> None:
+    """A dense run, until `count` iterations of all nodes' gradients are recorded, unless the folder is there; more:
+    options of `EmulatedNodes`."""
+    if folder.exists():
+        return
+    unfinished = folder.with_name(f".{folder.name}-{os.getpid()}")  # of a run that is killed no recording is taken
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
     options = {"optimizer": optimizer, "start": start, "every": every, "max_steps": count, **more}
-    with EmulatedNodes(model, folder, world_size=task.ranks, **options) as nodes:
+    with EmulatedNodes(model, unfinished, world_size=task.ranks, **options) as nodes:
         for step, micro in enumerate(islice(task.micro_batches(data, seed), start + every * (count - 1) + 1)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(task.recipe, step)
@@ -127,6 +121,7 @@ def record(
             nodes.average()
             clip_gradients(task.recipe, model.parameters())
             optimizer.step()
+    unfinished.rename(folder)
 
 
 def train(
@@ -138,57 +133,51 @@ def train(
     watch: Callable[[Tensors], None] | None = None,
     score_every: int | None = None,
 ) -> dict[str, Any]:
-    """Train under a plan. stop: end after so many iterations; watch: is given each iteration's averages;
-    score_every: iterations between points of a curve of scores on the first 2000 test samples. A run whose loss is not
-    finite ends there. loss: mean of the last 50; ratio: over all iterations;
-    residuals: the norm of all ranks' together, every 100 iterations;
-    compressing_ratio: over those alone that the schedule compresses; last_ratio: over the last 50; most_payload,
-    least_payload: bytes per such step of the ranks that send most and least; codec_seconds: seconds of the codecs in
-    one of them, per rank."""
+    """Train under a plan. A run whose loss is not finite ends there.
+
+    Args:
+        stop: end after so many iterations.
+        watch: is given each iteration's averages.
+        score_every: iterations between points of a curve of scores on the first 2000 test samples.
+
+    Returns:
+        score, curve; loss: mean of the last 50; payload, wire: bytes per iteration of the mean rank; ratio: of dense
+        bytes to these, over all iterations; compressing_ratio: over those alone that the schedule compresses;
+        last_ratio: over the last 50; most_payload, least_payload: in these, of the ranks that send most and least.
+    """
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
     lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
-    sent: list[tuple[bool, float, float]] = []
-    losses, curve, spent, began, payloads, residuals = [], [], [], time.perf_counter(), [], []
+    sent: list[tuple[list[float], list[float], bool]] = []
+    losses, curve = [], []
     for step, micro in enumerate(islice(task.micro_batches(data, seed), stop)):
         result, loss = compressed_gradients(task, model, optimizer, lockstep, step, micro)
         if watch:
             watch({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         clip_gradients(task.recipe, model.parameters())
         optimizer.step()
-        sent.append((result.compressing, statistics.fmean(result.payload), statistics.fmean(result.wire)))
-        payloads.append(result.payload)
-        if (step + 1) % 100 == 0:
-            residuals.append(_residual_norm(lockstep))
-        spent.append(result.codec_seconds)
+        sent.append((list(result.payload), list(result.wire), result.compressing))
         losses.append(loss)
         if not math.isfinite(loss):
             break
         if score_every and (step + 1) % score_every == 0:
             curve.append((step + 1, task.score(model, data, 2000)))
-    by_rank = [statistics.fmean(one) for one in zip(*payloads[-50:], strict=True)]
+    dense = 4 * sum(layer.numel for layer in layers_of(model))
+    payloads = [statistics.fmean(payload) for payload, _, _ in sent]
+    compressing = [mean for mean, one in zip(payloads, sent, strict=True) if one[2]] or [float(dense)]
+    by_rank = [statistics.fmean(one) for one in zip(*(payload for payload, _, _ in sent[-50:]), strict=True)]
     return {
         "score": task.score(model, data),
         "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
-        "residuals": residuals,
         "most_payload": max(by_rank),
         "least_payload": min(by_rank),
-        "codec_seconds": statistics.fmean(spent[-50:]),
-        **_bytes(4 * sum(layer.numel for layer in layers_of(model)), sent),
-        "seconds": time.perf_counter() - began,
+        "ratio": dense / statistics.fmean(payloads),
+        "compressing_ratio": dense / statistics.fmean(compressing),
+        "last_ratio": dense / statistics.fmean(payloads[-50:]),
+        "payload": statistics.fmean(payloads),
+        "wire": statistics.fmean(statistics.fmean(wire) for _, wire, _ in sent),
     }
-
-
-def _residual_norm(lockstep: LockstepPlan) -> float:
-    kept = [
-        float(value.double().square().sum())
-        for states in lockstep.states
-        for state in states.values()
-        for key, value in state.items()
-        if key.endswith("/residual")
-    ]
-    return math.sqrt(sum(kept))
 
 
 def compressed_gradients(
@@ -205,16 +194,3 @@ def compressed_gradients(
         mean = means.get(name)
         parameter.grad = mean if mean is not None else sum_in_rank_order([g[name] for g in gradients])
     return result, loss
-
-
-def _bytes(dense: int, sent: Sequence[tuple[bool, float, float]]) -> dict[str, float]:
-    steps = len(sent)
-    payload, wire = sum(row[1] for row in sent), sum(row[2] for row in sent)
-    compressing = [row[1] for row in sent if row[0]] or [float(dense)]
-    return {
-        "ratio": dense * steps / payload,
-        "compressing_ratio": dense / statistics.fmean(compressing),
-        "last_ratio": dense / statistics.fmean(row[1] for row in sent[-50:]),
-        "payload": payload / steps,
-        "wire": wire / steps,
-    }

@@ -3,12 +3,10 @@
     python benchmarks judgements [--write]
 
 Reads plans that were replayed on a recording and then trained with, from benchmarks/results: pilots.jsonl, whose plans
-begin at two places of the training, and the rows of methods.py (CIFAR-10 with ResNet-8, Fashion-MNIST with
-convolutions) and text_chars.py (nanoGPT's Shakespeare). Left out are dense training, the controls, and on text the
-methods that bring their own momentum, which is another optimizer there.
-
-The table has, by task, how many ends of plans were at most the largest that is reported without having seen the task.
---write writes the calibration to analysis/forecast/endings.json.
+begin at places of the training, and the rows of methods.py and text_chars.py. Left out are dense training, the
+controls, and on text the methods with their own momentum, which is another optimizer there. The table has, by task, how
+many ends were at most the largest that is reported without having seen the task. --write writes
+analysis/forecast/endings.json.
 """
 
 from __future__ import annotations
@@ -37,24 +35,19 @@ def _trained(task: str, name: str, row: Row, excess: float) -> Ending:
 
 
 def images(task: str, name: str) -> list[Ending]:
-    """The methods of docs/comparison.md, on a task of methods.py."""
     pairs = joined(read(RESULTS / f"{name}-replay.jsonl"), read(RESULTS / f"{name}-training.jsonl"))
     dense = mean_loss(pairs["dense"][1])
-    return [
-        _trained(task, name, row, mean_loss(runs) / dense - 1)
-        for name, (row, runs) in pairs.items()
-        if name not in ("dense", "frozen") and "windows" in row
-    ]
+    known = {name: pair for name, pair in pairs.items() if name not in ("dense", "frozen") and "windows" in pair[0]}
+    return [_trained(task, name, row, mean_loss(runs) / dense - 1) for name, (row, runs) in known.items()]
 
 
-def text(task: str, mode: str, steps: int) -> list[Ending]:
-    """The methods of docs/text.md in one mode, trained for so many iterations."""
-    rows = [row for row in read(RESULTS / "text-chars.jsonl") if row.get("mode") == mode]
-    runs = grouped((r for r in rows if r["kind"] == "training" and r["steps"] == steps), lambda row: row["method"])
+def text() -> list[Ending]:
+    rows = [row for row in read(RESULTS / "text-chars.jsonl") if row.get("mode") == "shared"]
+    runs = grouped((r for r in rows if r["kind"] == "training" and r["steps"] == 2000), lambda row: row["method"])
     replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and "windows" in row}
     dense = outcome(runs["dense"])
     return [
-        _trained(task, name, replayed[name], outcome(some) / dense - 1)
+        _trained("nanoGPT", name, replayed[name], outcome(some) / dense - 1)
         for name, some in runs.items()
         if name in replayed and name != "dense" and TEXT_METHODS[name].momentum
     ]
@@ -74,11 +67,7 @@ def of_pilots() -> list[Ending]:
 
 
 def beyond(excess: float, chance: float) -> float:
-    """The part of an excess that is more than chance.
-
-    >>> beyond(0.03, 0.01), beyond(0.005, 0.01), beyond(-0.03, 0.01)
-    (0.02, 0.0, -0.02)
-    """
+    """The part of an excess that is more than chance."""
     return math.copysign(max(0.0, abs(excess) - chance), excess)
 
 
@@ -89,32 +78,29 @@ def without_chance(some: Sequence[Ending]) -> list[Ending]:
 
 
 def endings() -> list[Ending]:
-    """All trainings that a report can look up."""
-    older = [images("ResNet-8", "methods"), images("convolutions", "fashion"), text("nanoGPT", "shared", 2000)]
+    older = [images("ResNet-8", "methods"), images("convolutions", "fashion"), text()]
     every = [*(one for some in older for one in without_chance(some)), *of_pilots()]
     return [one for one in every if _length(one) in one.cosines]
 
 
 def _length(one: Ending) -> int:
-    """Steps of the window that a plan is judged by."""
     return JUDGED_LENGTH if one.memory else 1
 
 
 def table(every: Sequence[Ending]) -> str:
     """A line per task, and one of all: whether ends were within what is reported without the task."""
-    lines, total = ["task          plans  reported  at most the largest reported"], [0, 0, 0]
+    counts = {}
     for task, here in grouped(every, lambda one: one.task).items():
         known = [one for one in every if one.task != task]
         found = [(one.excess, ended_at(one.cosines[_length(one)], _length(one), one.memory, known)) for one in here]
-        reported = [(excess, end) for excess, end in found if end is not None]
-        counts = len(here), len(reported), sum(excess <= end.high for excess, end in reported)
-        total = [a + b for a, b in zip(total, counts, strict=True)]
-        lines.append(_line(task, *counts))
-    return "\n".join([*lines, _line("all", *total)])
-
-
-def _line(title: str, plans: int, reported: int, within: int) -> str:
-    return f"{title:13s} {plans:5d}  {reported:8d}  {100 * within / max(1, reported):26.0f} %"
+        reported = [excess <= end.high for excess, end in found if end is not None]
+        counts[task] = len(here), len(reported), sum(reported)
+    counts["all"] = tuple(map(sum, zip(*counts.values(), strict=True)))
+    lines = [
+        f"{title:13s} {plans:5d}  {reported:8d}  {100 * within / max(1, reported):26.0f} %"
+        for title, (plans, reported, within) in counts.items()
+    ]
+    return "\n".join(["task          plans  reported  at most the largest reported", *lines])
 
 
 def written(known: Sequence[Ending]) -> str:
@@ -129,13 +115,8 @@ def written(known: Sequence[Ending]) -> str:
 
 
 def main() -> None:
-    """Print the table; write the calibration if --write says so."""
     chosen = options(__doc__, write=False)
     every = endings()
     print(table(every))
     if chosen.write:
         ENDINGS.write_text(written(every))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,26 @@
 """All compressors beside each other: replayed on one recording, then trained; does the replay tell who trains best?
 
-    python benchmarks methods --data cifar10.npz --record trace                  # a dense run, 4 nodes
-    python benchmarks methods --trace trace --replay replay.jsonl                # every method and every setting
-    python benchmarks methods --data cifar10.npz --trace trace --train training.jsonl [--methods top-k] [--seeds 0 1]
-    python benchmarks methods --replay replay.jsonl --train training.jsonl --table
+    python benchmarks methods --data cifar10.npz --record TRACE                  # a dense run, 4 nodes
+    python benchmarks methods --trace TRACE --replay REPLAY.jsonl                # every method
+    python benchmarks methods --data cifar10.npz --trace TRACE --train ROWS.jsonl [--methods top-k] [--seeds 0 1]
+                                  [--steps 600]
+    python benchmarks methods --replay REPLAY.jsonl --train ROWS.jsonl --table
     --task fashion_mnist with any of these
 
-Two tasks, of 4 ranks with 16 images each, SGD with momentum 0.9: "cifar10", images of 16 x 16 and ResNet-8 (75,290
-parameters), the training of accuracy.py; and "fashion_mnist", the workload's own network (1,663,370 parameters, 97 %
-of them in one matrix). Methods compress all matrices, at about 1.25 bits per value where they can, else at the fewest
-they have; vectors are dense, unless a title says "every tensor". All start after 50 dense iterations and train at one
-learning rate, but those whose updates are signs, which get a hundredth of it. "frozen" applies no gradient to what the
-others compress: what dense vectors alone achieve. One line of JSON per replay and per run; what is there is not done
-again.
+4 ranks with 16 images each, SGD with momentum 0.9, cosine schedule. "cifar10": 16 x 16 and ResNet-8 (75,290
+parameters); "fashion_mnist": the workload's own network (1,663,370 parameters). Methods compress all matrices, at about
+1.25 bits per value where they can; vectors are dense, unless a title says "every tensor". All start after 50 dense
+iterations and train at one learning rate, but those whose updates are signs, which get a hundredth of it. "frozen"
+applies no gradient to what the others compress. A row is a replay or a run; one that is there is not done again.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import emulated
 import torch
 from accuracy import WORKLOAD, resnet8
 from compared import Compared, published
-from rows import Row, add, finite, has, missing, options, read
+from rows import Row, fill, finite, options, read
 
 from gradlab import codecs, datasets
 from gradlab.analysis.intervals import rank_correlation
@@ -42,24 +41,19 @@ from gradlab.roles import ROLES
 from gradlab.trace import Trace
 
 WARMUP, BATCH, RANKS, STEPS = 50, 16, 4, 600
-KEPT = ("loss", "ratio", "payload", "wire", "seconds")  # of a training's row
 # Learning rates of dense training.
 RATES = {"cifar10": 0.1, "fashion_mnist": 0.02}
-FIRST, RECORDED = 100, 100  # iterations of the recording
-FITTED = 50  # iterations that GradiVeQ samples before it compresses
 
 
 @codecs.register
 class Frozen(Codec):
-    """No gradient at all: the control."""
-
     name = "frozen"
     about = About("control", "0")
     defaults = PlanDefaults(error_feedback=False)
 
     @dataclass(frozen=True)
     class Settings:
-        """There is nothing to set."""
+        pass
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         yield ()
@@ -79,7 +73,7 @@ SCOPE: dict[str, Any] = {
 }
 EVERY_TENSOR = {"minimum_dimensions": 0, "minimum_numel": 1, "roles": list(ROLES), "group_bytes": 2**62}
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
-PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": FITTED}
+PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": 50}
 RAMP = {"sparsity_warmup": {"steps": 100}}
 METHODS: dict[str, Compared] = {
     "dense": Compared("identity"),
@@ -128,120 +122,59 @@ METHODS: dict[str, Compared] = {
 }
 
 
-def task_of(name: str, method: Compared, steps: int, images: int = BATCH, rate: float | None = None) -> emulated.Task:
-    """Make a task with a method's share of the learning rate, steps, images per rank, and a cosine schedule."""
-    workload = datasets.get(name)
-    recipe = replace(
-        workload.recipe,
-        learning_rate=(rate or RATES[name]) * method.rate,
-        batch_size=images,
-        steps=steps,
-        warmup_steps=0,
-        schedule="cosine",
-        momentum=0.9 if method.momentum else 0.0,
-    )
+def task_of(name: str, method: Compared, steps: int) -> emulated.Task:
+    """Make a task with a method's share of the learning rate."""
+    workload, momentum = datasets.get(name), 0.9 if method.momentum else 0.0
+    fixed = {"batch_size": BATCH, "warmup_steps": 0, "schedule": "cosine", "momentum": momentum}
+    recipe = replace(workload.recipe, learning_rate=RATES[name] * method.rate, steps=steps, **fixed)
     return resnet8(recipe, RANKS) if workload is WORKLOAD else emulated.Task(workload, recipe, RANKS)
 
 
-def record(task: str, data: Any, folder: str, seed: int = 0) -> None:
-    """A dense run of the same training, some iterations of all nodes' gradients."""
-    dense = task_of(task, METHODS["dense"], STEPS)
-    emulated.record(dense, data, folder, seed, start=FIRST, every=1, count=RECORDED)
-
-
-def replay_row(trace: Trace, name: str, method: Compared, settings: dict[str, Any], feedback: bool) -> Row:
-    """A replay's row. feedback: with the method's own wrappers; without, each iteration is judged for itself."""
-    chosen = method if feedback else replace(method, wrappers=())
-    plan = chosen.fitted(trace, 0, trace.layers, **SCOPE, **settings)
+def replay_row(trace: Trace, method: Compared) -> Row:
+    plan = method.fitted(trace, 0, trace.layers, **SCOPE)
     replayed = replay(trace, plan)
     steps = replayed.compressed[-40:]  # what is fitted or fed back has settled
     compressed = {name for group in plan.compressed_groups for name in group.layers} or {x.name for x in trace.layers}
+    dense = 4 * sum(layer.numel for layer in trace.layers if layer.name not in compressed)
     numel = sum(layer.numel for layer in trace.layers if layer.name in compressed)
-    rest = 4 * sum(layer.numel for layer in trace.layers) - 4 * numel
     payload = statistics.fmean(step.payload_bytes_mean for step in steps)
     return {
-        "method": name,
         "codec": next(group.codec for group in plan.groups),
-        "settings": {**method.codec_settings, **settings},
-        "feedback": feedback,
-        "bits": 8 * (payload - rest) / numel,
+        "bits": 8 * (payload - dense) / numel,
         "payload": payload,
         "wire": statistics.fmean(step.wire_bytes_mean for step in steps),
         "contribution_error": statistics.median(step.contribution_error or 0.0 for step in steps),
         "aggregate_error": statistics.median(step.aggregate_error or 0.0 for step in steps),
         "cosine": statistics.median(step.cosine or 0.0 for step in steps),
-        "codec_seconds": statistics.fmean(step.codec_seconds for step in steps),
         "memory": replayed.memory,
         "windows": [one.to_json() for one in replayed.window_errors],
     }
 
 
-def replay_all(trace: Trace, out: Path) -> None:
-    """Every method with its wrappers, and every codec without feedback over its candidates."""
-    rows = read(out)
-    wanted = [(name, method, {}, True) for name, method in METHODS.items()]
-    for name in (name for name in codecs.names() if name not in ("identity", "frozen", "gradiveq")):
-        for settings in codecs.get(name).about.candidates:
-            wanted.append((f"{name} alone", Compared(name, required_settings(name)), dict(settings), False))
-    for name, method, settings, feedback in wanted:
-        key = {"method": name, "settings": {**method.codec_settings, **settings}, "feedback": feedback}
-        if not has(rows, key):
-            add(out, replay_row(trace, name, method, settings, feedback))
-
-
-def required_settings(name: str) -> dict[str, Any]:
-    """Settings without which a codec alone is not what it is for."""
-    return {"dct_topk": {"chunk": 8}, "ecsq": {"group_bytes": 2**62}}.get(name, {})
-
-
-def train_all(chosen: argparse.Namespace, data: Any, trace: Trace | None) -> None:
-    """Train every method with every seed that the file has no row of yet, and append its row there.
-
-    trace: recording of the same training, for plans by layer.
-    """
-    fixed = {"steps": chosen.steps}
-    if chosen.images != BATCH or chosen.rate is not None:
-        fixed |= {"images": chosen.images, "rate": chosen.rate or RATES[chosen.task]}
-    keys = ({"method": name, "seed": seed, **fixed} for seed in chosen.seeds for name in chosen.methods)
-    for key in missing(chosen.train, keys):
-        method = METHODS[key["method"]]
-        task = task_of(chosen.task, method, chosen.steps, chosen.images, chosen.rate)
-        plan = method.fitted(trace, WARMUP, layers_of(task.model(key["seed"])), **SCOPE)
-        trained = emulated.train(task, plan, data, key["seed"])
-        row = key | {"accuracy": trained["score"]} | {kept: trained[kept] for kept in KEPT}
-        add(chosen.train, row | {"loss": finite(row["loss"])})
-
-
 def joined(replayed: Sequence[Row], trained: Sequence[Row]) -> dict[str, tuple[Row, list[Row]]]:
-    """By method: its replay with wrappers, and its runs."""
     pairs = {}
     for row in replayed:
-        if row["feedback"] and (runs := [run for run in trained if run["method"] == row["method"]]):
+        if runs := [run for run in trained if run["method"] == row["method"]]:
             pairs[row["method"]] = (row, runs)
     return pairs
 
 
 def table(replayed: Sequence[Row], trained: Sequence[Row]) -> str:
-    """Lay out replayed and trained rows side by side, a line per method; wire bytes per rank and step, in kB."""
     lines = [
         "method                        bits/value  wire kB  error rank  error mean  cosine   loss           accuracy"
     ]
     pairs = joined(replayed, trained)
     for name, (row, runs) in sorted(pairs.items(), key=lambda item: mean_loss(item[1][1])):
         losses = ", ".join("-" if run["loss"] is None else f"{run['loss']:.3f}" for run in runs)
-        accuracy = statistics.fmean(100 * run["accuracy"] for run in runs)
         lines.append(
             f"{name:30s} {row['bits']:9.2f}  {row['wire'] / 1e3:7.1f}  {row['contribution_error']:10.3f}  "
-            f"{row['aggregate_error']:10.3f}  {row['cosine']:6.3f}   {losses:13s}  {accuracy:6.2f} %"
+            f"{row['aggregate_error']:10.3f}  {row['cosine']:6.3f}   {losses:13s}  "
+            f"{statistics.fmean(100 * run['accuracy'] for run in runs):6.2f} %"
         )
-    for key in ("contribution_error", "aggregate_error", "cosine"):
-        for what, names in (
-            ("all", list(pairs)),
-            ("at 1 to 2 bits", [n for n, (r, _) in pairs.items() if r["bits"] < 2]),
-        ):
-            names = [name for name in names if name not in ("dense", "frozen")]
-            if len(names) < 3:
-                continue
+    every = [name for name in pairs if name not in ("dense", "frozen")]
+    some = {"all": every, "at 1 to 2 bits": [name for name in every if pairs[name][0]["bits"] < 2]}
+    for key, (what, names) in product(("contribution_error", "aggregate_error", "cosine"), some.items()):
+        if len(names) > 2:
             sign = -1 if key == "cosine" else 1
             rho = rank_correlation([sign * pairs[n][0][key] for n in names], [mean_loss(pairs[n][1]) for n in names])
             lines.append(f"Spearman of {key} with final loss, {what} ({len(names)}): {rho}")
@@ -253,10 +186,9 @@ def mean_loss(runs: Sequence[Row]) -> float:
 
 
 def main() -> None:
-    """See the module's text."""
-    files = dict.fromkeys(("trace", "replay", "train"), Path)
-    sizes = {"methods": list(METHODS), "seeds": [0, 1], "steps": STEPS, "images": BATCH, "rate": float}
-    chosen = options(__doc__, task=RATES, data=str, record=str, **files, **sizes, table=False)
+    files = dict.fromkeys(("record", "trace", "replay", "train"), Path)
+    sizes = {"methods": list(METHODS), "seeds": [0, 1], "steps": STEPS}
+    chosen = options(__doc__, task=RATES, data=str, **files, **sizes, table=False)
     torch.set_num_threads(1)
     if chosen.table:
         print(table(read(chosen.replay), read(chosen.train)))
@@ -264,12 +196,22 @@ def main() -> None:
     trace = Trace(chosen.trace) if chosen.trace else None
     data = datasets.get(chosen.task).load(chosen.data) if chosen.data else None
     if chosen.record:
-        record(chosen.task, data, chosen.record)
+        dense = task_of(chosen.task, METHODS["dense"], STEPS)
+        emulated.record(dense, data, chosen.record, 0, start=100, every=1, count=100)
     if chosen.replay and trace is not None:
-        replay_all(trace, chosen.replay)
-    if chosen.train:
-        train_all(chosen, data, trace)
+        keys = ({"method": name, "settings": one.codec_settings} for name, one in METHODS.items())
+        fill(chosen.replay, keys, lambda key: replay_row(trace, METHODS[key["method"]]))
+    if not chosen.train:
+        return
 
+    def run(key: Row) -> Row:
+        method = METHODS[key["method"]]
+        task = task_of(chosen.task, method, chosen.steps)
+        plan = method.fitted(trace, WARMUP, layers_of(task.model(key["seed"])), **SCOPE)
+        row = emulated.train(task, plan, data, key["seed"])
+        return {"accuracy": row["score"], "loss": finite(row["loss"])} | {
+            x: row[x] for x in ("ratio", "payload", "wire")
+        }
 
-if __name__ == "__main__":
-    main()
+    keys = [{"method": name, "seed": x, "steps": chosen.steps} for x in chosen.seeds for name in chosen.methods]
+    fill(chosen.train, keys, run)

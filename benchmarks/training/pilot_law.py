@@ -2,14 +2,12 @@
 
     python benchmarks pilot_law
 
-Reads benchmarks/results/pilots.jsonl: 11 tasks of many kinds trained densely, and at a tenth, four tenths and three
-quarters of their steps every plan began from the dense run's snapshot and trained to the end on the same batches. Its
-first steps are its pilot.
-
-The first table has how many ends were in the interval of the law of the other tasks,
-`gradlab.runtime.pilot.growth`. The second has what a rule finds that takes the plan with fewest bytes of those that it
-allows: in how many trainings it finds one, how many of these ended within the limit, and their bytes over the least
-that would have (median). The last line is the law of all tasks, which gradlab ships.
+Reads benchmarks/results/pilots.jsonl: 11 tasks trained densely; from a tenth, four tenths and three quarters of their
+steps every plan trained on to the end on the same batches, the first steps as its pilot. The first table has how many
+ends were in the interval of the law of the other tasks (`gradlab.runtime.pilot.growth`), the second what a rule finds
+that takes the plan with fewest bytes of those that it allows: in how many trainings one, how many of these ended within
+the limit, and their bytes over the least that would have (median). The last line is the law of all tasks, which gradlab
+ships.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ class Cell:
 
 
 def run_of(row: Row) -> str:
-    """Task, seed and place."""
     return f"{row['task']} {row['seed']} {row['place']}"
 
 
@@ -54,7 +51,6 @@ def controls(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """The rows that have a pilot, and trained on after it."""
     found, chances = [], controls(rows)
     for row in rows:
         pilot = row["pilots"].get(STEPS)
@@ -74,7 +70,6 @@ def law_of(rows: Sequence[Row]) -> Growth:
 
 
 def law_without(task: str, rows: Sequence[Row]) -> Growth:
-    """The law of all tasks but one."""
     return law_of([row for row in rows if row["task"] != task])
 
 
@@ -124,6 +119,6 @@ def _choice(
     return taken.end <= limit, taken.payload / min(held) if held else math.nan
 
 
-if __name__ == "__main__":
+def main() -> None:
     kept = read(DIGEST)
     print(f"{tables(kept)}\n\n{law_of(kept)}")

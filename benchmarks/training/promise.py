@@ -4,9 +4,8 @@
     python benchmarks promise --rows FILE --table
 
 100 steps of each task are recorded on two ranks. `gradlab recommend` chooses a plan from the recording, and `gradlab
-pilot` from trials. Then the script trains densely and with both plans. The script is this file with --job, as a user's
-own would be: recorded with --record, compressed with --plan, or plain. FOLDER has CIFAR-10 as an NPZ file and
-WikiText-2 as text. No law of gradlab's was fitted on the first two tasks.
+pilot` from trials; then the script trains densely and with both plans. The script is this file with --job. FOLDER has
+CIFAR-10 as an NPZ file and WikiText-2 as text. A row is a task with a limit.
 """
 
 from __future__ import annotations
@@ -45,16 +44,10 @@ RECORDED, CHECKED = 100, 16  # steps of a recording, batches of a validation
 Batch = tuple[torch.Tensor, ...]
 
 
-# --- tasks ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Training:
-    """A model with what trains it.
-
-    draw: makes a rank's batch with a generator; loss: of a model and a batch; rate: factor on the learning rate, by the
-    share of training that is over; steps: of a whole training.
-    """
+    """A model with what trains it. draw: makes a rank's batch with a generator; rate: factor on the learning rate, by
+    the share of training that is over; steps: of a whole training."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -65,7 +58,6 @@ class Training:
 
 
 def stairs(over: float) -> float:
-    """A tenth from 60 % on, a hundredth from 85 % on."""
     return 1.0 if over < 0.6 else 0.1 if over < 0.85 else 0.01
 
 
@@ -103,15 +95,12 @@ def vgg(data: Path) -> Training:
 
 
 class Words(nn.Module):
-    """A GRU of one layer on words."""
-
     def __init__(self, known: int) -> None:
         super().__init__()
         self.embedding, self.gru = nn.Embedding(known, 48), nn.GRU(48, 96, batch_first=True)
         self.head = nn.Linear(96, known)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Score the next words."""
         return self.head(self.gru(self.embedding(text))[0])
 
 
@@ -141,24 +130,28 @@ def tabular(data: Path) -> Training:
 TASKS = {"VGG": vgg, "words": words, "tabular": tabular}
 
 
-# --- the user's script ----------------------------------------------------------------------------------------------
-
-
 def job(chosen: argparse.Namespace) -> None:
     """Train a task under DDP, and print the mean loss on batches that no step has, which --result writes as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(1000)
     training = TASKS[chosen.job](chosen.data)
-    model = DistributedDataParallel(training.model)
+    model, optimizer = DistributedDataParallel(training.model), training.optimizer
     attached: Any = nullcontext()
     if chosen.record:
-        attached = TraceRecorder(model, chosen.record, optimizer=training.optimizer, overwrite=True)
+        attached = TraceRecorder(model, chosen.record, optimizer=optimizer, overwrite=True)
     elif chosen.plan:
-        attached = gradlab.compress(model, chosen.plan, optimizer=training.optimizer)
+        attached = gradlab.compress(model, chosen.plan, optimizer=optimizer)
     with attached:
         for step in range(chosen.stop or training.steps):
-            _step(training, model, step)
+            generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+            optimizer.zero_grad()
+            training.loss(model, training.draw(generator)).backward()
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = group["initial_lr"] * training.rate(step / training.steps)
+            optimizer.step()
     if dist.get_rank() == 0:
         generator = torch.Generator().manual_seed(77_777_777)
         training.model.eval()
@@ -171,29 +164,12 @@ def job(chosen: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _step(training: Training, model: nn.Module, step: int) -> None:
-    """Take a step on this rank's batch."""
-    generator = torch.Generator().manual_seed(step * 64 + dist.get_rank())
-    torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
-    training.optimizer.zero_grad()
-    training.loss(model, training.draw(generator)).backward()
-    for group in training.optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
-        group["lr"] = group["initial_lr"] * training.rate(step / training.steps)
-    training.optimizer.step()
-
-
-# --- its answers ----------------------------------------------------------------------------------------------------
-
-
 def command(task: str, data: Path, *words: object) -> list[str]:
-    """The user's own command."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return [*launch, str(PROGRAM), "promise", "--job", task, "--data", str(data), *map(str, words)]
 
 
 def run(words: Sequence[object]) -> str:
-    """Run a command, and return what it printed. Its errors are shown if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -202,33 +178,24 @@ def run(words: Sequence[object]) -> str:
 
 
 def answered(*words: object) -> Row:
-    """Run a command of gradlab; its answer and seconds."""
     began = time.monotonic()
     found: Row = json.loads(run([sys.executable, "-m", "gradlab.cli.main", *words]))
     return found | {"seconds": time.monotonic() - began}
 
 
-class Trained:
-    """Trainings of a task to the end, each plan once."""
-
-    def __init__(self, task: str, data: Path, folder: Path) -> None:
-        self._task, self._data, self._folder = task, data, folder
-        self._ends: dict[str | None, float] = {}
-
-    def end(self, artifact: Path | None) -> float:
-        """Return the loss on batches that no step has. None: dense training."""
-        plan = None if artifact is None else Artifact.load(artifact).plan.digest
-        if plan not in self._ends:
-            result = self._folder / "result.json"
-            run(command(self._task, self._data, "--result", result, *(("--plan", artifact) if artifact else ())))
-            self._ends[plan] = float(json.loads(result.read_text())["loss"])
-        return self._ends[plan]
-
-
 def promises(task: str, data: Path, limits: Sequence[str]) -> Iterator[Row]:
     """Record, and for each limit recommend, try, and train."""
     with tempfile.TemporaryDirectory() as kept:
-        trained, trace = Trained(task, data, Path(kept)), Path(kept) / "trace"
+        trace, result = Path(kept, "trace"), Path(kept, "result.json")
+        ends: dict[str | None, float] = {}  # by plan, each trained once; None: dense training
+
+        def end(artifact: Path | None) -> float:
+            plan = None if artifact is None else Artifact.load(artifact).plan.digest
+            if plan not in ends:
+                run(command(task, data, "--result", result, *(("--plan", artifact) if artifact else ())))
+                ends[plan] = float(json.loads(result.read_text(encoding="utf-8"))["loss"])
+            return ends[plan]
+
         run(command(task, data, "--record", trace, "--stop", RECORDED))
         for limit in limits:
             folder = Path(kept, limit)
@@ -242,14 +209,13 @@ def promises(task: str, data: Path, limits: Sequence[str]) -> Iterator[Row]:
             row: Row = {"task": task, "limit": limit, "before": found["plan"], "text": found["text"]}
             row |= {"recommend_seconds": found["seconds"], "pilot_seconds": tried["seconds"]}
             row |= {"proposed": [(one["plan"], one["risk"]) for one in found["proposals"]]}
-            row |= {"after": tried["best"], "outcomes": tried["outcomes"], "dense": trained.end(None)}
+            row |= {"after": tried["best"], "outcomes": tried["outcomes"], "dense": end(None)}
             for name, artifact in (("before", before), ("after", after)):
-                row[f"{name}_end"] = trained.end(artifact) / row["dense"] - 1 if artifact.exists() else None
+                row[f"{name}_end"] = end(artifact) / row["dense"] - 1 if artifact.exists() else None
             yield row
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line per task."""
     cells = []
     for row in rows:
         best = next((one for one in row["outcomes"] if one["name"] == row["after"]), {})
@@ -260,7 +226,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """See the module's text."""
     of_job: dict[str, Any] = {"job": str, "record": str, "plan": str, "stop": int, "result": Path}
     chosen = options(__doc__, data=Path, rows=Path, tasks=list(TASKS), limits=("1%",), table=False, **of_job)
     if chosen.job:
@@ -271,7 +236,3 @@ def main() -> None:
         for row in promises(task, chosen.data, limits) if limits else ():
             add(chosen.rows, row, ("outcomes",))
     print(table(read(chosen.rows)))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,23 +2,18 @@
 
     python benchmarks text_chars --data tinyshakespeare.txt --work DIR [--rows ROWS.jsonl] [--modes shared own]
                                     [--methods dense "top-k 1 %"] [--seeds 0 1] [--steps 2000]
-    python benchmarks text_chars --table [--rows ROWS.jsonl]
+    python benchmarks text_chars --table [--rows ROWS.jsonl] [--steps 2000]
 
-The workload `text_chars`: 804,096 parameters, 2,000 iterations of AdamW, published validation loss 1.88 (nats per
-character). Four emulated nodes share nanoGPT's batch ("shared": 4 x 3 rows) or have its batch each ("own": 4 x 12).
-Every method begins after 100 dense iterations, the warm-up of the learning rate, and has dense training's learning
+The workload `text_chars`: 804,096 parameters, AdamW. Four emulated nodes share nanoGPT's batch ("shared": 4 x 3 rows)
+or have its batch each ("own": 4 x 12). Methods begin after 100 dense iterations and have dense training's learning
 rate. A method that brings its own momentum trains with beta_1 = 0. For each mode a dense run of another seed is
-recorded, iterations 100 to 139 of all nodes, in DIR. A method is replayed on it before it is trained, and plans by
-layer are fitted on it.
-
-Rows, one line of JSON each, are added to ROWS as they finish; what is there is not done again. A run that diverges or
-is refused is a row too. A row names the version that made it.
+recorded in DIR, iterations 100 to 139. A method is replayed on it before it is trained, and plans by layer are fitted
+on it. A row is a replay or a run, also one that diverged or was refused; what is there is not done again.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import subprocess
 import time
@@ -30,14 +25,13 @@ from pathlib import Path
 import emulated
 import torch
 from compared import Compared, published
-from rows import Row, add, finite, grouped, missing, options, read
+from rows import Row, fill, finite, grouped, options, read
 
 from gradlab import __version__
 from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay import replay
 from gradlab.artifact import Artifact
 from gradlab.datasets import get
-from gradlab.datasets.recipe import Recipe
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Plan, Wrap
@@ -46,9 +40,8 @@ from gradlab.trace import Trace
 
 WORKLOAD = get("text_chars")
 ROWS = Path(__file__).parents[1] / "results" / "text-chars.jsonl"
-RANKS, WARMUP, PUBLISHED = 4, 100, 1.88
+RANKS, WARMUP = 4, 100
 MODES = {"shared": 3, "own": 12}  # rows per node and step
-FIRST, RECORDED, RECORDED_SEED = 100, 40, 7
 BOTH_WAYS = (*FEEDBACK, Wrap("two_way"))
 PCA = {"ratio": 25, "pooled": 16, "whitening": False, "sample_steps": 50, "compressed_steps": 0}
 CONTROL = "dense, momentum in the plan"
@@ -112,28 +105,24 @@ class Campaign:
 
     def run(self, mode: str, name: str, seed: int) -> None:
         """Replay a method, if that is not done, then train with it, if that is not done."""
-        replayed, common = {"kind": "replay", "mode": mode, "method": name}, {"mode": mode, "method": name}
-        for key in missing(self.file, [replayed] * (name != "dense")):
-            add(self.file, key | self._done(lambda: self._replay(mode, name)))
+        common = {"mode": mode, "method": name}
+        if name != "dense":
+            fill(self.file, [{"kind": "replay", **common}], lambda _: self._done(self._replay, mode, name))
         trained = {"kind": "training", **common, "seed": seed, "steps": self.steps}
-        for key in missing(self.file, [trained]):
-            add(self.file, key | self._done(lambda: self._train(mode, name, seed)), unshown=("residuals",))
+        fill(self.file, [trained], lambda _: self._done(self._train, mode, name, seed))
 
     def _train(self, mode: str, name: str, seed: int) -> Row:
         plan = self._plan(mode, name, WARMUP)
-        task = task_of(mode, self.steps, plan)
+        task = self._task(mode, plan)
         run = emulated.train(task, plan, self.data, seed)
         dense = 4 * sum(layer.numel for layer in self.layers)
         return {
             "validation": finite(run["score"]),
             "loss": finite(run["loss"]),
-            "residuals": [finite(norm) for norm in run["residuals"]],
             "beta1": task.recipe.momentum,
             "dense_payload": dense,
             "predicted_payload": plan.payload_bytes(RANKS),
             "payload": dense / run["compressing_ratio"],
-            "payload_all_steps": run["payload"],
-            "wire_all_steps": run["wire"],
             "settings": METHODS[name].codec_settings,
         }
 
@@ -163,78 +152,77 @@ class Campaign:
 
     def _recording(self, mode: str) -> Path:
         folder = self.work / f"trace-{mode}"
-        if not folder.exists():
-            task = task_of(mode, WORKLOAD.recipe.steps, Plan(tuple(self.layers)))
-            unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")  # of a run that is killed no trace is taken
-            emulated.record(task, self.data, unfinished, RECORDED_SEED, start=FIRST, every=1, count=RECORDED)
-            unfinished.rename(folder)
+        emulated.record(self._task(mode, None), self.data, folder, 7, start=100, every=1, count=40)
         return folder
 
-    def _done(self, work: Callable[[], Row]) -> Row:
+    def _task(self, mode: str, plan: Plan | None) -> emulated.Task:
+        """The workload on four nodes, without momentum that the plan applies itself. None: that of a recording."""
+        recipe = replace(WORKLOAD.recipe, batch_size=MODES[mode])
+        if plan:
+            recipe = replace(recipe, steps=self.steps, warmup_steps=min(self.steps, recipe.warmup_steps))
+        if plan and wrapper_that(plan, "applies_momentum"):
+            recipe = replace(recipe, momentum=0.0)
+        return emulated.Task(WORKLOAD, recipe, RANKS)
+
+    def _done(self, work: Callable[..., Row], *arguments: str | int) -> Row:
         """The work's row, or that of its refusal; with its processor seconds, and the version that did it."""
         spent = time.process_time()
         try:
-            row = work()
+            row = work(*arguments)
         except GradlabError as reason:
             row = {"refused": str(reason)}
         return row | {"processor_seconds": round(time.process_time() - spent, 1), "version": self.version}
 
 
-def task_of(mode: str, steps: int, plan: Plan) -> emulated.Task:
-    """The workload on four nodes, without momentum and weight decay that the plan applies itself."""
-    recipe: Recipe = replace(
-        WORKLOAD.recipe, batch_size=MODES[mode], steps=steps, warmup_steps=min(steps, WORKLOAD.recipe.warmup_steps)
-    )
-    if wrapper_that(plan, "applies_momentum"):
-        recipe = replace(recipe, momentum=0.0)
-    return emulated.Task(WORKLOAD, recipe, RANKS)
-
-
 def version() -> str:
-    """The checkout's, as git describes it; the package's outside of one."""
     command = ["git", "describe", "--always", "--dirty", "--tags"]
     said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return said.stdout.strip() or __version__
 
-
-# --- tables -----------------------------------------------------------------------------------------------------
 
 COLUMNS = ("method", "predicted kB", "replayed kB", "sent kB", "ratio", "cosine", "error mean", "loss", "to dense")
 WIDTHS = (12, 11, 7, 6, 6, 10, 16, 8)
 
 
 def table(rows: Sequence[Row], steps: int) -> str:
-    """Lay out all modes: methods by validation loss, with the replay's prediction; then how well it predicted."""
-    lines: list[str] = []
+    """Lay out all modes: methods by validation loss, with the replay's prediction; then how well it predicted.
+
+    Bytes are per rank and step while compressing: as the plan says beforehand, as replayed, as sent.
+    """
+    parts = []
     for mode, batch in MODES.items():
-        trained = [row for row in rows if row["kind"] == "training" and row["mode"] == mode and row["steps"] == steps]
-        replayed = {row["method"]: row for row in rows if row["kind"] == "replay" and row["mode"] == mode}
+        here = [row for row in rows if row["mode"] == mode]
+        trained = grouped((r for r in here if r["kind"] == "training" and r["steps"] == steps), lambda r: r["method"])
+        replayed = {row["method"]: row for row in here if row["kind"] == "replay"}
         if trained:
-            lines += [f"{mode}: {RANKS} nodes with {batch} rows each", *_lines_of_mode(trained, replayed)]
-            lines.append("")
-    return "\n".join(lines[:-1])
+            lines = _lines_of_mode({name: trained[name] for name in METHODS if name in trained}, replayed)
+            parts.append("\n".join([f"{mode}: {RANKS} nodes with {batch} rows each", *lines]))
+    return "\n\n".join(parts)
 
 
-def _lines_of_mode(trained: Sequence[Row], replayed: Mapping[str, Row]) -> list[str]:
-    known = grouped(trained, lambda row: row["method"])
-    by_method = {name: known[name] for name in METHODS if name in known}
-    dense = _by_seed(by_method, "dense")
-    control = _by_seed(by_method, CONTROL)  # of methods with momentum of their own, which is another optimizer
+def _lines_of_mode(trained: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row]) -> list[str]:
     lines = [_line(COLUMNS)]
-    for name, runs in sorted(by_method.items(), key=lambda item: outcome(item[1])):
-        row = replayed.get(name)
-        figures = [
-            _figure(row, "cosine"),
-            _figure(row, "aggregate_error"),
-            *_outcome(runs, dense if METHODS[name].momentum else control),
-        ]
-        lines.append(_line([name, *_bytes(runs, row), *figures]))
-    comparable = {name: runs for name, runs in by_method.items() if METHODS[name].momentum}
-    return [*lines, *_predictions(comparable, replayed)]
-
-
-def _by_seed(by_method: Mapping[str, Sequence[Row]], name: str) -> dict[int, float | None]:
-    return {row["seed"]: row.get("validation") for row in by_method.get(name, [])}
+    for name, runs in sorted(trained.items(), key=lambda item: outcome(item[1])):
+        before, run = replayed.get(name, {}), next((run for run in runs if "payload" in run), {})
+        sizes = (run.get("predicted_payload"), before.get("payload"), run.get("payload"))
+        cells = [_figure(size and size / 1e3, 1) for size in sizes]
+        cells.append(_figure(run["dense_payload"] / run["payload"], 1) if run else "-")
+        cells += [_figure(before.get(key), 3) for key in ("cosine", "aggregate_error")]
+        # A method with momentum of its own is another optimizer, and has its own control.
+        dense = {row["seed"]: row for row in trained.get("dense" if METHODS[name].momentum else CONTROL, [])}
+        pairs = [(run.get("validation"), dense.get(run["seed"], {}).get("validation")) for run in runs]
+        differences = [one - other for one, other in pairs if one is not None and other is not None]
+        cells.append(
+            ", ".join("refused" if "refused" in run else _figure(run["validation"], 3, "diverged") for run in runs)
+        )
+        lines.append(_line([name, *cells, f"{statistics.fmean(differences):+.3f}" if differences else "-"]))
+    known = [name for name in trained if METHODS[name].momentum and replayed.get(name, {}).get("cosine") is not None]
+    for key, sign in (("cosine", -1), ("aggregate_error", 1), ("contribution_error", 1)):
+        pairs = [(sign * replayed[name][key], outcome(trained[name])) for name in known if replayed[name].get(key)]
+        if len(pairs) > 3:
+            rho = rank_correlation(*(list(column) for column in zip(*pairs, strict=True)))
+            lines.append(f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho}")
+    return lines
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -246,48 +234,11 @@ def outcome(runs: Sequence[Row]) -> float:
     return statistics.fmean(math.inf if run.get("validation") is None else run["validation"] for run in runs)
 
 
-def _bytes(runs: Sequence[Row], replayed: Row | None) -> list[str]:
-    """Bytes per rank and step while compressing: as the plan says beforehand, as replayed, as sent; the ratio."""
-    run = next((run for run in runs if "payload" in run), {})
-    sizes = [run.get("predicted_payload"), (replayed or {}).get("payload"), run.get("payload")]
-    ratio = f"{run['dense_payload'] / run['payload']:.1f}" if run else "-"
-    return [*("-" if size is None else f"{size / 1e3:.1f}" for size in sizes), ratio]
-
-
-def _figure(row: Row | None, key: str) -> str:
-    return "-" if row is None or row.get(key) is None else f"{row[key]:.3f}"
-
-
-def _outcome(runs: Sequence[Row], dense: Mapping[int, float | None]) -> list[str]:
-    """The validation loss of each seed, and the mean difference to dense training of the same seed, or its control."""
-    pairs = [
-        run["validation"] - dense[run["seed"]]
-        for run in runs
-        if run.get("validation") is not None and dense.get(run["seed"]) is not None
-    ]
-    return [", ".join(_reached(run) for run in runs), f"{statistics.fmean(pairs):+.3f}" if pairs else "-"]
-
-
-def _reached(run: Row) -> str:
-    if "refused" in run:
-        return "refused"
-    return "diverged" if run["validation"] is None else f"{run['validation']:.3f}"
-
-
-def _predictions(by_method: Mapping[str, Sequence[Row]], replayed: Mapping[str, Row]) -> list[str]:
-    """How the replay's figures agree with the outcome."""
-    names = [name for name in by_method if replayed.get(name, {}).get("cosine") is not None]
-    lines = []
-    for key, sign in (("cosine", -1), ("aggregate_error", 1), ("contribution_error", 1)):
-        pairs = [(sign * replayed[name][key], outcome(by_method[name])) for name in names if replayed[name].get(key)]
-        if len(pairs) > 3:
-            rho = rank_correlation(*(list(column) for column in zip(*pairs, strict=True)))
-            lines.append(f"Spearman of {key} with the validation loss ({len(pairs)} methods): {rho}")
-    return lines
+def _figure(value: float | None, digits: int, without: str = "-") -> str:
+    return without if value is None else f"{value:.{digits}f}"
 
 
 def main() -> None:
-    """Do the runs that are missing, one after another; or print the tables."""
     named = {"modes": list(MODES), "methods": list(METHODS), "seeds": [0, 1], "steps": WORKLOAD.recipe.steps}
     chosen = options(__doc__, data=Path, work=Path("runs/compare-text"), rows=ROWS, **named, table=False)
     if chosen.table:
@@ -303,7 +254,3 @@ def main() -> None:
         for mode, name in product(chosen.modes, chosen.methods):
             if (name == "dense") is dense:
                 campaign.run(mode, name, seed)
-
-
-if __name__ == "__main__":
-    main()
