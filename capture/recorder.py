@@ -181,9 +181,6 @@ class TraceRecorder(Uncopied):
             what = "rank" if source.topology is None else "node"
             warnings.warn(f"recording one {what} alone: its trace says nothing about other {what}s", stacklevel=2)
 
-    def __enter__(self) -> "TraceRecorder":
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -14,7 +14,6 @@ from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizer_steps import at_any_step
 from gradlab.errors import GradlabError
-from gradlab.executor import PlanRun
 from gradlab.executor.rules import Finding, finding
 from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from gradlab.runtime.saved import RankState
 
 Result = TypeVar("Result")
-Own = TypeVar("Own", bound="Exchange")
 
 
 class Exchange(Uncopied):
@@ -335,9 +333,6 @@ class Exchange(Uncopied):
         self._driver.end()
         self._finalizer()
 
-    def __enter__(self: Own) -> Own:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
         if kind is not None:
             self._driver.leave(f"{kind.__name__}: {error}")
@@ -384,8 +379,7 @@ def plain_driver(plan: Plan, group: dist.ProcessGroup, around: Surroundings, *, 
     everyone = around.communicator(group, owned=owned)
     if everyone.world_size == 1:
         warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=4)
-    settings = around.settings(plan)
-    run = PlanRun(plan, everyone.rank, everyone.world_size, settings, workspace=around.workspace)
+    run = around.run(plan, everyone.rank, everyone.world_size)
     carried = [(parameter, parameter.numel()) for parameter in around.parameters.values()]
     place = Place.of(everyone, lambda plan: plan.payload_bytes(everyone.world_size), carried)
     return StepDriver(run, everyone, around, place)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from gradlab.errors import GradlabError
+
+Own = TypeVar("Own", bound="Uncopied")
 
 
 class DetachedError(GradlabError, AttributeError):
@@ -43,7 +45,10 @@ class Detached:
 
 
 class Uncopied:
-    """A base of what is attached to a running model: copied or pickled, it becomes a `Detached`."""
+    """A base of what is attached to a running model, mostly by `with`: copied or pickled, it becomes a `Detached`."""
+
+    def __enter__(self: Own) -> Own:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Detached, (type(self).__name__,)

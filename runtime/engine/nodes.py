@@ -306,8 +306,8 @@ def node_driver(
     ownership = share_out(plan, topology.local_ranks)
     mine = ownership.owned(topology.local_rank)
     codecs = {one.name: plan.build(one, device) for one in plan.compressed_groups if one.name in mine}
-    settings, nodes = around.settings(plan), NodeNetwork(ownership, inside, averaging, everyone)
-    run = PlanRun(plan, topology.node, len(topology.nodes), settings, codecs=codecs, workspace=around.workspace)
+    nodes = NodeNetwork(ownership, inside, averaging, everyone)
+    run = around.run(plan, topology.node, len(topology.nodes), codecs)
 
     def forecast(plan: Plan) -> float:
         return forecast_payload(plan, ownership, topology.local_rank, len(topology.nodes))

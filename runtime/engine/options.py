@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gradlab import version
+from gradlab.codec import Codec
 from gradlab.ddp.optimizers import HeldLayers, check_optimizer_and_scaler, describe_optimizer
 from gradlab.errors import GradlabError
-from gradlab.executor import RunSettings
+from gradlab.executor import PlanRun, RunSettings
 from gradlab.executor.rules import levels
 from gradlab.executor.ticks import SEGMENT_BYTES
 from gradlab.plan import Plan
@@ -111,14 +112,15 @@ class Surroundings:
             group, timeline=self._timeline, workspace=self.workspace, device=self.device.device, **given
         )
 
-    def settings(self, plan: Plan) -> RunSettings:
-        """Return the training that a plan runs in."""
+    def run(self, plan: Plan, rank: int, world_size: int, codecs: Mapping[str, Codec] | None = None) -> PlanRun:
+        """Make a rank's run of a plan; `codecs` are those of the groups that it carries (None: all)."""
         plain, device, graphs = self.held.plain_sgd(compressed_layers(plan)), self.device.device, None
         if self.options.cuda_graphs and device.type == "cuda":
             from gradlab.executor.device_graphs import CudaGraphs
 
             graphs = CudaGraphs(device)
-        return RunSettings(plain, self.options.hold_unused, replan_beside=True, device=device, graphs=graphs)
+        settings = RunSettings(plain, self.options.hold_unused, replan_beside=True, device=device, graphs=graphs)
+        return PlanRun(plan, rank, world_size, settings, codecs=codecs, workspace=self.workspace)
 
 
 class _Values(Mapping[str, torch.Tensor]):

@@ -285,8 +285,7 @@ def shard_driver(
         around.communicator(part_of(mesh, ranks, timeout, around.device.device), owned=True, averages=True)
         for ranks in ([rank for node in topology.nodes for rank in node], topology.inside, topology.between)
     )
-    settings = around.settings(plan)
-    run = PlanRun(plan, topology.node, len(topology.nodes), settings, workspace=around.workspace)
+    run = around.run(plan, topology.node, len(topology.nodes))
 
     def forecast(plan: Plan) -> float:
         grouped = {layer for group in plan.compressed_groups for layer in group.layers}

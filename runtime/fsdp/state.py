@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -255,38 +256,32 @@ class FSDPCompression(Exchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; see `Exchange.load_state_dict`."""
-        self._require_same_levels([state])
-        found = None if self.inside is None else self.inside.resumptions([state["inside"]])
+        resume = self._inside_from([state])
         super().load_state_dict(state)
-        if self.inside is not None and found is not None:
-            self.inside.resume(found, self._around.device)
+        resume()
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
-        self._driver.require_between_steps()
         checkpoint.check_arguments(states, residuals)
         column = checkpoint.same_shards(states, self.identity)
-        self._require_same_levels(column)
-        place = (self.run.rank, self.run.world_size, residuals)
-        found = None if self.inside is None else self.inside.resumptions([one["inside"] for one in column], place)
-        checkpoint.redistribute(self.run, column, {"plan": self.plan.digest}, residuals, self._around.device)
-        if self.inside is not None and found is not None:
-            self.inside.resume(found, self._around.device)
-        self._driver.ranks_compared = False
+        resume = self._inside_from(column, (self.run.rank, self.run.world_size, residuals))
+        super().load_state_dicts(column, residuals)
+        resume()
 
     def report(self) -> dict[str, Any]:
         """Return `Exchange.report`; under "inside" the bytes of the last step's reduce-scatters."""
         report = super().report()
         return report if self.inside is None else {**report, "inside": self.inside.report()}
 
-    def _require_same_levels(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if trial() is not None:
-            return
-        for one in states:
-            came = one.get("inside") if isinstance(one, Mapping) else None
-            if (came is None) != (self.inside is None) or not (came is None or isinstance(came, Mapping)):
-                has = "no plan" if self.inside is None else "a plan"
-                raise GradlabError(f"checkpoint: this run has {has} inside nodes, and the one that was saved differs")
+    def _inside_from(self, states: Sequence[Any], place: tuple[int, int, str] | None = None) -> Callable[[], None]:
+        """Check the states of the plan inside nodes; return what continues from them, see `ShardReduction`."""
+        saved = [one.get("inside") if isinstance(one, Mapping) else None for one in states]
+        if trial() is None and not all(isinstance(one, NoneType if self.inside is None else Mapping) for one in saved):
+            has = "no plan" if self.inside is None else "a plan"
+            raise GradlabError(f"checkpoint: this run has {has} inside nodes, and the one that was saved differs")
+        if self.inside is None:
+            return lambda: None
+        return partial(self.inside.resume, self.inside.resumptions(saved, place), self._around.device)
 
 
 def compress_fsdp(

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -74,7 +74,7 @@ class Fragment:
     exchange: Exchange | None
     flight: Future[Arrival] | None = None
     lands: int = 0
-    steps: int = field(default=0)
+    steps: int = 0
 
 
 class OuterStep(Uncopied):
@@ -243,7 +243,8 @@ class OuterStep(Uncopied):
             if fragment.flight is not None and fragment.lands == self.local_steps:
                 self._land(fragment)
                 changed = True
-            if self._is_due(number):
+            # The last fragment is sent at every multiple of H.
+            if (self.local_steps - (number + 1) * self.every // len(self.fragments)) % self.every == 0:
                 self._send(fragment)
                 if not self.delay:
                     self._land(fragment)
@@ -251,10 +252,6 @@ class OuterStep(Uncopied):
         if self._trial is not None and self.local_steps % self.every == 0:
             self._trial.end()
         return changed
-
-    def _is_due(self, number: int) -> bool:
-        """Whether a fragment is sent after this local step. The last one is at every multiple of H."""
-        return (self.local_steps - (number + 1) * self.every // len(self.fragments)) % self.every == 0
 
     @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
@@ -321,7 +318,11 @@ class OuterStep(Uncopied):
                 optimizer.zero_grad(set_to_none=True)
             fragment.steps += 1
         else:
-            self._warn_of(fragment)
+            warnings.warn(
+                f"{CALLER}: at local step {self.local_steps} what came of {next(iter(fragment.parameters))} and what "
+                "goes with it was not finite: all workers go back to the common parameters",
+                stacklevel=3,
+            )
         own = self._mixing if self.delay and arrival.finite else 0.0
         for name, common in fragment.parameters.items():
             values = self._held.by_name[name].values
@@ -370,13 +371,6 @@ class OuterStep(Uncopied):
         check_model(plan, [one.layer for one in self._held.by_name.values()])
         parts = cut_like(plan, [one.parameters for one in self.fragments])
         return [plan_of_rank(one, self._held, self.workers.sharded) for one in parts]
-
-    def _warn_of(self, fragment: Fragment) -> None:
-        warnings.warn(
-            f"{CALLER}: at local step {self.local_steps} what came of {next(iter(fragment.parameters))} and what "
-            "goes with it was not finite: all workers go back to the common parameters",
-            stacklevel=4,
-        )
 
     # --- what it holds ---
 
@@ -511,9 +505,6 @@ class OuterStep(Uncopied):
             with suppress(Exception):  # who asks for its result is told; here it is not wanted any more
                 self.wait()
         self._finalizer()
-
-    def __enter__(self) -> OuterStep:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object) -> None:
         if kind is None:

@@ -154,13 +154,11 @@ class OuterGradients:
         between = self._outer.workers.between
         self._group = None if between is None else group_like(between, None, self._device)
 
-    @contextmanager
-    def under(self, plan: Plan | None, **options: Any) -> Iterator[None]:
+    def under(self, plan: Plan | None, **options: Any) -> AbstractContextManager[None]:
         """Exchange by a plan for a while, or exactly for None."""
         chosen = {name: value for name, value in options.items() if name not in ("optimizer", "scaler")}
         chosen |= self._options
-        with self._outer.exchanging_by(Plan(self.layers) if plan is None else plan, self._group, **chosen):
-            yield
+        return self._outer.exchanging_by(Plan(self.layers) if plan is None else plan, self._group, **chosen)
 
     def settle(self) -> None:
         """Have a sharded model show its shards."""

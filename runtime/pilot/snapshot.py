@@ -36,9 +36,9 @@ class Snapshot:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], others: Iterable[Stateful]
     ) -> None:
-        self._parameters = [(one, one.detach().clone(), one.grad, _kept(one.grad)) for one in model.parameters()]
+        self._parameters = [(one, one.detach().clone(), one.grad, _copied(one.grad)) for one in model.parameters()]
         self._buffers = [
-            (module, name, buffer, _kept(buffer))
+            (module, name, buffer, _copied(buffer))
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
@@ -60,9 +60,9 @@ class Snapshot:
         """Put all back."""
         for parameter, value, gradient, of_gradient in self._parameters:
             parameter.copy_(value)
-            parameter.grad = _put(gradient, of_gradient)
+            parameter.grad = _put_back(gradient, of_gradient)
         for module, name, buffer, of_buffer in self._buffers:
-            module._buffers[name] = _put(buffer, of_buffer)
+            module._buffers[name] = _put_back(buffer, of_buffer)
         for optimizer in self._optimizers:
             optimizer.restore()
         for one, state in self._others:
@@ -128,16 +128,6 @@ def draw_from(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
-
-
-def _put(tensor: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is not None and value is not None:
-        tensor.detach().copy_(value)
-    return tensor
 
 
 def _copied(value: Any) -> Any:

@@ -1436,8 +1436,8 @@ MUTANTS += (
         ("if not has_hooks(unit, *hooks)]", "if False]", "drift", "A hook that was replaced is not noticed."),
         ("require_whole_backward(self._units)", "pass", "drift", "Backward passes in parts are taken for whole ones."),
         (
-            'None if self.inside is None else self.inside.resumptions([state["inside"]])',
-            "None",
+            "partial(self.inside.resume, self.inside.resumptions(saved, place), self._around.device)",
+            "lambda: None",
             "resumed_by",
             "Residuals of reduce-scatters begin anew.",
         ),
