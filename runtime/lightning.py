@@ -80,7 +80,7 @@ class _RankStates(Callback):
         if self._residuals is None and len(everyone) != trainer.world_size:
             came = f"checkpoint: world_size is {len(everyone)}, this run has {trainer.world_size}"
             raise GradlabError(f"{came}; resume on as many ranks, or give CompressionCallback(residuals=...)")
-        go_on(self.state, self._residuals, trainer.global_rank, trainer.world_size, everyone.__getitem__)
+        go_on(self.state, self._residuals, everyone.__getitem__)
         return True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -76,16 +76,16 @@ def check_policy(residuals: object) -> None:
         raise GradlabError(f"residuals = {residuals!r}, expected None or one of {', '.join(POLICIES)}")
 
 
-def go_on(state: Saves, residuals: str | None, rank: int, world_size: int, read: Callable[[int], Any]) -> None:
+def go_on(state: Saves, residuals: str | None, read: Callable[[int], Any]) -> None:
     """Continue from the states that `read` gives by old rank. Another world size takes a policy for residuals, with
     which the states of all old ranks are read."""
     first = read(0) if residuals is not None else {}
     if residuals is not None and not same_ranks(first, state.identity):
         state.load_state_dicts([read(one) for one in range(int(first["world_size"]))], residuals)
         return
-    saved = read(rank)
-    if saved.get("world_size") != world_size:
-        came = f"checkpoint: world_size is {repr(saved.get('world_size'))[:80]}, this run has {world_size}"
+    saved, ranks = read(state.identity["rank"]), state.identity["world_size"]
+    if saved.get("world_size") != ranks:
+        came = f"checkpoint: world_size is {repr(saved.get('world_size'))[:80]}, this run has {ranks}"
         raise GradlabError(f"{came}; residuals= (split, sum or drop) says what becomes of the residuals")
     state.load_state_dict(saved)
 
@@ -172,7 +172,7 @@ class RankFiles:
         """
         problem, read = None, partial(_read, folder, stem, missing, marks)
         try:
-            go_on(self._state, self._residuals, self.rank, self._ranks.size, read)
+            go_on(self._state, self._residuals, read)
         except FileNotFoundError as error:
             problem = f"{error.filename}: missing; {missing}"
         except GradlabError as error:

@@ -68,7 +68,6 @@ class Fragment:
     lands: the local step after which it is applied.
     """
 
-    plan: Plan
     parameters: dict[str, nn.Parameter]
     optimizers: tuple[torch.optim.Optimizer, ...]
     exchange: Exchange | None
@@ -170,11 +169,7 @@ class OuterStep(Uncopied):
             self.plan = given_plan(plan, CALLER) if self._trial is None else self._trial.plan
             if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
-            check_model(self.plan, [one.layer for one in held.values()])
-            # Cut before it is of shards, whose groups may differ between ranks of a worker.
-            parts.extend(
-                plan_of_rank(one, self._held, self.workers.sharded) for one in fragments_of(self.plan, fragments)
-            )
+            parts.extend(self._cut(self.plan, lambda one: fragments_of(one, fragments)))
 
         kinds = {name: [*one.shape, str(one.dtype)] for name, one in beside.items()}
         numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
@@ -219,7 +214,7 @@ class OuterStep(Uncopied):
         exchange = None
         if self.workers.between is not None:
             exchange = Exchange(plan, parameters.items(), self.workers.between, optimizer=optimizers, **options)
-        return Fragment(plan, parameters, optimizers, exchange)
+        return Fragment(parameters, optimizers, exchange)
 
     # --- steps ---
 
@@ -348,7 +343,8 @@ class OuterStep(Uncopied):
             GradlabError: for a plan that does not fit.
         """
         parts: list[Plan] = []
-        self._together(lambda: parts.extend(self._cut_alike(plan)))
+        alike = partial(cut_like, fragments=[one.parameters for one in self.fragments])
+        self._together(lambda: parts.extend(self._cut(plan, alike)))
         before, own, group = [one.exchange for one in self.fragments], self.plan, group or self.workers.between
         self.plan = plan
         try:
@@ -366,11 +362,10 @@ class OuterStep(Uncopied):
                 fragment.exchange = exchange
             self.plan = own
 
-    def _cut_alike(self, plan: Plan) -> list[Plan]:
-        """A plan's parts for this run's fragments."""
+    def _cut(self, plan: Plan, cut: Callable[[Plan], list[Plan]]) -> list[Plan]:
+        """Cut a plan of this model before it is of shards, whose groups may differ between ranks of a worker."""
         check_model(plan, [one.layer for one in self._held.by_name.values()])
-        parts = cut_like(plan, [one.parameters for one in self.fragments])
-        return [plan_of_rank(one, self._held, self.workers.sharded) for one in parts]
+        return [plan_of_rank(one, self._held) for one in cut(plan)]
 
     # --- what it holds ---
 

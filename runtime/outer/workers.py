@@ -128,9 +128,9 @@ def _change(held: Held, now: torch.Tensor | None) -> str:
     return ""
 
 
-def plan_of_rank(plan: Plan, held: HeldLayers, sharded: bool) -> Plan:
-    """Return the plan of what this rank holds, its shards if `sharded`; refuse a codec that needs whole layers then."""
-    if not sharded:
+def plan_of_rank(plan: Plan, held: HeldLayers) -> Plan:
+    """Return the plan of what this rank holds; of its shards, refuse a codec that needs whole layers."""
+    if not held.sharded:
         return plan
     shapes = {layer.name: tuple(held.by_name[layer.name].shape) for layer in plan.layers}
     return shard_plan(plan, shapes, dict.fromkeys(shapes, ""))
@@ -144,7 +144,6 @@ class Workers:
     inside: the group of this rank's worker; None if that has one rank.
     sharded: whether each of a worker's ranks holds, and exchanges, a part of its parameters.
     count: number of workers.
-    number: this rank's worker, from 0.
     """
 
     def __init__(
@@ -167,11 +166,11 @@ class Workers:
         self.inside: dist.ProcessGroup | None
         self._made: tuple[dist.ProcessGroup, ...]
         if topology is None:
-            self.count, self.number = everyone.size(), dist.get_rank(everyone)
+            self.count = everyone.size()
             self.between, self.inside = group_like(everyone, timeout, device), None
             self._made = (self.between,)
         else:
-            self.count, self.number = len(topology.nodes), topology.node
+            self.count = len(topology.nodes)
             between = part_of((everyone,), topology.between, timeout, device)
             self.inside = part_of((everyone,), topology.inside, timeout, device)
             # Made by all ranks, as that is a collective; used by those that exchange.
