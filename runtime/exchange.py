@@ -45,8 +45,7 @@ class Exchange(Uncopied):
     handed a few gradients at a time calls `begin`, then `add` for each of them, then `finish`. All ranks construct it
     together, and hand over the same layers in the same order.
 
-    If a step fails on one rank, that rank leaves the reason for the others and takes part in no further collective.
-    The
+    If a step fails on one rank, that rank leaves the reason for the others and takes part in no further collective. The
     others raise an error with that reason when their next collective fails, at the latest after the group's timeout.
 
     >>> from gradlab.runtime import Exchange

@@ -82,11 +82,6 @@ class RunReport:
         sent = self.summary.means.wire_bytes_per_step if self.summary.means else 0.0
         return self.place.saving(sent)
 
-    @property
-    def compression_ratio(self) -> float | None:
-        """Bytes that a ring all-reduce of the gradients sends over those sent; None where it is not known."""
-        return self.saving.ratio
-
     def to_json(self) -> dict[str, Any]:
         """Write the report as `state.report()` returns it; numbers that are not finite become None."""
         place = self.place
@@ -160,9 +155,8 @@ def _means(group: Group, measured: Sequence[StepRecord]) -> GroupMeans:
     )
 
 
-def residual_statement(plan: Plan, optimizer: object) -> str | None:
+def residual_statement(plan: Plan, held: HeldLayers) -> str | None:
     """Say in one line what holds for a plan's residuals under its optimizers; None if it keeps none."""
-    held = optimizer if isinstance(optimizer, HeldLayers) else HeldLayers(optimizer)
     stacks = {repr(group.wrappers): group.wrappers for group in plan.groups}.values()  # mostly one for all groups
     ratios = [ratio for wraps in stacks for ratio in _ratios(wraps)]
     if not ratios:

@@ -45,6 +45,7 @@ class ShardReduction:
 
     plan: plan of the padded shards, of one shape on all ranks of the node; `whole` is that of whole layers.
     runs: runs of the plan, one per shard of the node; their states are this rank's residuals of the shards.
+    finite: whether this rank's gradients were finite in the step in progress.
     last: bytes of the last step on this rank, contributed and sent.
     measure_every: steps between those in which the rules look at residuals; 0: none.
     """
@@ -61,42 +62,27 @@ class ShardReduction:
         ]
         self.last = (0, 0)
         self._steps: list[Step] = []
-        self._finite = True
+        self.finite = True
         self._watch = RankWatch(plan, codecs, settings.plain_sgd)
         self._measure_every = measure_every
         self._measured: dict[str, GroupMeasures] = {}
 
-    @property
-    def compresses(self) -> bool:
-        """Whether the schedule compresses in the next step."""
-        return self.runs[self.mine].compresses
-
-    @property
-    def forecast_payload_bytes(self) -> float:
-        """Bytes that this rank contributes to all shards' owners in a compressed step of float32, by the plan."""
-        of_shard = self.plan.payload_bytes(1)  # every part is gathered in one round, whatever the number of ranks
-        return len(self.runs) * (of_shard - (FINITE_FLAG_BYTES if self.plan.compressed_groups else 0))
-
     def report(self) -> dict[str, Any]:
-        """Say what the last step's reduce-scatters took on this rank, and what the plan forecasts, in bytes."""
-        payload, wire = self.last
-        forecast = self.forecast_payload_bytes
-        return {"payload_bytes": payload, "wire_bytes": wire, "forecast_payload_bytes": forecast}
-
-    @property
-    def finite(self) -> bool:
-        """Whether this rank's gradients were finite in the step in progress."""
-        return self._finite
+        """Say what the last step's reduce-scatters took on this rank, and what the plan forecasts, in bytes: what it
+        contributes to all shards' owners in a compressed step of float32."""
+        of_shard = self.plan.payload_bytes(1)  # every part is gathered in one round, whatever the number of ranks
+        forecast = len(self.runs) * (of_shard - FINITE_FLAG_BYTES * bool(self.plan.compressed_groups))
+        return {"payload_bytes": self.last[0], "wire_bytes": self.last[1], "forecast_payload_bytes": forecast}
 
     def begin(self, rates: Mapping[str, float], scale: float) -> None:
         """Begin a step, with learning rates by layer name and the loss scaler's factor."""
         self._steps = [run.begin(rates, scale) for run in self.runs]
-        self._finite, self._measured = True, {}
+        self.finite, self._measured = True, {}
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
         """Reduce `flat` (ranks x elements,) into `output` (elements,): the mean of all ranks' shards, or their sum."""
         rows = flat.view(len(self.runs), -1)
-        self._finite = self._finite and is_finite(flat)
+        self.finite = self.finite and is_finite(flat)
         parts = [unit.padded_gradients(row) for row in rows]
         own = self._steps[self.mine]
         complete = [step.add(part) for step, part in zip(self._steps, parts, strict=True)][self.mine]

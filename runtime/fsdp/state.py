@@ -7,7 +7,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -222,7 +222,7 @@ class FSDPCompression(Exchange):
                 for shard in self._shards.values():
                     shard.fill_gradient(torch.nan)
 
-        with _on(self._stream):
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             super()._guarded(_waiting("the end of the step")(end))
         if self._stream is not None:
             torch.cuda.current_stream(self._around.device.device).wait_stream(self._stream)
@@ -427,7 +427,3 @@ def _waiting(what: str) -> Iterator[None]:
         yield
     except CommunicationError as error:
         raise CommunicationError(f"{what} waited for a rank that is gone or stuck: {error}") from error
-
-
-def _on(stream: Any) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)

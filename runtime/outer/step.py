@@ -430,14 +430,7 @@ class OuterStep(Uncopied):
             GradlabError: naming what differs.
         """
         self._check(state, self._identity())
-        for number, fragment in enumerate(self.fragments):
-            saved = state["fragments"][str(number)]
-            if (saved["exchange"] is None) != (fragment.exchange is None):
-                raise GradlabError("checkpoint: of a rank that exchanged, and this one does not, or the reverse")
-            if fragment.exchange is not None:
-                fragment.exchange.load_state_dict(saved["exchange"])
-            self._restore(fragment, saved)
-        self.local_steps = state["local_steps"]
+        self._continue([state], lambda exchange, saved: exchange.load_state_dict(saved[0]))
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of N ranks on this run's M, of workers of one rank. Every rank loads those of all N.
@@ -456,31 +449,34 @@ class OuterStep(Uncopied):
             raise GradlabError("checkpoint: workers of several ranks cannot be made more or fewer")
         if len({state["local_steps"] for state in states}) > 1:
             raise GradlabError("checkpoints of different local steps, expected those of one moment")
-        for number, fragment in enumerate(self.fragments):
-            saved = [state["fragments"][str(number)] for state in states]
-            assert fragment.exchange is not None
-            fragment.exchange.load_state_dicts([one["exchange"] for one in saved], residuals)
-            self._restore(fragment, saved[0])
-        self.local_steps = states[0]["local_steps"]
+        self._continue(states, lambda exchange, saved: exchange.load_state_dicts(saved, residuals))
 
     def _check(self, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """Refuse a state of another run; a trial has another plan."""
         checkpoint.require(state, {k: v for k, v in identity.items() if k != "plan" or self._trial is None})
 
     @torch.no_grad()
-    def _restore(self, fragment: Fragment, saved: Mapping[str, Any]) -> None:
-        for name, common in fragment.parameters.items():
-            kept = saved["parameters"].get(name)
-            if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
-                raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
-            common.copy_(kept)
-        load_states(fragment.optimizers, copied(saved["optimizer"]))
-        fragment.steps, fragment.lands, flight = saved["steps"], saved["lands"], saved["flight"]
-        device = self._device.device
-        fragment.flight = None
-        if flight is not None:
-            means = {name: flight["means"][name].to(device) for name in fragment.parameters}
-            fragment.flight = _arrived(Arrival(means, flight["finite"]))
+    def _continue(self, states: Sequence[Mapping[str, Any]], load: Callable[[Exchange, list[Any]], None]) -> None:
+        """Take what all ranks have from the first state, and what each exchange has by `load`."""
+        for number, fragment in enumerate(self.fragments):
+            everyone = [state["fragments"][str(number)] for state in states]
+            if any((one["exchange"] is None) != (fragment.exchange is None) for one in everyone):
+                raise GradlabError("checkpoint: of a rank that exchanged, and this one does not, or the reverse")
+            if fragment.exchange is not None:
+                load(fragment.exchange, [one["exchange"] for one in everyone])
+            saved = everyone[0]
+            for name, common in fragment.parameters.items():
+                kept = saved["parameters"].get(name)
+                if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
+                    raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
+                common.copy_(kept)
+            load_states(fragment.optimizers, copied(saved["optimizer"]))
+            fragment.steps, fragment.lands, flight = saved["steps"], saved["lands"], saved["flight"]
+            fragment.flight = None
+            if flight is not None:
+                means = {name: flight["means"][name].to(self._device.device) for name in fragment.parameters}
+                fragment.flight = _arrived(Arrival(means, flight["finite"]))
+        self.local_steps = states[0]["local_steps"]
 
     def report(self) -> dict[str, Any]:
         """Summarise the run as plain JSON: numbers of steps, and the exchange's report of every fragment."""

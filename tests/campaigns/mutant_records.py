@@ -1397,7 +1397,7 @@ MUTANTS += (
             "resumed",
             "Fragments on their way are not saved.",
         ),
-        ('self.local_steps = state["local_steps"]', "self.local_steps = 0", "resumed", "A resumed run counts anew."),
+        ('local_steps = states[0]["local_steps"]', "local_steps = 0", "resumed", "A resumed run counts anew."),
         ("if self.delay >= self.every:", "if self.delay > self.every:", "wrong_use", "A delay of a round is taken."),
         ("self.workers.hand_on(list(pseudo.values()))", "pass", "ranks_in_ddp", "A worker's other ranks get no mean."),
     ),

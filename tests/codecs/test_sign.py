@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gradlab.codec import Codec, Compressor, Context, Exchanged, Table, Tensors, Training, exchange_group
 from gradlab.codecs.sign import Sign, pack_signs, write_signs
 from gradlab.collectives import LockstepResult, run_lockstep
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap, method_plan
@@ -562,7 +563,7 @@ def test_a_sharded_server_computes_what_one_does_bit_for_bit(
 )
 def test_what_is_said_of_residuals_under_plain_sgd(wrappers: list[Wrap], expected: str | None) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    statement = residual_statement(Plan.uniform(LAYERS, "sign", wrappers=wrappers), optimizer)
+    statement = residual_statement(Plan.uniform(LAYERS, "sign", wrappers=wrappers), HeldLayers(optimizer))
     assert (statement is None) == (expected is None)
     assert expected is None or (expected or "") in (statement or "")
 

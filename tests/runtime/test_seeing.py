@@ -159,7 +159,7 @@ def test_a_report_says_the_same_typed_and_as_json() -> None:
     report = summarize_run(PlanRun(plan, 1, 2), [step], place, None)
     written = report.to_json()
     json.dumps(written, allow_nan=False)
-    assert report.compression_ratio == written["compression_ratio"] == 2.0
+    assert report.saving.ratio == written["compression_ratio"] == 2.0
     assert report.saving.ratio_to_16_bits == written["ratio_to_16_bits"] == 1.0
     assert "2.00x (1.00x vs 16 bits)" in table(report)
     assert report.summary.means is not None
