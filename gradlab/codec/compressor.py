@@ -14,7 +14,6 @@ from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.context import Context
 from gradlab.codec.contract import Bytes, Codec, Exchanged, Traits
 from gradlab.codec.each_layer import EachLayer
-from gradlab.codec.kept import Kept
 from gradlab.codec.routes import Kind, average, shards_of, sums_in_shards
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
@@ -38,9 +37,6 @@ class Compressor(Codec):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._cache: dict[Hashable, Any] = {}
-
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return {}
 
     @cached_property
     def traits(self) -> Traits:

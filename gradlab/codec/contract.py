@@ -421,17 +421,17 @@ class Codec(ABC):
         if self.learned and not self.about.learns:
             raise GradlabError(f"codec {self.name} learns nothing, but came with {sorted(self.learned)}")
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept] | None:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Say what the codec's state may hold: by key, what the tensor looks like. Not all of it has to be there.
 
-        A checkpoint's state is compared with it. None: nothing is said, and any finite tensor is taken.
+        A checkpoint's state is compared with it, when it is saved and loaded. By default, a codec keeps nothing.
 
         layers: the group's.
         rank: rank whose state it is, from 0.
         world_size: N.
         group: the group's name, as in `Context`.
         """
-        return None
+        return {}
 
     def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> Codec:
         """Return a codec of this kind that is fitted on samples. A method that does not learn returns itself.

@@ -65,10 +65,8 @@ class Kept:
         return None
 
 
-def state_problem(kept: Mapping[str, Kept] | None, state: Mapping[str, torch.Tensor]) -> str | None:
+def state_problem(kept: Mapping[str, Kept], state: Mapping[str, torch.Tensor]) -> str | None:
     """Return what is wrong with a codec's state, by its `Codec.kept`; None if nothing is."""
-    if kept is None:
-        return None
     for key, tensor in state.items():
         if key not in kept:
             return f"{key[:80]!r} is nothing that its codec keeps"

@@ -108,13 +108,10 @@ class Wrapper(Codec):
         """Return this wrapper's part of a state."""
         return {key: value for key, value in state.items() if _buffer_of(key) in self.entries}
 
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept] | None:
-        inner = self.codec.kept(layers, rank, world_size, group)
-        return None if inner is None else {**inner, **self.kept_here(layers, rank, world_size, group)}
-
-    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        """Say what the wrapper's part of the state may hold, see `kept`: a buffer per layer under each of `entries`."""
-        kind, found = getattr(self.settings, "buffer", "float32"), dict[str, Kept]()
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+        """Say what the state may hold: what the codec's may, and a buffer per layer under each of `entries`."""
+        kind = getattr(self.settings, "buffer", "float32")
+        found = dict(self.codec.kept(layers, rank, world_size, group))
         for what, rule in self.entries.items():
             if rule == MEASURED:
                 found |= for_any(layers, what, Kept((), least=0.0))
@@ -203,15 +200,13 @@ def entries_of(codec: Codec) -> dict[str, Entry]:
     return {what: rule for one in (innermost(codec), *wrappers_of(codec)) for what, rule in one.entries.items()}
 
 
-def adopted(new: Codec, kept: Mapping[str, Kept] | None, state: Tensors) -> Tensors:
+def adopted(new: Codec, kept: Mapping[str, Kept], state: Tensors) -> Tensors:
     """Return the part of a state, left under other settings, that a codec continues from.
 
     kept: result of `Codec.kept` for the codec.
     """
     rules, one = entries_of(new), Entry()
     carried = {key: value for key, value in state.items() if rules.get(_buffer_of(key), one).carried}
-    if kept is None:
-        return carried
     return {key: value for key, value in carried.items() if key in kept and kept[key].problem(value) is None}
 
 

@@ -6,13 +6,12 @@ Kalamkar et al., "A study of BFLOAT16 for deep learning training", 2019.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, PlanDefaults, Tensors
-from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.collectives import AllToAll, Coroutine, Gather, Mean, ring_sends
 from gradlab.collectives.ring import segment_bounds
@@ -62,9 +61,6 @@ class Cast(Codec):
             help='format of the sum over ranks: the one that travels ("dtype", one all-reduce), or "float32" (an '
             "all-to-all and a gather, of as many bytes on the wire)",
         )
-
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return {}
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         dtype = DTYPES[self.settings.dtype]

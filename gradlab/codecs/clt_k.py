@@ -16,7 +16,6 @@ import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Traits
 from gradlab.codec.each_layer import EachLayer
-from gradlab.codec.kept import Kept
 from gradlab.codec.routes import exchanged_at, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import (
@@ -89,9 +88,6 @@ class CLTK(Codec):
         if self.settings.leader == "rotating":
             return context.iteration % context.world_size
         return int(torch.randint(context.world_size, (), generator=context.random.shared("leader")))
-
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return {}
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, leader = grads.vector, self.leader(context)

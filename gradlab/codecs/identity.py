@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from gradlab.codec import (
     Traits,
     mean_only,
 )
-from gradlab.codec.kept import Kept
 from gradlab.codec.settings import setting
 from gradlab.collectives import Coroutine, Ring
 from gradlab.collectives.ring import SummedRing, segment_bounds
@@ -52,9 +51,6 @@ class Identity(Codec):
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         return Guarantees(linear=True, unbiased=True, delta=1.0, omega=0.0)
-
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return {}
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if not self.settings.ring:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
-from gradlab.codec.kept import Kept
 from gradlab.codec.routes import exchanged_at
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, density_setting, with_non_finite
@@ -67,9 +66,6 @@ class RandomK(Codec):
     def _share(self, layers: Sequence[Layer]) -> float:
         numel = sum(layer.numel for layer in layers)
         return count_of(self.settings.density, numel) / numel if numel else 1.0
-
-    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return {}
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector = grads.vector

@@ -166,7 +166,7 @@ class Dion(Wrapper):
                 found[layer.name] = _Matrices.of(layer, self.settings.rank_fraction)
         return found
 
-    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         seen = self._matrices(layers)
         found = {f"{layer.name}/moment": Kept(layer.shape) for layer in layers if layer.name not in seen}
         found |= {f"{layer.name}/velocity": Kept(layer.shape, needs=("q",)) for layer in layers if layer.name in seen}

@@ -116,8 +116,8 @@ class OneBitAdam(Wrapper):
         """Say whether v moves in an iteration, counted from the schedule's start."""
         return self.settings.variance == "zero_one" and moves_variance(iteration, self.settings.kappa)
 
-    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        found: dict[str, Kept] = {}
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+        found = dict(self.codec.kept(layers, rank, world_size, group))
         for layer in layers:
             found[f"{layer.name}/moment"] = Kept(layer.shape, needs=_KEPT)
             found[f"{layer.name}/variance"] = Kept(layer.shape, least=0.0, needs=_KEPT)

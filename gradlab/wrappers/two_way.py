@@ -224,8 +224,9 @@ class TwoWay(Wrapper):
             return {}
         return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
 
-    def kept_here(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        found = dict(for_any(layers, "server_zeta", Kept((), least=0.0)))
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+        zeta = for_any(layers, "server_zeta", Kept((), least=0.0))
+        found = {**self.codec.kept(layers, rank, world_size, group), **zeta}
         if self.settings.error_feedback:
             cuts = self._cuts(layers, rank, world_size, group)
             for layer, (a, b) in zip(layers, cuts.values(), strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gradlab.codec import Exchanged, Guarantees, Tensors, check_codec
+from gradlab.codec.kept import Kept
 from gradlab.codecs.identity import Identity
 from gradlab.codecs.topk import TopK
 from gradlab.errors import GradlabError
@@ -103,7 +104,7 @@ class Late(TopK):
     """Reads gradients after the mean may have been written over them."""
 
     def kept(self, layers, rank, world_size, group):
-        return None
+        return {f"{layer.name}/mine": Kept(layer.shape) for layer in layers}
 
     def exchange(self, grads, state, context):
         done = yield from super().exchange(grads, state, context)
@@ -117,7 +118,7 @@ class Keeps(Loses):
 
 class Shares(Loses):
     def kept(self, layers, rank, world_size, group):
-        return None
+        return {f"{layer.name}/mine": Kept(layer.shape) for layer in layers}
 
     def kept_after(self, grads):
         return {f"{name}/mine": grad for name, grad in grads.items()}

@@ -301,7 +301,6 @@ def test_state_is_what_it_says_and_a_run_goes_on_from_it_bit_for_bit() -> None:
         codec = plan.build(group)
         for rank, of_rank in enumerate(straight.states):
             kept = codec.kept(plan.members(group), rank, 2, group.name)
-            assert kept is not None
             assert kept.keys() == of_rank[group.name].keys()
             assert state_problem(kept, of_rank[group.name]) is None
     kept = codec.kept([Layer("w", (12, 20), "linear")], 0, 2, "w")
