@@ -75,7 +75,7 @@ class Wrapper(Codec):
         self.codec = codec
         self.scaled_tables: dict[Table, bool] = {}  # see `gradlab.codec.contraction.scales`
         for inner in wrappers_of(codec):
-            self._refuse(inner)
+            _refuse(self, inner)
         asked = getattr(self.settings, "contraction", "measured")
         if self.effects.keeps_residual and asked != "none" and (why := innermost(codec).traits.refuses_feedback):
             raise GradlabError(f"wrapper {self.name} around {why}")
@@ -86,27 +86,9 @@ class Wrapper(Codec):
     def _identity(self) -> tuple[Any, ...]:
         return self.name, self.settings, self.codec._identity()
 
-    def _refuse(self, inner: Wrapper) -> None:
-        if inner.name == self.name:
-            raise GradlabError(f"wrapper {self.name} stacked on itself: what it does would be done twice")
-        if self.effects.keeps_residual and inner.effects.keeps_residual:
-            raise GradlabError(f"wrappers {self.name} and {inner.name} both add the residual: use one of them")
-        if self.effects.applies_momentum and inner.effects.applies_momentum:
-            raise GradlabError(f"wrappers {self.name} and {inner.name} both apply momentum: use one of them")
-        if self.effects.keeps_residual and inner.effects.applies_momentum and inner.effects.before_compression:
-            raise GradlabError(
-                f"wrapper {inner.name} inside {self.name}: feedback would take momentum for an error; name it first"
-            )
-        if inner.effects.applies_weight_decay:
-            raise GradlabError(f"wrapper {inner.name} inside {self.name}: it is part of the gradient, name it first")
-
     def inner_state(self, state: Tensors) -> Tensors:
         """Return the wrapped codec's part of a state."""
         return {key: value for key, value in state.items() if _buffer_of(key) not in self.entries}
-
-    def own_state(self, state: Tensors) -> Tensors:
-        """Return this wrapper's part of a state."""
-        return {key: value for key, value in state.items() if _buffer_of(key) in self.entries}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         """Say what the state may hold: what the codec's may, and a buffer per layer under each of `entries`."""
@@ -167,9 +149,26 @@ def innermost(codec: Codec) -> Codec:
     return codec
 
 
+def _refuse(outer: Wrapper, inner: Wrapper) -> None:
+    around, within = outer.effects, inner.effects
+    if inner.name == outer.name:
+        raise GradlabError(f"wrapper {outer.name} stacked on itself: what it does would be done twice")
+    if around.keeps_residual and within.keeps_residual:
+        raise GradlabError(f"wrappers {outer.name} and {inner.name} both add the residual: use one of them")
+    if around.applies_momentum and within.applies_momentum:
+        raise GradlabError(f"wrappers {outer.name} and {inner.name} both apply momentum: use one of them")
+    if around.keeps_residual and within.applies_momentum and within.before_compression:
+        raise GradlabError(
+            f"wrapper {inner.name} inside {outer.name}: feedback would take momentum for an error; name it first"
+        )
+    if within.applies_weight_decay:
+        raise GradlabError(f"wrapper {inner.name} inside {outer.name}: it is part of the gradient, name it first")
+
+
 def acts_when_dense(codec: Codec, state: Tensors) -> bool:
     """Return whether a codec does more than average in dense iterations, so that the executor has to run it."""
-    return any(wrapper.effects.acts_when_dense or wrapper.own_state(state) for wrapper in wrappers_of(codec))
+    held = {_buffer_of(key) for key in state}
+    return any(one.effects.acts_when_dense or held & one.entries.keys() for one in wrappers_of(codec))
 
 
 def applies_earlier_gradients(codec: Codec) -> bool:
