@@ -292,7 +292,7 @@ class Codec(ABC):
         learned: tensors that were learned from data, by name.
 
     Raises:
-        GradlabError: for settings of another class.
+        GradlabError: for settings of another class, or out of range.
     """
 
     name: ClassVar[str]
@@ -300,16 +300,12 @@ class Codec(ABC):
     entries: ClassVar[Mapping[str, Entry]] = {}  # by the names of state entries; others are `Entry()`
     Settings: ClassVar[type]
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if "Settings" in vars(cls):
-            check_ranges(cls.Settings, getattr(cls, "name", cls.__name__))
-
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         self.settings = self.Settings() if settings is None else settings
         self.learned = dict(learned or {})
         if not isinstance(self.settings, self.Settings):
             raise GradlabError(f"{self.name} takes {self.Settings.__qualname__}, not {type(self.settings).__name__}")
+        check_ranges(self.settings, self.name)
 
     def __repr__(self) -> str:
         """Name the class, its first setting, and all settings that are not at their defaults."""

@@ -8,7 +8,6 @@ suite tries follow from it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -178,7 +177,9 @@ def build_settings(codec: type[Codec], values: Mapping[str, Any]) -> Any:
     if unknown:
         known = ", ".join(fields) or "none"
         raise GradlabError(f"{kind(codec)} {codec.name} has no setting {', '.join(unknown)}; it has: {known}")
-    return built(codec.Settings, codec.name, values)
+    made: Any = built(codec.Settings, codec.name, values)
+    check_ranges(made, codec.name)
+    return made
 
 
 def built(settings: type[Made], owner: str, values: Mapping[str, Any]) -> Made:
@@ -191,23 +192,11 @@ def built(settings: type[Made], owner: str, values: Mapping[str, Any]) -> Made:
     return settings(**converted)
 
 
-def check_ranges(settings: type, codec: str) -> None:
-    """Make a settings class check the ranges of its `setting` fields whenever an instance is made. A class that two
-    codecs share keeps the first codec's name in messages."""
+def check_ranges(settings: Any, owner: str) -> None:
+    """Refuse values outside of the ranges of `setting` fields; `owner` is for messages."""
     declared = dataclasses.is_dataclass(settings) and any(_KEY in f.metadata for f in dataclasses.fields(settings))
-    if not declared or "_checked_for" in vars(settings):
-        return
-    made: Callable[..., None] = settings.__init__  # type: ignore[misc]
-
-    @functools.wraps(made)
-    def init(self: Any, *args: Any, **values: Any) -> None:
-        made(self, *args, **values)
-        if type(self) is settings:  # a subclass checks its own fields, and its parent's with them
-            for field in fields_of(settings):
-                _check_range(codec, field, getattr(self, field.name))
-
-    settings.__init__ = init  # type: ignore[misc]
-    settings._checked_for = codec  # type: ignore[attr-defined]
+    for field in fields_of(type(settings)) if declared else ():
+        _check_range(owner, field, getattr(settings, field.name))
 
 
 def _check_range(codec: str, field: Field, value: Any) -> None:

@@ -155,4 +155,4 @@ def test_what_overflows_on_the_way_is_no_step(pool: ProcessPool) -> None:
 
 def test_dtype_is_one_of_two() -> None:
     with pytest.raises(GradlabError, match="cast: setting dtype = 'fp16', expected 'float16' or 'bfloat16'"):
-        Cast.Settings("fp16")
+        Cast(Cast.Settings("fp16"))

@@ -160,15 +160,15 @@ def beyond(about: Setting) -> list[Any]:
     return [value for value in values if value not in about.also]
 
 
-def test_a_range_is_checked_wherever_settings_are_made() -> None:
+def test_a_range_is_checked_wherever_a_codec_is_made() -> None:
     topk = codecs.get("topk")
-    for make in (lambda: topk.Settings(1.5), lambda: codecs.make("topk", density=1.5)):
+    for make in (lambda: topk(topk.Settings(1.5)), lambda: codecs.make("topk", density=1.5)):
         with pytest.raises(
             GradlabError, match=r"topk: setting density = 1.5, expected a share of elements in \(0, 1\]"
         ):
             make()
     with pytest.raises(GradlabError, match="topk: setting density = None, expected a share"):
-        topk.Settings(None)
+        topk(topk.Settings(None))
     with pytest.raises(GradlabError, match="gradiveq: setting sample_bits = 1, expected bits, 2 to 8, or 0"):
         codecs.make("gradiveq", sample_bits=1)
     assert codecs.make("gradiveq", sample_bits=0).settings.sample_bits == 0

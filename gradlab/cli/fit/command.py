@@ -20,7 +20,7 @@ from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.fit.methods import METHODS, Job, Made, Method
 from gradlab.cli.options import AsJson, Overwrite, Settings, SharedBy, TraceFolder, workers_of
 from gradlab.cli.setting_texts import parse_settings
-from gradlab.codec.settings import Field, built, fields_of
+from gradlab.codec.settings import Field, built, check_ranges, fields_of
 from gradlab.errors import GradlabError
 from gradlab.plan import pays_up_to
 from gradlab.trace import Trace
@@ -164,6 +164,7 @@ def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dic
     own = [field.name for field in fields_of(method)]
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     options = built(method, f"fit {method.name}", {name: value for name, value in values.items() if name in own})
+    check_ranges(options, f"fit {method.name}")
     rest = {name: value for name, value in values.items() if name not in own}
     known = [field.name for field in fields_of(codecs.get(options.codec_name).Settings)]
     unknown = sorted(name for name in rest if name not in known and not (method.by_layer and ":" in name))

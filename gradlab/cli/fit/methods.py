@@ -26,7 +26,7 @@ from gradlab.cli.console import Answer
 from gradlab.cli.evaluate import answer_of
 from gradlab.cli.fit import printing
 from gradlab.cli.fit.options import optimizer_of_training, parse_wrapper, require_trainable
-from gradlab.codec.settings import build_settings, check_ranges, setting
+from gradlab.codec.settings import build_settings, setting
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
@@ -476,8 +476,6 @@ class Uniform(PlanMethod):
 
 
 METHODS: dict[str, type[Method]] = {method.name: method for method in (Gradiveq, Ecsq, Signs, Lgreco, Lgc, Uniform)}
-for _method in METHODS.values():
-    check_ranges(_method, f"fit {_method.name}")
 
 
 def _replayed(
