@@ -5,7 +5,7 @@
     python tests/campaigns/convergence.py --rows benchmarks/results/convergence.jsonl --table
 
 Digits (bundled with scikit-learn), a network of two layers, 4 nodes in lockstep that share the batch, SGD and AdamW.
-Both weights are compressed, as one group. Every tenth step is measured, as by DDP's engine. A run of `--steps` steps
+Both weights are compressed, as one group. A run of `--steps` steps
     converges   if it takes the loss at least 80 % of the way that dense training takes it,
     is refused  when the plan is made, with a line,
     is warned   by a rule that watches the run (`gradlab.executor.rules`), with its line,
@@ -39,7 +39,6 @@ from gradlab.layout import layers_of
 from gradlab.plan import Plan, Wrap
 
 NODES, BATCH = 4, 64
-MEASURE_EVERY = 10  # the engine's default
 WAY = 0.8  # share of dense training's decrease of the loss from which a run converges
 RATES = {"SGD": 0.1, "AdamW": 0.003}
 LEARNING = {"training_steps": 40, "optimizer": "adam", "loss": "mean", "most_error": 1e9}
@@ -181,7 +180,7 @@ def run(row: Row, steps: int, starts: float) -> None:
     for step in range(steps):
         gradients = task.gradients()
         done = lockstep.step(step, gradients, rates)
-        watch.see(done, gradients, measured=step % MEASURE_EVERY == 0)
+        watch.see(done, gradients)
         means = {name: torch.stack([own[name] for own in gradients]).mean(0) for name in gradients[0]}
         means |= {name: value for ranks in done.exchanged.values() for name, value in ranks[0].mean.items()}
         for name, parameter in task.model.named_parameters():
