@@ -14,7 +14,7 @@ from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizer_steps import at_any_step
 from gradlab.errors import GradlabError
-from gradlab.executor.rules import Finding, finding
+from gradlab.executor.rules import Finding, finding, no_feedback
 from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import follower_of
@@ -130,6 +130,8 @@ class Exchange(Uncopied):
         try:
             if excess := excess_of(plan, world_size):
                 driver.rules.tell([finding("bytes_sent", excess.sentence(world_size), excess.to_16_bits, 1)])
+            if lost := no_feedback({group.name: plan.build(group) for group in plan.compressed_groups}):
+                driver.rules.tell([lost])
             if follower_of(plan) and not self.run.settings.plain_sgd and driver.place.rank == 0:
                 warnings.warn(f"gradlab: {self._residuals}", stacklevel=4)
             if held.partial and unknown_needs(plan, held):

@@ -46,6 +46,7 @@ RULES: dict[str, str] = {
         "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler is "
         "to skip such steps"
     ),
+    "no_feedback": "put error feedback around the codec, or choose a learning rate for it",
     "hook_not_reached": "see the reason",
     "layer_not_averaged": "then make the plan and attach anew",
     "local_gradients": (
@@ -123,6 +124,22 @@ def finding(rule: str, seen: str, value: float, threshold: float, **where: Any) 
     """Make a finding of a rule, with the rule's remedy; `where` is its group and step, as far as there are any."""
     place = {"group": None, "step": None, **where}
     return Finding(rule, value=value, threshold=threshold, seen=seen, remedy=RULES[rule], **place)
+
+
+def no_feedback(codecs: Mapping[str, Codec]) -> Finding | None:
+    """Name the groups whose codec needs error feedback and has none, of codecs with their wrappers by group."""
+    lost = [name for name, codec in codecs.items() if _lacks_feedback(codec)]
+    if not lost:
+        return None
+    groups = lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more"
+    method = innermost(codecs[lost[0]]).name
+    return finding("no_feedback", f"{groups}: nothing makes up for what {method} leaves out or adds", 1, 1)
+
+
+def _lacks_feedback(codec: Codec) -> bool:
+    method, kept = innermost(codec), any(wrapper.effects.keeps_residual for wrapper in wrappers_of(codec))
+    needs = method.about.defaults.error_feedback or method.traits.selects or method.traits.refuses_feedback
+    return bool(needs) and not kept
 
 
 def levels(chosen: Mapping[str, str] | str | None) -> dict[str, str]:

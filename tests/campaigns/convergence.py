@@ -189,7 +189,8 @@ def run(row: Row, steps: int, starts: float) -> None:
         if not done.finite:
             break
     row.loss, row.residual = task.loss(), residual_of(done, gradients)
-    row.why = [rules.sentence([one], NODES) for one in watch.findings]
+    found = [*filter(None, [rules.no_feedback(lockstep.codecs)]), *watch.findings]
+    row.why = [rules.sentence([one], NODES) for one in found]
     good = math.isfinite(row.loss) and starts - row.loss >= WAY * (starts - row.dense)
     row.verdict = "converges" if good else "warned" if row.why else "SILENT"
     if good and row.why:

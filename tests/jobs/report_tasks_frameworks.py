@@ -357,7 +357,7 @@ def leaves_early(group: dist.ProcessGroup, ddp: bool) -> dict[str, Any]:
 
     def synchronous() -> None:
         model = DistributedDataParallel(nn.Linear(32, 32), process_group=group)
-        with gradlab.compress(model, topk(model.module)):
+        with gradlab.compress(model, topk(model.module, "error_feedback")):
             for step in range(count):
                 model(of_rank(step, 4, 32)).square().mean().backward()
 

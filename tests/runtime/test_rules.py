@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from gradlab.errors import GradlabError
 from gradlab.executor import rules
 from gradlab.executor.rules import Feedback, ResidualWatch, residual_limit
+from gradlab.layout import Layer
+from gradlab.plan import Plan, Wrap
 from support.process_pool import ProcessPool
 
 norms = st.floats(1e-6, 1e6)
@@ -87,6 +89,26 @@ def test_rules_and_words_that_do_not_exist_are_refused() -> None:
         rules.levels({"residuals": "error"})
     with pytest.raises(GradlabError, match="bytes_sent = 'raise', expected one of ignore, warn, error"):
         rules.levels({"bytes_sent": "raise"})
+
+
+@pytest.mark.parametrize(
+    ("codec", "wrappers", "lost"),
+    [
+        ("topk", [], True),
+        ("topk", [Wrap("two_way")], True),  # servers keep their own errors alone
+        ("powersgd", [Wrap("momentum")], True),
+        ("topk", [Wrap("ef21")], False),
+        ("topk", [Wrap("momentum_correction")], False),
+        ("sign", [], True),
+        ("qsgd", [], False),
+        ("block_scaled", [], False),
+    ],
+)
+def test_a_codec_made_for_feedback_without_it_is_named(codec: str, wrappers: list[Wrap], lost: bool) -> None:
+    plan = Plan.uniform([Layer("a", (64, 32)), Layer("b", (64, 32))], codec, wrappers=wrappers)
+    found = rules.no_feedback({group.name: plan.build(group) for group in plan.groups})
+    assert (found is not None) == lost
+    assert found is None or found.seen.endswith(f": nothing makes up for what {codec} leaves out or adds")
 
 
 def test_findings_of_ranks_are_joined() -> None:
