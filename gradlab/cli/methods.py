@@ -6,12 +6,17 @@ Examples:
 
   gradlab methods powersgd
 
+  gradlab methods --ranks 2,4,8,16,32,1024
+
+  gradlab methods topk --ranks 8,64
+
   gradlab methods my_codec.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +25,10 @@ import typer
 from gradlab import codecs, wrappers
 from gradlab.catalog import CodecFacts, SettingRow, WrapperFacts, codec_facts, wrapper_facts
 from gradlab.cli.console import Answer, Table, print_json
-from gradlab.cli.options import AsJson
+from gradlab.cli.options import AsJson, counts_of
 from gradlab.codec.from_file import codec_from_file
+from gradlab.layout import Layer
+from gradlab.plan import Plan, saving_of_sent
 from gradlab.plan.recipes import METHODS, Method
 
 
@@ -30,12 +37,25 @@ def methods(
         str | None,
         typer.Argument(metavar="[NAME]", help="A codec, wrapper, method, or file that defines a codec; default: all."),
     ] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Show the bytes that a rank sends between N ranks, over those of plain DDP. 0.5: as many as 16 bits.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
 
-    if name is not None:
+    if ranks is not None:
+        _show_sent(name, counts_of(ranks, "--ranks"), as_json)
+    elif name is not None:
         _show(name, as_json)
-        return
+    else:
+        _show_all(as_json)
+
+
+def _show_all(as_json: bool) -> None:
     codec_rows = [codec_facts(codec) for codec in codecs.names()]
     around = [wrapper_facts(wrapper) for wrapper in wrappers.names()]
     if as_json:
@@ -49,6 +69,29 @@ def methods(
             Table("methods by name (gradlab.plan.method_plan)", ("method", "what it is"), list(by_name().items()), 2),
         ]
         Answer(tables=tables).print()
+
+
+def _show_sent(name: str | None, ranks: Sequence[int], as_json: bool) -> None:
+    """Show shares of plain DDP's bytes: of all codecs with default settings, or of one with those worth comparing."""
+    chosen = [(one, {}) for one in codecs.names()] if name is None else _settings_of(name)
+    rows = {called(codec, settings): sent_shares(codec, ranks, settings) for codec, settings in chosen}
+    if as_json:
+        print_json(rows)
+        return
+    cells = [(title, *(f"{share:.3g}" for share in shares.values())) for title, shares in rows.items()]
+    title = "bytes that a rank sends over plain DDP's, by number of ranks, with a plan's default wrappers"
+    Answer(tables=[Table(title, ("codec", *map(str, ranks)), cells)]).print()
+
+
+def _settings_of(name: str) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, settings) for settings in codecs.get(name).about.candidates]
+
+
+def sent_shares(codec: str, ranks: Sequence[int], settings: Mapping[str, Any]) -> dict[int, float]:
+    """Return the bytes that a rank sends over those of plain DDP, by number of ranks, of four large layers."""
+    shape, role = ((256, 256, 3, 3), "convolution") if codec == "gradiveq" else ((256, 256), "linear")
+    plan = Plan.uniform([Layer(f"layer{number}", shape, role) for number in range(4)], codec, **settings)
+    return {count: 1 / (saving_of_sent(plan, count).ratio or math.inf) for count in ranks}
 
 
 def _show(name: str, as_json: bool) -> None:

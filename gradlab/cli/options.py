@@ -113,6 +113,14 @@ def _counts_and_ranks(text: str) -> tuple[list[int], int]:
     return [int(nodes) for nodes, _, _ in pairs], ranks
 
 
+def counts_of(text: str, option: str) -> list[int]:
+    """Read numbers from 1 with commas between them: "8", "4,64"."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"0*[1-9]\d{0,5}", word) for word in words):
+        raise GradlabError(f"{option} {text[:80]!r}: expected numbers from 1 with commas between them, such as 2,8,64")
+    return [int(word) for word in words]
+
+
 def profile_of_step(text: str | None) -> Profile:
     """Take the time of computing from a text such as 0.36s, or from a run's report; `NOT_MEASURED` without a text."""
     from gradlab.analysis.forecast.network import NOT_MEASURED, Profile, compute_seconds_of

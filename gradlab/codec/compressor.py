@@ -190,6 +190,20 @@ class Sparsifier(Compressor):
         self._add(out.zero_(), list(payloads), scale)
         return out
 
+    def add_rows(
+        self,
+        total: torch.Tensor,
+        starts: Sequence[int],
+        size: int,
+        payloads: Sequence[Sequence[torch.Tensor]],
+        scale: float,
+    ) -> None:
+        """Add scale * C(x) of parts of a vector (numel,), which begin at `starts` and have one size, in place."""
+        positions = torch.cat(
+            [start + of_part for start, of_part in zip(starts, self._decoded(payloads, size), strict=True)]
+        )
+        total.index_add_(0, positions, torch.cat([values for values, _ in payloads]), alpha=scale)
+
     def _add(self, total: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
         """Add scale * C(x) of several ranks, in their order."""
         for values, positions in zip(

@@ -177,6 +177,7 @@ class Shards(Sequence[Shard]):
     bounds: N + 1 positions at which the vector is cut.
     whole: whether payloads of the whole vector can be cut there.
     occupied: the ranks whose shards are not empty.
+    alike: the ranks whose shards have one size, for each size.
     """
 
     def __init__(self, codec: Compressor, of_ranks: Iterable[Shard]) -> None:
@@ -184,6 +185,10 @@ class Shards(Sequence[Shard]):
         self._lengths: list[tuple[int, ...]] = []
         self.bounds = [0, *(stop for _, stop in self._of_ranks)]
         self.occupied = [rank for rank, (start, stop) in enumerate(self._of_ranks) if stop > start]
+        of_size: dict[int, list[int]] = {}
+        for rank, (start, stop) in enumerate(self._of_ranks):
+            of_size.setdefault(stop - start, []).append(rank)
+        self.alike = tuple(of_size.values())
         self.whole = tuple(pairwise(self.bounds)) == self._of_ranks and can_be_cut(codec, self.bounds)
 
     def __getitem__(self, rank: Any) -> Any:
@@ -207,12 +212,68 @@ class Shards(Sequence[Shard]):
         return self._lengths
 
 
-class Sharded:
+class Shardwise:
+    """Payloads of a vector's shards, one from each shard's rank: how to ask for all of them, and to decode them."""
+
+    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context) -> None:
+        self._codec, self._vector, self._shards, self._context = codec, vector, shards, context
+
+    @cached_property
+    def sent(self) -> Sequence[Payload]:
+        """Return a payload per shard, of the sizes that all payloads have."""
+        return _compressed_apart(torch.zeros_like(self._vector), self._shards, self._context.random.of_rank("sizes"))
+
+    @property
+    def _lengths(self) -> list[tuple[int, ...]]:
+        return self._shards.lengths(lambda: self.sent)
+
+    @property
+    def codec(self) -> Compressor:
+        """The compressor of this rank's shard."""
+        return self._shards.part(self._context.rank)
+
+    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
+        """Request all ranks' answers. Unless sizes vary, each has the sizes of what was sent to its rank."""
+        if self._codec.traits.varying:
+            return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
+        return tuple(Gather(part, lengths=known) for part, known in zip(answer, self._lengths, strict=True))
+
+    def mean(self, answers: Sequence[Payload], grads: Batch) -> Tensors:
+        """Decode one answer per shard, by layer."""
+        out = self._context.memory.for_mean(self._vector, grads)
+        if self._shards.whole:
+            return grads.cut(self._codec.average_into(out, [join(self._codec, answers)], 1.0))
+        return grads.cut(self._decoded_into(out, answers))
+
+    def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
+        if self._add_together(out.zero_(), payloads, 1.0):
+            return out
+        for rank in self._shards.occupied:
+            with sent_by(rank):
+                self._shards.part(rank).average_into(out[slice(*self._shards[rank])], [payloads[rank]], 1.0)
+        return out
+
+    def _add_together(self, total: torch.Tensor, payloads: Sequence[Payload], scale: float) -> bool:
+        """Add what all shards decode to, if the codec can in a few calls; return whether it can, and all are sound."""
+        add_rows = getattr(self.codec, "add_rows", None)
+        if add_rows is None:
+            return False
+        try:
+            for ranks in self._shards.alike:
+                starts = [self._shards[rank][0] for rank in ranks]
+                size = self._shards[ranks[0]][1] - starts[0]
+                add_rows(total, starts, size, [payloads[rank] for rank in ranks], scale)
+        except GradlabError:  # whose it was, a loop over the ranks finds
+            return False
+        return True
+
+
+class Sharded(Shardwise):
     """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole
     vector."""
 
     def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context) -> None:
-        self._codec, self._vector, self._shards, self._context = codec, vector, shards, context
+        super().__init__(codec, vector, shards, context)
         generator = context.random.of_rank("shards")
         self._payload: Payload = ()
         if shards.whole:
@@ -224,15 +285,6 @@ class Sharded:
     def sent(self) -> Sequence[Payload]:
         """Return the message to each rank. A whole payload is cut when it is needed: in one process it never is."""
         return self._shards.cut(self._payload)
-
-    @property
-    def _lengths(self) -> list[tuple[int, ...]]:
-        return self._shards.lengths(lambda: self.sent)
-
-    @property
-    def codec(self) -> Compressor:
-        """The compressor of this rank's shard."""
-        return self._shards.part(self._context.rank)
 
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
@@ -262,19 +314,6 @@ class Sharded:
         out = self._context.memory.like(self._vector)
         return average_of_ranks(self._codec, out, zip(*columns, strict=True), 1.0 / self._context.world_size)
 
-    def gathers(self, answer: Payload) -> tuple[Gather, ...]:
-        """Request all ranks' answers. Unless sizes vary, each has the sizes of what was sent to its rank."""
-        if self._codec.traits.varying:
-            return tuple(Gather(part, varying=True, most=most_bytes(self._vector.numel())) for part in answer)
-        return tuple(Gather(part, lengths=known) for part, known in zip(answer, self._lengths, strict=True))
-
-    def mean(self, answers: Sequence[Payload], grads: Batch) -> Tensors:
-        """Decode one answer per shard, by layer."""
-        out = self._context.memory.for_mean(self._vector, grads)
-        if self._shards.whole:
-            return grads.cut(self._codec.average_into(out, [join(self._codec, answers)], 1.0))
-        return grads.cut(self._decoded_into(out, answers))
-
     def own(self, grads: Batch) -> Deferred:
         """Return this rank's decoded contribution, by layer."""
 
@@ -286,17 +325,13 @@ class Sharded:
 
         return Deferred(grads, decoded, lambda: grads.cut(self._residual()))
 
-    def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
-        for rank in self._shards.occupied:
-            with sent_by(rank):
-                self._shards.part(rank).average_into(out[slice(*self._shards[rank])], [payloads[rank]], 1.0)
-        return out
-
     def _residual(self) -> torch.Tensor:
         vector = self._vector
         out = self._context.memory.over(vector)
         if self._shards.whole:
             return self._codec.residual_into(out, vector, self._payload)
+        if self._add_together(out if out is vector else out.copy_(vector), self.sent, -1.0):
+            return out
         for rank in self._shards.occupied:
             part = vector[slice(*self._shards[rank])]
             of_part = part if out is vector else out[slice(*self._shards[rank])]
@@ -318,6 +353,12 @@ def _averaged_in_shards(codec: Compressor, grads: Batch, context: Context) -> Co
 
 def _compressed_apart(vector: torch.Tensor, shards: Shards, generator: torch.Generator) -> list[Payload]:
     """Compress each shard by itself. Empty ones, which are most where one rank has it all, are compressed once."""
+    if compress_rows := getattr(shards.part(0), "compress_rows", None):
+        found: dict[int, Payload] = {}
+        for ranks in shards.alike:
+            rows = torch.stack([vector[slice(*shards[rank])] for rank in ranks])
+            found |= zip(ranks, compress_rows(rows), strict=True)
+        return [found[rank] for rank in range(len(shards))]
     sent: list[Payload] = []
     nothing: Payload | None = None
     for rank, (start, stop) in enumerate(shards):

@@ -20,7 +20,10 @@ from gradlab.codec.sparsifier import (
     density_setting,
     largest,
 )
+from gradlab.coding.positions import encode_rows, in_order
 from gradlab.layout import Layer
+
+_TOGETHER = 2**16  # elements up to which vectors are selected from in one call
 
 
 class TopK(Sparsifier):
@@ -70,3 +73,14 @@ class TopK(Sparsifier):
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return largest(vector, self.count(vector.numel()))
+
+    def compress_rows(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Compress vectors of one size (m, numel) as `compress` does each, in a few calls."""
+        count, coding = self.count(rows.shape[1]), self.settings.index_coding
+        if rows.shape[1] > _TOGETHER:
+            places = torch.stack([largest(row, count) for row in rows])
+        else:
+            places = rows.abs().topk(count, 1, sorted=False).indices
+        if in_order(coding, count, rows.shape[1]):
+            places = places.sort(1).values
+        return list(zip(rows.gather(1, places), encode_rows(places, rows.shape[1], coding), strict=True))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradlab.coding.bits import join, pack, packed_bytes, unpack
+from gradlab.coding.bits import cut, join, pack, packed_bytes, unpack
 from gradlab.coding.deflate import deflated, inflated
 from gradlab.errors import GradlabError
 
@@ -75,6 +75,17 @@ def encode(positions: torch.Tensor, numel: int, coding: str) -> torch.Tensor:
     else:
         encoded = _ENCODE[known](positions, numel)
     return torch.cat([encoded.new_tensor([_ALL.index(known)]), encoded])
+
+
+def encode_rows(rows: torch.Tensor, numel: int, coding: str) -> list[torch.Tensor]:
+    """Encode each row of positions (m, count) as `encode` does, packed ones in a few calls for all of them."""
+    count, width = rows.shape[1], _width(numel)
+    if not count or not width or chosen(coding, count, numel) != "packed":
+        return [encode(row, numel, coding) for row in rows]
+    whole = -(-count // 8) * 8  # codes can be cut off at a multiple of 8
+    codes = torch.nn.functional.pad(rows, (0, whole - count)).view(-1)
+    packed = pack(codes if width > 8 else codes.to(torch.uint8), width)
+    return cut(packed, width, range(0, len(codes) + 1, whole))
 
 
 def decode(encoded: torch.Tensor, count: int, numel: int, coding: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
 
 if TYPE_CHECKING:
@@ -84,10 +85,11 @@ class Refresh:
                 raise GradlabError(f"refresh: {name} is not a compressed group of one layer in this plan")
             if group.codec == "identity" or plan.learned.get(name):
                 raise GradlabError(f"refresh: group {name}: {group.codec} has nothing that could be chosen anew")
-            if "two_way" in (wrap.name for wrap in group.wrappers):
-                raise GradlabError(f"refresh: group {name}: two_way keeps what belongs to one setting")
-            for settings in choices:
-                plan.build(replace(group, settings=settings))
+            blocks = {getattr(innermost(plan.build(replace(group, settings=one))), "block", 0) for one in choices}
+            if len(blocks) > 1 and "two_way" in (wrap.name for wrap in group.wrappers):
+                raise GradlabError(
+                    f"refresh: group {name}: servers of two_way would have other shards under each setting"
+                )
 
     def chosen_after(self, iteration: int, first: int) -> bool:
         """Return whether a choice is made after an iteration: at the end of each window from the first compressed one

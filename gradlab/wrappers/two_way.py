@@ -7,6 +7,7 @@ is the server of one part, so that no link carries more than the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -24,12 +25,12 @@ from gradlab.codec import (
     Table,
     Tensors,
     concatenate,
-    mean_only,
 )
+from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
 from gradlab.codec.kept import Entry, Kept, for_any
-from gradlab.codec.routes import Payload, Shard, Sharded, Shards, shards_of, shards_on
-from gradlab.codec.settings import setting
+from gradlab.codec.routes import Payload, Shard, Sharded, Shards, Shardwise, shards_of, shards_on
+from gradlab.codec.settings import fields_of, setting
 from gradlab.codec.wrapper import (
     MEASURED,
     SHARED,
@@ -49,6 +50,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 _SERVER = 0  # the rank that serves all, where there is one
+_SOME = 2**16  # values, to see whether a setting makes messages longer
 
 
 class TwoWay(Wrapper):
@@ -57,7 +59,8 @@ class TwoWay(Wrapper):
     The ranks' own compression errors, x_i - C(x_i), are not kept here: put error feedback or momentum correction around
     this wrapper. The servers' compression errors are kept: each rank holds that of its shard as "server_residual".
     After a change of the world size every rank has the whole layers' as "server_whole", until the next exchange cuts
-    it.
+    it. Between fewer ranks than `from_ranks` the codec exchanges as it does alone, and each rank's message brings
+    along what servers of an earlier exchange have left.
 
     >>> codec = wrappers.get("two_way")(codecs.make("one_bit"))
     >>> codec.apply([torch.ones(64), 3 * torch.ones(64)])
@@ -78,6 +81,15 @@ class TwoWay(Wrapper):
             "sharded", choices=("sharded", "rank"), help="every rank serves one shard, or rank 0 serves all"
         )
         error_feedback: bool = setting(True, help="whether a server adds the compression errors of its earlier answers")
+        from_ranks: int = setting(
+            1, least=1, unit="ranks", help="between which means come back compressed; fewer: the codec's own exchange"
+        )
+        answer: float = setting(
+            1.0,
+            least=1,
+            unit="times",
+            help="a message's bytes that an answer about as many values takes, by the codec's setting that says so",
+        )
         step_size_ratio: bool | None = step_size_setting(None, "the server's residual")
         buffer: str = buffer_setting("the server's residual is")
         contraction: str = contraction_setting()
@@ -100,42 +112,52 @@ class TwoWay(Wrapper):
                 'known to all; choose settings that fix it, or server = "sharded"'
             )
         self.compressor = codec
+        self.answering = finer(codec, self.settings.answer)
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        if context.dense:
-            return (yield from self._dense(grads, state, context))
+        if context.dense or context.one_round or context.world_size < self.settings.from_ranks:
+            return (yield from self._one_way(grads, state, context))
         vector, whole = grads.vector, self.compressor.for_layers(grads.table)
         shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
         sharded = Sharded(whole, vector, shards, context)
-        average, codec = (yield from sharded.average()), sharded.codec
+        average = yield from sharded.average()
+        answers_of = sharded if self.answering is self.compressor else self._answers(grads, context)
+        codec = answers_of.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
         average += carried
         zeta = self._zeta(codec, average, grads, state, context)
         scaled = average if zeta is None else scale_down(average, zeta, context)
         answer = codec.compress(scaled, context.random.of_rank("server"))
-        answers = yield self._answer_requests(answer, sharded, context)
+        answers = yield self._answer_requests(answer, answers_of, context)
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
-        mean = context.once(lambda: sharded.mean(self._by_shard(answers, sharded.sent), grads))
+        mean = context.once(lambda: answers_of.mean(self._by_shard(answers, answers_of), grads))
         asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
-    def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        """Send the servers' residuals along: each server adds N times its residual to its own gradient."""
+    def _one_way(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        """Exchange dense or by the codec's own way, and send the servers' residuals along.
+
+        Each server adds N times its residual to its own gradient. Its contribution is what it sends less that.
+        """
+        of_codec = self.inner_state(state)
+        if len(of_codec) == len(state):
+            return (yield from run_codec(self.codec, grads, of_codec, context))
         total = grads.like(grads.cut(grads.vector.clone()))
         held = self._server_residual(grads, state, context, next(iter(grads.values())))
         added = self._rescaled(held, context).split([piece.numel() for piece in held.values()])
-        for (name, (a, b)), piece in zip(
-            self._cuts(grads.table, context.rank, context.world_size, context.group).items(), added, strict=True
-        ):
+        cuts = self._cuts(grads.table, context.rank, context.world_size, context.group)
+        for (name, (a, b)), piece in zip(cuts.items(), added, strict=True):
             total[name].view(-1)[a:b] += context.world_size * piece
-        done = yield from mean_only(total)
-        kept: Tensors = {}
+        brought = {name: total[name] - grad for name, grad in grads.items()}
+        done = yield from run_codec(self.codec, total, of_codec, context)
+        own = Deferred(grads, lambda: {name: sent - brought[name] for name, sent in done.own.items()})
+        kept = dict(done.state)
         still = context.training.frozen(held, self.settings.step_size_ratio)
         for name, piece in held.items() if self.settings.error_feedback else ():
             if name in still:
                 kept |= store_buffer(name, "server_residual", in_own_memory(piece), self.settings.buffer)
-        return Exchanged(done.mean, dict(grads), kept)
+        return Exchanged(done.mean, dict(grads) if context.dense else own, kept)
 
     def shards(self, layers: Sequence[Layer], world_size: int, group: str = "") -> Shards:
         """Return each rank's shard (start, stop) of layers: whole blocks, or all on one rank."""
@@ -147,16 +169,22 @@ class TwoWay(Wrapper):
             return shards_of(codec, numel, world_size, group)
         return shards_on(codec, _SERVER, numel, world_size)
 
-    def _answer_requests(self, answer: Payload, sharded: Sharded, context: Context) -> tuple[Broadcast | Gather, ...]:
+    def _answers(self, grads: Batch, context: Context) -> Shardwise:
+        """Return what servers answer by a finer compressor than the one of the ranks' messages."""
+        whole, vector = self.answering.for_layers(grads.table), grads.vector
+        shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
+        return Shardwise(whole, vector, shards, context)
+
+    def _answer_requests(self, answer: Payload, sharded: Shardwise, context: Context) -> tuple[Broadcast | Gather, ...]:
         """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""
         if self.settings.server == "sharded":
             return sharded.gathers(answer)
         parts = answer if context.rank == _SERVER else tuple(torch.zeros_like(part) for part in sharded.sent[_SERVER])
         return tuple(Broadcast(part, _SERVER) for part in parts)
 
-    def _by_shard(self, answers: Sequence[Any], sent: Sequence[Payload]) -> Sequence[Payload]:
+    def _by_shard(self, answers: Sequence[Any], sharded: Shardwise) -> Sequence[Payload]:
         if self.settings.server == "rank":  # the other shards are empty, and so is what was sent to them
-            return [tuple(answers) if rank == _SERVER else own for rank, own in enumerate(sent)]
+            return [tuple(answers) if rank == _SERVER else own for rank, own in enumerate(sharded.sent)]
         return list(zip(*answers, strict=True))
 
     def _server_residual(self, grads: Batch, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
@@ -235,16 +263,40 @@ class TwoWay(Wrapper):
         return found
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
-        parts = self._parts(layers, world_size)
-        sizes = sum(codec.compressed_bytes(numel) for codec, numel in parts)
-        positions = sum(codec.compressed_position_bytes(numel) for codec, numel in parts)
-        # There, and the answer for one shard.
-        return Bytes(sizes + sizes / world_size, ring_sends(world_size) * sizes, positions + positions / world_size)
+        if world_size < self.settings.from_ranks:
+            return super().forecast(layers, world_size, state)
+        sent, answered = (self._bytes(codec, layers, world_size) for codec in (self.compressor, self.answering))
+        positions = sent.positions + answered.positions / world_size
+        both = sent.payload + answered.payload
+        return Bytes(sent.payload + answered.payload / world_size, ring_sends(world_size) * both / 2, positions)
 
-    def _parts(self, layers: Sequence[Layer], world_size: int) -> list[tuple[Compressor, int]]:
-        """The compressor of each rank's shard, and the shard's elements."""
-        codec = self.compressor.for_layers(layers)
-        return [(codec.part(a, b), b - a) for a, b in self.shards(layers, world_size)]
+    def _bytes(self, compressor: Compressor, layers: Sequence[Layer], world_size: int) -> Bytes:
+        """Return the bytes of messages to all shards."""
+        codec, found = compressor.for_layers(layers), Bytes(0, 0)
+        for a, b in self.shards(layers, world_size):
+            part = codec.part(a, b)
+            positions = found.positions + part.compressed_position_bytes(b - a)
+            found = Bytes(found.payload + part.compressed_bytes(b - a), 0, positions)
+        return found
+
+
+def finer(codec: Compressor, times: float) -> Compressor:
+    """Return a compressor whose payloads take so many times the bytes, by its first setting that is worth comparing.
+
+    A codec without such a number, or with learned tensors, is returned as it is.
+
+    >>> from gradlab.wrappers.two_way import finer
+    >>> finer(codecs.make("topk", density=0.01), 3.0), finer(codecs.make("sign"), 3.0)
+    (TopK(density=0.03), Sign(block_size=None))
+    """
+    name = next(iter(codec.about.candidates[0]), "")
+    value: Any = getattr(codec.settings, name, None)
+    if times == 1.0 or codec.learned or type(value) not in (int, float):
+        return codec
+    [field] = [one for one in fields_of(codec.Settings) if one.name == name]
+    most = math.inf if field.about.most is None else field.about.most
+    found = type(codec)(replace(codec.settings, **{name: min(type(value)(value * times), most)}))
+    return found if found.compressed_bytes(_SOME) > codec.compressed_bytes(_SOME) else codec
 
 
 def _key(grads: Tensors, what: str) -> str:

@@ -21,6 +21,7 @@ from gradlab.codecs.random_k import RandomK, distinct
 from gradlab.codecs.sampled_threshold import SampledThreshold
 from gradlab.codecs.threshold import Threshold
 from gradlab.codecs.topk import TopK
+from gradlab.coding.positions import CODINGS
 from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
 from gradlab.plan import Plan
@@ -382,3 +383,17 @@ def test_all_coefficients_are_the_gradient_and_need_no_places() -> None:
     (result,) = exchange(DCTTopK(DCTTopK.Settings(8, 64)), [draw(0)])
     np.testing.assert_allclose(flat(result.value.own), flat(draw(0)), atol=1e-12)
     assert result.payload_bytes == 8 * NUMEL
+
+
+@law(st.integers(1, 5), st.integers(0, 70), st.floats(0.01, 1.0), st.sampled_from(CODINGS), seeds, examples=60)
+def test_rows_together_are_each_row(rows: int, numel: int, density: float, coding: str, seed: int) -> None:
+    """Several parts of a vector are compressed and added in a few calls as each by itself, to the byte and bit."""
+    codec = TopK(TopK.Settings(density, coding))
+    vector, total = torch.randn(2, rows * numel, generator=generator(seed))
+    parts, wanted = vector.view(rows, numel), total.clone()
+    together, apart = codec.compress_rows(parts), [codec.compress(part, generator()) for part in parts]
+    for row, (payload, other) in enumerate(zip(together, apart, strict=True)):
+        assert [part.nbytes for part in payload] == [part.nbytes for part in other]
+        codec.add_decompressed(wanted[row * numel : (row + 1) * numel], other, -0.5)
+    codec.add_rows(total, [row * numel for row in range(rows)], numel, together, -0.5)
+    assert torch.equal(total, wanted)

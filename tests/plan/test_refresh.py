@@ -345,8 +345,15 @@ def test_what_belongs_to_one_setting_is_refused() -> None:
     plan = tasks.plan_of("topk")
     around = (*FEEDBACK, Wrap("two_way"))
     groups = tuple(Group(g.name, g.layers, g.codec, g.settings, around) for g in plan.groups)
-    with pytest.raises(GradlabError, match="two_way keeps what belongs to one setting"):
-        replace(plan, groups=groups)
+    assert replace(plan, groups=groups).groups == groups  # shards are the same at every density
+    first, *others = plan.groups
+    blocks = Group(first.name, first.layers, "block_scaled", {"block_size": 64}, around)
+    cut_apart = {first.name: tuple({"block_size": size} for size in (64, 256))}
+    assert plan.refresh is not None
+    reference = {**plan.refresh.reference, first.name: 0}
+    refresh = replace(plan.refresh, settings={**plan.refresh.settings, **cut_apart}, reference=reference)
+    with pytest.raises(GradlabError, match="servers of two_way would have other shards"):
+        replace(plan, groups=(blocks, *others), refresh=refresh)
     for broken in ({}, {"every": 1}, None, {**plan.refresh.to_json(), "settings": {"conv": 3}}):  # type: ignore[union-attr]
         with pytest.raises(GradlabError, match="not a refresh"):
             Refresh.from_json(broken)

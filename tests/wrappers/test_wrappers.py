@@ -803,6 +803,40 @@ def test_servers_at_another_number_of_ranks_continue_with_the_whole_residual(
         assert {key.rpartition("/")[2].removesuffix("_scale") for key in states[0]} == {"server_residual"}
 
 
+FEW_RANKS: dict[str, Callable[[], Codec]] = {
+    "topk": lambda: topk(0.1),
+    "qsgd": lambda: QSGD(QSGD.Settings(bits=3, bucket_size=20)),
+    "sign": lambda: codecs.make("sign", block_size=20),
+    "ecsq": lambda: codecs.make("ecsq", bits=1.0),
+}
+
+
+@law(st.sampled_from(list(FEW_RANKS)), worlds, worlds, worlds, seeds, examples=30)
+def test_between_fewer_ranks_two_way_is_its_codec_and_nothing_is_lost(
+    inner: str, first: int, then: int, last: int, seed: int
+) -> None:
+    """`from_ranks` ranks have servers. A run that goes on with fewer or more applies and owes what it was given."""
+    codec, alone = feedback(two_way(FEW_RANKS[inner](), from_ranks=3)), feedback(FEW_RANKS[inner]())
+    given, applied = np.zeros(flat(draw(0, 0)).size), np.zeros(flat(draw(0, 0)).size)
+    states: list[Tensors] = [{}] * first
+    for step, ranks in enumerate((first, first, then, then, last)):
+        states = states if ranks == len(states) else redistributed(codec, states, ranks, "split")
+        grads = drawn(ranks, step, seed=seed)
+        if ranks < 3 and step == 0:
+            plain = run(alone, grads, states)
+            for result, other in zip(run(codec, grads, states), plain, strict=True):
+                assert all(torch.equal(result.value.mean[name], other.value.mean[name]) for name in SHAPES)
+                assert result.value.state.keys() == other.value.state.keys()
+                assert result.wire_bytes == other.wire_bytes
+        results = run(codec, grads, states, step)
+        states = states_of(results)
+        given += mean_of([flat(grad) for grad in grads])
+        applied += flat(results[0].value.mean)
+        what = {key.rpartition("/")[2] for state in states for key in state}
+        assert ("server_residual" in what) == (ranks >= 3)
+        np.testing.assert_allclose(applied + owed(states, SHAPES), given, rtol=0, atol=1e-5)
+
+
 @every_stack
 def test_any_stack_goes_on_at_another_number_of_ranks(codec: Codec) -> None:
     """Ranks agree, on what a dense iteration needs too; "drop" leaves what all of them shared."""
