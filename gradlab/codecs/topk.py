@@ -76,6 +76,8 @@ class TopK(Sparsifier):
 
     def compress_rows(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Compress vectors of one size (m, numel) as `compress` does each, in a few calls."""
+        if self._each is not None and self._each.numel == rows.shape[1]:  # a share of each layer
+            return [self.compress(row, torch.default_generator) for row in rows]
         count, coding = self.count(rows.shape[1]), self.settings.index_coding
         if rows.shape[1] > _TOGETHER:
             places = torch.stack([largest(row, count) for row in rows])

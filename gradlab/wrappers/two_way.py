@@ -113,6 +113,8 @@ class TwoWay(Wrapper):
             )
         self.compressor = codec
         self.answering = finer(codec, self.settings.answer)
+        if self.answering.block != codec.block:
+            raise GradlabError(f"two_way around {codec.name}: answer = {self.settings.answer} would cut other shards")
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.dense or context.one_round or context.world_size < self.settings.from_ranks:

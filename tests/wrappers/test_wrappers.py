@@ -803,6 +803,17 @@ def test_servers_at_another_number_of_ranks_continue_with_the_whole_residual(
         assert {key.rpartition("/")[2].removesuffix("_scale") for key in states[0]} == {"server_residual"}
 
 
+@pytest.mark.parametrize(("ranks", "server"), [(1, "sharded"), (1, "rank"), (3, "rank"), (3, "sharded")])
+def test_a_shard_that_is_the_group_sends_a_share_of_each_layer(ranks: int, server: str) -> None:
+    """The mean and what is owed are what was given, if each layer has a selection of its own."""
+    codec = feedback(two_way(TopK(TopK.Settings(0.1, across_layers=False)), server=server))
+    results = run(codec, drawn(ranks, 0), [{}] * ranks)
+    arrived = flat(results[0].value.mean) + owed(states_of(results), SHAPES)
+    np.testing.assert_allclose(arrived, mean_of([flat(grad) for grad in drawn(ranks, 0)]), rtol=0, atol=1e-12)
+    sent = {name: int(value.count_nonzero()) for name, value in results[0].value.own.items()}
+    assert ranks == 3 or all(sent[name] == math.ceil(0.1 * math.prod(shape)) for name, shape in SHAPES.items())
+
+
 FEW_RANKS: dict[str, Callable[[], Codec]] = {
     "topk": lambda: topk(0.1),
     "qsgd": lambda: QSGD(QSGD.Settings(bits=3, bucket_size=20)),
