@@ -1,10 +1,10 @@
-"""Information that ranks' gradients share over a recorded trace, cosine, and positions of the largest values.
+"""Information that ranks' gradients share over a recorded trace, and their cosine.
 
 LGC (Abrahamyan et al.), sections III and VI-E, measures entropy and mutual information of one layer's gradient on two
 nodes, over iterations (Figs. 3, 12) and by layer (Fig. 4), with a histogram. Beside it stand estimators that correct
 their bias, and two nulls. Shuffled pairs show what an estimator finds where there is nothing. Pairs that are
 `shift` iterations apart show what two gradients share by belonging to the same parameters; only the excess over that is
-common to ranks in an iteration. ScaleCom's CLT-k (Chen et al., NeurIPS 2020) relies on the overlap of top-k positions.
+common to ranks in an iteration.
 
 A sample of each layer's values, in contiguous stretches, is read at a sample of iterations and pairs of ranks. Each
 gradient in it is sorted once for all its pairs. Nearest neighbours ("mixed") take longest: they look at every n-th of
@@ -23,7 +23,7 @@ import numpy as np
 
 from gradlab.analysis.gradients import finite_positions, read_positions
 from gradlab.analysis.intervals import SeriesMean, mean_interval
-from gradlab.analysis.measure.agreement import index_overlaps, rank_cosine, signal_to_noise
+from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
 from gradlab.analysis.measure.information import (
     PAPER_BINS,
     Excess,
@@ -43,8 +43,7 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
-FIRST, LAST, AFTER_ADDITION = "first", "last", "after a residual addition"  # places that LGC's Fig. 4 marks
-DENSITIES = (0.001, 0.01, 0.1)
+FIRST, LAST = "first", "last"  # places that LGC's Fig. 4 marks
 CORRECTED = ("copula", "mixed")
 _STRETCHES = 8
 _FEWEST_VALUES = 256  # of a layer: with fewer, estimates say nothing of one iteration
@@ -53,8 +52,6 @@ _FIRST_VALUES, _MOST_VALUES = 1024, 4096
 # It is enough where half of the interval is at most so many bits, or where at most this share of the variance over
 # iterations comes from the choice of values: with all values the interval would be at most a seventh narrower.
 _NARROW, _MOST_OF_CHOICE = 0.02, 0.25
-_TOPK_STEPS, _TOP_VALUES = 4, 2**20  # iterations of lags and largest values, values of the latter
-_LAGS = (0, 1, 2, 5, 10, 20, 50)
 
 
 @dataclass(frozen=True)
@@ -102,26 +99,6 @@ class EstimatorSeries(Jsonable):
 
 
 @dataclass(frozen=True)
-class LagSeries(Jsonable):
-    """Copula information, in bits, of one rank's gradient with another's `lags` recorded iterations later: (n,)."""
-
-    lags: list[int]
-    information: list[float]
-
-
-@dataclass(frozen=True)
-class TopOverlap(Jsonable):
-    """How far ranks' `count` largest values lie at the same positions: see `index_overlaps`; by_chance: the overlap of
-    random positions."""
-
-    density: float
-    count: int
-    overlap: float
-    by_chance: float
-    energy_at_others: float
-
-
-@dataclass(frozen=True)
 class LayerBetweenRanks(Jsonable):
     """One layer's measurements at T iterations.
 
@@ -139,8 +116,6 @@ class LayerBetweenRanks(Jsonable):
     pairs: list[tuple[int, int]]
     histograms: dict[int, HistogramSeries]
     estimators: dict[str, EstimatorSeries]
-    lags: LagSeries
-    top_indices: tuple[TopOverlap, ...]
     cosine: np.ndarray
     mean_cosine: SeriesMean
     signal_to_noise: float | None
@@ -211,15 +186,10 @@ def _require(trace: Trace, chosen: BetweenRanks) -> int:
 
 
 def layer_places(trace: Trace) -> dict[str, list[str]]:
-    """Marks by layer name; the first and the last are among matrices, additions are those that the recorder saw."""
+    """Marks by layer name: the first and the last of the matrices."""
     names = [layer.name for layer in trace.layers]
     matrices = [layer.name for layer in trace.layers if len(layer.shape) > 1] or names
-    recorded = trace.metadata.get("after_addition")
-    summed = recorded if isinstance(recorded, list) else []
-    return {
-        name: [FIRST] * (name == matrices[0]) + [LAST] * (name == matrices[-1]) + [AFTER_ADDITION] * (name in summed)
-        for name in names
-    }
+    return {name: [FIRST] * (name == matrices[0]) + [LAST] * (name == matrices[-1]) for name in names}
 
 
 def rank_pairs(world_size: int, most: int, generator: np.random.Generator) -> list[tuple[int, int]]:
@@ -250,11 +220,9 @@ def measure_layer(
         columns = sampled_columns(layer.numel, chosen.values)
         now = _read(trace, layer, positions, columns)
         later = _read(trace, layer, positions + shift, columns)
-        whole = finite_positions(trace)  # the sample's alone would say nothing of the largest values
+        whole = finite_positions(trace)
         finite = np.isin(positions, whole) & np.isin(positions + shift, whole)
         steps = np.asarray(trace.steps)[positions][finite]
-        top = _top_overlap(trace, layer, positions[finite])
-        lags = _by_lag(trace, layer, positions[finite], pairs, columns)
     now, later = now[finite], later[finite]
     if len(steps) < 4:
         return None
@@ -273,8 +241,6 @@ def measure_layer(
             "copula": _by_copula(here, there, pairs, chosen, generator),
             "mixed": _by_neighbors(now, later, pairs, chosen, generator),
         },
-        lags=lags,
-        top_indices=top,
         cosine=cosines,
         mean_cosine=mean_interval(cosines, chosen.level),
         signal_to_noise=signal_to_noise(inner),
@@ -284,13 +250,11 @@ def measure_layer(
 
 def _read(trace: Trace, layer: Layer, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:
     """Sampled values (T, N, C) of every rank at positions (T,), float32."""
-    return np.stack([_read_rank(trace, layer, rank, positions, columns) for rank in range(trace.world_size)], axis=1)
-
-
-def _read_rank(trace: Trace, layer: Layer, rank: int, positions: np.ndarray, columns: Sequence[slice]) -> np.ndarray:
-    """Sampled values (T, C) of a rank at positions (T,), float32."""
-    parts = [read_positions(trace, layer.name, rank, positions, part) for part in columns]
-    return np.concatenate(parts, axis=1)
+    ranks = [
+        np.concatenate([read_positions(trace, layer.name, rank, positions, part) for part in columns], axis=1)
+        for rank in range(trace.world_size)
+    ]
+    return np.stack(ranks, axis=1)
 
 
 # The variables of the ranks that are in a pair, by rank, at each of several iterations.
@@ -398,59 +362,3 @@ def _needed(paired: np.ndarray, shifted: np.ndarray, values: int, error: float, 
     own = varies - error**2
     allowed = own * _MOST_OF_CHOICE / (1 - _MOST_OF_CHOICE)
     return math.ceil(values * error**2 / allowed) if allowed > 0 else _MOST_VALUES
-
-
-def _by_lag(
-    trace: Trace,
-    layer: Layer,
-    positions: np.ndarray,
-    pairs: Sequence[tuple[int, int]],
-    columns: Sequence[slice],
-) -> LagSeries:
-    """Means over iterations and pairs; a lag at which no pair is finite is left out."""
-    series = LagSeries([], [])
-    few = positions[spread(len(positions), _TOPK_STEPS)] if len(positions) else positions
-    known: dict[tuple[int, int], Variable | None] = {}
-    for lag in _LAGS:
-        bits = []
-        for p, (first, second) in itertools.product(map(int, few[few + lag < len(trace.steps)]), pairs):
-            x, y = (_known(known, trace, layer, columns, place) for place in ((first, p), (second, p + lag)))
-            if x is not None and y is not None:
-                bits.append(mutual_information(x, y, "copula"))
-        if bits:
-            series.lags.append(lag)
-            series.information.append(float(np.mean(bits)))
-    return series
-
-
-def _known(
-    known: dict[tuple[int, int], Variable | None],
-    trace: Trace,
-    layer: Layer,
-    columns: Sequence[slice],
-    place: tuple[int, int],
-) -> Variable | None:
-    """The gradient of a (rank, position), read and sorted once; None if it is not finite."""
-    if place not in known:
-        values = _row(trace, layer, *place, columns)
-        known[place] = Variable.of(values) if np.isfinite(values).all() else None
-    return known[place]
-
-
-def _row(trace: Trace, layer: Layer, rank: int, position: int, columns: Sequence[slice]) -> np.ndarray:
-    return _read_rank(trace, layer, rank, np.array([position]), columns)[0]
-
-
-def _top_overlap(trace: Trace, layer: Layer, positions: np.ndarray) -> tuple[TopOverlap, ...]:
-    """By density, means over at most 4 iterations and 2^20 values."""
-    rows, columns = [], sampled_columns(layer.numel, _TOP_VALUES)
-    numel = sum(part.stop - part.start for part in columns)
-    few = [int(p) for p in positions[spread(len(positions), _TOPK_STEPS)]] if len(positions) else []
-    read = [[_row(trace, layer, rank, p, columns) for rank in range(trace.world_size)] for p in few]
-    counts = {density: count for density in DENSITIES if (count := max(1, round(density * numel))) < numel}
-    if read and counts:
-        by_step = [index_overlaps(gradients, list(counts.values())) for gradients in read]
-        for (density, count), values in zip(counts.items(), np.mean(by_step, axis=0), strict=True):
-            overlap, energy = map(float, values)
-            rows.append(TopOverlap(density, count, overlap, count / numel, energy))
-    return tuple(rows)

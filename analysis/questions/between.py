@@ -10,12 +10,10 @@ import numpy as np
 
 from gradlab.analysis.chart import Chart, Mark, Panel, apart, by_layer, lines, points, rule
 from gradlab.analysis.figures.style import BLACK, BLUE, GREEN, VERMILION, short
-from gradlab.analysis.measure.between_ranks import AFTER_ADDITION
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_number, format_percent
 
 Json = Mapping[str, Any]
-_SHOWN_DENSITY = 0.01
 _BY_CHANCE = 0.9  # shuffled over paired information from which on an estimator says nothing
 _REMARK_COLUMNS = ("layer", "series", "what was found")
 _LABELS = {"copula": "copula", "mixed": "nearest neighbours"}
@@ -66,7 +64,6 @@ def _mean_of(layer: Json, bins: str, name: str) -> float:
 def _tables(between: Json) -> list[Table]:
     paper, rows = str(between["paper_bins"]), []
     for layer in between["layers"]:
-        top = next((row for row in layer["top_indices"] if row["density"] == _SHOWN_DENSITY), None)
         rows.append(
             [
                 layer["name"],
@@ -75,12 +72,11 @@ def _tables(between: Json) -> list[Table]:
                 *(with_interval(layer["estimators"][name]["excess"], "bits", 3) for name in _LABELS),
                 with_interval(layer["mean_cosine"], "mean", 2),
                 format_number(layer["signal_to_noise"], 2),
-                format_percent(top["overlap"] if top else None),
             ]
         )
     columns = (
         "layer", "place", "entropy (LGC)", "information (LGC)", "shuffled (LGC)", "excess: copula",
-        "nearest neighbours", "cosine", "signal / noise", "top 1 % in common",
+        "nearest neighbours", "cosine", "signal / noise",
     )  # fmt: skip
     note = (
         "Bits per parameter. Excess: beyond the shifted null, with its interval over iterations. Estimators looked at "
@@ -135,9 +131,8 @@ def _drawings(between: Json) -> list[Drawing]:
         Drawing(
             "lgc_claim",
             "LGC's claim, by layer",
-            "After Fig. 4 of LGC; (first), (last), (+): first and last layer, after a residual addition. (a) The "
-            f"paper's estimator, of the pair and of the shuffled pair. (b) Excess over pairs {shift} iterations apart, "
-            f"{level} intervals over iterations; hollow: none could be given.",
+            "After Fig. 4 of LGC. (a) The paper's estimator, of the pair and of the shuffled pair. (b) Excess over "
+            f"pairs {shift} iterations apart, {level} intervals over iterations; hollow: none could be given.",
             _claim(between),
         ),
         Drawing(
@@ -145,19 +140,6 @@ def _drawings(between: Json) -> list[Drawing]:
             "Information over iterations",
             f"After Figs. 3 and 12 of LGC, means over {len(between['layers'][0]['pairs'])} pairs of ranks.",
             over_iterations({"": between}),
-        ),
-        Drawing(
-            "lags",
-            "How long ranks share it",
-            "One rank's gradient and another's so many recorded iterations later: what remains at large distances "
-            "belongs to the parameters, not to the iteration.",
-            _lags(spread_layers(between["layers"])),
-        ),
-        Drawing(
-            "top_indices",
-            "Where the largest values lie",
-            "What CLT-k relies on: one rank's k largest positions stand for all ranks'.",
-            _top_indices([layer for layer in between["layers"] if layer["top_indices"]]),
         ),
     ]
 
@@ -202,8 +184,7 @@ def _claim(between: Json) -> Chart:
 
 
 def _marked(layer: Json) -> str:
-    marks = {"first": "first", "last": "last", AFTER_ADDITION: "+"}
-    place = ", ".join(marks[mark] for mark in layer["place"])
+    place = ", ".join(layer["place"])
     return short(layer["name"]) + (f" ({place})" if place else "")
 
 
@@ -229,47 +210,3 @@ def over_iterations(between: Mapping[str, Json], caption: str = "") -> Chart:
         return Chart([*above, *below], columns=2, height=2.7, layers=[short(layer["name"]) for layer in layers])
     shares = {"sharey": "row", "sharex": True}
     return Chart([*above, *below], columns=len(between), height=2.0, shares=shares, caption=caption)
-
-
-def _lags(layers: Sequence[Json]) -> Chart:
-    marks = [
-        lines(one["lags"]["lags"], one["lags"]["information"], color, short(one["name"]), marker="o")
-        for one, color in by_layer(layers)
-    ]
-    ticks = [(lag, str(lag)) for lag in sorted({lag for layer in layers for lag in layer["lags"]["lags"]})]
-    # Linear up to a lag of 1, so that 0 has a place.
-    place = {"xscale": "symlog", "xlim": (-0.15, None)}
-    apart = "recorded iterations between the two gradients"
-    panel = Panel([*marks, rule(0)], apart, "bits per parameter", ticks=ticks, look=place)
-    return Chart([panel], layers=[short(layer["name"]) for layer in layers])
-
-
-def _top_indices(layers: Sequence[Json]) -> Chart:
-    known = sorted({row["density"] for layer in layers for row in layer["top_indices"]})
-    look = {"xscale": "log", "ylim": (0, 1)}
-    panels = [
-        Panel(
-            [
-                *(
-                    lines(
-                        [row["density"] for row in layer["top_indices"]],
-                        [row[what] for row in layer["top_indices"]],
-                        color,
-                        short(layer["name"]),
-                        marker="o",
-                    )
-                    for layer, color in by_layer(layers)
-                ),
-                lines(known, known, "#767676", "by chance", ls="--", lw=0.9),
-            ],
-            "density k / n",
-            label,
-            title,
-            look=look,
-        )
-        for what, label, title in (
-            ("overlap", "share", "(a) positions in common"),
-            ("energy_at_others", "", "(b) energy kept at another's positions"),
-        )
-    ]
-    return Chart(panels, columns=2, height=2.6, layers=[short(layer["name"]) for layer in layers])

@@ -27,7 +27,7 @@ from rows import Row, fill, markdown, options, read
 
 from gradlab.analysis.chart import draw
 from gradlab.analysis.figures.style import drawing
-from gradlab.analysis.measure.between_ranks import AFTER_ADDITION, CORRECTED, measure_between_ranks
+from gradlab.analysis.measure.between_ranks import CORRECTED, measure_between_ranks
 from gradlab.analysis.questions.between import over_iterations
 from gradlab.datasets import Data
 from gradlab.trace import Trace
@@ -98,8 +98,7 @@ def claim_table(rows: Sequence[Row]) -> str:
         cells += [f"{paper[name]:.2f}" for name in BITS[1:]]
         cells += [f"{100 * fewer['information'] / fewer['entropy']:.0f} %"]
         cells += [f"{fewer['information'] - fewer['shuffled']:.2f}"]
-        added = " (+)" if AFTER_ADDITION in found["place"] else ""
-        lines.append([row["of"] + added, *cells, *(_excess(found["excess"][name]) for name in CORRECTED)])
+        lines.append([row["of"], *cells, *(_excess(found["excess"][name]) for name in CORRECTED)])
     medians = [statistics.median(row["found"]["excess"][name]["bits"] for row in rows) for name in CORRECTED]
     lines.append(["median", *[""] * len(heads), *(f"{bits:.3f}" for bits in medians)])
     return markdown(("layer", *heads, "copula", "nearest"), lines)

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.capture import EmulatedNodes, TraceRecorder
-from gradlab.capture.residual_sums import layers_after_addition
 from gradlab.cli.train.report import RankOutcome, Report, header, measured
 from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec import seeded_generator
@@ -36,7 +35,6 @@ from gradlab.progress import Progress
 from gradlab.runtime import CompressionState, ScalarLog, compression_hook
 
 _EVALUATIONS = 8  # times at which a run's model is tested
-_SAMPLES = 2  # batch normalisation has no statistics of one
 
 
 @dataclass
@@ -138,22 +136,9 @@ def _run(settings: TrainSettings, ranks: Sequence[int]) -> Run:
 
 def _recording(settings: TrainSettings, run: Run) -> dict[str, Any]:
     """Arguments of both kinds of recorders."""
-    metadata = trace_metadata(settings, run.workload, run.recipe, run.data)
+    metadata = {"workload": settings.workload, "seed": settings.seed, "batch_size": run.recipe.batch_size}
     options = {"every": settings.every, "budget": settings.budget, "expected_steps": run.recipe.steps}
     return {"optimizer": run.optimizer, "metadata": metadata, **options}
-
-
-def trace_metadata(settings: TrainSettings, workload: Workload, recipe: Recipe, data: Data) -> dict[str, Any]:
-    """Workload, seed, batch size per rank, and as "after_addition" the layers that read a residual sum.
-
-    A trace's metadata is written before the run's first step. So these layers are seen in a pass of a model made for
-    it, from the same seed, which leaves the run's model, its buffers and all generators as they are.
-    """
-    with torch.random.fork_rng(devices=[]):
-        model = workload.model(settings.seed)
-        output = model(data.train_x[:_SAMPLES])
-    about = {"workload": settings.workload, "seed": settings.seed, "batch_size": recipe.batch_size}
-    return {**about, "after_addition": list(layers_after_addition(output, model))}
 
 
 def without_what_the_plan_does(recipe: Recipe, artifact: str) -> Recipe:

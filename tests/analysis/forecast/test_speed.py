@@ -155,7 +155,7 @@ def test_a_reports_forecasts_have_the_codec_times_of_its_replays(tmp_path: Path)
 
 def test_everything_of_a_small_trace(tmp_path: Path) -> None:
     """One page per question, the verdict first, a page per layer; every figure as data; a few hundred kilobytes."""
-    metadata = {"batch_size": 16, "after_addition": ["body.weight"]}
+    metadata = {"batch_size": 16}
     with record(tmp_path / "t", random_gradients(0, 12, 2, LAYERS), LAYERS, metadata=metadata) as trace:
         assert replay_start(trace) == 0
         parts = ["payoff", "between", "noise", "limits"]  # the others are tested where they are measured
@@ -176,9 +176,7 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
         "nodes", "bits_per_second", "dense_seconds", "dense_way", "half_seconds", "seconds", "fastest",
         "fastest_saves", "closest", "closest_saves",
     }  # fmt: skip
-    assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [
-        ["first"], ["after a residual addition"], ["last"],
-    ]  # fmt: skip
+    assert [layer["place"] for layer in data["between_nodes"]["layers"]] == [["first"], [], ["last"]]
     # In report.json as in memory.
     assert data["payoff"] == json.loads(json.dumps(plain(examination.speed)))
     for name, judged in data["payoff"]["judged"].items():

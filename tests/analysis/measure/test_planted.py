@@ -47,7 +47,6 @@ def test_signal_between_nodes(tmp_path: Path) -> None:
         excess = between.estimators[name].excess
         assert excess.low > 0
         assert excess.bits == pytest.approx(by_step, rel=0.2)
-    assert between.lags.information[-1] < 0.1 * between.lags.information[0]
 
 
 def test_rank(tmp_path: Path) -> None:
