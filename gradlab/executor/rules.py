@@ -8,13 +8,21 @@ a residual of at most sum_(s <= t) ||g_s|| <= t max ||g||, by induction over e_t
 delta-contraction leaves one with E||e||^2 <= 4 (1 - delta) / delta^2 max E||g||^2 (Karimireddy et al., "Error feedback
 fixes SignSGD", ICML 2019, Lemma 3). A residual above twice the smaller of the two bounds therefore belongs to no
 healthy run. The factor 2 is for gradients that were not measured, and for bounds on expectations.
+
+A bounded residual may still be too large. One of t gradients' norms at compressed step t has sent nothing; independent
+gradients add up to sqrt(t) norms, below t / 10 from t = 100 on. A residual above t / 10 therefore holds a part that
+gradients have in common and that waits for a tenth of the run. Residuals delay updates, and with them the learning rate
+up to which training is stable falls (Stich and Karimireddy, "The error-feedback framework", JMLR 2020): beyond it
+gradients grow.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +36,9 @@ from gradlab.layout import Layer
 
 LEVELS = ("ignore", "warn", "error")
 SLACK = 2.0
+LATE_SHARE, LATE_FROM = 0.1, 200  # of compressed steps' gradients may wait, judged from this step on
+APART, WINDOW, SPAN = 10, 5, 20  # steps between gradients that are compared; such gradients in a median, and at most
+GROWN, WAITING = 2.0, 10.0  # times that gradients grow, and gradient norms that wait meanwhile
 NO_GUARANTEE = 100.0  # gradient norms: the bound taken for a codec without a known delta, that of delta = 0.02
 RATE_FACTOR = 2.0  # between two steps
 RATE_SHARE = 0.01  # of the largest learning rate: below it, what a residual holds no longer matters
@@ -41,6 +52,10 @@ RULES: dict[str, str] = {
     "residual_grows": (
         "the codec enlarges the residual under error feedback: choose contraction=measured, the wrapper's default, "
         "settings that contract (qsgd: norm=max or more bits), a higher density or rank, or no error feedback"
+    ),
+    "sent_late": (
+        "what is applied comes late, so that training slows down or diverges: choose a higher density or rank, more "
+        "bits or smaller buckets, a lower learning rate, or begin compression later (warmup_steps)"
     ),
     "non_finite": (
         "look at the loss, the learning rate and the first step at which this began; pass scaler= if a loss scaler is "
@@ -223,6 +238,7 @@ class ResidualWatch:
     def __init__(self, group: str, feedback: Feedback, whose: str = "residual") -> None:
         self.group, self.feedback, self._whose = group, feedback, whose
         self._largest = 0.0  # gradient norm, times the learning rate where residuals follow it
+        self.held = 0.0  # residual norm of the last step that was judged, in norms of the largest gradient
 
     def add(self, step: int, steps: int, residual: float, gradient: float, rate: float | None = None) -> Finding | None:
         """Judge a measured step from both norms in one unit; the residuals of a rate of zero are not judged."""
@@ -232,10 +248,39 @@ class ResidualWatch:
         if not (weight > 0 and self._largest > 0):
             return None
         ratio, limit = weight * residual / self._largest, residual_limit(steps, self.feedback.delta, self.feedback.gain)
+        self.held = ratio
         if ratio <= limit:  # False for NaN, which fires
             return None
         seen = f"the {self._whose}'s norm is {ratio:.3g} times the largest gradient's, expected at most {limit:.3g}"
         return finding("residual_grows", seen, ratio, limit, group=self.group, step=step)
+
+
+class LateWatch:
+    """The residuals of one group, of ranks and servers together, beside the growth of gradients meanwhile."""
+
+    def __init__(self, group: str, gain: float) -> None:
+        self.group, self._gain = group, gain
+        self._noted: deque[tuple[int, float]] = deque(maxlen=SPAN)  # (step, gradient norm), so many steps apart
+
+    def add(self, step: int, steps: int, held: float, gradient: float) -> Finding | None:
+        """Judge a measured step. held: norms of residuals over the largest gradient's, added up."""
+        if 0 < gradient < math.inf and (not self._noted or step - self._noted[-1][0] >= APART):
+            self._noted.append((step, gradient))
+        seen, where = (
+            f"residuals hold {held:.3g} times the largest gradient's norm",
+            {"group": self.group, "step": step},
+        )
+        most = LATE_SHARE * steps * self._gain
+        if steps >= LATE_FROM and held > most:
+            return finding("sent_late", f"{seen} after {steps} steps", held, most, **where)
+        grown = self._growth()
+        if grown > GROWN and held > WAITING:
+            return finding("sent_late", f"{seen}, and gradients have grown {grown:.3g} times", grown, GROWN, **where)
+        return None
+
+    def _growth(self) -> float:
+        norms = [norm for _, norm in self._noted]
+        return median(norms[-WINDOW:]) / median(norms[:WINDOW]) if len(norms) >= 2 * WINDOW else 1.0
 
 
 # --- the others -----------------------------------------------------------------------------------------------------

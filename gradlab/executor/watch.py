@@ -16,7 +16,7 @@ from gradlab.codec import Codec, Exchanged, Tensors
 from gradlab.codec.measures import squared_norms
 from gradlab.codec.wrapper import load_buffer, wrappers_of
 from gradlab.executor import rules
-from gradlab.executor.rules import Feedback, Finding, ResidualWatch
+from gradlab.executor.rules import Feedback, Finding, LateWatch, ResidualWatch
 from gradlab.plan import Plan
 
 
@@ -85,6 +85,7 @@ class RankWatch:
         self.feedback: dict[str, Feedback] = {}
         self._residuals: dict[str, ResidualWatch] = {}
         self._servers: dict[str, ResidualWatch] = {}
+        self._late: dict[str, LateWatch] = {}
         self._layers = {group.name: group.layers for group in plan.groups}
         for group in plan.groups:
             if (codec := codecs.get(group.name)) is None:
@@ -92,6 +93,7 @@ class RankWatch:
             name, layers = group.name, plan.members(group)
             if (feedback := rules.feedback_of(codec, layers, plain_sgd)) is not None:
                 self.feedback[name], self._residuals[name] = feedback, ResidualWatch(name, feedback)
+                self._late[name] = LateWatch(name, feedback.gain)
             if (server := rules.server_feedback_of(codec, layers, plain_sgd)) is not None:
                 self._servers[name] = ResidualWatch(name, server, "server's residual")
 
@@ -106,4 +108,7 @@ class RankWatch:
                 found.append(self._residuals[name].add(step, steps, one.residual, one.gradient, rate))
             if name in self._servers:
                 found.append(self._servers[name].add(step, steps, one.server_residual, one.server_input, rate))
+            if name in self._late:
+                held = sum(watches[name].held for watches in (self._residuals, self._servers) if name in watches)
+                found.append(self._late[name].add(step, steps, held, one.gradient))
         return [one for one in found if one is not None]

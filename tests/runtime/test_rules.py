@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradlab.errors import GradlabError
 from gradlab.executor import rules
-from gradlab.executor.rules import Feedback, ResidualWatch, residual_limit
+from gradlab.executor.rules import Feedback, LateWatch, ResidualWatch, residual_limit
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
 from support.process_pool import ProcessPool
@@ -62,6 +62,29 @@ def test_what_is_not_a_number_fires_and_momentum_is_allowed_for() -> None:
     assert residual_limit(10_000, 0.001) == pytest.approx(2 * 2 * math.sqrt(0.999) / 0.001)
     assert residual_limit(5, 0.001) == 10
     assert residual_limit(10_000, None) == 200
+
+
+@given(st.integers(200, 400), st.floats(0.5, 2).filter(lambda share: share != 1), norms)
+def test_a_tenth_of_the_steps_may_wait_in_bounded_residuals(steps: int, share: float, gradient: float) -> None:
+    """Beyond a tenth of the steps they come late; before the 200th they are not judged."""
+    watch = LateWatch("a", 1.0)
+    found = watch.add(steps, steps, share * steps / 10, gradient)
+    assert (found is not None) == (share > 1)
+    assert watch.add(150, 150, 100.0, gradient) is None
+
+
+@given(norms, st.floats(1.001, 1.05), st.floats(5, 15))
+@example(1.0, 1.05, 15.0)
+def test_gradients_that_double_while_residuals_wait_fire(gradient: float, factor: float, held: float) -> None:
+    """The oracle compares medians of five gradients, ten steps apart, at most 190 steps back."""
+    watch, noted = LateWatch("a", 1.0), []
+    for step in range(0, 199, 5):
+        now = gradient * factor**step
+        noted += [now] if step % 10 == 0 else []
+        first, last = sorted(noted[-20:][:5]), sorted(noted[-5:])
+        grown = len(noted) >= 10 and last[2] / first[2] > 2
+        found = watch.add(step, step + 1, held, now)
+        assert (found is not None) == (grown and held > 10)
 
 
 def test_a_residual_that_follows_a_falling_rate_does_not_fire() -> None:
