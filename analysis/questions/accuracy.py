@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradlab.analysis.chart import Chart, Mark, Panel, apart, lines
-from gradlab.analysis.figures.style import BLUE, method_colors, method_markers
+from gradlab.analysis.chart import Chart, Panel, apart, lines
+from gradlab.analysis.figures.style import method_colors
 from gradlab.analysis.forecast.endings import (
     MAX_LOSS,
     EndingRange,
@@ -16,7 +16,6 @@ from gradlab.analysis.forecast.endings import (
     loss_limit_text,
     standing,
 )
-from gradlab.analysis.intervals import FEWEST_RANKED
 from gradlab.analysis.questions.errors import errors_chart, has_errors, layer_errors_drawing, lossy_replays
 from gradlab.analysis.questions.pays import range_cell
 from gradlab.analysis.section import Drawing, Section, Table
@@ -26,9 +25,8 @@ from gradlab.saving import Saving
 Json = Mapping[str, Any]
 REPLAY_COLUMNS = (
     "plan", "method", "payload/step", "wire/step", "ratio", "vs 16 bits", "error of a rank", "error of the mean",
-    "cosine", "sums: error", "sums: cosine", "error's trend", "codec time",
+    "cosine", "sums: error", "sums: cosine", "codec time",
 )  # fmt: skip
-_SAME_ORDER = 0.8  # the least rank correlation that counts as one order
 _BUSY = 1.25  # the clock's time over the processor's from which a table says that the machine was busy
 # Residual norm under error feedback: its growth from the last but one quarter of the steps to the last.
 _GROWING, _SETTLED = 1.2, 200  # steps after a cold start, during which it grows in any case
@@ -41,8 +39,7 @@ def accuracy_section(data: Json) -> Section | None:
         return None
     speed = data.get("payoff")
     close = _who_is_close(replays, speed.max_loss if speed is not None else MAX_LOSS)
-    order = [ranking_line(data["ranking"])] if data.get("ranking") else []
-    answer = " ".join([*close, _how_sure(replays), *order])
+    answer = " ".join([*close, _how_sure(replays)])
     title = "What does it cost in accuracy, and how sure is that?"
     return Section("accuracy", title, answer, [_accuracy_table(replays)], parts=[_replays_section(data)])
 
@@ -92,14 +89,13 @@ def _accuracy_table(replays: Json) -> Table:
     for name in sorted(summaries, key=lambda name: standing(*judged_by(summaries[name]))):
         summary = summaries[name]
         cosine = "-" if summary["judged_cosine"] is None else f"{summary['judged_cosine']:.3f}"
-        cells = [name, cosine, str(summary["judged_length"] or "-"), range_cell(_ended(summary))]
-        rows.append([*cells, trend_text(summary["trend"])])
-    columns = ("plan", "cosine", "summed over", "similar methods ended", "error's trend")
+        rows.append([name, cosine, str(summary["judged_length"] or "-"), range_cell(_ended(summary))])
+    columns = ("plan", "cosine", "summed over", "similar methods ended")
     note = (
         "Cosine: of the plan's update with the true mean, both summed over so many steps, as replayed. Similar: "
         "plans of the same kind with cosines about as far from 1, on the small tasks of docs/comparison.md, and "
         "their final loss over dense training's: nine tenths are from the first figure to the last, half up to the "
-        "middle one. Trend: of a rank's error, in points per 100 steps, with a 95 % interval."
+        "middle one."
     )
     return Table("What updates keep, and what similar methods ended at", columns, rows, note)
 
@@ -109,7 +105,7 @@ def _accuracy_table(replays: Json) -> Table:
 
 def _replays_section(data: Json) -> Section:
     """Make the page of what plans do to the recorded gradients."""
-    replays, ranking = data["replays"], data.get("ranking")
+    replays = data["replays"]
     drawings, answer = _error_drawings(replays), replay_verdict(replays)
     if any(replay["summary"].get("unsent") for replay in replays.values()):
         caption = (
@@ -119,13 +115,6 @@ def _replays_section(data: Json) -> Section:
         drawings.append(Drawing("waiting", "Residual norm under error feedback", caption, _residuals(replays)))
     if growing := [name for name, replay in replays.items() if _grows(replay["summary"])]:
         answer += f" The residual norm still grows at the end with {', '.join(growing)}."
-    if ranking:
-        answer += f" {ranking_line(ranking)}"
-        caption = (
-            "Plans by the cosine of their update with the true mean, in windows of the run. Bars: 95 % intervals of "
-            "the rank correlation over plans (Bonett and Wright 2000), from five plans on."
-        )
-        drawings.append(Drawing("ranking", "Whether plans keep their order", caption, _ranking(ranking)))
     return Section("replays", "Errors of plans on these gradients", answer, [replay_table(replays)], drawings)
 
 
@@ -167,7 +156,7 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
         said.append(
             f"{which} sends {sent}; {judged}. Median errors of a step: {mean} of the mean, {own} of a rank's own."
         )
-        said += [*_growing_errors(known), *_recording_cautions(known.values())]
+        said += _recording_cautions(known.values())
     elif len(unknown) < len(summaries):
         said.append("The plans replayed change no gradient.")
     if unknown:
@@ -178,28 +167,6 @@ def replay_verdict(replays: Mapping[str, Any]) -> str:
     return " ".join(said)
 
 
-def _growing_errors(summaries: Mapping[str, Any]) -> list[str]:
-    growing = {name: one["trend"] for name, one in summaries.items() if one["trend"] and one["trend"]["low"] > 0}
-    listed = ", ".join(f"{name} ({trend_text(one)} points per 100 iterations)" for name, one in growing.items())
-    return (
-        [f"A rank's error grows over the recording, and is to be expected larger later: {listed}."] if growing else []
-    )
-
-
-def ranking_line(ranking: Mapping[str, Any]) -> str:
-    """Say whether plans keep their order over the run."""
-    windows = zip(ranking["agreement"], ranking["agreement_intervals"], strict=True)
-    least, interval = min(windows, key=lambda window: window[0])
-    order = "the same" if least > _SAME_ORDER else "not the same"
-    known = f"no interval: {len(ranking['whole'])} plans, expected at least {FEWEST_RANKED} that differ"
-    if interval is not None:
-        known = f"95 % interval {interval[0]:.2f} to {interval[1]:.2f} by Bonett and Wright"
-    return (
-        f"The order of plans by {ranking['measure'].replace('_', ' ')} is {order} all through what was replayed (rank "
-        f"correlation with the whole order at least {least:.2f}; {known})."
-    )
-
-
 def replay_table(replays: Mapping[str, Any]) -> Table:
     """Put replays side by side. A last column holds errors on the iterations that a plan was fitted on."""
     note = (
@@ -207,8 +174,7 @@ def replay_table(replays: Mapping[str, Any]) -> Table:
         "rank: ‖input - decoded‖ / ‖input‖ of its compressor; the input includes the residual of error feedback. Error "
         "of the mean and cosine: against this iteration's true averaged gradient; under error feedback a large error "
         "here is earlier gradient being delivered late. Sums: the same of updates summed over windows of "
-        f"{_window_lengths(replays)} successive steps. Error's trend: of a rank's error, in points per 100 iterations, "
-        "with a 95 % interval that allows for dependent steps. "
+        f"{_window_lengths(replays)} successive steps. "
     )
     note += _codec_time_note(replays)
     columns: tuple[str, ...] = REPLAY_COLUMNS
@@ -232,7 +198,6 @@ def _replay_row(name: str, summary: Mapping[str, Any]) -> list[str]:
         *_error_cells(summary),
         ", ".join(format_percent(one["aggregate_error"]) for one in _sums(summary)) or "-",
         ", ".join(f"{one['cosine']:.3f}" for one in _sums(summary)) or "-",
-        trend_text(summary["trend"]),
         f"{time} ({' to '.join(format_seconds(end) for end in spread)})" if spread else time,
     ]
 
@@ -249,14 +214,6 @@ def _window_lengths(replays: Mapping[str, Any]) -> str:
         counts[one["length"]] = max(one["windows"], counts.get(one["length"], 0))
     listed = [f"{length} ({format_counted(count, 'window')})" for length, count in sorted(counts.items())]
     return ", ".join(listed) or "no number of"
-
-
-def trend_text(found: Mapping[str, Any] | None) -> str:
-    """Write a trend of a relative error in points per 100 iterations, with its interval: "+3.1 (+1.2 to +5.0)"."""
-    if found is None:
-        return "-"
-    slope, low, high = (1e4 * found[key] for key in ("slope", "low", "high"))
-    return f"{slope:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def _codec_time_note(replays: Mapping[str, Any]) -> str:
@@ -283,23 +240,6 @@ def _error_cells(summary: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
-
-
-def _ranking(ranking: Json) -> Chart:
-    """(a) The rank of each plan in windows of the run, (b) how each window's order agrees with the whole run's."""
-    middles = [(first + last) / 2 for first, last in ranking["windows"]]
-    colors, markers = method_colors(ranking["ranks"]), method_markers(ranking["ranks"])
-    places = [
-        lines(middles, ranks, colors[name], name, marker=markers[name]) for name, ranks in ranking["ranks"].items()
-    ]
-    agreement: list[Mark] = [lines(middles, ranking["agreement"], BLUE, marker="o")]
-    known = [*zip(middles, ranking["agreement_intervals"], strict=True)]
-    agreement += [lines([at, at], interval, BLUE, linewidth=0.8) for at, interval in known if interval is not None]
-    count = len(ranking["ranks"])
-    look = {"yticks": range(1, count + 1), "ylim": (count + 0.5, 0.5)}
-    left = Panel(places, "iteration", "place (1: best cosine)", "(a)", look=look)
-    right = Panel(agreement, "iteration", "rank correlation with the whole run", "(b)", look={"ylim": (-1.05, 1.05)})
-    return Chart([left, right], columns=2, height=2.7)
 
 
 def _residuals(replays: Mapping[str, Json]) -> Chart:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from gradlab.analysis.intervals import Trend, trend
 from gradlab.analysis.replay.windows import Window
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
@@ -101,9 +99,8 @@ class ReplaySummary(MedianErrors):
     over the steps that the plan was fitted on; compression_ratio: dense payload over payload; ratio_to_16_bits: the
     same, of the dense payload in 16 bits; windows: of every length that the judged steps hold once, the shortest first;
     memory: whether the plan applies gradients of earlier steps; judged_length, judged_cosine: what plans are judged by,
-    see `Replay.judgement`; trend: of the contribution error over the judged steps; caution: where these are few, or
-    early; unsent: median; rules: what a run's rules (`gradlab.executor.rules`) would
-    find in these gradients.
+    see `Replay.judgement`; caution: where the judged steps are few, or early; unsent: median; rules: what a run's rules
+    (`gradlab.executor.rules`) would find in these gradients.
     """
 
     methods: tuple[str, ...]
@@ -121,7 +118,6 @@ class ReplaySummary(MedianErrors):
     memory: bool
     judged_length: int | None
     judged_cosine: float | None
-    trend: Trend | None
     caution: str | None
     codec_seconds: float | None
     codec_seconds_range: tuple[float, float] | None
@@ -229,16 +225,6 @@ class Replay:
         return "; ".join(found) or None
 
     @property
-    def trend(self) -> Trend | None:
-        """The trend of the contribution error over the judged steps; None for too few steps."""
-        known = [
-            (step.iteration, step.contribution_error)
-            for step in self.judged
-            if step.contribution_error is not None and math.isfinite(step.contribution_error)
-        ]
-        return trend([iteration for iteration, _ in known], [error for _, error in known])
-
-    @property
     def layer_errors(self) -> dict[str, float]:
         """Contribution error by layer over the judged steps, energies summed."""
         total: LayerErrors = {}
@@ -335,7 +321,6 @@ class Replay:
             memory=self.memory,
             judged_length=judged.length if judged else None,
             judged_cosine=judged.cosine if judged else None,
-            trend=self.trend,
             caution=self.caution,
             codec_seconds=_median(step.codec_seconds for step in steps),
             codec_seconds_range=_range(step.codec_seconds for step in steps),

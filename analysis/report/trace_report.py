@@ -24,7 +24,6 @@ from gradlab.analysis.questions.pays import pays_section, range_cell, speed_verd
 from gradlab.analysis.questions.plans import plans_section
 from gradlab.analysis.questions.runs import comparison_sections, comparison_verdict
 from gradlab.analysis.questions.slices import fit_verdict
-from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.page import Page, write_page
@@ -125,7 +124,6 @@ def write_trace_report(
         "spectrum": dict(plain(known.spectrum or measure_spectrum(trace, workers=workers, progress=progress))),
         "fit": fit.measured if fit else None,
         "replays": {name: replay.to_json() for name, replay in judged.items()},
-        "ranking": plain(ranking_stability(judged)),
         "payoff": known.speed,
         "frontier": plain(known.frontier),
         "local_steps": known.local_steps,

@@ -1,7 +1,5 @@
 """Replay methods on recorded gradients with the code that trains: error, cosine, bytes, time, by layer and step.
 
-With several methods it also says whether they keep their order all through the recording.
-
 Errors of an artifact fitted on this trace are those of iterations after its fit, with in-sample errors beside them.
 
 On a corpus each method is replayed on every recording, and stands beside the methods that were trained there:
@@ -29,10 +27,9 @@ import typer
 from gradlab.analysis.corpus.manifest import is_corpus
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import Workers
-from gradlab.analysis.questions.accuracy import ranking_line, replay_table, replay_verdict
+from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.questions.slices import cycle_chart
 from gradlab.analysis.replay.cycle import training_cycle
-from gradlab.analysis.replay.ranking import ranking_stability
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.cli.console import Answer, command_line, print_json, progress_bars
@@ -154,7 +151,5 @@ def _refuse_of_corpus(path: Path, **options: object) -> None:
 def answer_of(replays: Mapping[str, Replay], notes: Sequence[str] = ()) -> Answer:
     """The answer of replays by name, with their warnings, and one row per plan."""
     written = {name: result.to_json() for name, result in replays.items()}
-    ranking = ranking_stability(replays)
-    lines = [replay_verdict(written), *([ranking_line(ranking.to_json())] if ranking else ())]
     warnings = [f"{name}: {line}" for name, result in replays.items() for line in result.warnings]
-    return Answer(lines, warnings, [replay_table(written)], notes)
+    return Answer([replay_verdict(written)], warnings, [replay_table(written)], notes)

@@ -915,15 +915,8 @@ MUTANTS: tuple[Mutant, ...] = (
         file="analysis/replay/result.py",
         old="median(waiting[-2 * quarter : -quarter]), median(waiting[-quarter:])",
         new="median(waiting[:quarter]), median(waiting[-quarter:])",
-        tests=("tests/analysis/replay/test_ranking.py",),
+        tests=("tests/analysis/replay/test_residuals.py",),
         what="The last quarter's residual is held against the first's.",
-    ),
-    Mutant(
-        file="analysis/replay/ranking.py",
-        old="table = -np.array([[values",
-        new="table = np.array([[values",
-        tests=("tests/analysis/replay/test_ranking.py",),
-        what="The plan with the smallest cosine ranks first.",
     ),
     # analysis: fits, held out and replayed
     Mutant(
