@@ -11,12 +11,10 @@ import torch
 
 from gradlab.codec import Tensors, hash_tensor
 from gradlab.codec.kept import state_problem
-from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import POLICIES, resize
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import share_out
-from gradlab.layout import Layer
 from gradlab.plan.refresh import ROOT
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.trial import trial
@@ -25,7 +23,6 @@ _FORMAT = 1
 _BESIDE = ("sha256", "inside", "marks")  # what no checksum of this checkpoint covers; "inside" has its own
 _ALONE = {"local_ranks": 1, "shards": 1}  # what a checkpoint of a run without nodes leaves out
 _MOST_STEPS, _MOST_RATE = 2**48, 1e9
-_WHOLE = ("residual", "velocity", "momentum")  # kept in the layer's own shape
 
 
 def save(run: PlanRun, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +62,7 @@ def compare(saved: object, identity: Mapping[str, Any], where: str = "") -> None
     for key, expected in identity.items():
         came = saved.get(key, _ALONE.get(key))
         if type(came) is not type(expected) or came != expected:
-            other = key in ("world_size", *_ALONE)
+            other = not where and key in ("world_size", *_ALONE)
             hint = "; load_state_dicts takes the checkpoints of all old ranks" if other else ""
             raise GradlabError(f"checkpoint: {where}{key} is {repr(came)[:80]}, this run has {expected!r}{hint}")
 
@@ -162,20 +159,8 @@ def redistribute(
     ranks = [one.get("rank") if isinstance(one, Mapping) else None for one in saved]
     if not saved or ranks != list(range(len(saved))):
         raise GradlabError(f"checkpoints of ranks {ranks}, expected those of ranks 0 to N - 1, in order")
-    for key, expected in (("format", _FORMAT), ("plan", identity["plan"]), ("world_size", len(saved))):
-        if different := [one for one in saved if one.get(key) != expected]:
-            raise GradlabError(
-                f"checkpoint of rank {different[0]['rank']}: {key} is {different[0].get(key)!r}, not {expected!r}"
-            )
-    if other := [one for one in saved if one.get("shards", 1) != 1]:
-        raise GradlabError(f"checkpoint of rank {other[0]['rank']}: of shards under FSDP, this run has whole layers")
-    if len({one.get("iteration") for one in saved}) > 1:
-        raise GradlabError(f"checkpoints of iterations {[one.get('iteration') for one in saved]}, expected one step's")
-    for one in saved:
-        verify(one)
+    require_together(saved, {"format": _FORMAT, "plan": identity["plan"], "world_size": len(saved), "shards": 1})
     by_node, layers = states_by_node(run, saved), {group.name: group.layers for group in run.plan.groups}
-    for group, (_, kept) in by_node.items():
-        check_kept(run, {group: kept}, [(node, len(kept)) for node in range(len(kept))])
     rates = dict(saved[ROOT]["learning_rates"])
     states = {}
     for group, (owner, kept) in by_node.items():
@@ -183,6 +168,13 @@ def redistribute(
         if group in run.codecs:
             states[group] = resize(run.codecs[group], kept, run.rank, run.world_size, residuals)
     _continue(run, saved[ROOT], moved(states, device), rates, saved[ROOT].get("refresh"))
+
+
+def require_together(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any], where: str = "") -> None:
+    """Refuse checkpoints of several ranks that are not of one step of one run, with these values by key."""
+    for rank, one in enumerate(saved):
+        compare(one, {**identity, "iteration": saved[ROOT].get("iteration")}, f"{where}of rank {rank}: ")
+        verify(one)
 
 
 def check_arguments(saved: object, residuals: str) -> None:
@@ -218,7 +210,7 @@ def same_shards(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any])
 def states_by_node(
     run: PlanRun, saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[Mapping[str, Any], list[Tensors]]]:
-    """Sort all old ranks' states: of each group, the checkpoint of an owner, and every node's state.
+    """Sort all old ranks' states, checked: of each group, the checkpoint of an owner, and every node's state.
 
     Without nodes every rank is one, and owns all groups.
     """
@@ -227,13 +219,12 @@ def states_by_node(
     local_ranks = saved[ROOT].get("local_ranks", 1)
     if type(local_ranks) is not int or not 1 <= local_ranks <= len(saved):
         raise GradlabError(f"checkpoint of rank 0: local_ranks is {repr(local_ranks)[:80]}, of {len(saved)} ranks")
-    if different := [one for one in saved if one.get("local_ranks", 1) != local_ranks]:
-        came = repr(different[0].get("local_ranks", 1))[:80]
-        raise GradlabError(f"checkpoint of rank {different[0]['rank']}: local_ranks is {came}, not {local_ranks}")
     nodes = len(saved) // local_ranks
     at = {place: rank for rank, place in enumerate(places)}
     if set(at) != {(node, local_rank) for node in range(nodes) for local_rank in range(local_ranks)}:
         raise GradlabError(f"checkpoints of nodes and local ranks {places}, expected {nodes} x {local_ranks}")
+    for rank, one in enumerate(saved):
+        compare(one, {"local_ranks": local_ranks}, f"of rank {rank}: ")
     owners = share_out(run.plan, local_ranks).groups
     for group, owner in owners.items():
         keys = [set(states[at[node, owner]].get(group, {})) for node in range(nodes)]
@@ -241,11 +232,14 @@ def states_by_node(
             raise GradlabError(
                 f"checkpoint of rank {at[others[0], owner]}: other states than in that of rank {at[0, owner]}"
             )
-    return {
+    by_node = {
         group: (saved[at[0, owner]], [states[at[node, owner]][group] for node in range(nodes)])
         for group, owner in owners.items()
         if group in states[at[0, owner]]
     }
+    for group, (_, kept) in by_node.items():
+        check_kept(run, {group: kept}, [(node, nodes) for node in range(nodes)])
+    return by_node
 
 
 def states_of(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
@@ -256,31 +250,14 @@ def states_of(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
         raise GradlabError("checkpoint: expected the states, rates and iteration that state_dict gives")
     if not all(type(rate) in (int, float) and 0 <= rate <= _MOST_RATE for rate in rates.values()):
         raise GradlabError(f"checkpoint: learning rates that are no numbers from 0 to {_MOST_RATE:g}")
-    compressed = {group.name: group for group in run.plan.compressed_groups}
+    compressed = {group.name for group in run.plan.compressed_groups}
     by_group: dict[str, Tensors] = {}
     for key, tensor in states.items():
         name, _, rest = str(key).partition("::")
         if name not in compressed:
             raise GradlabError(f"checkpoint: {str(key)[:80]!r}: the plan has no group {name[:80]!r}")
-        _check_tensor(str(key), tensor, states, run.plan.members(compressed[name]))
         by_group.setdefault(name, {})[rest] = tensor
     return by_group
-
-
-def _check_tensor(key: str, tensor: Any, states: Mapping[Any, Any], layers: Sequence[Layer]) -> None:
-    name, _, what = key.partition("::")[2].rpartition("/")
-    layer = next((layer for layer in layers if layer.name == name), None)
-    if layer is None:
-        raise GradlabError(f"checkpoint: {key[:80]!r} belongs to no layer of its group")
-    if not isinstance(tensor, torch.Tensor) or not _is_dense(tensor):
-        raise GradlabError(f"checkpoint: {key[:80]!r} is no dense tensor")
-    if what in _WHOLE and tuple(tensor.shape) != layer.shape:
-        raise GradlabError(
-            f"checkpoint: {key[:80]!r} has the shape {list(tensor.shape)}, its layer {list(layer.shape)}"
-        )
-    int8 = tensor.dtype == torch.int8 and f"{key}_scale" in states
-    if not int8 and (tensor.dtype not in (torch.float32, torch.float64) or not is_finite(tensor)):
-        raise GradlabError(f"checkpoint: {key[:80]!r} is {tensor.dtype}, or not finite: expected finite float32 values")
 
 
 def moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:

@@ -26,7 +26,7 @@ from rows import Row, add, options, read
 from scipy import stats
 
 from gradlab.datasets.optimizer import build_optimizer
-from gradlab.ddp.optimizers import is_plain_sgd
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
@@ -41,7 +41,7 @@ NOISE = Candidate("cast", {"dtype": "float16"}, {}, ())
 def advance(
     task: Task, model: torch.nn.Module, optimizer: Any, plan: Plan, first: int, batches: Sequence[Micro]
 ) -> None:
-    lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
+    lockstep = LockstepPlan(plan, task.ranks, HeldLayers(optimizer).plain_sgd())
     for step, micro in enumerate(batches, first):
         compressed_gradients(task, model, optimizer, lockstep, step, micro)
         optimizer.step()

@@ -27,7 +27,7 @@ from gradlab.datasets.recipe import Recipe, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.datasets.sampling import batches
 from gradlab.datasets.workload import Workload
-from gradlab.ddp.optimizers import is_plain_sgd
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.executor.lockstep_plan import LockstepPlan, StepResult
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
@@ -147,7 +147,7 @@ def train(
     """
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
-    lockstep = LockstepPlan(plan, task.ranks, is_plain_sgd(optimizer))
+    lockstep = LockstepPlan(plan, task.ranks, HeldLayers(optimizer).plain_sgd())
     sent: list[tuple[list[float], list[float], bool]] = []
     losses, curve = [], []
     for step, micro in enumerate(islice(task.micro_batches(data, seed), stop)):

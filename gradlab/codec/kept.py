@@ -59,6 +59,8 @@ class Kept:
         if tensor.ndim != len(self.shape) or not all(map(_fits, tensor.shape, self.shape)):
             sizes = f"[{', '.join(map(_text, self.shape))}]" + (" or [0]" if self.or_empty else "")
             return f"has the shape {list(tensor.shape)}, expected {sizes}"
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return "holds values that are not finite"
         for bound, sound, word in ((self.least, torch.ge, "least"), (self.most, torch.le, "most")):
             if bound is not None and not bool(sound(tensor.cpu().double(), torch.tensor(bound)).all()):
                 return f"holds {_values(tensor)}, expected at {word} {bound}"

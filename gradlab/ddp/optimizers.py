@@ -311,11 +311,6 @@ def describe_optimizer(given: object) -> OptimizerSettings | None:
     return HeldLayers(given).settings()
 
 
-def is_plain_sgd(given: object) -> bool:
-    """Say whether one optimizer, or all of several, is SGD without momentum; see `HeldLayers.plain_sgd`."""
-    return HeldLayers(given).plain_sgd()
-
-
 def saved_states(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """Return the state dict of one optimizer, or the list of those of several."""
     states = [one.state_dict() for one in optimizers]

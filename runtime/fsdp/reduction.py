@@ -177,15 +177,10 @@ class ShardReduction:
 
 def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] | None) -> Resumption:
     """How a rank's run of one shard goes on from those of the same rank and shard on all old nodes."""
-    if any(part.get("iteration") != parts[0].get("iteration") for part in parts):
-        raise GradlabError("checkpoint: inside nodes, states of several iterations, expected one step's")
-    for part in parts:
-        checkpoint.verify(part)
-    states = {group: kept for group, (_, kept) in checkpoint.states_by_node(run, parts).items()}
-    for group, kept in states.items():
-        checkpoint.check_kept(run, {group: kept}, [(node, len(kept)) for node in range(len(kept))])
+    checkpoint.require_together(parts, {}, "inside nodes, ")
     dealt = {
-        group: kept[0] if place is None else resize(run.codecs[group], kept, *place) for group, kept in states.items()
+        group: kept[0] if place is None else resize(run.codecs[group], kept, *place)
+        for group, (_, kept) in checkpoint.states_by_node(run, parts).items()
     }
     rates = {name: float(rate) for name, rate in parts[0]["learning_rates"].items()}
     return Resumption(dealt, parts[0]["iteration"], rates)

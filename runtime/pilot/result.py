@@ -231,30 +231,3 @@ def may_hold(outcome: Outcome, max_loss: float) -> bool:
 def is_decided(outcomes: Iterable[Outcome], longest: int, max_loss: float, keep: int) -> bool:
     """Say whether plans that send more need not be tried: `keep` plans have held to the end."""
     return sum(one.steps >= longest and one.holds(max_loss) for one in outcomes) >= keep
-
-
-def race(
-    losses: Mapping[str, Sequence[float]],
-    dense: Sequence[float],
-    savings: Mapping[str, Saving],
-    *,
-    steps: int,
-    max_loss: float,
-    keep: int = 3,
-    chance: float = 0.0,
-) -> list[Outcome]:
-    """Tell from whole recorded trainings, losses by step from one snapshot, what a pilot would have found.
-
-    Returns outcomes of the plans that it would have tried, fewest bytes first. Their `steps` are what it would have
-    cost.
-    """
-    longest, found = len(dense), list[Outcome]()
-    for name in in_order(savings):
-        if is_decided(found, longest, max_loss, keep):
-            break
-        for look in looks(steps, longest):
-            outcome = outcome_of(name, losses[name][:look], dense[:look], savings[name], chance)
-            if not may_hold(outcome, max_loss):
-                break
-        found.append(outcome)
-    return found

@@ -1437,11 +1437,15 @@ MUTANTS += (
         ("if self._driver.current is None:", "if True:", "lockstep_does_with", "Every unit begins a step."),
     ),
     *_faults(
+        "runtime/checkpoint.py",
+        "tests/runtime/test_fsdp.py",
+        ("        verify(one)", "        pass", "residuals_of", "A damaged shard's state is loaded."),
+    ),
+    *_faults(
         "runtime/fsdp/reduction.py",
         "tests/runtime/test_fsdp.py",
         ('group=f"{group} to {place}"', "group=group", "compressed_reduce", "All shards draw the same numbers."),
         ("step.staged[group] = result.state", "step.staged[group] = {}", "compressed_reduce", "No residual is kept."),
-        ("    checkpoint.verify(part)", "    pass", "residuals_of", "A damaged shard's state is loaded."),
         (
             '[replace(one, group=f"{one.group} in the reduce-scatter") for one in found]',
             "found",

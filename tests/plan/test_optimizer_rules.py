@@ -15,7 +15,6 @@ from gradlab.ddp.optimizers import (
     all_optimizers,
     bare_optimizer,
     describe_optimizer,
-    is_plain_sgd,
 )
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -95,7 +94,7 @@ def test_a_frameworks_wrapper_is_taken_off() -> None:
     outer = Wrapped(Wrapped(inner))
     outer.param_groups = inner.param_groups
     assert bare_optimizer(outer) is inner
-    assert is_plain_sgd(outer)
+    assert HeldLayers(outer).plain_sgd()
     assert settings_of(outer) == SGD
     other = torch.optim.AdamW([parameter()])
     assert all_optimizers(None) == all_optimizers([]) == ()

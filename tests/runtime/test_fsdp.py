@@ -77,7 +77,7 @@ def test_residuals_of_the_reduce_scatter_go_on_at_fewer_nodes(pool: ProcessPool)
         "another plan": "inside nodes, plan is 'other'",
         "one level": "this run has a plan inside nodes",
         "a state is missing": "checkpoint of rank 1: other states than in that of rank 0",
-        "several steps": "states of several iterations",
+        "several steps": "inside nodes, of rank 1: iteration is",
         "a node is missing": "checkpoints of ranks [0, 2, 3], expected those of ranks 0 to N - 1",
         "no list": "expected a list with the checkpoint of every old rank, not int",
         "a policy": "residuals = 'mean', expected one of",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from gradlab.runtime.pilot.growth import GROWTH, Growth, chance_of, fitted
+from gradlab.runtime.pilot.growth import GROWTH, Growth, chance_of
 from gradlab.runtime.pilot.result import outcome_of
 from gradlab.saving import Saving
 from support.benchmark_modules import benchmark_modules
@@ -28,20 +29,28 @@ def test_a_worse_pilot_has_no_better_end(excess: float, width: float, more: floa
     assert worse.middle >= one.middle
 
 
+@pytest.fixture(scope="module")
+def fitted() -> Iterator[Callable[..., Growth]]:
+    with benchmark_modules("pilot_law") as modules:
+        yield modules["pilot_law"].fitted
+
+
 @law(CELLS)
-def test_at_most_one_end_in_twenty_of_those_fitted_is_above(cells: list[tuple[float, float, float]]) -> None:
+def test_at_most_one_end_in_twenty_of_those_fitted_is_above(
+    fitted: Callable[..., Growth], cells: list[tuple[float, float, float]]
+) -> None:
     pilots = [(excess, 0.9 * excess - width, excess + width, 0.0) for excess, width, _ in cells]
     if not any(low > 0 for _, low, *_ in pilots):
         return
-    found = fitted(pilots, [end for *_, end in cells])
+    found = fitted(pilots, [end for *_, end in cells], 0.0)
     above = sum(end > found.end(*pilot).high + 1e-9 for pilot, (*_, end) in zip(pilots, cells, strict=True))
     assert above <= 0.05 * len(cells)
 
 
-def test_runs_that_diverged_are_above_all_others() -> None:
+def test_runs_that_diverged_are_above_all_others(fitted: Callable[..., Growth]) -> None:
     pilots = [(0.01, 0.009, 0.011, 0.0)] * 100
-    assert fitted(pilots, [0.02] * 98 + [math.inf] * 2).high == pytest.approx(0.02 / 0.011)
-    assert fitted(pilots, [0.02] * 90 + [math.inf] * 10).high == math.inf
+    assert fitted(pilots, [0.02] * 98 + [math.inf] * 2, 0.0).high == pytest.approx(0.02 / 0.011)
+    assert fitted(pilots, [0.02] * 90 + [math.inf] * 10, 0.0).high == math.inf
 
 
 def test_what_16_bits_differ_by_widens_what_is_expected() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from gradlab.errors import GradlabError
 from gradlab.runtime.pilot.given import exchanges_in
 from gradlab.runtime.pilot.kept import copied
-from gradlab.runtime.pilot.result import delay_of, looks, outcome_of, race
+from gradlab.runtime.pilot.result import Outcome, delay_of, in_order, is_decided, looks, may_hold, outcome_of
 from gradlab.saving import Saving
 from support.laws import thorough
 from support.process_pool import ProcessPool
@@ -145,6 +145,20 @@ def test_an_excess_is_that_of_the_second_half_and_lies_in_its_interval() -> None
 SAVINGS = {name: Saving(float(ratio), ratio / 2) for name, ratio in zip("abcdef", (16, 32, 8, 64, 4, 2), strict=True)}
 
 
+def race(losses: dict[str, Any], dense: Any, steps: int, max_loss: float, keep: int) -> list[Outcome]:
+    """Tell from whole trainings what a pilot would have found: outcomes of the plans that it would have tried."""
+    longest, found = len(dense), list[Outcome]()
+    for name in in_order(SAVINGS):
+        if is_decided(found, longest, max_loss, keep):
+            break
+        for look in looks(steps, longest):
+            outcome = outcome_of(name, losses[name][:look], dense[:look], SAVINGS[name])
+            if not may_hold(outcome, max_loss):
+                break
+        found.append(outcome)
+    return found
+
+
 @given(
     st.integers(8, 40),
     st.integers(0, 40),
@@ -165,10 +179,10 @@ def test_a_race_finds_the_first_plan_that_holds_of_those_that_always_might(
         name: [outcome_of(name, losses[name][:look], dense[:look], SAVINGS[name]) for look in looks(steps, longest)]
         for name in SAVINGS
     }
-    might = [name for name in "dbacef" if all(one.low <= max_loss for one in at[name])]
+    might = [name for name in "dbacef" if all(one.end.low <= max_loss for one in at[name])]
     holding = [name for name in might if at[name][-1].holds(max_loss)]
-    found = race(losses, dense, SAVINGS, steps=steps, max_loss=max_loss, keep=keep)
-    whole = [one for one in found if one.steps == longest and one.low <= max_loss]
+    found = race(losses, dense, steps, max_loss, keep)
+    whole = [one for one in found if one.steps == longest and one.end.low <= max_loss]
     assert [one.name for one in whole if one.holds(max_loss)] == holding[:keep]
     assert [one.name for one in found] == list("dbacef")[: len(found)]
     assert len(found) == 6 or len(holding) >= keep
