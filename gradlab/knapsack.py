@@ -3,8 +3,8 @@
     minimise sum_l size(l, c_l)   subject to   sum_l error(l, c_l) <= budget
 
 is the problem of Alimohammadi, Markov, Frantar, Alistarh, "L-GreCo: Layerwise-adaptive gradient compression for
-efficient and accurate deep learning", MLSys 2024 (section 3), a multiple-choice knapsack. `allocate` solves it exactly;
-`allocate_discretised` is the paper's Algorithm 1, which rounds errors to a grid.
+efficient and accurate deep learning", MLSys 2024 (section 3), a multiple-choice knapsack. `allocate` solves it exactly.
+The paper's Algorithm 1, which rounds errors to a grid, is in benchmarks/papers/planner.py.
 
 The exact search goes through the layers and keeps partial plans by two rules of Pisinger ("A minimal algorithm for the
 multiple-choice knapsack problem", European Journal of Operational Research 83, 1995): no other partial plan beats them
@@ -75,52 +75,6 @@ def allocate(errors: Table, sizes: Table, budget: float, *, most_states: int = 2
     return problem.allocation(plan, bound)
 
 
-def allocate_discretised(errors: Table, sizes: Table, budget: float, *, steps: int = 10_000) -> Allocation:
-    """Find a plan by L-GreCo's Algorithm 1: dynamic programming over errors rounded up to multiples of budget / steps.
-
-    Unlike the published algorithm, errors are never rounded down. The budget is kept, and a plan that meets it by less
-    than one step per layer may be missed. `bound` is that of the linear relaxation.
-
-    errors, sizes, budget: those of `allocate`, but not negative.
-    steps: the paper's D.
-    """
-    if type(steps) is not int or steps < 1:
-        raise GradlabError(f"planner: steps = {steps!r}, expected a whole number from 1")
-    problem = _Problem.of(errors, sizes, budget)
-    if any(row.min() < 0 for row in problem.left):
-        raise GradlabError("planner: negative errors, which Algorithm 1 has no steps for: use the exact search")
-    step = budget / steps
-    costs = np.full(steps + 1, np.inf)
-    costs[0] = 0.0
-    chosen: list[npt.NDArray[np.int64]] = []
-    rounded = [np.ceil(errors / step) if step else np.zeros(len(errors)) for errors in problem.left]
-    for layer, whole in zip(problem.layers, rounded, strict=True):
-        reached, best = np.full(steps + 1, np.inf), np.zeros(steps + 1, dtype=np.int64)
-        for index in np.flatnonzero(whole <= steps):
-            shift = int(whole[index])
-            total = costs[: steps + 1 - shift] + layer.size[index]
-            better = total < reached[shift:]
-            reached[shift:][better] = total[better]
-            best[shift:][better] = index
-        costs = reached
-        chosen.append(best)
-    if not np.isfinite(costs).any():
-        raise GradlabError(
-            f"planner: no plan fits once errors are rounded up to {steps} steps of the budget {budget:.6g}: use more "
-            "steps, a larger budget, or the exact search"
-        )
-    return problem.allocation(_retrace(chosen, rounded, int(costs.argmin())), problem.relaxed)
-
-
-def _retrace(chosen: Sequence[Indices], rounded: Sequence[Numbers], error: int) -> Indices:
-    """The settings that led to an error of so many steps, from the last layer to the first."""
-    plan = np.zeros(len(chosen), dtype=np.int64)
-    for layer in range(len(chosen) - 1, -1, -1):
-        plan[layer] = chosen[layer][error]
-        error -= int(rounded[layer][plan[layer]])
-    return plan
-
-
 # --- the problem ------------------------------------------------------------------------------------------------------
 
 
@@ -188,11 +142,6 @@ class _Problem:
         layers = [_choices(indices, e, s, capacity) for e, s, indices in zip(*tables, usable, strict=True)]
         base = np.array([s[layer.index[0]] for s, layer in zip(tables[1], layers, strict=True)])
         return cls(tuple(layers), base, budget, capacity, _common_step(layers), *tables)
-
-    @property
-    def left(self) -> list[Numbers]:
-        """The caller's errors of the settings that are left, a row per layer."""
-        return [row[layer.index] for row, layer in zip(self.errors, self.layers, strict=True)]
 
     @property
     def relaxation(self) -> _Relaxation:

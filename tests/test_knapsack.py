@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_diag, csr_matrix
 
 from gradlab.errors import GradlabError
-from gradlab.knapsack import Allocation, allocate, allocate_discretised
+from gradlab.knapsack import Allocation, allocate
+from support.benchmark_modules import benchmark_modules
 from support.laws import law
 
 Tables = tuple[list[list[float]], list[list[float]]]
@@ -196,34 +197,32 @@ def algorithm_1(errors: np.ndarray, costs: np.ndarray, budget: float, steps: int
     return float(best[-1].min())
 
 
+@pytest.fixture(scope="module")
+def rounded_size() -> Iterator[Callable[..., float]]:
+    """The benchmark's Algorithm 1."""
+    with benchmark_modules("planner") as modules:
+        yield modules["planner"].rounded_size
+
+
 @law(seeds, st.sampled_from(["noise", "layers"]), st.sampled_from([20, 100]), examples=25)
-def test_algorithm_1_is_the_papers(seed: int, kind: str, steps: int) -> None:
+def test_algorithm_1_is_the_papers(rounded_size: Callable[..., float], seed: int, kind: str, steps: int) -> None:
     rng = np.random.default_rng(seed)
     errors, sizes = random_tables(rng, 6, 5, kind)
     budget = budgets(rng, errors) + 1
-    expected = algorithm_1(errors, sizes, budget, steps)
-    if math.isinf(expected):
-        with pytest.raises(GradlabError, match="use more steps"):
-            allocate_discretised(errors, sizes, budget, steps=steps)
-        return
-    best = allocate_discretised(errors, sizes, budget, steps=steps)
-    assert best.size == expected
-    assert totals(errors, sizes, best) == (pytest.approx(min(budget, totals(errors, sizes, best)[0])), best.size)
-    assert allocate(errors, sizes, budget).size <= best.size
-    assert best.bound <= allocate(errors, sizes, budget).size
+    size = rounded_size(errors, sizes, budget, steps)
+    assert size == algorithm_1(errors, sizes, budget, steps)
+    assert allocate(errors, sizes, budget).size <= size
 
 
-def test_algorithm_1_comes_close_and_may_miss_the_uniform_plan() -> None:
+def test_algorithm_1_comes_close_and_may_miss_the_uniform_plan(rounded_size: Callable[..., float]) -> None:
     rng = np.random.default_rng(5)
     errors, sizes = random_tables(rng, 100, 12, "layers")
     budget = float(errors[:, 6].sum())
-    exact, rounded = allocate(errors, sizes, budget), allocate_discretised(errors, sizes, budget)
-    assert exact.size <= rounded.size < 1.1 * exact.size
-    assert rounded.bound <= exact.size
+    exact = allocate(errors, sizes, budget).size
+    assert exact <= rounded_size(errors, sizes, budget) < 1.1 * exact
     one = errors[:, 6:7]  # nothing but the uniform plan: exact finds it, rounding up does not
     assert allocate(one, sizes[:, 6:7], budget).size == sizes[:, 6].sum()
-    with pytest.raises(GradlabError, match="rounded up"):
-        allocate_discretised(one, sizes[:, 6:7], budget)
+    assert rounded_size(one, sizes[:, 6:7], budget) == math.inf
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -250,10 +249,3 @@ def test_algorithm_1_comes_close_and_may_miss_the_uniform_plan() -> None:
 def test_bad_tables_are_named(errors: object, sizes: object, budget: float, message: str) -> None:
     with pytest.raises(GradlabError, match=message):
         allocate(errors, sizes, budget)  # type: ignore[arg-type]
-
-
-def test_bad_steps_are_named() -> None:
-    with pytest.raises(GradlabError, match="steps = 0"):
-        allocate_discretised([[1.0]], [[1.0]], 1.0, steps=0)
-    with pytest.raises(GradlabError, match="negative errors"):
-        allocate_discretised([[-1.0]], [[1.0]], 1.0)

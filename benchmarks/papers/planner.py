@@ -12,6 +12,7 @@ the optimum, in share of its size. A row is a table with a budget; one that is t
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_diag, csr_matrix
 
 from gradlab.analysis.layer_plan.lgreco import fit_lgreco
-from gradlab.errors import GradlabError
-from gradlab.knapsack import allocate, allocate_discretised
+from gradlab.knapsack import allocate
 from gradlab.trace import Trace
 
 Rows = Sequence[np.ndarray] | np.ndarray  # a layer each, by setting
@@ -91,6 +91,24 @@ def solver(errors: Rows, sizes: Rows, budget: float) -> np.ndarray | None:
     return np.array([part.argmax() for part in np.split(solution.x, np.cumsum(lengths)[:-1])])
 
 
+def rounded_size(errors: Rows, sizes: Rows, budget: float, steps: int = 10_000) -> float:
+    """Find the size of the plan of Algorithm 1, with errors rounded up to multiples of budget / steps.
+
+    errors, sizes: a row per layer; errors of 0 or more, infinity marks a setting that a layer cannot have.
+    steps: the paper's D.
+
+    Returns:
+        The size; infinity if no plan fits once errors are rounded up.
+    """
+    best = np.where(np.arange(steps + 1) == 0, 0.0, np.inf)  # the least size at an error of so many steps
+    for row, costs in zip(errors, sizes, strict=True):
+        before, best = best, np.full(steps + 1, np.inf)
+        for whole, cost in zip(np.ceil(row / (budget / steps)), costs, strict=True):
+            if whole <= steps:
+                np.minimum(best[int(whole) :], before[: steps + 1 - int(whole)] + cost, out=best[int(whole) :])
+    return float(best.min())
+
+
 def _total(values: Rows, choice: np.ndarray) -> float:
     return float(np.array([row[c] for row, c in zip(values, choice, strict=True)]).sum())
 
@@ -100,10 +118,7 @@ def measure(errors: Rows, sizes: Rows, budget: float) -> Row:
     moments = [time.process_time()]
     exact = allocate(errors, sizes, budget)
     moments.append(time.process_time())
-    try:
-        rounded: float | None = allocate_discretised(errors, sizes, budget).size / exact.size - 1
-    except GradlabError:  # once errors are rounded up nothing fits
-        rounded = None
+    rounded = rounded_size(errors, sizes, budget) / exact.size - 1
     moments.append(time.process_time())
     optimum = solver(errors, sizes, budget)
     moments.append(time.process_time())
@@ -115,7 +130,7 @@ def measure(errors: Rows, sizes: Rows, budget: float) -> Row:
         **dict(zip(("exact", "rounded", "milp"), np.diff(moments).tolist(), strict=True)),
         "proved": exact.gap == 0,
         "to_milp": exact.size / _total(sizes, optimum) - 1 if kept and optimum is not None else None,
-        "rounded_gap": rounded,
+        "rounded_gap": rounded if math.isfinite(rounded) else None,
     }
 
 

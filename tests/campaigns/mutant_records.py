@@ -560,14 +560,6 @@ MUTANTS: tuple[Mutant, ...] = (
     # plans, the planner, refreshing
     Mutant(
         file="gradlab/knapsack.py",
-        old="rounded = [np.ceil(errors / step)",
-        new="rounded = [np.floor(errors / step)",
-        tests=("tests/test_knapsack.py",),
-        what="Algorithm 1 rounds errors down and breaks the budget.",
-        select="algorithm_1",
-    ),
-    Mutant(
-        file="gradlab/knapsack.py",
         old="bounds = size + curve.size(self.problem.capacity - error)",
         new="bounds = size + 2 * curve.size(self.problem.capacity - error)",
         tests=("tests/test_knapsack.py",),
