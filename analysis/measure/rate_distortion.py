@@ -11,32 +11,9 @@ something where gradients have a signal in common: `rate_of_mean` says how many 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from gradlab.analysis.gradients import step_gradients
 from gradlab.errors import GradlabError
-
-if TYPE_CHECKING:
-    from gradlab.trace import Trace
-
-
-def distortion_at(variances: np.ndarray, bits: float) -> float:
-    """Compute the least expected squared error of a vector of variances (n,) coded in `bits` bits, summed."""
-    positive = _positive(variances)
-    if not bits >= 0:
-        raise GradlabError(f"rate-distortion: {bits} bits, expected 0 or more")
-    if not len(positive):
-        return 0.0
-    # With the m largest above the water, R = (sum of their log2 v - m log2 theta) / 2.
-    logs = np.log2(positive)
-    counts = np.arange(1, len(positive) + 1)
-    levels = (np.cumsum(logs) - 2 * bits) / counts  # log2 theta if these m are
-    # The true m is the largest whose water stands no higher than its smallest variance.
-    above = np.flatnonzero(levels <= logs)
-    m = int(above[-1]) + 1
-    return float(m * 2.0 ** levels[m - 1] + positive[m:].sum())
 
 
 def rate_at(variances: np.ndarray, distortion: float) -> float:
@@ -77,15 +54,3 @@ def _positive(variances: np.ndarray) -> np.ndarray:
     if not np.isfinite(values).all() or (values < 0).any():
         raise GradlabError("rate-distortion: variances must be finite numbers from 0 on")
     return np.sort(values[values > 0])[::-1]
-
-
-def mean_squares(trace: Trace, layer: str, start: int = 0) -> np.ndarray:
-    """Compute the mean square of each coordinate over all ranks and finite steps from position `start`, (numel,)."""
-    total, count = np.zeros(next(x.numel for x in trace.layers if x.name == layer)), 0
-    for step in trace.iterate(start, len(trace.steps), [layer]):
-        for rank in step_gradients(step):
-            values = np.asarray(rank[layer], np.float64).ravel()
-            if np.isfinite(values).all():
-                total += values**2
-                count += 1
-    return total / max(1, count)

@@ -866,8 +866,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/measure/rate_distortion.py",
-        old="2.0 ** levels[m - 1] + positive[m:].sum()",
-        new="2.0 ** levels[m - 1]",
+        old="levels = (distortion - rest) / counts",
+        new="levels = distortion / counts",
         tests=("tests/analysis/measure/test_rate_distortion.py",),
         what="What lies below the water is not counted as lost.",
     ),

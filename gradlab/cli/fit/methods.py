@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradlab.analysis.chart import Chart
-from gradlab.analysis.fit.ecsq import compare_at_equal_bytes, with_fitted_tables
+from gradlab.analysis.fit.ecsq import earlier_half, with_fitted_tables
 from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED, GradiveqOptions, fit_gradiveq
 from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
 from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
@@ -170,8 +170,7 @@ class Ecsq(PlanMethod):
 
     With -s tables=fitted, code tables and centroids by layer are taken from the trace's earlier half into the artifact.
 
-    Prints what a rank's contribution misses without feedback on the trace's later half, beside the least that any code
-    of independent values could miss in as many bits, and beside every other codec at no more bytes.
+    `gradlab analyze` places it beside the least bits possible and beside every other codec.
 
     Example:
 
@@ -206,10 +205,10 @@ class Ecsq(PlanMethod):
             **(settings | ({"tables": "message"} if fitted else {})),
         )
         plan = with_fitted_tables(job.trace, plan) if fitted else plan
+        about = {"fitted_on": earlier_half(job.trace)} if fitted else {}
         optimizer = self.optimizer(job)
         note = require_trainable(optimizer, *applied_by(plan), "")
-        compared = compare_at_equal_bytes(job.trace, plan, workers=job.workers, progress=job.progress)
-        return _replayed(job, plan, optimizer, [note], [printing.comparison(compared)], alone=compared)
+        return _replayed(job, plan, optimizer, [note], **about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -486,8 +485,9 @@ def _replayed(
     tables: Sequence[Any] = (),
     **metadata: Any,
 ) -> Made:
-    """The artifact of a plan that needs no fit, with its replay."""
+    """The artifact of a plan, with its replay: judged on iterations later than those of the metadata's "fitted_on"."""
     replayed = replay(job.trace, plan, workers=job.workers, progress=job.progress)
+    replayed = replayed.held_out({"trace": replayed.trace_digest, **metadata})
     answer = answer_of({job.out.stem: replayed})
     answer = replace(answer, tables=[*answer.tables, *tables], notes=[*filter(None, notes)])
     return Made(uniform_artifact(plan, replayed, optimizer=optimizer, **metadata), answer)

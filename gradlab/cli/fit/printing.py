@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradlab.analysis.fit.ecsq import Alone, AtEqualBytes
 from gradlab.analysis.fit.gradiveq import GradiveqMeasurement
 from gradlab.analysis.fit.lgc.fit import LgcMeasurement
 from gradlab.analysis.fit.signs import BlockFit
@@ -15,22 +14,6 @@ from gradlab.analysis.questions.slices import fit_table, fit_verdict
 from gradlab.cli.console import Answer, Table
 from gradlab.formatting import format_percent
 from gradlab.plan import Plan
-
-
-def comparison(compared: AtEqualBytes) -> Table:
-    """Errors without feedback: the floor, the plan's, and those of other codecs at no more bytes."""
-
-    def row(one: Alone) -> tuple[str, str, str, str]:
-        settings = ", ".join(f"{key} = {value}" for key, value in one.settings.items())
-        return one.codec, settings, f"{one.bits:.3f}", format_percent(one.error)
-
-    floor = ("rate-distortion function", "", f"{compared.ecsq.bits:.3f}", format_percent(compared.floor))
-    first, last = compared.iterations
-    return Table(
-        f"a rank's error without feedback, iterations {first} to {last}",
-        ("codec", "setting", "bits per value", "error"),
-        [floor, *map(row, (compared.ecsq, *compared.others))],
-    )
 
 
 def gradiveq(measured: GradiveqMeasurement) -> Answer:
