@@ -11,14 +11,10 @@ from torch import nn
 
 from gradlab.capture.recorder import TraceRecorder
 from gradlab.ddp.model import ddp_of_accelerate
+from gradlab.lazy import needing
 
-try:
+with needing(__name__, "Accelerate"):
     from accelerate import Accelerator
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise
-    needed = "gradlab.capture.accelerate needs Accelerate: pip install 'gradlab[accelerate]'"
-    raise ModuleNotFoundError(needed, name=error.name) from None
 
 
 def record(

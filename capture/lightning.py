@@ -9,14 +9,10 @@ import torch
 
 from gradlab.capture.recorder import TraceRecorder
 from gradlab.ddp.model import ddp_of_lightning
+from gradlab.lazy import needing
 
-try:
+with needing(__name__, "Lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    needed = "gradlab.capture.lightning needs Lightning: pip install 'gradlab[lightning]'"
-    raise ModuleNotFoundError(needed, name=error.name) from None
 
 
 class RecordingCallback(Callback):

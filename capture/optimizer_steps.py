@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradlab.ddp.copies import take_away
 from gradlab.ddp.optimizer_steps import LocalPasses, at_each_step
 from gradlab.executor.rules import LOCAL_GRADIENTS, RULES, several_passes
 
@@ -65,9 +66,7 @@ class StepCount:
     def close(self) -> None:
         """Stop counting. Idempotent."""
         self._local.close()
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        take_away(self._handles)
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if not self._applied_local and optimizer is not None:

@@ -7,14 +7,10 @@ from typing import Any
 
 from gradlab.capture.recorder import TraceRecorder
 from gradlab.ddp.model import ddp_of_trainer, wrap_again
+from gradlab.lazy import needing
 
-try:
+with needing(__name__, "transformers"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    needed = "gradlab.capture.transformers needs transformers: pip install 'gradlab[transformers]'"
-    raise ModuleNotFoundError(needed, name=error.name) from None
 
 
 class RecordingCallback(TrainerCallback):

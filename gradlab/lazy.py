@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -22,3 +23,15 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, listed
+
+
+@contextmanager
+def needing(module: str, title: str) -> Iterator[None]:
+    """Import a package that is there with an extra of its name; raise an error that names the extra where it is not."""
+    extra = title.lower()
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != extra:
+            raise
+        raise ModuleNotFoundError(f"{module} needs {title}: pip install 'gradlab[{extra}]'", name=extra) from None

@@ -17,18 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.model import bare_module, ddp_of_accelerate
+from gradlab.lazy import needing
 from gradlab.plan import Plan
 from gradlab.runtime.attach import attach
 from gradlab.runtime.saved import RankFiles, check_policy
 from gradlab.runtime.state import CompressionState
 
-try:
+with needing(__name__, "Accelerate"):
     from accelerate import Accelerator
-except ModuleNotFoundError as error:
-    if error.name != "accelerate":
-        raise
-    needed = "gradlab.runtime.accelerate needs Accelerate: pip install 'gradlab[accelerate]'"
-    raise ModuleNotFoundError(needed, name=error.name) from None
 
 
 def compress(

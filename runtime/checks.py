@@ -27,6 +27,7 @@ from gradlab.plan.plan import check_model
 from gradlab.plan.shards import conflict_between_nodes
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime.engine.options import RunOptions
+from gradlab.trial import trial
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
 
@@ -63,7 +64,10 @@ def named_as_in(plan: object, pairs: Pairs) -> Pairs:
 
 
 def given_plan(plan: object, caller: str) -> Plan:
-    """Return the plan that a user gave, as such or as the path of an artifact; refuse anything else."""
+    """Return the plan that a user gave, as such or as the path of an artifact; refuse anything else. In a trial it is
+    the trial's, whatever was given."""
+    if (running := trial()) is not None:
+        return running.plan
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,6 @@ from gradlab.runtime.network.faults import CommunicationError, let_go
 
 if TYPE_CHECKING:
     from gradlab.runtime.saved import RankState
-
-Result = TypeVar("Result")
 
 
 class Exchange(Uncopied):
@@ -116,8 +115,8 @@ class Exchange(Uncopied):
         )
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
         device = HostDevice(device_of_model(pairs))
-        around = Surroundings({layer.name: parameter for layer, parameter in pairs}, chosen, device)
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
+        around = Surroundings(self._parameters, chosen, device)
         self._set_up(plan, plain_driver(plan, group, around, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
@@ -161,12 +160,9 @@ class Exchange(Uncopied):
 
     def begin(self) -> None:
         """Begin a step."""
-
-        def begin() -> None:
+        with self._guarded():
             self._driver.communicator.timeline.begin(self.iteration)
             self._driver.begin()
-
-        self._guarded(begin)
 
     def add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Exchange the gradients of some layers, in place.
@@ -177,15 +173,12 @@ class Exchange(Uncopied):
         Args:
             gradients: gradients by layer name. None counts as zeros.
         """
-
-        def exchange() -> None:
+        with self._guarded():
             current = self._driver.current
             before = current.step.gradients if current else {}
             checked = _checked(gradients, self._parameters, before)
             self._driver.add(Part(len(current.parts) if current else 0, checked))
             self._driver.drain()
-
-        self._guarded(exchange)
 
     def finish(self) -> StepRecord:
         """End the step and commit its states.
@@ -195,16 +188,14 @@ class Exchange(Uncopied):
         Returns:
             Bytes and times of the step.
         """
-
-        def finish() -> StepRecord:
+        with self._guarded():
             current = self._driver.current
             if current and (missing := [name for name in self._parameters if name not in current.step.gradients]):
                 raise GradlabError(f"Exchange: no gradient of {missing[0]} came in this step ({len(missing)} missing)")
             return self._driver.finish()
 
-        return self._guarded(finish)
-
-    def _guarded(self, work: Callable[[], Result]) -> Result:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         """Do a part of a step; if it fails, tell the other ranks, and refuse to go on."""
         if self._driver.broken is not None:
             raise GradlabError(f"this Exchange stopped earlier: {self._driver.broken}")
@@ -212,7 +203,7 @@ class Exchange(Uncopied):
             raise GradlabError("this Exchange is closed; make a new one")
         try:
             with torch.no_grad():
-                return work()
+                yield
         except BaseException as error:
             reason = self._driver.fail(error)
             let_go(error)

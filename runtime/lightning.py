@@ -20,19 +20,15 @@ import torch.distributed as dist
 from gradlab.ddp.groups import Ranks
 from gradlab.ddp.model import ddp_of_lightning
 from gradlab.errors import GradlabError
+from gradlab.lazy import needing
 from gradlab.plan import Plan
 from gradlab.runtime.attach import attach
 from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.saved import check_policy, go_on, load_saved
 
-try:
+with needing(__name__, "Lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities import rank_zero_warn
-except ModuleNotFoundError as error:
-    if error.name != "lightning":
-        raise
-    needed = "gradlab.runtime.lightning needs Lightning: pip install 'gradlab[lightning]'"
-    raise ModuleNotFoundError(needed, name=error.name) from None
 
 
 class _RankStates(Callback):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts
-from gradlab.ddp.copies import Hook
+from gradlab.ddp.copies import Hook, take_away
 from gradlab.ddp.groups import group_like
 from gradlab.ddp.model import attached_hook, require_ddp, synchronised_layers
 from gradlab.ddp.topology import NODE, find_topology
@@ -29,7 +29,7 @@ from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.worker import Engine
-from gradlab.runtime.exchange import Exchange, Result, plain_driver
+from gradlab.runtime.exchange import Exchange, plain_driver
 from gradlab.trial import trial
 
 
@@ -119,8 +119,7 @@ class CompressionState(Exchange):
         self.engine = Engine(driver, device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
-        optimizers = self._driver.held.holding
-        self._steps = OptimizerSteps(self._driver, optimizers, parameters, around.loss_scale, ddp_model)
+        self._steps = OptimizerSteps(self._driver, parameters, ddp_model)
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
         ends = self.engine, self._driver, self._unreached, averaged, self._steps
         self._finalizer = weakref.finalize(self, partial(_end, *ends))
@@ -150,8 +149,6 @@ class CompressionState(Exchange):
     ) -> CompressionState:
         """Make the state for a plan, or the path of an artifact; `caller` is named at the front of errors."""
         ddp_model = require_ddp(ddp_model, caller)
-        if (running := trial()) is not None:
-            return cls(running.plan, ddp_model, **options)
         loaded: list[Plan] = []
         # A file may be missing on one machine only: all ranks then say so, and none waits for it.
         _agree_on(ddp_model, lambda: loaded.append(given_plan(plan, caller)))
@@ -205,7 +202,7 @@ class CompressionState(Exchange):
             else:  # no codec, so no agreement that would carry it
                 self._driver.rules.tell(found)
 
-    def _guarded(self, work: Callable[[], Result]) -> Result:
+    def _guarded(self) -> NoReturn:
         """Refuse `begin`, `add`, `finish` and `step`: the worker drives the steps."""
         raise GradlabError("a CompressionState is fed by DDP's hook; use Exchange to hand over gradients yourself")
 
@@ -257,9 +254,7 @@ class UnreachedHook:
 
     def end(self) -> None:
         """Stop counting: the hook was reached, or the run is over."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        take_away(self._handles)
 
     def reached(self) -> None:
         """Note that the hook got a bucket. The first time ends the counting."""

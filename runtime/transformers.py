@@ -21,19 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.model import ddp_of_trainer, wrap_again
 from gradlab.errors import GradlabError
+from gradlab.lazy import needing
 from gradlab.plan import Plan
 from gradlab.runtime.attach import attach
 from gradlab.runtime.outer.in_ddp import LocalSteps
 from gradlab.runtime.saved import RankFiles, check_policy
 
-try:
+with needing(__name__, "transformers"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    needed = "gradlab.runtime.transformers needs transformers: pip install 'gradlab[transformers]'"
-    raise ModuleNotFoundError(needed, name=error.name) from None
 
 # Where the Trainer's state keeps which run saved it. Not a callback's name: the Trainer then leaves it alone.
 _ENTRY = "gradlab"

@@ -61,6 +61,12 @@ class Hook(partial[Any]):
         return _idle, ()
 
 
+def take_away(handles: list[Any]) -> None:
+    """Remove hooks by their handles, and forget these."""
+    while handles:
+        handles.pop().remove()
+
+
 def _idle() -> Callable[..., None]:
     return do_nothing
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradlab.ddp.copies import Hook
+from gradlab.ddp.copies import Hook, take_away
 
 
 def at_each_step(
@@ -64,9 +64,7 @@ class LocalPasses:
 
     def close(self) -> None:
         """Stop counting. Idempotent."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        take_away(self._handles)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         self._passes += 1
@@ -87,7 +85,7 @@ def at_any_step(act: Callable[..., None]) -> Any:
 _LOOKS = 16  # local steps that are looked at; a loss scaler skips fewer than half of these at the beginning
 
 
-class OptimizerSteps:
+class CallsBesideSteps:
     """Compares the first local steps with the steps of whatever optimizers hold the parameters."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:

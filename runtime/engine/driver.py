@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -416,15 +417,11 @@ class StepDriver:
 
     def _dense(self, current: Iteration, part: Part, gradients: Tensors) -> tuple[Running, int]:
         """The layers of a part that no codec works on."""
-
-        def finish(done: Exchanged) -> None:
-            _write(gradients, done)
-
         running = Running(
             f"dense layers of bucket {part.index}",
             current.step.average(gradients),
             part.index,
-            finish=finish,
+            finish=partial(_write, gradients),
             watch=self._watch,
         )
         return running, sum(grad.nbytes for grad in gradients.values())

@@ -12,7 +12,7 @@ most do, costs a look at a counter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gradlab.codec.wrapper import wrappers_of
-from gradlab.ddp.copies import Hook
+from gradlab.ddp.copies import Hook, take_away
 from gradlab.ddp.optimizer_steps import LocalPasses, at_each_step, call_alive
 from gradlab.executor import PlanRun
 from gradlab.executor.rules import LOCAL_GRADIENTS, finding, several_passes
@@ -38,13 +38,12 @@ class OptimizerSteps:
     def __init__(
         self,
         driver: StepDriver,
-        optimizers: Sequence[torch.optim.Optimizer],
         parameters: Mapping[str, torch.Tensor],
-        loss_scale: Callable[[], float],
         model: nn.Module | None = None,
     ) -> None:
+        optimizers = driver.held.holding
         self.runs: list[PlanRun] = [driver.run]
-        self._driver, self._parameters, self._loss_scale = driver, dict(parameters), loss_scale
+        self._driver, self._parameters = driver, dict(parameters)
         self._several = len(optimizers) > 1
         self._steps = self._dropped = self._unseen = 0
         self._forward_seen = model is None
@@ -68,9 +67,7 @@ class OptimizerSteps:
         self._stop_looking()
         if self._local is not None:
             self._local.close()
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
+        take_away(self._handles)
 
     # --- before an exchange ---
 
@@ -97,9 +94,8 @@ class OptimizerSteps:
             self._before[name] = before & gradient.any()
 
     def _stop_looking(self) -> None:
-        looking, self._looking, self._before = self._looking, [], {}
-        for handle in looking:
-            handle.remove()
+        take_away(self._looking)
+        self._before = {}
 
     @property
     def _is_open(self) -> bool:
@@ -132,7 +128,7 @@ class OptimizerSteps:
         seen = self._driver.run.open_step.seen
         dropped = self._dropped_layers()
         every = len(dropped) == len(self._parameters)
-        skipped = every and self._loss_scale() < self._driver.statistics.steps[-1].loss_scale
+        skipped = every and self._driver.around.loss_scale() < self._driver.statistics.steps[-1].loss_scale
         for run in self.runs:
             now = run.iteration
             names = [one for one in run.open_step.states if dropped.issuperset(run.groups[one].layers)]

@@ -35,8 +35,6 @@ class RuleWatch:
         self.pending: list[Finding] = []
         self._run, self._options = run, options
         self._levels = rules.levels(options.rules)
-        self._known: set[tuple[str, str | None]] = set()
-        self._warned: set[str] = set()
         self._watch = RankWatch(run.plan, run.codecs, run.settings.plain_sgd)
         # Under momentum or a preconditioner kept residuals were measured to do no harm (`residual_statement`).
         keeping = self._watch.feedback.items() if run.settings.plain_sgd else ()
@@ -77,10 +75,12 @@ class RuleWatch:
     def add(self, found: Sequence[Finding | None]) -> bool:
         """Take in what was found in the step, here or elsewhere. Returns whether anything has yet to be told."""
         for one in found:
-            if one is not None and self._levels[one.rule] != "ignore" and one.key not in self._known:
-                self._known.add(one.key)
+            if one is not None and self._levels[one.rule] != "ignore" and not self._knows(one.key):
                 self.pending.append(one)
         return bool(self.pending)
+
+    def _knows(self, key: tuple[str, str | None]) -> bool:
+        return any(one.key == key for one in self.findings)
 
     # --- what ranks tell each other ---
 
@@ -105,7 +105,7 @@ class RuleWatch:
     def _non_finite(self, record: StepRecord) -> Finding | None:
         """This rank's finding on a step that was not finite. All ranks say it in the same step, or end the run."""
         ends = self._not_finite >= self._options.non_finite_limit
-        silent = self._levels["non_finite"] == "ignore" or ("non_finite", None) in self._known
+        silent = self._levels["non_finite"] == "ignore" or self._knows(("non_finite", None))
         looks = self._run.overflowed and (ends or not silent)
         state = rules.spoiled(self._run.codecs, self._run.states) if looks else ""
         if ends:
@@ -121,16 +121,14 @@ class RuleWatch:
 
     def tell(self, findings: Sequence[Finding]) -> None:
         """Warn of findings, the same on all ranks, on rank 0 and once by rule; raise those that are errors."""
-        told = {one.key for one in self.told}
+        told, warned = {one.key for one in self.told}, {one.rule for one in self.told}
         fresh = [one for one in findings if self._levels[one.rule] != "ignore" and one.key not in told]
         self.told += fresh
-        self._known |= {one.key for one in fresh}
         for name, line in rules.by_rule(fresh, self._everyone.world_size).items():
             if self._levels[name] == "error":
                 raise GradlabError(line)
-            if self._everyone.rank == 0 and name not in self._warned:
+            if self._everyone.rank == 0 and name not in warned:
                 warnings.warn(f"gradlab: {line}", stacklevel=4)
-            self._warned.add(name)
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
-from gradlab.runtime.exchange import Exchange, Result
+from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of, shard_driver
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.trial import trial
@@ -109,7 +109,7 @@ class FSDPCompression(Exchange):
         self._around = Surroundings(parameters, chosen, HostDevice(device), values)
         driver = shard_driver(units, levels[0].shards, (row, column), topology, self._around, timeout)
         self._set_up(levels[0].whole, driver)
-        self._steps = OptimizerSteps(self._driver, self._around.held.holding, parameters, self._around.loss_scale)
+        self._steps = OptimizerSteps(self._driver, parameters)
         self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
         self.inside = self._reduction(levels[0], chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:
@@ -154,8 +154,7 @@ class FSDPCompression(Exchange):
 
     def take(self, unit: Unit, flat: torch.Tensor) -> None:
         """Exchange one unit's shards (elements,), reduced by the node, between nodes, in place. FSDP calls this."""
-
-        def take() -> None:
+        with super()._guarded(), _waiting(f"the all-reduce of {unit.title} between nodes"):
             unit.require_unchanged()
             current = self._step_of(flat)
             gradients = unit.gradients(flat)
@@ -173,18 +172,13 @@ class FSDPCompression(Exchange):
             if later != 1:
                 flat.mul_(later)
 
-        super()._guarded(_waiting(f"the all-reduce of {unit.title} between nodes")(take))
-
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
         """Reduce `flat` (ranks x elements,) over the node, compressed, into `output` (elements,). FSDP calls this."""
-
-        def reduce() -> None:
+        with super()._guarded(), _waiting(f"the reduce-scatter of {unit.title} inside a node"):
             unit.require_unchanged()
             self._step_of(flat)
             assert self.inside is not None
             self.inside.reduce(unit, output, flat, average)
-
-        super()._guarded(_waiting(f"the reduce-scatter of {unit.title} inside a node")(reduce))
 
     def _step_of(self, flat: torch.Tensor) -> Iteration:
         """The step in progress; the first gradient of a backward pass begins it."""
@@ -202,8 +196,8 @@ class FSDPCompression(Exchange):
 
     def _end_step(self) -> None:
         """End the step after backward: commit it, or fill all gradients with NaN, so that a loss scaler skips it."""
-
-        def end() -> None:
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with stream, super()._guarded(), _waiting("the end of the step"):
             current = self._driver.current
             assert current is not None
             require_whole_backward(self._units)
@@ -221,9 +215,6 @@ class FSDPCompression(Exchange):
             if not record.finite:
                 for shard in self._shards.values():
                     shard.fill_gradient(torch.nan)
-
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            super()._guarded(_waiting("the end of the step")(end))
         if self._stream is not None:
             torch.cuda.current_stream(self._around.device.device).wait_stream(self._stream)
 
@@ -243,7 +234,7 @@ class FSDPCompression(Exchange):
         if noticed and not current.step.active:  # else their agreement tells it, with what was found between nodes
             current.step.noticed = True
 
-    def _guarded(self, work: Callable[[], Result]) -> Result:
+    def _guarded(self) -> NoReturn:
         """Refuse `begin`, `add`, `finish` and `step`: FSDP's hooks drive the steps."""
         raise GradlabError("this exchange is fed by FSDP's hooks; use Exchange to hand over gradients yourself")
 
@@ -337,7 +328,7 @@ def compress_fsdp(
     options = {"between": between, "within": within, "inside": inside, "optimizer": optimizer, **options}
     if (running := trial()) is not None:
         options = running.options({**options, "inside": None})
-        return running.follow(FSDPCompression(running.plan, model, scaler=scaler, **options), scaler)
+        return running.follow(FSDPCompression(plan, model, scaler=scaler, **options), scaler)
     return FSDPCompression(plan, model, scaler=scaler, **options)
 
 

@@ -30,7 +30,7 @@ from gradlab.codec import Tensors, separate
 from gradlab.codec.measures import all_finite
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.model import without_compile
-from gradlab.ddp.optimizer_steps import OptimizerSteps
+from gradlab.ddp.optimizer_steps import CallsBesideSteps
 from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -41,7 +41,7 @@ from gradlab.runtime.checks import agree_on, check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
-from gradlab.runtime.outer.workers import CALLER, HeldLayers, Workers, local_part, plan_of_rank
+from gradlab.runtime.outer.workers import CALLER, WorkerLayers, Workers, local_part, plan_of_rank
 from gradlab.trial import trial
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -156,7 +156,7 @@ class OuterStep(Uncopied):
         self._check_numbers(fragments)
         check_timeout(timeout)
         self._trial = trial()
-        self._held = HeldLayers(model)
+        self._held = WorkerLayers(model)
         self._device = device_of(self._held.device)
         inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
         self.workers = Workers(group, inside, self._device.device, timeout, self._held.sharded)
@@ -166,7 +166,7 @@ class OuterStep(Uncopied):
         parts: list[Plan] = []
 
         def attempt() -> None:
-            self.plan = given_plan(plan, CALLER) if self._trial is None else self._trial.plan
+            self.plan = given_plan(plan, CALLER)
             if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
             parts.extend(self._cut(self.plan, lambda one: fragments_of(one, fragments)))
@@ -179,7 +179,7 @@ class OuterStep(Uncopied):
             self.workers.spread([*(one.values for one in held.values()), *map(local_part, beside.values())])
         make = NESTEROV if outer_optimizer is None else outer_optimizer
         self.fragments = [self._fragment(one, make, options) for one in parts]
-        self._counted: OptimizerSteps | None = OptimizerSteps(one.parameter for one in held.values())
+        self._counted: CallsBesideSteps | None = CallsBesideSteps(one.parameter for one in held.values())
         self._thread = ThreadPoolExecutor(1, "gradlab-outer") if delay else None
         self._finalizer = weakref.finalize(self, _end, self._thread, self.fragments, self.workers)
         if self._trial is not None:

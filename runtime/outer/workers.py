@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import Ranks, group_like, part_of
 from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_units import let_go_of_gathered
@@ -40,8 +41,15 @@ class Held:
         """This rank's part as it is now, `shape`: `Module.to` and `parameter.data = ...` give it another memory."""
         return local_part(self.parameter)
 
+    def is_held_by(self, now: torch.Tensor | None) -> bool:
+        """Whether the model's parameter of this name still is this one, of the same shape and device. FSDP2 shows a
+        gathered parameter in place of its shards where a module stays gathered."""
+        gathered = isinstance(self.parameter, DTensor) and now is not None and not isinstance(now, DTensor)
+        same = self.values.shape == self.shape and self.values.device == self.device
+        return same and (now is self.parameter or gathered)
 
-class HeldLayers:
+
+class WorkerLayers:
     """This rank's parts of a model's trainable layers, in registration order. It does not keep the model alive.
 
     A model is plain, in DDP, or sharded by FSDP2 along one dimension of a mesh.
@@ -79,18 +87,10 @@ class HeldLayers:
             return
         names, parameters = zip(*model.named_parameters(), strict=True)
         now = dict(zip(bare_names(names), parameters, strict=True))
-        for name, one in self.by_name.items():
-            if change := _change(one, now.get(name)):
-                raise GradlabError(f"{CALLER}: {name} {change}; {_FIRST}")
-        if added := [name for name, one in now.items() if one.requires_grad and name not in self.by_name]:
-            others = f" (and {len(added) - 1} more)" if len(added) > 1 else ""
-            raise GradlabError(
-                f"{CALLER}: {added[0]}{others} was unfrozen, added or renamed after the {CALLER} was made, and workers "
-                f"do not exchange it; {_FIRST}"
-            )
-
-
-_FIRST = f"change the model first, then make a new {CALLER}"
+        changed = [name for name, one in self.by_name.items() if not one.is_held_by(now.get(name))]
+        changed += [name for name, one in now.items() if one.requires_grad and name not in self.by_name]
+        if changed:
+            raise GradlabError(f"{CALLER}: {not_averaged(changed, f'the {CALLER} was made', f'make a new {CALLER}')}")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,24 +111,7 @@ def _held(layer: Layer, parameter: nn.Parameter) -> Held:
     return Held(layer, parameter, local.shape, local.device)
 
 
-def _change(held: Held, now: torch.Tensor | None) -> str:
-    """Say what became of a layer whose parameter is `now` another one; "" if nothing did.
-
-    FSDP2 shows a gathered parameter in place of its shards where a module stays gathered.
-    """
-    if now is None:
-        return f"is no longer in the model (removed, or renamed as weight_norm does) since the {CALLER} was made"
-    if now is not held.parameter and not (isinstance(held.parameter, DTensor) and not isinstance(now, DTensor)):
-        return f"is another parameter than when the {CALLER} was made (replaced, or loaded with assign=True)"
-    values = held.values
-    if values.shape != held.shape:
-        return f"has shape {list(values.shape)} now, and had {list(held.shape)} when the {CALLER} was made"
-    if values.device != held.device:
-        return f"lies on {values.device} now, and lay on {held.device} when the {CALLER} was made"
-    return ""
-
-
-def plan_of_rank(plan: Plan, held: HeldLayers) -> Plan:
+def plan_of_rank(plan: Plan, held: WorkerLayers) -> Plan:
     """Return the plan of what this rank holds; of its shards, refuse a codec that needs whole layers."""
     if not held.sharded:
         return plan

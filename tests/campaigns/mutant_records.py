@@ -1402,8 +1402,8 @@ MUTANTS += (
         "runtime/outer/workers.py",
         "tests/runtime/test_layouts.py",
         (
-            "if added := [name for",
-            "if added := [] and [name for",
+            "changed += [name for",
+            "changed += [] and [name for",
             "others_than",
             "Layers that were added are not exchanged.",
         ),

@@ -45,11 +45,11 @@ def test_workers_stay_together_where_parameters_get_another_memory(pool: Process
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ("weight_norm", "3.weight is no longer in the model"),
-        ("assigned", "0.weight is another parameter"),
-        ("replaced", "3.weight is another parameter"),
-        ("unfrozen", "0.weight (and 1 more) was unfrozen"),
-        ("added", "4.weight (and 1 more) was unfrozen, added"),
+        ("weight_norm", "3.weight, 3.parametrizations.weight.original0"),
+        ("assigned", "0.weight, 0.bias, 3.weight and 1 more layers: unfrozen, added or replaced after"),
+        ("replaced", "3.weight, 3.bias: unfrozen, added or replaced after the OuterStep was made"),
+        ("unfrozen", "0.weight, 0.bias: unfrozen"),
+        ("added", "4.weight, 4.bias: unfrozen, added"),
     ],
 )
 def test_workers_refuse_parameters_that_are_others_than_before(pool: ProcessPool, change: str, named: str) -> None:
