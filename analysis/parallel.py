@@ -12,7 +12,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,19 +28,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Warned = list[tuple[str, type[Warning]]]  # text and category of what a worker warned of
 
-_CONNECT_SECONDS = 10
 _MOST_WORKERS = 4  # by default: each holds PyTorch and a layer
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The workers of a dask.distributed scheduler, which see files under the same paths; address: tcp://host:port."""
-
-    address: str
-
-
-# A number of processes on this machine, or a cluster.
-Workers = int | Cluster
 
 
 def default_workers() -> int:
@@ -54,7 +41,7 @@ def share_out(
     function: Callable[..., Result],
     calls: Sequence[tuple[Any, ...]],
     *,
-    workers: Workers = 1,
+    workers: int = 1,
     what: str = "layers",
     sizes: Sequence[int] | None = None,
     progress: Progress | None = None,
@@ -62,7 +49,7 @@ def share_out(
     """Compute [function(*call) for call in calls] in several processes with one thread each, in the order of the calls.
     The largest `sizes` begin first, so that none is left to one worker at the end.
     """
-    if isinstance(workers, int) and workers < 1:
+    if workers < 1:
         raise GradlabError(f"workers = {workers}, expected at least 1")
     if not calls:
         return []
@@ -86,7 +73,7 @@ def share_out_layers(
     layers: Sequence[Layer],
     *given: Any,
     what: str,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> list[Result]:
     """Compute function(trace's source, layer, *given) of each layer, in their order."""
@@ -100,11 +87,9 @@ def _silent(what: str, done: int, total: int) -> None:
     """Report no progress."""
 
 
-def _computed(numbered: Sequence[tuple[Any, ...]], workers: Workers) -> Iterator[tuple[int, Any]]:
+def _computed(numbered: Sequence[tuple[Any, ...]], workers: int) -> Iterator[tuple[int, Any]]:
     """Yield the number and the result of each (number, function, *call), in the order in which they are done."""
-    if isinstance(workers, Cluster):
-        yield from _on_cluster(numbered, workers.address)
-    elif workers == 1 or len(numbered) < 2:
+    if workers == 1 or len(numbered) < 2:
         with one_thread():
             for call in numbered:
                 yield _compute(*call)
@@ -138,22 +123,6 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _on_cluster(numbered: Sequence[tuple[Any, ...]], address: str) -> Iterator[tuple[int, Any]]:
-    try:
-        from dask.distributed import Client, as_completed
-    except ImportError:
-        raise GradlabError("a dask cluster needs dask.distributed: pip install 'gradlab[cluster]'") from None
-    try:
-        client = Client(address, timeout=_CONNECT_SECONDS)
-    except (OSError, ValueError) as error:
-        raise GradlabError(f"no dask scheduler at {address}: {error}") from None
-    with client, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sending large graph")  # a plan with what its codecs learned
-        futures = [client.submit(_in_worker, *call, pure=False) for call in numbered]
-        for future in as_completed(futures):
-            yield _with_warnings(future.result())
 
 
 def _in_worker(number: int, function: Callable[..., Result], *call: Any) -> tuple[tuple[int, Result], Warned]:

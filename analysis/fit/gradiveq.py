@@ -18,7 +18,7 @@ import torch
 
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.holdout import HoldOut, holdouts_by_age, losses_by_slice, random_basis_plan
-from gradlab.analysis.parallel import Workers, share_out_layers
+from gradlab.analysis.parallel import share_out_layers
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
@@ -184,7 +184,7 @@ def fit_gradiveq(
     trace: Trace,
     options: GradiveqOptions | None = None,
     *,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
     **changes: Any,
 ) -> GradiveqFit:
@@ -203,7 +203,7 @@ def fit_gradiveq(
     Args:
         trace: gradients of all ranks, or their averages.
         options: settings, and the steps to fit on.
-        workers: processes, or a cluster, that share the layers out.
+        workers: processes that share the layers out.
         progress: called as the work goes on.
         changes: fields of `GradiveqOptions` by name, which differ from `options`.
 
@@ -242,7 +242,7 @@ def _measured(
     chosen: Mapping[str, GradiVeQ.Settings],
     layers: dict[str, FittedLayer],
     skipped: dict[str, str],
-    workers: Workers,
+    workers: int,
     progress: Progress | None,
 ) -> GradiveqMeasurement:
     """Measure fitted bases, and random ones, on later iterations."""
@@ -338,7 +338,7 @@ def _with_measured_axes(
     trace: Trace,
     window: range,
     chosen: Mapping[str, GradiVeQ.Settings],
-    workers: Workers,
+    workers: int,
     progress: Progress | None,
 ) -> dict[str, GradiVeQ.Settings]:
     """The settings, with the axis that slices of each matrix lie along, where these leave the choice."""
@@ -354,7 +354,7 @@ def _by_layer(
     layers: Sequence[Layer],
     chosen: Mapping[str, GradiVeQ.Settings],
     what: str,
-    workers: Workers,
+    workers: int,
     progress: Progress | None,
 ) -> dict[str, Result]:
     """Compute function(source, layer, window, chosen settings) of each layer, by its name."""
@@ -396,7 +396,7 @@ def _fit_layers(
     trace: Trace,
     window: range,
     chosen: Mapping[str, GradiVeQ.Settings],
-    workers: Workers,
+    workers: int,
     progress: Progress | None,
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, FittedLayer], dict[str, str]]:
     """Learned tensors, losses where they were fitted, and reasons for leaving a layer dense; each by layer name."""

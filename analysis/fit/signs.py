@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gradlab.analysis.measure.sign_blocks import gather_statistics, share_out_blocks, sizes_of
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -47,7 +46,7 @@ def fit_block_sizes(
     scales_per_tensor: float,
     samples: int,
     *,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> BlockFit:
     """Share out scales among the layers where they keep most energy.
@@ -62,7 +61,7 @@ def fit_block_sizes(
         trace: gradients of all ranks.
         scales_per_tensor: scales for each tensor, on average.
         samples: iterations at the start of the trace to fit on; as many later ones, at most, are held out.
-        workers: processes, or a cluster, that share the layers out.
+        workers: processes that share the layers out.
         progress: called as the work goes on.
 
     Raises:

@@ -18,7 +18,6 @@ from gradlab.analysis.forecast.plans import jobs
 from gradlab.analysis.forecast.search import SEARCH_STEPS, Searched, bracket, measured, search
 from gradlab.analysis.forecast.speed import SpeedForecast, forecast_speed, with_codec_time
 from gradlab.analysis.forecast.step_time import compare
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import replay_plans
 from gradlab.analysis.replay.result import Replay
 from gradlab.errors import GradlabError
@@ -90,7 +89,7 @@ class Trial:
     provenances: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def try_plans(trace: Trace, trial: Trial, *, workers: Workers = 1, progress: Progress | None = None) -> Tried:
+def try_plans(trace: Trace, trial: Trial, *, workers: int = 1, progress: Progress | None = None) -> Tried:
     """Search the families, replay and forecast what matters of them and of given plans, and place all on a frontier."""
     replays_from = partial(replay_plans, trace, start=trial.start, workers=workers, progress=progress)
     steps = min(SEARCH_STEPS, len(trace.steps))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from gradlab.analysis.forecast.candidates import Candidate, Family
 from gradlab.analysis.forecast.speed import Judged
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import replay_plans
 from gradlab.analysis.replay.result import Replay
 from gradlab.errors import GradlabError
@@ -112,7 +111,7 @@ def search(
     max_loss: float,
     seconds: float,
     steps: int = SEARCH_STEPS,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Searched:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from gradlab import codecs
 from gradlab.analysis.fit.gradiveq import RECOMMENDED, GradiveqOptions, fit_gradiveq
-from gradlab.analysis.parallel import Workers
 from gradlab.codec import Codec
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
@@ -56,7 +55,7 @@ def family_candidates(
     start: int = 0,
     samples: int = 0,
     extra: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, list[Candidate]]:
     """List candidates by layer name: each codec's own grid, and dense. Vectors and small layers are left out."""
@@ -88,7 +87,7 @@ def _add_bases(
     candidates: dict[str, list[Candidate]],
     start: int,
     samples: int,
-    workers: Workers,
+    workers: int,
     progress: Progress | None,
 ) -> None:
     if not any(layer.role in GradiVeQ.about.defaults.roles for layer in layers):
@@ -167,7 +166,7 @@ def candidates_of_grid(
     families: Sequence[str] = (),
     start: int = 0,
     samples: int = 0,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> tuple[dict[str, list[Candidate]] | None, int]:
     """List candidates by layer name (None: the paper's grid), and the first position to measure errors on."""

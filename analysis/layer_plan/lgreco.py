@@ -21,7 +21,6 @@ from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
@@ -105,7 +104,7 @@ class LgrecoOptions:
         accordion: the most and the least compressed value of the codec's main setting, with a refresh. Accordion takes
             the reference of every choice between them; see `gradlab.plan.refresh`.
         seed: seed of the plan, and of random codecs while errors are measured.
-        workers: processes, or a cluster, that measure errors.
+        workers: processes that measure errors.
     """
 
     candidates: Mapping[str, Sequence[Candidate]] | None = None
@@ -120,7 +119,7 @@ class LgrecoOptions:
     refresh_every: int = 0
     accordion: tuple[float, float] | None = None
     seed: int = 0
-    workers: Workers = 1
+    workers: int = 1
 
     def ranks(self, recorded: int) -> int:
         """The number of ranks that the plan is for; recorded: those of the trace."""

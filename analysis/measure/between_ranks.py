@@ -35,7 +35,7 @@ from gradlab.analysis.measure.information import (
     plug_in,
 )
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out_layers
+from gradlab.analysis.parallel import share_out_layers
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -145,7 +145,7 @@ def measure_between_ranks(
     settings: BetweenRanks | None = None,
     *,
     layers: Sequence[str] | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> TraceBetweenRanks:
     """Measure what ranks share of each layer's gradient, in bits per parameter."""

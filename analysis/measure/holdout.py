@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from gradlab.analysis.gradients import mean_unscaled
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import share_out
 from gradlab.codec import Batch, Codec, Context, Tensors, exchange_group
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.wrapper import innermost
@@ -98,7 +98,7 @@ def holdouts_by_age(
     *,
     start: int,
     stop: int | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> list[HoldOut]:
     """Measure the loss of linear groups of plans on positions start..stop, by age of the fit; start has age 1."""

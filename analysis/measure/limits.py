@@ -27,7 +27,7 @@ from scipy.special import digamma
 from gradlab import codecs
 from gradlab.analysis.gradients import finite_positions, read_unscaled
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out_layers
+from gradlab.analysis.parallel import share_out_layers
 from gradlab.analysis.replay.error_tables import measure_errors
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -156,7 +156,7 @@ def measure_limits(
     *,
     extent: LimitExtent | None = None,
     candidates: Sequence[Candidate] | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Limits:
     """Measure floors and codecs by layer, in bits per value; layers that are never finite are left out."""

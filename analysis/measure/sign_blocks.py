@@ -18,7 +18,7 @@ import torch
 
 from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out_layers
+from gradlab.analysis.parallel import share_out_layers
 from gradlab.codec import Table
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
@@ -195,7 +195,7 @@ def measure_sign_blocks(
     window: int | None = None,
     *,
     most_steps: int = 400,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> SignBlocks:
     """Measure Fig. 1 and Table 1 on a trace, and suggest block sizes by layer.
@@ -220,7 +220,7 @@ def gather_statistics(
     positions: Sequence[int] | np.ndarray,
     window: int = 1,
     *,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> BlockStatistics:
     """Sum the energy that signs would keep of all ranks' gradients at rising positions of a trace."""

@@ -17,7 +17,7 @@ import torch
 
 from gradlab.analysis.gradients import read_positions
 from gradlab.analysis.measure.agreement import rank_cosine, signal_to_noise
-from gradlab.analysis.parallel import Workers, share_out_layers
+from gradlab.analysis.parallel import share_out_layers
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
@@ -129,7 +129,7 @@ def measure_spectrum(
     *,
     slice_size: int | None = None,
     layers: Sequence[str] | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
     """Measure spectra, norms and agreement between ranks, at samples spread evenly; layers None: all matrices."""

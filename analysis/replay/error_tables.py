@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from gradlab.analysis.gradients import finite_positions, read_unscaled
-from gradlab.analysis.parallel import Workers, share_out
+from gradlab.analysis.parallel import share_out
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -105,7 +105,7 @@ def measure_errors(
     windows: Sequence[tuple[int, int]],
     *,
     seed: int = 0,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> ErrorTable:
     """Measure the errors of candidates by layer name, over windows [start, stop) of positions of a trace."""

@@ -16,7 +16,7 @@ import torch
 
 from gradlab import codecs, wrappers
 from gradlab.analysis.gradients import step_gradients
-from gradlab.analysis.parallel import Cluster, Workers, one_thread, share_out
+from gradlab.analysis.parallel import one_thread, share_out
 from gradlab.analysis.replay.result import Replay, ReplayStep
 from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remark
 from gradlab.analysis.replay.windows import Overlap, RunningSums, WindowSums, added, joined, overlap
@@ -47,7 +47,7 @@ def replay(
     *,
     start: int = 0,
     stop: int | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Replay:
     """Run the plan over positions start..stop of a trace.
@@ -78,7 +78,7 @@ def replay_plans(
     *,
     start: int = 0,
     stop: int | None = None,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Replay | GradlabError]:
     """Replay several plans as `replay` does each; workers share the parts of all plans.
@@ -94,7 +94,7 @@ def replay_plans(
         trace: the recording.
         plans: plans by name.
         start, stop: positions, as `replay` takes them.
-        workers: processes, or a cluster.
+        workers: processes.
         progress: called after each part, or, for a single part in this process, after each step.
 
     Returns:
@@ -104,7 +104,7 @@ def replay_plans(
     works = {name: _work_of(trace, plan, start, stop) for name, plan in plans.items()}
     jobs = [work for work in works.values() if isinstance(work, _Work)]
     calls = [(trace.source, work.held, part, start, stop) for work in jobs for part in work.parts]
-    if len(calls) == 1 and not isinstance(workers, Cluster):
+    if len(calls) == 1:
         with one_thread():
             done = [_attempt(trace, jobs[0].held, None, start, stop, progress)]
     else:

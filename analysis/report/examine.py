@@ -24,7 +24,6 @@ from gradlab.analysis.measure.noise_scale import measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
 from gradlab.analysis.measure.slices.of_trace import measure_slice_structure
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import check_replay
 from gradlab.analysis.report.look import THOROUGH, Look
 from gradlab.analysis.report.trace_report import Examination
@@ -73,7 +72,7 @@ class _Work:
 
     trace: Trace
     options: ExamineOptions
-    workers: Workers
+    workers: int
     progress: Progress | None
 
     @property
@@ -85,7 +84,7 @@ def examine(
     trace: Trace,
     options: ExamineOptions | None = None,
     *,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
     **changes: Any,
 ) -> Examination:
@@ -100,7 +99,7 @@ def examine(
     Args:
         trace: the recording.
         options: measurements, and plans to try.
-        workers: processes, or a cluster, that share the layers and the plans.
+        workers: processes that share the layers and the plans.
         progress: called as the work goes on.
         changes: fields of `ExamineOptions` by name, which differ from `options`.
 
@@ -277,7 +276,7 @@ def try_recorded(
     network: Network | None = None,
     max_loss: float = MAX_LOSS,
     look: Look = THOROUGH,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Tried:
     """Try plans as `examine` does for "payoff", and nothing else: what a recommendation needs."""

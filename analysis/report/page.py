@@ -25,7 +25,7 @@ from markupsafe import Markup
 from gradlab.analysis.chart import draw, pointing
 from gradlab.analysis.figures.style import FORMATS, drawing, render
 from gradlab.analysis.outputs import REPORT_FILES, require_free
-from gradlab.analysis.parallel import Cluster, Workers, default_workers, share_out
+from gradlab.analysis.parallel import share_out
 from gradlab.analysis.section import Drawing, Section
 from gradlab.errors import GradlabError
 from gradlab.files import write_all
@@ -68,13 +68,12 @@ class Page:
 
 
 def write_page(
-    page: Page, out: Path, *, overwrite: bool = False, workers: Workers = 1, progress: Progress | None = None
+    page: Page, out: Path, *, overwrite: bool = False, workers: int = 1, progress: Progress | None = None
 ) -> Path:
     """Write report.html, report.json and figures/ into a folder."""
     require_free(out, overwrite, contents=REPORT_FILES)
     calls = [(item, page.formats) for item in page.drawings]
-    here = default_workers() if isinstance(workers, Cluster) else workers
-    drawn = share_out(_drawn, calls, workers=here, what="draw", progress=progress)
+    drawn = share_out(_drawn, calls, workers=workers, what="draw", progress=progress)
     files = {item.name: kinds for item, (kinds, _) in zip(page.drawings, drawn, strict=True)}
     pointed = {item.name: panels for item, (_, panels) in zip(page.drawings, drawn, strict=True)}
     figures = [{"name": item.name, "title": item.title, "caption": item.caption} for item in page.drawings]

@@ -17,7 +17,6 @@ from gradlab.analysis.forecast.local_speed import LocalSpeed
 from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.measure.spectrum import TraceSpectrum, measure_spectrum
 from gradlab.analysis.outputs import REPORT_FILES, require_free
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.questions.accuracy import accuracy_section, replay_verdict
 from gradlab.analysis.questions.gradients import agreement_line, gradients_section
 from gradlab.analysis.questions.pays import pays_section, range_cell, speed_verdict, trace_brief
@@ -94,7 +93,7 @@ def write_trace_report(
     overwrite: bool = False,
     full: bool = False,
     repeat: str = "",
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> Path:
     """Write the measurements of a trace into a folder: report.html, report.json, figures/.
@@ -107,7 +106,7 @@ def write_trace_report(
         overwrite: whether to replace a report.
         full: whether the page's tables and figures are unfolded at first.
         repeat: the command that writes it, for the page's end.
-        workers: processes that draw; with a cluster this machine's.
+        workers: processes that draw.
         progress: called after each figure.
 
     Returns:

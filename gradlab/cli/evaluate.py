@@ -26,7 +26,6 @@ import typer
 
 from gradlab.analysis.corpus.manifest import is_corpus
 from gradlab.analysis.outputs import REPORT_FILES, require_free
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.questions.slices import cycle_chart
 from gradlab.analysis.replay.cycle import training_cycle
@@ -99,7 +98,7 @@ def _replayed(
     named: Sequence[NamedMethod],
     start: int,
     stop: int | None,
-    workers: Workers,
+    workers: int,
     progress: Progress,
     cycle: Path | None,
 ) -> dict[str, Replay]:
@@ -114,7 +113,7 @@ def _replayed(
 
 
 def _written(
-    trace: Trace, out: Path, replays: dict[str, Replay], overwrite: bool, workers: Workers, progress: Progress
+    trace: Trace, out: Path, replays: dict[str, Replay], overwrite: bool, workers: int, progress: Progress
 ) -> Path:
 
     return write_trace_report(

@@ -13,7 +13,6 @@ from gradlab.analysis.corpus.archive import unpack
 from gradlab.analysis.corpus.manifest import Corpus, read_corpus
 from gradlab.analysis.corpus.outcome import Judgement, Outcome, judge
 from gradlab.analysis.forecast.endings import EndingRange
-from gradlab.analysis.parallel import Workers
 from gradlab.cli.console import OUT, Answer, Table, print_json, progress_bars
 from gradlab.cli.named_method import NamedMethod, plans_for, replays_of
 from gradlab.errors import GradlabError
@@ -48,7 +47,7 @@ _CORPUS_COLUMNS = (
 Judgements = Mapping[str, Mapping[str, "Judgement | GradlabError"]]
 
 
-def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: Workers, as_json: bool) -> None:
+def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: int, as_json: bool) -> None:
     """Judge methods by a corpus, a folder or the packed file, and print their figures beside its own methods'."""
     with ExitStack() as stack:
         if path.is_file():
@@ -67,7 +66,7 @@ def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: Workers
 
 
 def _judged(
-    corpus: Corpus, recording: str, methods: Sequence[NamedMethod], workers: Workers, progress: Progress
+    corpus: Corpus, recording: str, methods: Sequence[NamedMethod], workers: int, progress: Progress
 ) -> dict[str, Judgement | GradlabError]:
 
     with Trace(corpus.folder / recording) as trace:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from gradlab import codecs
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.replay import check_replay, replay_plans
 from gradlab.analysis.replay.result import Replay
 from gradlab.artifact import Artifact
@@ -151,7 +150,7 @@ def replays_of(
     *,
     start: int = 0,
     stop: int | None = None,
-    workers: Workers,
+    workers: int,
     progress: Progress | None = None,
 ) -> dict[str, Replay]:
     """Replay those methods that have a plan, judged on iterations that no plan was fitted on, by words.

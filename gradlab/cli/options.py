@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from gradlab.analysis.forecast.link import Link
     from gradlab.analysis.forecast.network import Profile
     from gradlab.analysis.forecast.simulator import Node
-    from gradlab.analysis.parallel import Workers
 
 _LONG = 10.0  # seconds of computing from which a number without a unit is questioned
 MAX_LOSS_TEXT = "1%"  # `gradlab.analysis.forecast.endings.MAX_LOSS`, which a test compares
@@ -30,8 +29,7 @@ SharedBy = Annotated[
     typer.Option(
         "--workers",
         metavar="N",
-        help="Number of processes that share the work; default: as many as cores, at most 4. Or the address of a "
-        "dask.distributed scheduler, such as tcp://10.0.0.1:8786, whose workers see the trace under the same path.",
+        help="Number of processes that share the work; default: as many as cores, at most 4.",
     ),
 ]
 AverageRanks = Annotated[
@@ -60,18 +58,14 @@ MaxLoss = Annotated[
 ]
 
 
-def workers_of(text: str | None) -> Workers:
-    """Read who shares the work: a number of processes, by default as many as cores, or a cluster's address."""
-    from gradlab.analysis.parallel import Cluster, default_workers
+def workers_of(text: str | None) -> int:
+    """Read the number of processes that share the work: by default as many as cores, at most 4."""
+    from gradlab.analysis.parallel import default_workers
 
     if text is None:
         return default_workers()
-    if "://" in text:
-        return Cluster(text)
     if not text.isdecimal() or int(text) < 1:
-        raise GradlabError(
-            f"--workers {text[:80]}: expected a number from 1, or a scheduler such as tcp://10.0.0.1:8786"
-        )
+        raise GradlabError(f"--workers {text[:80]}: expected a number from 1")
     return int(text)
 
 

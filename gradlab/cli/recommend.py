@@ -34,7 +34,6 @@ from gradlab.analysis.forecast.frontier import Tried
 from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation, require_computing
 from gradlab.analysis.forecast.recommendation import recommend as choose
 from gradlab.analysis.outputs import require_free
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.artifact import Artifact
@@ -149,7 +148,7 @@ class _Search:
     fsdp: bool
     quick: bool
 
-    def tried(self, max_loss: float, workers: Workers, progress: Progress) -> tuple[Tried, list[str]]:
+    def tried(self, max_loss: float, workers: int, progress: Progress) -> tuple[Tried, list[str]]:
         """Replay and forecast the plans that can train here. Returns remarks, too."""
         trace, look = self.trace, QUICK if self.quick else THOROUGH
         if trace.world_size == 1:

@@ -1,4 +1,4 @@
-"""Work that is shared out: in order, counted, with one thread, and the same on a cluster as on this machine."""
+"""Work that is shared out: in order, counted, with one thread, and the same in several processes as in one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradlab.analysis.parallel import Cluster, one_thread, share_out
+from gradlab.analysis.parallel import one_thread, share_out
 from gradlab.analysis.replay import parts_of, replay, replay_plans
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
@@ -106,15 +105,7 @@ def test_what_workers_warn_of_is_one_line_here(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.splitlines() == ["warning: figures lack glyphs"]
 
 
-# --- a cluster of dask's --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a scheduler with a worker in a process of its own."""
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=":0") as running:
-        yield running.scheduler_address
+# --- everything that is shared out ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +130,10 @@ def measured(value: Any) -> Any:
 
 
 @pytest.mark.thorough
-def test_everything_is_measured_the_same_by_a_cluster(cluster: str, folder: Path) -> None:
+def test_everything_is_measured_the_same_in_two_processes(folder: Path) -> None:
     plans = {name: Artifact.load(folder / f"{name}.safetensors").plan for name in ("topk", "powersgd")}
     found = []
-    for workers in (1, Cluster(cluster)):
+    for workers in (1, 2):
         with Trace(folder / "trace") as trace:
             result = examine(trace, plans=plans, look=QUICK, workers=workers)
         parts = {"spectrum": result.spectrum, "replays": result.replays, "remarks": result.remarks, **result.measured}
@@ -153,21 +144,11 @@ def test_everything_is_measured_the_same_by_a_cluster(cluster: str, folder: Path
     assert set(here["replays"]) == set(plans)
 
 
-def test_analyze_asks_the_scheduler_that_is_named(
-    gradlab: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("distributed")
-    monkeypatch.setattr("gradlab.analysis.parallel._CONNECT_SECONDS", 0.5)
-    words = ["analyze", folder / "trace", "--out", tmp_path / "r", "--workers", "tcp://127.0.0.1:9"]
-    code, _, error = gradlab(*words)
-    assert (code, "no dask scheduler at tcp://127.0.0.1:9" in error) == (2, True)
-
-
 @pytest.mark.thorough
-def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, folder: Path) -> None:
+def test_replays_are_the_same_in_two_processes(gradlab: Command, folder: Path) -> None:
     artifacts = [folder / "topk.safetensors", folder / "powersgd.safetensors"]
     replays = []
-    for words in (["--workers", 1], ["--workers", cluster]):
+    for words in (["--workers", 1], ["--workers", 2]):
         code, text, error = gradlab("evaluate", folder / "trace", *artifacts, "--json", *words)
         assert code == 0, error
         replays.append(measured(json.loads(text)))
@@ -187,11 +168,11 @@ def test_replays_are_the_same_from_a_cluster(gradlab: Command, cluster: str, fol
     ],
     ids=lambda words: words[0],
 )
-def test_fits_are_the_same_from_a_cluster(
-    gradlab: Command, cluster: str, folder: Path, tmp_path: Path, method: list[object]
+def test_fits_are_the_same_in_two_processes(
+    gradlab: Command, folder: Path, tmp_path: Path, method: list[object]
 ) -> None:
     artifacts = []
-    for words in (["--workers", 1], ["--workers", cluster]):
+    for words in (["--workers", 1], ["--workers", 2]):
         out = tmp_path / f"{len(artifacts)}.safetensors"
         code, _, error = gradlab("fit", method[0], folder / "trace", *method[1:], "--out", out, *words)
         assert code == 0, error
@@ -199,12 +180,6 @@ def test_fits_are_the_same_from_a_cluster(
     here, there = artifacts
     assert here.plan.digest == there.plan.digest  # what was learned included
     assert measured(here.provenance) == measured(there.provenance)
-
-
-def test_workers_are_a_number_or_an_address(gradlab: Command, folder: Path, tmp_path: Path) -> None:
-    for text in ("0", "two", "-1"):
-        code, _, error = gradlab("analyze", folder / "trace", "--out", tmp_path / "r", "--workers", text)
-        assert (code, f"--workers {text}: expected a number from 1, or a scheduler" in error) == (2, True)
 
 
 WORKERS_MASKS = """

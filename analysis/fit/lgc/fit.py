@@ -18,7 +18,7 @@ import torch
 from gradlab.analysis.fit.lgc.learners import Learner, code_spread, in_units, learner_of
 from gradlab.analysis.fit.lgc.selections import Code, Selections, codes_without_learning, collect_selections
 from gradlab.analysis.measure.holdout import age_bins
-from gradlab.analysis.parallel import Cluster, Workers, one_thread, share_out
+from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec import Tensors, seeded_generator
@@ -35,7 +35,7 @@ from gradlab.progress import Progress
 
 if TYPE_CHECKING:
     from gradlab.plan import Plan
-    from gradlab.trace import Trace, TraceSource
+    from gradlab.trace import Trace
 
 # Shares of the recorded iterations: the first are learned from, the next say when to stop, the rest are held out.
 _LEARNED, _STOPPED_BY = 0.6, 0.15
@@ -179,7 +179,6 @@ def fit_lgc(
     pattern: str = "ring",
     options: LgcOptions | None = None,
     *,
-    workers: Workers = 1,
     progress: Progress | None = None,
     **changes: Any,
 ) -> LgcFit:
@@ -192,7 +191,6 @@ def fit_lgc(
         trace: gradients of each rank.
         pattern: "ring" or "server".
         options: the plan, and how to learn.
-        workers: a cluster learns on one of its workers. Processes are not used, as each epoch needs the one before it.
         progress: called as the work goes on.
         changes: fields of `LgcOptions` by name, which differ from `options`.
 
@@ -200,16 +198,8 @@ def fit_lgc(
         GradlabError: for fewer than 20 iterations, one rank, no layer between the first and the last, or a bad setting.
     """
     options = replace(options or LgcOptions(), **changes)
-    if isinstance(workers, Cluster):
-        call = (trace.source, pattern, options)
-        return share_out(_fit_in_worker, [call], workers=workers, what="autoencoder", progress=progress)[0]
     with one_thread():
         return _fit(trace, pattern, options, progress)
-
-
-def _fit_in_worker(source: TraceSource, pattern: str, options: LgcOptions) -> LgcFit:
-    with source.open() as trace:
-        return _fit(trace, pattern, options, None)
 
 
 def _fit(trace: Trace, pattern: str, options: LgcOptions, progress: Progress | None) -> LgcFit:

@@ -21,7 +21,7 @@ from gradlab.analysis.measure.slices.structure import (
     staleness,
 )
 from gradlab.analysis.measure.spectrum import spread
-from gradlab.analysis.parallel import Workers, share_out_layers
+from gradlab.analysis.parallel import share_out_layers
 from gradlab.analysis.replay.sampled import require_whole
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -120,7 +120,7 @@ def measure_slice_structure(
     start: int = 0,
     rule: DimensionRule | None = None,
     tolerance: float = 0.25,
-    workers: Workers = 1,
+    workers: int = 1,
     progress: Progress | None = None,
 ) -> SliceStructure:
     """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace, within bounds.

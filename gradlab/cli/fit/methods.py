@@ -17,7 +17,6 @@ from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
 from gradlab.analysis.layer_plan.costs import Cost
 from gradlab.analysis.layer_plan.grids import candidates_of_grid
 from gradlab.analysis.layer_plan.lgreco import LgrecoOptions, fit_lgreco
-from gradlab.analysis.parallel import Workers
 from gradlab.analysis.questions.layer_plans import layers_chart
 from gradlab.analysis.questions.lgc import fit_chart
 from gradlab.analysis.replay import replay
@@ -45,7 +44,7 @@ class Job:
     trace: Trace
     out: Path
     settings: Mapping[str, Any]
-    workers: Workers
+    workers: int
     progress: Progress
 
 
@@ -426,7 +425,7 @@ class Lgc(PlanMethod):
         )
         wrapper = None if self.momentum is None else "momentum_correction"
         note = require_trainable(self.optimizer(job), wrapper, remedy="leave momentum out")
-        fit = fit_lgc(job.trace, self.pattern, options, workers=job.workers, progress=job.progress)
+        fit = fit_lgc(job.trace, self.pattern, options, progress=job.progress)
         notes = (note, _beyond_the_trace(fit.plan, int(job.trace.steps[-1])))
 
         answer = printing.lgc(fit.measured, fit.plan, job.trace.path)
