@@ -239,19 +239,6 @@ def parse_seconds(text: str) -> float:
     return value
 
 
-def format_rate(bits_per_second: float) -> str:
-    """Write a link speed as `parse_bandwidth` reads it: 2e8 -> "200mbit"."""
-    from gradlab.formatting import significant
-
-    if math.isinf(bits_per_second):
-        return "unlimited"
-    for unit, scale in (("t", 1e12), ("g", 1e9), ("m", 1e6), ("k", 1e3)):
-        if bits_per_second >= 0.9995 * scale:
-            number = significant(bits_per_second / scale)
-            return f"{number.rstrip('0').rstrip('.') if '.' in number else number}{unit}bit"
-    return f"{significant(bits_per_second)}bit"
-
-
 def json_rate(bits_per_second: float) -> float | str:
     """Write a link speed for JSON, which has no number for infinity."""
     return "unlimited" if math.isinf(bits_per_second) else bits_per_second
