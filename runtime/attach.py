@@ -133,7 +133,7 @@ def attach(ddp_model: nn.Module, plan: Plan | str | os.PathLike[str], **options:
     switch = switch_of(model)
     if switch is not None and switch.state is not None:
         raise GradlabError("the DDP model is compressed already: attach once")
-    state = CompressionState.of(plan, model, "compress", **options)
+    state = CompressionState(plan, model, **options)
     if switch is None:
         model.register_comm_hook(state, compression_hook)
     else:

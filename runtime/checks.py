@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,13 @@ from gradlab.plan.plan import check_model
 from gradlab.plan.shards import conflict_between_nodes
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime.engine.options import RunOptions
-from gradlab.trial import trial
 
 Pairs = Sequence[tuple[Layer, torch.Tensor]]
+Result = TypeVar("Result")
 
 
-def check(plan: object, pairs: Pairs, world_size: int, options: RunOptions) -> None:
+def check(plan: Plan, pairs: Pairs, world_size: int, options: RunOptions) -> None:
     """Check that plan, layers with their parameters, and options go together."""
-    if not isinstance(plan, Plan):
-        raise GradlabError(f"expected a Plan, not {type(plan).__name__} (CompressionState.load takes a path)")
     options.check()
     check_model(plan, [layer for layer, _ in pairs])
     device_of_model(pairs)
@@ -55,19 +53,14 @@ def _refuse_more_than_plain_ddp(plan: Plan, world_size: int, options: RunOptions
         )
 
 
-def named_as_in(plan: object, pairs: Pairs) -> Pairs:
+def named_as_in(plan: Plan, pairs: Pairs) -> Pairs:
     """Return layers under the names that a plan has for them, see `names_as_in`."""
-    if not isinstance(plan, Plan):
-        return pairs
     names = names_as_in([layer.name for layer in plan.layers], [layer.name for layer, _ in pairs])
     return [(replace(layer, name=name), tensor) for (layer, tensor), name in zip(pairs, names, strict=True)]
 
 
 def given_plan(plan: object, caller: str) -> Plan:
-    """Return the plan that a user gave, as such or as the path of an artifact; refuse anything else. In a trial it is
-    the trial's, whatever was given."""
-    if (running := trial()) is not None:
-        return running.plan
+    """Return the plan that a user gave, as such or as the path of an artifact; refuse anything else."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):
@@ -199,18 +192,18 @@ def device_of_model(pairs: Pairs) -> torch.device:
 def agree_on(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
-    attempt: Callable[[], object],
-    settings: Callable[[], dict[str, Any]] = dict,
-) -> None:
-    """Go on only if an attempt succeeds on all ranks, with the same settings (plain JSON).
+    attempt: Callable[[], Result],
+    settings: Callable[[Result], dict[str, Any]] = lambda _: {},
+) -> Result:
+    """Return what an attempt does, if it succeeds on all ranks, with the same settings of it (plain JSON).
 
     Else raise the same line everywhere: the problem of the lowest rank, or the first difference. `groups` are one of
     all ranks, or of a mesh those of this rank's row and column.
     """
-    problem, same = None, {}
+    done, problem, same = list[Result](), None, {}
     try:
-        attempt()
-        same = settings()
+        done.append(attempt())
+        same = settings(done[0])
     except GradlabError as error:
         problem = str(error)
     except Exception as error:  # the others wait to hear of it
@@ -227,3 +220,4 @@ def agree_on(
         problem = ranks.first_of(problem)
     if problem is not None:
         raise GradlabError(problem)
+    return done[0]

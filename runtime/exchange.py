@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from gradlab.plan.optimizer_rules import follower_of
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
-from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, named_as_in, unknown_needs
+from gradlab.runtime.checks import Pairs, agree_on, check, device_of_model, given_plan, named_as_in, unknown_needs
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
@@ -63,7 +64,7 @@ class Exchange(Uncopied):
         statistics: the last steps.
 
     Args:
-        plan: made for these parameters.
+        plan: plan of these parameters, or the path of an artifact.
         named_parameters: names as in the plan's layers, with the parameters. Those that need no gradient are left out.
         group: the process group; None is the default one. Its collectives are issued in the calling thread, so other
             use of the group has to stand in the same order on all ranks.
@@ -97,26 +98,29 @@ class Exchange(Uncopied):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | str | os.PathLike[str],
         named_parameters: Iterable[tuple[str, torch.Tensor]],
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         chosen = RunOptions(**options)
-        pairs = _layers_with_parameters(plan, named_parameters)
+        layers = _layers_with_parameters(named_parameters)
         group = dist.group.WORLD if group is None else group
         if group is None:
             raise GradlabError("Exchange: there is no process group; call torch.distributed.init_process_group first")
-        agree_on(
-            (group,),
-            pairs[0][1].device if pairs else torch.device("cpu"),
-            lambda: check(plan, pairs, group.size(), chosen),
-            lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()},
-        )
+        everyone = group
+
+        def attempt() -> tuple[Plan, Pairs]:
+            whole = given_plan(plan, "Exchange")
+            pairs = named_as_in(whole, layers)
+            check(whole, pairs, everyone.size(), chosen)
+            return whole, pairs
+
+        device = layers[0][1].device if layers else torch.device("cpu")
+        plan, pairs = agree_on((group,), device, attempt, lambda done: chosen.same_everywhere(done[0]))
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
-        device = HostDevice(device_of_model(pairs))
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
-        around = Surroundings(self._parameters, chosen, device)
+        around = Surroundings(self._parameters, chosen, HostDevice(device_of_model(pairs)))
         self._set_up(plan, plain_driver(plan, group, around, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
@@ -356,14 +360,14 @@ def _checked(
     return checked
 
 
-def _layers_with_parameters(plan: object, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
+def _layers_with_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> Pairs:
     """Trainable parameters as layers; one that several modules share counts once."""
     pairs, seen, named = [], set(), list(named_parameters)
     for name, (_, parameter) in zip(bare_names([name for name, _ in named]), named, strict=True):
         if parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
             pairs.append((Layer(name, tuple(parameter.shape)), parameter))
-    return named_as_in(plan, pairs)
+    return pairs
 
 
 def plain_driver(plan: Plan, group: dist.ProcessGroup, around: Surroundings, *, owned: bool) -> StepDriver:

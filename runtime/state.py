@@ -23,7 +23,16 @@ from gradlab.ddp.topology import NODE, find_topology
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, finding
 from gradlab.plan import Plan
-from gradlab.runtime.checks import agree_on, check, check_ddp, check_nodes, device_of_model, given_plan, named_as_in
+from gradlab.runtime.checks import (
+    Pairs,
+    agree_on,
+    check,
+    check_ddp,
+    check_nodes,
+    device_of_model,
+    given_plan,
+    named_as_in,
+)
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
@@ -52,7 +61,7 @@ class CompressionState(Exchange):
     1
 
     Args:
-        plan: made for this model's trainable parameters.
+        plan: plan of this model's trainable parameters, or the path of an artifact.
         ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
         process_group: group of the DDP ranks for the codecs' collectives alone: DDP's own must not mix with them in
             another order. None makes one. If DDP runs on a part of the world only, torch names that group after the
@@ -73,7 +82,7 @@ class CompressionState(Exchange):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | str | os.PathLike[str],
         ddp_model: DistributedDataParallel,
         *,
         process_group: dist.ProcessGroup | None = None,
@@ -86,20 +95,21 @@ class CompressionState(Exchange):
         if running is not None:
             plan, options = running.plan, running.options(options)
         chosen = RunOptions(hold_unused=ddp_model.find_unused_parameters or ddp_model.static_graph, **options)
-        pairs, ranks = named_as_in(plan, synchronised_layers(ddp_model)), ddp_model.process_group
-        averaged = AveragedLayers(ddp_model)
+        ranks, first_device = ddp_model.process_group, next(ddp_model.parameters()).device
+        averaged, topology = AveragedLayers(ddp_model), find_topology(within, ranks, first_device)
 
-        topology = find_topology(within, ranks, next(ddp_model.parameters()).device)
-
-        def attempt() -> None:
-            check(plan, pairs, ranks.size() if topology is None else len(topology.nodes), chosen)
+        def attempt() -> tuple[Plan, Pairs]:
+            whole = given_plan(plan, "CompressionState")
+            pairs = named_as_in(whole, synchronised_layers(ddp_model))
+            check(whole, pairs, ranks.size() if topology is None else len(topology.nodes), chosen)
             check_ddp(ddp_model, process_group, timeout)
             averaged.require(pairs)
             averaged.refuse_frozen()
             if topology is not None:
-                check_nodes(plan, topology)
+                check_nodes(whole, topology)
+            return whole, pairs
 
-        _agree_on(ddp_model, attempt, lambda: {"the plan (sha256)": plan.digest, **chosen.same_everywhere()})
+        plan, pairs = agree_on((ranks,), first_device, attempt, lambda done: chosen.same_everywhere(done[0]))
         device = device_of(device_of_model(pairs))
         group = process_group or group_like(ranks, timeout, device.device)
         # Of groups made here the communicators alone hold on: destroying them is how peers learn of a failure.
@@ -141,18 +151,7 @@ class CompressionState(Exchange):
         Raises:
             GradlabError: for an artifact that is missing, damaged, of a newer version, or for another model.
         """
-        return cls.of(path, ddp_model, "CompressionState", **options)
-
-    @classmethod
-    def of(
-        cls, plan: Plan | str | os.PathLike[str], ddp_model: DistributedDataParallel, caller: str, **options: Any
-    ) -> CompressionState:
-        """Make the state for a plan, or the path of an artifact; `caller` is named at the front of errors."""
-        ddp_model = require_ddp(ddp_model, caller)
-        loaded: list[Plan] = []
-        # A file may be missing on one machine only: all ranks then say so, and none waits for it.
-        _agree_on(ddp_model, lambda: loaded.append(given_plan(plan, caller)))
-        return cls(loaded[0], ddp_model, **options)
+        return cls(path, ddp_model, **options)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand one of DDP's buckets to the engine. The hook calls this.
@@ -205,10 +204,6 @@ class CompressionState(Exchange):
     def _guarded(self) -> NoReturn:
         """Refuse `begin`, `add`, `finish` and `step`: the worker drives the steps."""
         raise GradlabError("a CompressionState is fed by DDP's hook; use Exchange to hand over gradients yourself")
-
-
-def _agree_on(model: DistributedDataParallel, attempt: Any, settings: Any = dict) -> None:
-    agree_on((model.process_group,), next(model.parameters()).device, attempt, settings)
 
 
 def _end(

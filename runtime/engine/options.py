@@ -64,10 +64,11 @@ class RunOptions:
         for step in self.trace_steps:
             _require_whole("a step of trace_steps", step, 0)
 
-    def same_everywhere(self) -> dict[str, Any]:
-        """Options that have to be equal on all ranks, as plain JSON."""
+    def same_everywhere(self, plan: Plan) -> dict[str, Any]:
+        """Options and plan, which have to be equal on all ranks, as plain JSON."""
         names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "scaled")
         return {
+            "the plan (sha256)": plan.digest,
             "deterministic": bool(self.deterministic),
             "check_requests": bool(self.check_requests),
             **{name: getattr(self, name) for name in names},

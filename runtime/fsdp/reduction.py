@@ -225,12 +225,6 @@ class Levels:
     inside: Plan | None = None
     inside_shards: Plan | None = None
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """Values that all ranks have to have in common."""
-        between = {"the plan (sha256)": self.whole.digest}
-        return between if self.inside is None else {**between, "the plan inside nodes (sha256)": self.inside.digest}
-
 
 def levels_of(
     units: Sequence[Unit],

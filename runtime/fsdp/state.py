@@ -89,9 +89,8 @@ class FSDPCompression(Exchange):
         held = {shard.layer.name: shard for unit in units for shard in unit.shards}
         layers = [layer for layer in layers_of_units(model) if layer.name in held]
         shards = {layer.name: held[layer.name] for layer in layers}  # in the model's order
-        levels: list[Levels] = []
 
-        def attempt() -> None:
+        def attempt() -> Levels:
             check_timeout(timeout)
             _check_hooks(units, within)
             if between is not None and len(topology.nodes) == 1:
@@ -99,19 +98,23 @@ class FSDPCompression(Exchange):
             first = given_plan(plan, CALLER)
             second = _plan_inside(first, between, within, inside)
             whole = first if between is not None else Plan(tuple(shard.layer for shard in shards.values()))
-            levels.append(levels_of(units, shards, (whole, second), topology, chosen))
+            return levels_of(units, shards, (whole, second), topology, chosen)
 
-        agree_on((row, column), device, attempt, lambda: {**levels[0].digests, **chosen.same_everywhere()})
+        def same(levels: Levels) -> dict[str, Any]:
+            inside = None if levels.inside is None else levels.inside.digest
+            return {**chosen.same_everywhere(levels.whole), "the plan inside nodes (sha256)": inside}
+
+        levels = agree_on((row, column), device, attempt, same)
         self._units, self._shards = units, shards
         self._stream: Any = None
         parameters = {name: shard.parameter for name, shard in shards.items()}
         values = {name: shard.values for name, shard in shards.items()}
         self._around = Surroundings(parameters, chosen, HostDevice(device), values)
-        driver = shard_driver(units, levels[0].shards, (row, column), topology, self._around, timeout)
-        self._set_up(levels[0].whole, driver)
+        driver = shard_driver(units, levels.shards, (row, column), topology, self._around, timeout)
+        self._set_up(levels.whole, driver)
         self._steps = OptimizerSteps(self._driver, parameters)
         self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
-        self.inside = self._reduction(levels[0], chosen.measure_every)
+        self.inside = self._reduction(levels, chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:
             self._steps.follow(run)
         self._attach(model)
@@ -328,7 +331,7 @@ def compress_fsdp(
     options = {"between": between, "within": within, "inside": inside, "optimizer": optimizer, **options}
     if (running := trial()) is not None:
         options = running.options({**options, "inside": None})
-        return running.follow(FSDPCompression(plan, model, scaler=scaler, **options), scaler)
+        return running.follow(FSDPCompression(running.plan, model, scaler=scaler, **options), scaler)
     return FSDPCompression(plan, model, scaler=scaler, **options)
 
 

@@ -163,18 +163,17 @@ class OuterStep(Uncopied):
         self.local_steps = 0
         held, beside = self._held.by_name, self._held.beside()
         self._together = partial(agree_on, (self.workers.everyone,), self._device.device)
-        parts: list[Plan] = []
 
-        def attempt() -> None:
-            self.plan = given_plan(plan, CALLER)
+        def attempt() -> list[Plan]:
+            self.plan = given_plan(plan if self._trial is None else self._trial.plan, CALLER)
             if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
-            parts.extend(self._cut(self.plan, lambda one: fragments_of(one, fragments)))
+            return self._cut(self.plan, lambda one: fragments_of(one, fragments))
 
         kinds = {name: [*one.shape, str(one.dtype)] for name, one in beside.items()}
         numbers = {"every": every, "fragments": fragments, "delay": delay, "mixing": mixing}
         same = {"frozen layers and buffers": kinds, **numbers}
-        self._together(attempt, lambda: {"the plan (sha256)": self.plan.digest, **same})
+        parts = self._together(attempt, lambda _: {"the plan (sha256)": self.plan.digest, **same})
         with torch.no_grad():
             self.workers.spread([*(one.values for one in held.values()), *map(local_part, beside.values())])
         make = NESTEROV if outer_optimizer is None else outer_optimizer
@@ -342,9 +341,8 @@ class OuterStep(Uncopied):
         Raises:
             GradlabError: for a plan that does not fit.
         """
-        parts: list[Plan] = []
         alike = partial(cut_like, fragments=[one.parameters for one in self.fragments])
-        self._together(lambda: parts.extend(self._cut(plan, alike)))
+        parts = self._together(lambda: self._cut(plan, alike))
         before, own, group = [one.exchange for one in self.fragments], self.plan, group or self.workers.between
         self.plan = plan
         try:
