@@ -37,7 +37,7 @@ class OneBitAdam(Wrapper):
     first gradient, which travels uncompressed.
 
     Coordinates that have not moved have v = 0, and signs of a momentum that is 0 there would move them by 1 / eps: it
-    ends in NaN. `mask` holds them where they are. The published code (DeepSpeed's) divides by sqrt(v) + eps without
+    ends in NaN. They stay where they are. The published code (DeepSpeed's) divides by sqrt(v) + eps without
     either bias correction, and applies only masks that its user passes in. With `variance="zero_one"` v moves on in
     iterations ever farther apart, in which gradients travel uncompressed: 0, 1, ..., kappa, then kappa times 2 apart,
     kappa times 4, and so on. 0/1 Adam's skipped exchanges are `gradlab.runtime.OuterStep`'s matter, as parameters
@@ -68,7 +68,6 @@ class OneBitAdam(Wrapper):
             "iterations ever farther apart, uncompressed (0/1 Adam)",
         )
         kappa: int = setting(16, least=1, help="zero_one: updates of v before the distance between them doubles")
-        mask: bool = setting(True, help="hold coordinates whose gradient was always 0; the published code asks for it")
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.dense:
@@ -85,7 +84,7 @@ class OneBitAdam(Wrapper):
         new: Tensors = {}
         for name, mean in done.mean.items():
             variance, steps = state[f"{name}/variance"], state[f"{name}/adam_steps"]
-            moment = torch.where(variance > 0, mean, 0) if self.settings.mask else mean.clone()
+            moment = torch.where(variance > 0, mean, 0)
             new |= _entries(name, moment, variance, steps + steps.new_tensor([1, 0]))
         return self._applied(done, new, done.compressor_input or inputs)
 

@@ -249,7 +249,7 @@ def in_words(codec: Codec) -> bool:
     words = {"powersgd", "gradiveq", "threshold", "sampled_threshold", "dct_topk", "chunk_topk"}
     words |= {"intsgd", "lgc_ring", "lgc_server"}
     chosen = vars(codec.settings)
-    other_form = {"ring": True, "shared_scale": True, "values": "int8", "scale": 3.0, "accumulate": "float32"}
+    other_form = {"ring": True, "shared_scale": True, "values": "int8", "scale": 3.0}
     return codec.name in words or any(chosen.get(name) == value for name, value in other_form.items())
 
 

@@ -43,7 +43,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dct_topk": {"chunk": 12, "count": 5},
     "chunk_topk": {"chunk": 64, "count": 5},
     "block_scaled": {"block_size": 100},
-    "cast, float32 sum": {"dtype": "bfloat16", "accumulate": "float32"},
     "powersgd, alternating": {"rank": 2, "alternating": True},
     "terngrad, shared scale": {"shared_scale": True},
     "ecsq, running": {"bits": 1.0, "tables": "running"},

@@ -140,20 +140,13 @@ def accuracy(net: nn.Module) -> float:
 
 @pytest.mark.parametrize("variance", ["frozen", thorough("zero_one")])
 def test_dead_inputs_end_in_no_nan_and_accuracy_is_adams(variance: str) -> None:
-    """Signs both ways with feedback, as in the papers, after a tenth of the run; without the mask they run away."""
+    """Signs both ways with feedback, as in the papers, after a tenth of the run."""
     both_ways = (Wrap("error_feedback", {"step_size_ratio": False}), Wrap("two_way", {"step_size_ratio": False}))
-    lost = {}
-    for mask in (True, False) if variance == "frozen" else (True,):
-        plan = plan_of("sign", both_ways, warmup_steps=20, variance=variance, mask=mask)
-        net, _ = train(plan, 2, 120 if mask else 60)
-        lost[mask] = accuracy(net)
-        if mask:
-            assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
-            dead, begun = net[0].weight[:, -DEAD:], model()[0].weight[:, -DEAD:]
-            assert torch.equal(dead, begun)  # they stay where they are
-        else:
-            assert not float(net[0].weight[:, -DEAD:].detach().abs().max()) < 20
-    assert lost[True] > accuracy(adam(2, 120, 120)) - 0.03
+    net, _ = train(plan_of("sign", both_ways, warmup_steps=20, variance=variance), 2, 120)
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+    dead, begun = net[0].weight[:, -DEAD:], model()[0].weight[:, -DEAD:]
+    assert torch.equal(dead, begun)  # they stay where they are
+    assert accuracy(net) > accuracy(adam(2, 120, 120)) - 0.03
 
 
 def test_it_is_the_optimizer_and_no_other_may_be() -> None:
