@@ -34,7 +34,7 @@ from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.model import require_ddp, without_compile
-from gradlab.ddp.sharded_units import HOW_TO, Unit, is_sharded, refuse_thawed, require_whole_backward, set_hooks
+from gradlab.ddp.sharded_units import HOW_TO, Unit, refuse_thawed, require_whole_backward, set_hooks, sharded_modules
 from gradlab.errors import GradlabError
 from gradlab.trial import trial
 
@@ -173,7 +173,7 @@ class TraceRecorder(Uncopied):
         self._source = source
         if isinstance(source, ShardSource):
             for unit in source.units:
-                set_hooks(unit, partial(self._take, unit))
+                set_hooks(unit.module, partial(self._take, unit))
             refuse_thawed(source.model, source.units)
         else:
             source.model.register_comm_hook(self, capture_hook)
@@ -362,7 +362,7 @@ class TraceRecorder(Uncopied):
 def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:
     """The source of the gradients, by the model's wrapper."""
     inner = without_compile(model)
-    if not isinstance(inner, DistributedDataParallel) and is_sharded(inner):
+    if not isinstance(inner, DistributedDataParallel) and sharded_modules(inner):
         assert isinstance(inner, torch.nn.Module)
         if between is None:
             raise GradlabError(

@@ -97,10 +97,6 @@ def _hashes(content: Mapping[str, Any]) -> dict[str, str]:
     return {"": rest, **{path: hash_tensor(tensor) for path, tensor in tensors.items()}}
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
-
-
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Copy a tree of dicts without its tensors, and collect these by path."""
     if isinstance(value, Mapping):
@@ -109,10 +105,11 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
             here = str(key) if path in ("", "states") else f"{path}/{key}"
             if not isinstance(inner, torch.Tensor):
                 found[str(key)] = _without_tensors(inner, here, tensors)
-            elif type(inner) is not torch.Tensor or not _is_dense(inner) or here in tensors:
+                continue
+            dense = inner.layout == torch.strided and inner.device.type != "meta" and not inner.is_quantized
+            if type(inner) is not torch.Tensor or not dense or here in tensors:
                 raise GradlabError(f"checkpoint: {here[:80]!r} is no dense tensor")
-            else:
-                tensors[here] = inner
+            tensors[here] = inner
         return found
     return value
 

@@ -44,9 +44,9 @@ class _RankStates(TrainerCallback):
 
     _stem = "gradlab"
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, resume: str | os.PathLike[str] | bool | None = None) -> None:
         self.state: Any = None
-        self._trainer = trainer
+        self._trainer, self._resume = trainer, resume
         self._files: RankFiles | None = None
 
     def on_train_end(
@@ -60,6 +60,14 @@ class _RankStates(TrainerCallback):
         """Begin with a state of the model that the Trainer has just wrapped."""
         self.state, self._files = state, RankFiles(state, model, residuals)
         return self._files
+
+    def _place(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """The folder that the user names; else the first that has files."""
+        if isinstance(self._resume, (str, os.PathLike)):
+            return Path(self._resume)
+        named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
+        places = [*([Path(named)] if isinstance(named, (str, os.PathLike)) else []), _folder(args, state)]
+        return next((place for place in places if any(place.glob(f"{self._stem}_rank_*"))), places[-1])
 
     def _close(self) -> None:
         if self.state is not None:
@@ -110,11 +118,10 @@ class CompressionCallback(_RankStates):
         resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(trainer)
+        super().__init__(trainer, resume_from_checkpoint)
         check_policy(residuals)
         self._plan, self._log, self._options = plan, log, options
-        self._residuals, self._resume = residuals, resume_from_checkpoint
-        self._logging = False
+        self._residuals, self._logging = residuals, False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -160,14 +167,6 @@ class CompressionCallback(_RankStates):
             return
         files.load(self._place(args, state), self._stem, _MISSING, _marks(entry, state))
 
-    def _place(self, args: TrainingArguments, state: TrainerState) -> Path:
-        """The folder that the user names; else the first that has files."""
-        if isinstance(self._resume, (str, os.PathLike)):
-            return Path(self._resume)
-        named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
-        places = [*([Path(named)] if isinstance(named, (str, os.PathLike)) else []), _folder(args, state)]
-        return next((place for place in places if any(place.glob(f"{self._stem}_rank_*"))), places[-1])
-
 
 class LocalStepsCallback(_RankStates):
     """Take local steps in `trainer.train`, and exchange through a plan how far every worker came (`OuterStep`).
@@ -206,7 +205,7 @@ class LocalStepsCallback(_RankStates):
         files = self._begin(LocalSteps(model, kwargs.get("optimizer"), self._plan, **self._options), model)
         if state.global_step > 0:
             missing = "local steps continue from a file of every rank in the checkpoint's folder"
-            files.load(_resumed_folder(args, state), self._stem, missing, _step_mark(state))
+            files.load(self._place(args, state), self._stem, missing, _step_mark(state))
             self.state.begins_after(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -222,12 +221,6 @@ class LocalStepsCallback(_RankStates):
 
 def _step_mark(state: TrainerState) -> dict[str, Any]:
     return {"global_step": state.global_step}
-
-
-def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder of the checkpoint that training resumes from: the one that is named, or the run's own."""
-    named = args.resume_from_checkpoint  # scripts hand it to `train` themselves
-    return Path(named) if isinstance(named, str | os.PathLike) else _folder(args, state)
 
 
 def _entries(state: TrainerState) -> dict[str, Any]:

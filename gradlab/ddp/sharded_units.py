@@ -174,8 +174,8 @@ def require_whole_backward(units: Iterable[Unit]) -> None:
 def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:
     """Let backward fail where a unit without trainable parameters gets some, instead of letting nodes drift apart."""
     busy = {id(unit.module) for unit in units}
-    for name, module in model.named_modules():
-        if hasattr(module, "set_all_reduce_hook") and id(module) not in busy and _param_groups(module):
+    for name, module in sharded_modules(model):
+        if id(module) not in busy and _param_groups(module):
             module.set_all_reduce_hook(partial(_fail_thawed, _titled(name)))
 
 
@@ -195,22 +195,16 @@ def _fail_thawed(title: str, flat: torch.Tensor) -> None:
     raise GradlabError(_thawed(title))
 
 
-def sharded_modules(model: nn.Module) -> int:
-    """Count the modules that `fully_shard` was called on."""
-    return sum(hasattr(module, "set_all_reduce_hook") for module in model.modules())
-
-
-def is_sharded(model: object) -> bool:
-    """Say whether `fully_shard` was called on a model or on a part of it."""
-    return isinstance(model, nn.Module) and any(hasattr(part, "set_all_reduce_hook") for part in model.modules())
+def sharded_modules(model: object) -> list[tuple[str, Any]]:
+    """List the modules of a model that `fully_shard` was called on, itself among them, with their names."""
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    return [(name, module) for name, module in named if hasattr(module, "set_all_reduce_hook")]
 
 
 def let_go_of_gathered(model: nn.Module) -> None:
     """Have a model show its shards again: a forward pass leaves the parameters of some units gathered."""
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if hasattr(module, "set_all_reduce_hook"):
-            module.reshard()
+    for _, module in sharded_modules(model):
+        module.reshard()
 
 
 def units_of(model: object, caller: str) -> list[Unit]:
@@ -223,7 +217,7 @@ def units_of(model: object, caller: str) -> list[Unit]:
     layers = {parameter: layer for layer, parameter in named_layers(inner)}
     units = [
         Unit(name, module, tuple(_shards(group, layers)), group.device)
-        for name, module in inner.named_modules()
+        for name, module in sharded_modules(inner)
         for group in _groups(module, name, caller)
         if any(shard in layers for shard in _parameters(group))
     ]
@@ -267,45 +261,31 @@ def attached_hooks(units: Iterable[Unit]) -> list[str]:
 
 def custom_reductions(units: Iterable[Unit]) -> list[str]:
     """Name the units whose reduce-scatter somebody has replaced already."""
-    replaced = (
-        (unit, group)
-        for unit in units
-        for group in _param_groups(unit.module)
-        if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter"
-    )
-    return [unit.title for unit, _ in replaced]
+    comms = ((unit, group._reduce_scatter_comm) for unit in units for group in _param_groups(unit.module))
+    return [unit.title for unit, comm in comms if type(comm).__name__ != "DefaultReduceScatter"]
 
 
-def set_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> None:
-    """Set a unit's all-reduce hook, and what replaces its reduce-scatter, if anything does."""
-    unit.module.set_all_reduce_hook(all_reduce)
+def set_hooks(module: Any, all_reduce: Any, reduce_scatter: Any = None) -> None:
+    """Set a module's all-reduce hook, and what replaces its reduce-scatter, if anything does."""
+    module.set_all_reduce_hook(all_reduce)
     if reduce_scatter is not None:
-        unit.module.set_custom_reduce_scatter(reduce_scatter)
+        module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def has_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> bool:
-    """Whether a unit still has the hooks that `set_hooks` set."""
+    """Whether a unit's module still has the hooks that `set_hooks` set."""
     (group,) = _param_groups(unit.module)
     return group._all_reduce_hook is all_reduce and reduce_scatter in (None, group._reduce_scatter_comm)
 
 
 def hooks_of(model: nn.Module) -> list[tuple[Any, Any, Any]]:
-    """List the modules that `fully_shard` was called on, each with its all-reduce hook and reduce-scatter as they are.
-    The reduce-scatter cannot be replaced below torch 2.8: None then."""
+    """List the modules that `fully_shard` was called on, each with its all-reduce hook and reduce-scatter as they are,
+    for `set_hooks`. The reduce-scatter cannot be replaced below torch 2.8: None then."""
     return [
         (module, group._all_reduce_hook, getattr(group, "_reduce_scatter_comm", None))
-        for module in model.modules()
-        if hasattr(module, "set_all_reduce_hook")
+        for _, module in sharded_modules(model)
         for group in _param_groups(module)
     ]
-
-
-def put_hooks_back(hooks: Iterable[tuple[Any, Any, Any]]) -> None:
-    """Set what `hooks_of` listed."""
-    for module, all_reduce, reduce_scatter in hooks:
-        module.set_all_reduce_hook(all_reduce)
-        if reduce_scatter is not None:
-            module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def layers_of_units(model: object) -> tuple[Layer, ...]:
@@ -325,9 +305,7 @@ def _param_groups(module: Any) -> list[Any]:
 
 
 def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
-    """The parameter groups of a module, checked; none if it is no unit."""
-    if not hasattr(module, "set_all_reduce_hook"):
-        return []
+    """The parameter groups of a module that `fully_shard` was called on, checked."""
     groups = _param_groups(module)
     where = f"{caller}: {_titled(name)}"
     if len(groups) > 1:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ class Exchanging(Protocol):
 
     run: Any
     statistics: Any
-
-
-State = TypeVar("State", bound=Exchanging)
 
 
 def trial() -> Trial | None:
@@ -72,15 +69,12 @@ class Trial:
         """Return the options of a compression state: NaN and rules are for the command to judge."""
         return {**given, "non_finite_limit": _NEVER, "rules": "ignore"}
 
-    def follow(self, state: State, scaler: Any = None) -> State:
+    def follow(self, state: Exchanging, scaler: Any = None) -> None:
         """Log a loss for each exchange of a state, and end the process after the trial's steps.
 
         Args:
             state: just made.
             scaler: scaler of the losses, if one is in use.
-
-        Returns:
-            The state.
 
         Raises:
             GradlabError: for a second one.
@@ -97,7 +91,6 @@ class Trial:
 
         # Of one alone FSDP's reduce-scatter inside a node is compressed.
         self.count(between if between > 1 else dist.get_world_size(), scaler, after)
-        return state
 
     def count(self, exchanging: int, scaler: Any = None, after: Callable[[], None] = lambda: None) -> None:
         """Log losses of this rank. `end` says when a step is over.
@@ -110,13 +103,7 @@ class Trial:
         Raises:
             GradlabError: as `follow`.
         """
-        self._begin([dist.get_rank()], dist.get_world_size(), exchanging)
-
-        def seen(loss: float | None) -> None:
-            self._see(loss, scaler)
-            after()
-
-        _after_each_backward(seen)
+        self._begin([dist.get_rank()], dist.get_world_size(), exchanging, scaler, after)
 
     def end(self) -> None:
         """Log this rank's loss of a step, and count the step.
@@ -137,8 +124,7 @@ class Trial:
         Raises:
             GradlabError: as `follow`.
         """
-        self._begin(range(ranks), ranks, ranks)
-        _after_each_backward(lambda loss: self._see(loss, scaler))
+        self._begin(range(ranks), ranks, ranks, scaler, lambda: None)
 
     def end_rank(self, rank: int) -> None:
         """Log a rank's loss of a step: the sum of what its backward passes began with."""
@@ -157,14 +143,19 @@ class Trial:
                 dist.barrier()  # a rank that ends may cut others off from what it sent last
             sys.exit(0)
 
-    def _begin(self, ranks: Iterable[int], world_size: int, exchanging: int) -> None:
+    def _begin(
+        self, ranks: Iterable[int], world_size: int, exchanging: int, scaler: Any, after: Callable[[], None]
+    ) -> None:
         if self._files:
             raise GradlabError("gradlab pilot: a second model is compressed or recorded; it tries plans on one")
         self._files = {rank: LossFile(self._folder, rank, world_size, exchanging) for rank in ranks}
 
-    def _see(self, loss: float | None, scaler: Any) -> None:
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        self._pending += [] if loss is None else [loss / scale]
+        def seen(loss: float | None) -> None:
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self._pending += [] if loss is None else [loss / scale]
+            after()
+
+        _after_each_backward(seen)
 
 
 def _after_each_backward(act: Callable[[float | None], None]) -> None:

@@ -79,6 +79,9 @@ class FSDPCompression(Exchange):
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
+        running = trial()
+        if running is not None:
+            plan, inside, options = running.plan, None, running.options(options)
         units = units_of(model, CALLER)
         device, row = units[0].device, shard_group(units, CALLER)
         column = column_of(between, within, row, device)
@@ -87,8 +90,7 @@ class FSDPCompression(Exchange):
             _warn_of_the_rest(row)
         chosen = RunOptions(**options)
         held = {shard.layer.name: shard for unit in units for shard in unit.shards}
-        layers = [layer for layer in layers_of_units(model) if layer.name in held]
-        shards = {layer.name: held[layer.name] for layer in layers}  # in the model's order
+        shards = {layer.name: held[layer.name] for layer in layers_of_units(model)}  # in the model's order
 
         def attempt() -> Levels:
             check_timeout(timeout)
@@ -118,6 +120,8 @@ class FSDPCompression(Exchange):
         for run in () if self.inside is None else self.inside.runs:
             self._steps.follow(run)
         self._attach(model)
+        if running is not None:
+            running.follow(self, chosen.scaler)
 
     def _reduction(self, levels: Levels, measure_every: int) -> ShardReduction | None:
         """The reduce-scatters, if they are compressed."""
@@ -132,12 +136,12 @@ class FSDPCompression(Exchange):
         """Set the units' hooks. These do not keep the state alive."""
         me, inner = weakref.ref(self), without_compile(model)
         assert isinstance(inner, torch.nn.Module)
-        self._model, self._modules = weakref.ref(inner), sharded_modules(inner)
+        self._model, self._modules = weakref.ref(inner), len(sharded_modules(inner))
         self._hooks: list[tuple[Unit, Any, Any]] = []
         for unit in self._units:
             reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)
             self._hooks.append((unit, partial(_hook, me, unit), reduction))
-            set_hooks(*self._hooks[-1])
+            set_hooks(unit.module, *self._hooks[-1][1:])
         refuse_thawed(inner, self._units)
         self._averaged = averaged_units(inner, self._units)
 
@@ -146,7 +150,7 @@ class FSDPCompression(Exchange):
         if lost := [unit.title for unit, *hooks in self._hooks if not has_hooks(unit, *hooks)]:
             raise GradlabError(f"{lost[0]} has another hook now than the one that {CALLER} set, and nodes drift apart")
         model = self._model()
-        if model is not None and sharded_modules(model) != self._modules:
+        if model is not None and len(sharded_modules(model)) != self._modules:
             raise GradlabError(
                 f"fully_shard was called on modules after {CALLER}, and their gradients stay in the node; call it first"
             )
@@ -328,11 +332,8 @@ def compress_fsdp(
         GradlabError: for a model that is not under FSDP2 along one dimension, or has a hook; for a mesh that does not
             fit; for a plan of another model, or whose codecs need whole layers. See `Exchange`.
     """
-    options = {"between": between, "within": within, "inside": inside, "optimizer": optimizer, **options}
-    if (running := trial()) is not None:
-        options = running.options({**options, "inside": None})
-        return running.follow(FSDPCompression(running.plan, model, scaler=scaler, **options), scaler)
-    return FSDPCompression(plan, model, scaler=scaler, **options)
+    options = {"optimizer": optimizer, "scaler": scaler, **options}
+    return FSDPCompression(plan, model, between=between, within=within, inside=inside, **options)
 
 
 def _end(driver: StepDriver, steps: OptimizerSteps) -> None:

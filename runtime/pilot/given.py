@@ -77,7 +77,7 @@ def checked_plans(plans: Any, control: str, exchanges: int) -> dict[str, Plan]:
 def gradients_of(model: object, outer: Any, options: dict[str, Any]) -> Any:
     """Return how a model's ranks exchange gradients: one of `runtime.pilot.gradients`."""
     from gradlab.ddp.model import without_compile
-    from gradlab.ddp.sharded_units import is_sharded
+    from gradlab.ddp.sharded_units import sharded_modules
     from gradlab.runtime.outer.step import OuterStep
     from gradlab.runtime.pilot import gradients
 
@@ -85,7 +85,7 @@ def gradients_of(model: object, outer: Any, options: dict[str, Any]) -> Any:
         if not isinstance(outer, OuterStep):
             raise GradlabError(f"outer is {type(outer).__name__}, expected the OuterStep that the loop calls")
         return gradients.OuterGradients(model, outer, options)
-    if is_sharded(without_compile(model)):
+    if sharded_modules(without_compile(model)):
         return gradients.FSDPGradients(model, options)
     return gradients.DDPGradients(model, options)
 

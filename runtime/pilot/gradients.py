@@ -14,10 +14,9 @@ from gradlab.ddp.model import require_ddp, synchronised_layers, without_compile
 from gradlab.ddp.sharded_units import (
     attached_hooks,
     hooks_of,
-    is_sharded,
     layers_of_units,
     let_go_of_gathered,
-    put_hooks_back,
+    set_hooks,
     shard_group,
     units_of,
 )
@@ -33,22 +32,42 @@ from gradlab.runtime.state import CompressionState
 CALLER = "Pilot"  # named at the front of errors
 
 
-class DDPGradients:
-    """DDP's average, by the switch in its hook.
+class Gradients:
+    """The exchange of one model.
 
     layers: layers that it averages.
+    names: names of these by the model's parameters.
     count: ranks, or nodes, that a plan runs between; known from `begin` on.
     alone: whether a rank has to compute its messages alone.
     group_bytes: most bytes of a group of the control; None: as usual.
     """
 
+    model: Any
+    layers: tuple[Layer, ...]
+    names: dict[torch.Tensor, str]
+    count: int
+    ranks: Ranks
     alone = False
     group_bytes: float | None = None
+    _group: dist.ProcessGroup | None = None  # made for the pilot
+
+    def settle(self) -> None:
+        """Have a sharded model show its shards, as a forward pass leaves some units gathered."""
+        let_go_of_gathered(self.model)
+
+    def end(self) -> None:
+        """Give the exchange back."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+class DDPGradients(Gradients):
+    """DDP's average, by the switch in its hook."""
 
     def __init__(self, model: object, options: dict[str, Any]) -> None:
         self.model, self._options = require_ddp(model, CALLER), options
         self.layers = tuple(layer for layer, _ in synchronised_layers(self.model))
-        self.names: dict[torch.Tensor, str] = {one: layer.name for layer, one in synchronised_layers(self.model)}
+        self.names = {one: layer.name for layer, one in synchronised_layers(self.model)}
         self._device = next(self.model.parameters()).device
 
     def begin(self) -> None:
@@ -71,25 +90,16 @@ class DDPGradients:
         finally:
             self._switch.state = None
 
-    def settle(self) -> None:
-        """Leave nothing of a step in the model before its values are kept or put back."""
 
-    def end(self) -> None:
-        """Give the exchange back."""
-
-
-class FSDPGradients:
+class FSDPGradients(Gradients):
     """FSDP2's reduce-scatter inside a node, and the all-reduce between nodes where there is one.
 
     Exact is what FSDP does alone; with `between`, a plan of no groups, which is native HSDP bit for bit.
     """
 
-    group_bytes: float | None = None
-
     def __init__(self, model: object, options: dict[str, Any]) -> None:
         units = units_of(model, CALLER)
-        self.model: Any = without_compile(model)
-        self.layers: tuple[Layer, ...] = layers_of_units(model)
+        self.model, self.layers = without_compile(model), layers_of_units(model)
         self.names = {shard.parameter: shard.layer.name for unit in units for shard in unit.shards}
         self._options, self._units, self._device = options, units, units[0].device
         self.alone = options.get("between") is None  # the plan is that of the reduce-scatter
@@ -113,7 +123,8 @@ class FSDPGradients:
             with self._state(plan, options):
                 yield
         finally:
-            put_hooks_back(self._hooks)
+            for hooks in self._hooks:
+                set_hooks(*hooks)
 
     def _state(self, plan: Plan | None, options: dict[str, Any]) -> AbstractContextManager[Any]:
         chosen = {**options, **self._options}
@@ -124,20 +135,11 @@ class FSDPGradients:
         chosen = {name: value for name, value in chosen.items() if name not in ("within", "inside")}
         return compress_fsdp(self.model, Plan(self.layers), **chosen)
 
-    def settle(self) -> None:
-        """Have the model show its shards: a forward pass leaves some units gathered."""
-        let_go_of_gathered(self.model)
 
-    def end(self) -> None:
-        """Give the exchange back."""
-        dist.destroy_process_group(self._group)
-
-
-class OuterGradients:
+class OuterGradients(Gradients):
     """An outer step's exchange of pseudo-gradients. Exact is a plan of no groups."""
 
-    alone = False
-    group_bytes: float | None = 1.0  # a layer each: fragments cut no group
+    group_bytes = 1.0  # a layer each: fragments cut no group
 
     def __init__(self, model: object, outer: OuterStep, options: dict[str, Any]) -> None:
         inner = without_compile(model)
@@ -159,13 +161,3 @@ class OuterGradients:
         chosen = {name: value for name, value in options.items() if name not in ("optimizer", "scaler")}
         chosen |= self._options
         return self._outer.exchanging_by(Plan(self.layers) if plan is None else plan, self._group, **chosen)
-
-    def settle(self) -> None:
-        """Have a sharded model show its shards."""
-        if is_sharded(self.model):
-            let_go_of_gathered(self.model)
-
-    def end(self) -> None:
-        """Give the exchange back."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
