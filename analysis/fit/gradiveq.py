@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,8 +35,6 @@ from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
-
-Result = TypeVar("Result")
 
 # The paper's constants: after L_c = 400 compressed iterations L_t = 100 are sampled in the run, and bases fitted again.
 PAPER = GradiVeQ.Settings()
@@ -88,7 +86,7 @@ class FittedLayer(Jsonable):
     """A layer's bases, and what they lose on the iterations they were fitted on.
 
     slice_axis: axis that slices lie along, "outputs" or "inputs".
-    slice_size, dimension: elements (K) and codes (d) of a slice; fitted_axes: codes along fitted axes.
+    slice_size, dimension: elements (K) and codes (d) of a slice.
     samples: iterations with finite gradients among those fitted on.
     fitted_slices_energy, in_sample_energy: squared error and squared norm there, of fitted slices and of all.
     fitted_slices_loss, in_sample_loss: the error over the norm.
@@ -97,7 +95,6 @@ class FittedLayer(Jsonable):
     slice_axis: str
     slice_size: int
     dimension: int
-    fitted_axes: int
     slices: int
     samples: int
     fitted_slices_energy: tuple[float, float]
@@ -221,8 +218,9 @@ def fit_gradiveq(
     window = _fit_window(trace, options.start, options.samples, options.warmup_steps)
     if options.warmup_steps == 0:
         schedule = Schedule(int(trace.steps[window.stop - 1]) + 1)
-    chosen = _with_measured_axes(trace, window, chosen, workers, progress)
-    learned, layers, skipped = _fit_layers(trace, window, chosen, workers, progress)
+    sharing: Mapping[str, Any] = {"workers": workers, "progress": progress}
+    chosen = _with_measured_axes(trace, window, chosen, sharing)
+    learned, layers, skipped = _fit_layers(trace, window, chosen, sharing)
     if not learned:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "the trace holds none"
         raise NotFittable(
@@ -231,7 +229,7 @@ def fit_gradiveq(
         )
     groups = tuple(_group(name, chosen[name]) for name in learned)
     plan = Plan(trace.model_layers, groups, schedule, options.seed, learned)
-    return GradiveqFit(plan, _measured(trace, plan, window, options, chosen, layers, skipped, workers, progress))
+    return GradiveqFit(plan, _measured(trace, plan, window, options, chosen, layers, skipped, sharing))
 
 
 def _measured(
@@ -242,12 +240,11 @@ def _measured(
     chosen: Mapping[str, GradiVeQ.Settings],
     layers: dict[str, FittedLayer],
     skipped: dict[str, str],
-    workers: int,
-    progress: Progress | None,
+    sharing: Mapping[str, Any],
 ) -> GradiveqMeasurement:
     """Measure fitted bases, and random ones, on later iterations."""
     both = [plan, random_basis_plan(plan, options.seed)]
-    held, control = holdouts_by_age(trace, both, start=window.stop, workers=workers, progress=progress)
+    held, control = holdouts_by_age(trace, both, start=window.stop, **sharing)
     return GradiveqMeasurement(
         trace=trace.digest,
         world_size=trace.world_size,
@@ -335,32 +332,12 @@ def _group(name: str, settings: GradiVeQ.Settings) -> Group:
 
 
 def _with_measured_axes(
-    trace: Trace,
-    window: range,
-    chosen: Mapping[str, GradiVeQ.Settings],
-    workers: int,
-    progress: Progress | None,
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], sharing: Mapping[str, Any]
 ) -> dict[str, GradiVeQ.Settings]:
     """The settings, with the axis that slices of each matrix lie along, where these leave the choice."""
     layers = [layer for layer in trace.layers if layer.name in chosen and _leaves_axis(layer, chosen[layer.name])]
-    measured = _by_layer(_measured_axis, trace, window, layers, chosen, "slice axes", workers, progress)
-    return {**chosen, **measured}
-
-
-def _by_layer(
-    function: Callable[..., Result],
-    trace: Trace,
-    window: range,
-    layers: Sequence[Layer],
-    chosen: Mapping[str, GradiVeQ.Settings],
-    what: str,
-    workers: int,
-    progress: Progress | None,
-) -> dict[str, Result]:
-    """Compute function(source, layer, window, chosen settings) of each layer, by its name."""
-    sharing: dict[str, Any] = {"workers": workers, "progress": progress}
-    results = share_out_layers(function, trace, layers, window, chosen, what=what, **sharing)
-    return {layer.name: result for layer, result in zip(layers, results, strict=True)}
+    measured = share_out_layers(_measured_axis, trace, layers, window, chosen, what="slice axes", **sharing)
+    return {**chosen, **{layer.name: found for layer, found in zip(layers, measured, strict=True)}}
 
 
 def _measured_axis(
@@ -393,22 +370,19 @@ def _later_loss(trace: Trace, window: range, layer: Layer, settings: GradiVeQ.Se
 
 
 def _fit_layers(
-    trace: Trace,
-    window: range,
-    chosen: Mapping[str, GradiVeQ.Settings],
-    workers: int,
-    progress: Progress | None,
+    trace: Trace, window: range, chosen: Mapping[str, GradiVeQ.Settings], sharing: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, FittedLayer], dict[str, str]]:
     """Learned tensors, losses where they were fitted, and reasons for leaving a layer dense; each by layer name."""
     learned: dict[str, dict[str, torch.Tensor]] = {}
     fitted: dict[str, FittedLayer] = {}
     skipped: dict[str, str] = {}
     layers = [layer for layer in trace.layers if layer.name in chosen]
-    for name, result in _by_layer(_fit_layer, trace, window, layers, chosen, "fit", workers, progress).items():
+    results = share_out_layers(_fit_layer, trace, layers, window, chosen, what="fit", **sharing)
+    for layer, result in zip(layers, results, strict=True):
         if isinstance(result, str):
-            skipped[name] = result
+            skipped[layer.name] = result
         else:
-            learned[name], fitted[name] = result
+            learned[layer.name], fitted[layer.name] = result
     return learned, fitted, skipped
 
 
@@ -459,12 +433,11 @@ def _fit_layer(
         slice_axis=axis,
         slice_size=codec.slice_size(layer),
         dimension=int(codec.learned[f"{layer.name}/width"]),
-        fitted_axes=codec.learned[f"{layer.name}/basis"].shape[2],
         slices=len(by_slice),
         samples=samples,
-        fitted_slices_energy=_summed(by_slice[fitted]),
+        fitted_slices_energy=tuple(by_slice[fitted].sum(0).tolist()),
         fitted_slices_loss=_loss(by_slice[fitted]),
-        in_sample_energy=_summed(by_slice),
+        in_sample_energy=tuple(by_slice.sum(0).tolist()),
         in_sample_loss=_loss(by_slice),
     )
 
@@ -486,12 +459,6 @@ def _losses_by_slice(trace: Trace, window: range, layer: Layer, codec: GradiVeQ)
     for stacked, _ in _blocks(trace, window, layer, codec):
         rows += losses_by_slice(codec, layer, stacked, slice_size, codec.slice_view(layer))
     return rows
-
-
-def _summed(rows: np.ndarray) -> tuple[float, float]:
-    """Squared error and squared norm, each summed over rows (n, 2)."""
-    error, norm = rows.sum(0)
-    return float(error), float(norm)
 
 
 def _loss(rows: Any) -> float:

@@ -50,7 +50,6 @@ class HoldOut(AgeCurve):
     ages: list[tuple[int, int]]
     steps: list[int]
     groups: dict[str, AgeCurve]
-    computed: str = "exchange of the codec in lockstep on the averaged gradient"
 
 
 def losses_by_slice(
@@ -97,16 +96,15 @@ def holdouts_by_age(
     plans: Sequence[Plan],
     *,
     start: int,
-    stop: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> list[HoldOut]:
-    """Measure the loss of linear groups of plans on positions start..stop, by age of the fit; start has age 1."""
-    stop = len(trace.steps) if stop is None else stop
-    if not 0 < start < stop <= len(trace.steps):
-        raise GradlabError(f"{trace.path}: nothing to hold out in positions {start}..{stop} of {len(trace.steps)}")
+    """Measure the loss of linear groups of plans from a position on, by age of the fit; start has age 1."""
+    stop = len(trace.steps)
+    if not 0 < start < stop:
+        raise GradlabError(f"{trace.path}: nothing to hold out from position {start} of {stop} on")
     steps = np.asarray(trace.steps)
-    ages = steps[start:stop] - steps[start - 1]
+    ages = steps[start:] - steps[start - 1]
     groups = plans[0].compressed_groups
     calls = [
         (trace.source, [_linear(plan, at) for plan in plans], group.layers, start, stop)

@@ -15,6 +15,7 @@ import numpy as np
 
 from gradlab.analysis.chart import Chart, Mark, Panel, apart, by_layer, lines, numbers, points, round_ticks, rule
 from gradlab.analysis.figures.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, short
+from gradlab.analysis.measure.slices.structure import TOLERANCE
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_count, format_number, format_percent, format_ratio
 
@@ -129,7 +130,7 @@ def structure_table(structure: Json) -> Table:
         f"Fitted on {len(structure['fitted_on'])} iterations, losses ‖ĝ - g‖² / ‖g‖² on later ones. Correlation: mean "
         "|r|. At multiples, beside: medians over slice sizes K that are multiples and over the next ones tried; lower "
         "at multiples is the paper's Fig. 5. L_c: the age in iterations up to which a basis loses at most "
-        f"{format_percent(structure['tolerance'], 0)} more than when young."
+        f"{format_percent(TOLERANCE, 0)} more than when young."
     )
     rows = [_structure_row(layer) for layer in structure["layers"]]
     return Table("What GradiVeQ would find", _STRUCTURE_COLUMNS, rows, " ".join([note, *(f"{r}." for r in remarks)]))
@@ -163,7 +164,7 @@ def structure_drawings(structure: Json) -> list[Drawing]:
     """List the figures of slice structure, without those that no layer has data for."""
     first, last = (structure.get("windows") or [[0, 0]])[0]
     held = "Later iterations: not fitted on, spread over the rest of the trace."
-    parts: dict[str, tuple[str, str, Callable[[Json, Sequence[Json]], Chart]]] = {
+    parts: dict[str, tuple[str, str, Callable[[Sequence[Json]], Chart]]] = {
         "scatter": (
             "adjacent gradients",
             "After Fig. 4, in GradiVeQ's order, over the iterations fitted on. Left: correlation of neighbours over "
@@ -180,18 +181,18 @@ def structure_drawings(structure: Json) -> list[Drawing]:
         "staleness": (
             "how fast a basis grows old",
             f"The first slice, bases fitted on windows of {last - first + 1} iterations. L_c: the age up to which the "
-            f"loss stays within {format_percent(structure['tolerance'], 0)} of the youngest bin's.",
+            f"loss stays within {format_percent(TOLERANCE, 0)} of the youngest bin's.",
             _staleness,
         ),
     }
     return [
-        Drawing(f"gradiveq_{part}", f"What GradiVeQ would find: {title}", caption, make(structure, layers))
+        Drawing(f"gradiveq_{part}", f"What GradiVeQ would find: {title}", caption, make(layers))
         for part, (title, caption, make) in parts.items()
         if (layers := [layer for layer in structure["layers"] if layer[part] is not None])
     ]
 
 
-def _adjacent(structure: Json, layers: Sequence[Json]) -> Chart:
+def _adjacent(layers: Sequence[Json]) -> Chart:
     """Fig. 4: correlation of adjacent gradients, and two of them as recorded and on their principal axes."""
     panels = []
     for layer in layers:
@@ -205,7 +206,7 @@ def _adjacent(structure: Json, layers: Sequence[Json]) -> Chart:
     return Chart(panels, columns=3, height=2.15)
 
 
-def _slice_sizes(structure: Json, layers: Sequence[Json]) -> Chart:
+def _slice_sizes(layers: Sequence[Json]) -> Chart:
     """Fig. 5: slice size against the loss of the first slice's compressor on the others, and compression ratio."""
     panels = []
     for layer in layers:
@@ -226,9 +227,9 @@ def _slice_sizes(structure: Json, layers: Sequence[Json]) -> Chart:
     return Chart(panels, columns=2, height=1.9)
 
 
-def _staleness(structure: Json, layers: Sequence[Json]) -> Chart:
+def _staleness(layers: Sequence[Json]) -> Chart:
     """Loss by age of the basis, in iterations, with the suggested L_c."""
-    limit, panels = 1 + structure["tolerance"], []
+    limit, panels = 1 + TOLERANCE, []
     for layer in layers:
         aged = layer["staleness"]
         ages = [(first * last) ** 0.5 for first, last in aged["ages"]]

@@ -921,8 +921,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/measure/holdout.py",
-        old="ages = steps[start:stop] - steps[start - 1]",
-        new="ages = steps[start:stop] - steps[start]",
+        old="ages = steps[start:] - steps[start - 1]",
+        new="ages = steps[start:] - steps[start]",
         tests=("tests/analysis/measure/test_spectrum.py",),
         what="The first iteration held out has the age 0.",
         select="held_out or age",

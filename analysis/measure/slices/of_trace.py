@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +11,6 @@ import numpy as np
 from gradlab.analysis.gradients import mean_unscaled
 from gradlab.analysis.measure.slices.structure import (
     Correlation,
-    DimensionRule,
     Scatter,
     SliceSizeCurve,
     Staleness,
@@ -74,7 +73,6 @@ class LayerStructure(Jsonable):
 class SliceStructure(Jsonable):
     """The slice structure of several layers; fitted_on, held_out_on: iterations; windows: first and last of each."""
 
-    tolerance: float
     layers: tuple[LayerStructure, ...]
     fitted_on: tuple[int, ...]
     held_out_on: tuple[int, ...]
@@ -84,9 +82,9 @@ class SliceStructure(Jsonable):
 
 @dataclass(frozen=True)
 class _Positions:
-    """Positions of a trace: ranges [first, stop) that are fitted on, later ones (n,), and all that are read (m,)."""
+    """Positions of a trace: number of the first, fitted on, later ones (n,), windows, and all that are read (m,)."""
 
-    fit: tuple[int, int]
+    fit: int
     later: np.ndarray
     windows: tuple[tuple[int, int], ...]
     read: np.ndarray
@@ -114,62 +112,48 @@ class _Sampled:
 
 def measure_slice_structure(
     trace: Trace,
-    layer_names: Sequence[str] | None = None,
     samples: int = 100,
     *,
-    start: int = 0,
-    rule: DimensionRule | None = None,
-    tolerance: float = 0.25,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> SliceStructure:
     """Measure everything in `gradlab.analysis.measure.slices.structure` for layers of a trace, within bounds.
 
-    samples: consecutive iterations that bases are fitted on, at least 2. start: position of the first one.
+    samples: consecutive iterations that bases are fitted on, the first of the trace; at least 2.
     """
     recorded = len(trace.steps)
-    if samples < 2 or not 0 <= start < recorded:
-        raise GradlabError(
-            f"samples = {samples}, start = {start}: expected at least 2, and one of {recorded} positions"
-        )
-    layers, remarks = _chosen(trace, layer_names), []
-    if recorded - start < 3:
-        too_few = f"{recorded - start} iterations: too few to fit on two and hold one out."
-        return SliceStructure(tolerance, (), (), (), (), (too_few,))
+    if samples < 2:
+        raise GradlabError(f"samples = {samples}: expected at least 2")
+    layers, remarks = _chosen(trace), []
+    if recorded < 3:
+        too_few = f"{recorded} iterations: too few to fit on two and hold one out."
+        return SliceStructure((), (), (), (), (too_few,))
     if not layers:
         remarks.append("No convolution and no other matrix to look at.")
-    places = _plan_positions(recorded, start, samples)
-    if places.fit[1] - start < samples:
+    places = _plan_positions(recorded, samples)
+    if places.fit < samples:
         remarks.append(
-            f"{recorded - start} iterations are recorded: L_t = {places.fit[1] - start} in place of {samples}, so that "
-            "as many are held out."
+            f"{recorded} iterations are recorded: L_t = {places.fit} in place of {samples}, so that as many are held "
+            "out."
         )
-    given, sharing = (places, rule, tolerance), dict[str, Any](workers=workers, progress=progress)
-    measured = share_out_layers(_measure_in_worker, trace, layers, *given, what="slice structure", **sharing)
+    sharing: dict[str, Any] = {"workers": workers, "progress": progress}
+    measured = share_out_layers(_measure_in_worker, trace, layers, places, what="slice structure", **sharing)
     steps = np.asarray(trace.steps).tolist()
     return SliceStructure(
-        tolerance,
         tuple(measured),
-        fitted_on=tuple(steps[slice(*places.fit)]),
+        fitted_on=tuple(steps[: places.fit]),
         held_out_on=tuple(steps[place] for place in places.later),
         windows=tuple((steps[first], steps[stop - 1]) for first, stop in places.windows),
         remarks=tuple(remarks),
     )
 
 
-_OF_WHOLE_LAYERS = "GradiVeQ cuts whole layers into slices, and those of a sample are others"
-
-
-def _chosen(trace: Trace, names: Sequence[str] | None) -> list[Layer]:
-    if names is not None:
-        require_whole(trace, names, _OF_WHOLE_LAYERS)
-        return [trace.layer(name) for name in names]
+def _chosen(trace: Trace) -> list[Layer]:
     matrices = [layer for layer in trace.layers if len(layer.shape) > 1 and layer.numel > 1]
     whole = [layer for layer in matrices if layer.name not in trace.samples]
     if matrices and not whole:
-        require_whole(trace, trace.samples, _OF_WHOLE_LAYERS)
-    matrices = whole
-    layers = [layer for layer in matrices if layer.role == "convolution"] or matrices
+        require_whole(trace, trace.samples, "GradiVeQ cuts whole layers into slices, and those of a sample are others")
+    layers = [layer for layer in whole if layer.role == "convolution"] or whole
     if len(layers) <= _MOST_LAYERS:
         return layers
     largest = max(range(len(layers)), key=lambda place: layers[place].numel)
@@ -179,18 +163,18 @@ def _chosen(trace: Trace, names: Sequence[str] | None) -> list[Layer]:
     return [layers[place] for place in sorted(places | set(middle[: _MOST_LAYERS - len(places)]))]
 
 
-def _plan_positions(recorded: int, start: int, samples: int) -> _Positions:
+def _plan_positions(recorded: int, samples: int) -> _Positions:
     """Plan a fit on the first positions, held-out later ones, and windows with denser positions soon after each."""
-    length = max(2, min(samples, (recorded - start) // 2))
-    later = start + length + spread(recorded - start - length, length)
-    short = min(length, (recorded - start) // _WINDOWS)
-    first = (start + spread(recorded - start - short + 1, _WINDOWS)).tolist() if short >= 2 else []
+    length = max(2, min(samples, recorded // 2))
+    later = length + spread(recorded - length, length)
+    short = min(length, recorded // _WINDOWS)
+    first = spread(recorded - short + 1, _WINDOWS).tolist() if short >= 2 else []
     windows = tuple((int(place), int(place) + short) for place in first)
     ages = [
         stop - 1 + np.geomspace(1, recorded - stop, _AGES).astype(np.int64) for _, stop in windows if stop < recorded
     ]
-    fits = [np.arange(*window) for window in ((start, start + length), *windows)]
-    return _Positions((start, start + length), later, windows, np.unique(np.concatenate([*fits, later, *ages])))
+    fits = [np.arange(*window) for window in ((0, length), *windows)]
+    return _Positions(length, later, windows, np.unique(np.concatenate([*fits, later, *ages])))
 
 
 def looked_at(numel: int) -> np.ndarray:
@@ -218,28 +202,13 @@ def _sample(trace: Trace, layer: Layer, places: _Positions) -> _Sampled:
     return _Sampled(layer, values[finite], kept, np.asarray(trace.steps)[kept], columns, int((~finite).sum()))
 
 
-def _measure_in_worker(
-    source: TraceSource,
-    layer: Layer,
-    places: _Positions,
-    rule: DimensionRule | None,
-    tolerance: float,
-) -> LayerStructure:
+def _measure_in_worker(source: TraceSource, layer: Layer, places: _Positions) -> LayerStructure:
     with source.open([layer.name]) as trace:
         sampled = _sample(trace, layer, places)
-    return _measure_layer(sampled, places, rule, tolerance)
-
-
-def _measure_layer(
-    sampled: _Sampled,
-    places: _Positions,
-    rule: DimensionRule | None,
-    tolerance: float,
-) -> LayerStructure:
-    layer, view = sampled.layer, slice_view(sampled.layer)
+    view = slice_view(layer)
     size = default_slice_size(view)
     period, period_is = _period(view)
-    fit = sampled.values[slice(*sampled.rows(*places.fit))]
+    fit = sampled.values[slice(*sampled.rows(0, places.fit))]
     later = sampled.values[np.isin(sampled.positions, places.later)]
     first, columns = sampled.values[:, :size], sampled.columns
     windows = [rows for window in places.windows if np.diff(rows := sampled.rows(*window))[0] >= 2]
@@ -256,14 +225,12 @@ def _measure_layer(
             "correlation of adjacent gradients",
             lambda: adjacent_correlation(fit[:, : min(_MOST_ADJACENT, filter_axes(view)[0])]),
         ),
-        scatter=parts.measure("scatter of three adjacent gradients", lambda: rotated_scatter(fit[:, :3], later[:, :3])),
+        scatter=parts.measure("scatter of three adjacent gradients", lambda: rotated_scatter(fit[:, :3])),
         slice_sizes=parts.measure(
             "loss by slice size (Fig. 5)",
-            lambda: loss_by_slice_size(fit, later, sizes, period=period, rule=rule, columns=columns),
+            lambda: loss_by_slice_size(fit, later, sizes, period=period, columns=columns),
         ),
-        staleness=parts.measure(
-            "loss by age", lambda: staleness(first, sampled.steps, windows, rule=rule, tolerance=tolerance)
-        ),
+        staleness=parts.measure("loss by age", lambda: staleness(first, sampled.steps, windows)),
         remarks=tuple(parts.remarks),  # last: by now every part was tried
     )
 

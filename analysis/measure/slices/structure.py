@@ -28,33 +28,15 @@ _FEWEST_COMPARED = 16
 _MOST_COMPARED = 2**15
 # A loss below this is rounding.
 _ROUNDING = 1e-12
+# Bases keep d axes by eq. (6) for this lambda, the paper's.
+LOSS_THRESHOLD = 0.01
+# L_c: the age before a basis loses more than 1 + this times what it loses when young.
+TOLERANCE = 0.25
 
 Windows = Sequence[tuple[int, int]]
 
 
 # --- bases and losses -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DimensionRule:
-    """The number of axes d that a basis keeps: by eq. (6) for lambda, or K / ratio if a ratio is given."""
-
-    loss_threshold: float = 0.01
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.loss_threshold < 1 or not (self.ratio is None or self.ratio >= 1):
-            raise GradlabError(
-                f"loss threshold {self.loss_threshold} and ratio {self.ratio}: expected lambda in [0, 1), and a ratio "
-                "of at least 1 or none"
-            )
-
-    def dimension(self, basis: Basis) -> int:
-        """d of a basis, at least 1."""
-        if self.ratio is None:
-            return dimension(torch.from_numpy(basis.eigenvalues), self.loss_threshold)
-        size, axes = basis.axes.shape
-        return max(1, min(round(size / self.ratio), axes))
 
 
 @dataclass(frozen=True)
@@ -64,6 +46,10 @@ class Basis:
     mean: np.ndarray
     eigenvalues: np.ndarray
     axes: np.ndarray
+
+    def kept(self, loss_threshold: float) -> int:
+        """Return d by eq. (6) for lambda, at least 1."""
+        return dimension(torch.from_numpy(self.eigenvalues), loss_threshold)
 
 
 def fit_basis(samples: np.ndarray) -> Basis:
@@ -166,31 +152,23 @@ def adjacent_correlation(values: np.ndarray) -> Correlation:
 
 @dataclass(frozen=True)
 class Scatter(Jsonable):
-    """Fig. 4: adjacent values (T, 3), before and after rotation onto their principal axes.
-
-    share, later_share: (3,), by axis, of the variance, and of the energy of later iterations about the same mean.
-    """
+    """Fig. 4: adjacent values (T, 3), before and after rotation; share: of the variance by principal axis, (3,)."""
 
     before: np.ndarray
     after: np.ndarray
     share: np.ndarray
-    later_share: np.ndarray
 
 
-def rotated_scatter(values: np.ndarray, later: np.ndarray) -> Scatter:
-    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4; later: (T', n)."""
+def rotated_scatter(values: np.ndarray) -> Scatter:
+    """Rotate adjacent values (T, n) onto their principal axes, n = 3 in Fig. 4."""
     if values.ndim != 2 or values.shape[1] < 2:
         raise GradlabError(f"values of shape {list(values.shape)}: expected at least two adjacent ones to rotate")
-    basis, later = fit_basis(values), _checked(later, 1)
+    basis = fit_basis(values)
     axes = np.zeros((values.shape[1],) * 2)
     axes[:, : basis.axes.shape[1]] = basis.axes
     after = (values.astype(np.float64) - basis.mean) @ axes
-    return Scatter(values, after, _shares(after), _shares((later - basis.mean) @ axes))
-
-
-def _shares(scores: np.ndarray) -> np.ndarray:
-    energy = np.square(scores).sum(0)
-    return energy / energy.sum() if energy.sum() > 0 else np.zeros_like(energy)
+    energy = np.square(after).sum(0)
+    return Scatter(values, after, energy / energy.sum() if energy.sum() > 0 else np.zeros_like(energy))
 
 
 # --- 2: the first slice's compressor on the others, Fig. 5 ------------------------------------------------------------
@@ -200,9 +178,9 @@ def _shares(scores: np.ndarray) -> np.ndarray:
 class SliceSizeCurve(Jsonable):
     """Fig. 5: losses under the first slice's basis, over n slice sizes K.
 
-    multiples: whether K is a multiple of `period` (F D); dimensions: d; ratios: K / d; fitted_loss: loss of the first
-    slice on the iterations fitted on; in_sample_loss: of the remaining slices there; later_loss: of these on later
-    iterations; random_loss: the same under a random basis.
+    multiples: whether K is a multiple of `period` (F D); dimensions: d; ratios: K / d; in_sample_loss: loss of the
+    remaining slices on the iterations fitted on; later_loss: of these on later iterations; random_loss: the same under
+    a random basis.
     """
 
     period: int
@@ -210,7 +188,6 @@ class SliceSizeCurve(Jsonable):
     multiples: np.ndarray
     dimensions: np.ndarray
     ratios: np.ndarray
-    fitted_loss: np.ndarray
     in_sample_loss: np.ndarray
     later_loss: np.ndarray
     random_loss: np.ndarray
@@ -222,30 +199,30 @@ def loss_by_slice_size(
     sizes: Sequence[int],
     *,
     period: int,
-    rule: DimensionRule | None = None,
+    loss_threshold: float = LOSS_THRESHOLD,
     columns: np.ndarray | None = None,
 ) -> SliceSizeCurve:
     """Measure Fig. 5: the loss of the first slice's compressor on the remaining slices, for each K."""
-    rule, columns = rule or DimensionRule(), _places(fit, later, columns)
-    rows = [_one_size(fit, later, size, rule, columns) for size in sizes]
+    columns = _places(fit, later, columns)
+    rows = [_one_size(fit, later, size, loss_threshold, columns) for size in sizes]
     kept = np.array([row[0] for row in rows], dtype=np.int64)
-    losses = np.array([row[1:] for row in rows], dtype=np.float64).reshape(-1, 4)
+    losses = np.array([row[1:] for row in rows], dtype=np.float64).reshape(-1, 3)
     tried = np.array(sizes, dtype=np.int64)
     return SliceSizeCurve(period, tried, tried % period == 0, kept, tried / kept, *losses.T)
 
 
 def _one_size(
-    fit: np.ndarray, later: np.ndarray, size: int, rule: DimensionRule, columns: np.ndarray
+    fit: np.ndarray, later: np.ndarray, size: int, loss_threshold: float, columns: np.ndarray
 ) -> tuple[float, ...]:
     """d, and the losses of `SliceSizeCurve` in its order."""
     places = _held(columns, size, least=2)
     places = places[spread(len(places), max(_FEWEST_COMPARED, _MOST_COMPARED // size))]
     slices = cut_slices(fit, places, 2)
     basis, mean = fit_basis(slices[:, 0]), slices.mean(0)
-    kept = rule.dimension(basis)
-    seen = _energies(slices, mean, basis.axes[:, :kept]).sum(0)
+    kept = basis.kept(loss_threshold)
+    seen = _energies(slices[:, 1:], mean[1:], basis.axes[:, :kept]).sum(0)
     unseen = _energies(cut_slices(later, places[1:], 1), mean[1:], basis.axes[:, :kept]).sum(0)
-    return kept, _loss(seen[:1]), _loss(seen[1:]), _loss(unseen), _random_loss(unseen, kept, size)
+    return kept, _loss(seen), _loss(unseen), _random_loss(unseen, kept, size)
 
 
 def _places(fit: np.ndarray, later: np.ndarray, columns: np.ndarray | None) -> np.ndarray:
@@ -277,18 +254,13 @@ def _held(columns: np.ndarray, size: int, least: int) -> np.ndarray:
 class Staleness(Jsonable):
     """Loss of bases fitted on windows against their age, in iterations after the window's last, (n,) pooled by bin.
 
-    relative: the loss over that of the youngest bin, of the same windows; suggested: L_c in iterations, None if no
-    bin's loss exceeds 1 + tolerance times the youngest bin's.
+    by_window: (w, n); suggested: L_c in iterations, None if no bin's loss exceeds 1.25 times the youngest bin's.
     """
 
     ages: np.ndarray
     loss: np.ndarray
     random_loss: np.ndarray
-    steps: np.ndarray
     by_window: np.ndarray
-    relative: np.ndarray
-    dimensions: np.ndarray
-    tolerance: float
     suggested: int | None
     last_age: int
 
@@ -298,22 +270,19 @@ def staleness(
     steps: np.ndarray,
     windows: Windows,
     *,
-    rule: DimensionRule | None = None,
-    tolerance: float = 0.25,
+    loss_threshold: float = LOSS_THRESHOLD,
     bins: int = 12,
 ) -> Staleness:
     """Measure how the loss of one slice's bases grows with age (section 1, point 3), and suggest their lifetime L_c.
     samples: (T, K); steps: (T,), rising; windows: ranges of rows to fit on. L_c is the oldest age before a bin's loss
-    exceeds 1 + tolerance times that of the youngest bin of the same windows.
+    exceeds 1.25 times that of the youngest bin of the same windows.
     """
-    samples, steps, rule = _checked(samples, 1), np.asarray(steps), rule or DimensionRule()
-    if not tolerance >= 0:
-        raise GradlabError(f"tolerance {tolerance}: expected 0 or more")
+    samples, steps = _checked(samples, 1), np.asarray(steps)
     used = [(first, stop) for first, stop in windows if stop < len(samples)]
     if not used:
         raise GradlabError(f"{len(windows)} windows, none with later samples: nothing can grow old")
     bases = [fit_basis(samples[first:stop]) for first, stop in used]
-    kept = [rule.dimension(basis) for basis in bases]
+    kept = [basis.kept(loss_threshold) for basis in bases]
     ages = [steps[stop:] - steps[stop - 1] for _, stop in used]
     edges = age_bins(np.concatenate(ages), bins)
     energies, counts = np.zeros((len(used), len(edges), 4)), np.zeros((len(used), len(edges)), dtype=np.int64)
@@ -324,28 +293,23 @@ def staleness(
             error, about, energy = of_step[inside].sum(0)
             energies[row, place] = error, about, energy, (1 - d / samples.shape[1]) * about
             counts[row, place] = inside.sum()
-    return _aged(np.array(edges), energies, counts, np.array(kept), tolerance)
+    return _aged(np.array(edges), energies, counts)
 
 
-def _aged(edges: np.ndarray, energies: np.ndarray, counts: np.ndarray, kept: np.ndarray, tolerance: float) -> Staleness:
+def _aged(edges: np.ndarray, energies: np.ndarray, counts: np.ndarray) -> Staleness:
     """The result, from energies (w, n, 4) by window and bin: error, about the mean, all, error of a random basis."""
     pooled, occupied = energies.sum(0), counts.sum(0) > 0
     # Windows that reach a bin and have a youngest bin to compare it with.
     both = ((counts > 0) & (counts[:, :1] > 0))[..., None]
     compared = np.any(both, axis=(0, 2))
     here, young = _ratios((energies * both).sum(0)), _ratios((energies[:, :1] * both).sum(0))
-    aged = compared & (here > (1 + tolerance) * young + _ROUNDING)
+    aged = compared & (here > (1 + TOLERANCE) * young + _ROUNDING)
     before = edges[: int(aged.argmax())][occupied[: int(aged.argmax())]] if aged.any() else None
-    relative = np.divide(here, young, out=np.where(here > _ROUNDING, np.inf, 1.0), where=young > _ROUNDING)
     return Staleness(
         ages=edges,
         loss=np.where(occupied, _ratios(pooled), np.nan),
         random_loss=np.where(occupied, _ratios(pooled[:, [3, 1, 2]]), np.nan),
-        steps=counts.sum(0),
         by_window=np.where(counts > 0, _ratios(energies), np.nan),
-        relative=np.where(compared, relative, np.nan),
-        dimensions=kept,
-        tolerance=tolerance,
         suggested=int(before[-1, 1]) if before is not None else None,
         last_age=int(edges[occupied][-1, 1]),
     )
