@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.groups import group_or_world
 from gradlab.ddp.optimizer_steps import at_any_step
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, finding, no_feedback
@@ -105,10 +106,7 @@ class Exchange(Uncopied):
     ) -> None:
         chosen = RunOptions(**options)
         layers = _layers_with_parameters(named_parameters)
-        group = dist.group.WORLD if group is None else group
-        if group is None:
-            raise GradlabError("Exchange: there is no process group; call torch.distributed.init_process_group first")
-        everyone = group
+        everyone = group_or_world(group, "Exchange")
 
         def attempt() -> tuple[Plan, Pairs]:
             whole = given_plan(plan, "Exchange")
@@ -117,11 +115,11 @@ class Exchange(Uncopied):
             return whole, pairs
 
         device = layers[0][1].device if layers else torch.device("cpu")
-        plan, pairs = agree_on((group,), device, attempt, lambda done: chosen.same_everywhere(done[0]))
+        plan, pairs = agree_on((everyone,), device, attempt, lambda done: chosen.same_everywhere(done[0]))
         # Work is done in the caller's thread, on the caller's stream: there is nothing to hand over.
         self._parameters = {layer.name: parameter for layer, parameter in pairs}
         around = Surroundings(self._parameters, chosen, HostDevice(device_of_model(pairs)))
-        self._set_up(plan, plain_driver(plan, group, around, owned=False))
+        self._set_up(plan, plain_driver(plan, everyone, around, owned=False))
         self._finalizer = weakref.finalize(self, self._driver.close)
 
     def _set_up(self, plan: Plan, driver: StepDriver) -> None:

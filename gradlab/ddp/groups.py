@@ -17,6 +17,13 @@ from gradlab.layout import canonical_json
 _last_number = 0  # of the groups made here of a part of the world
 
 
+def group_or_world(group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """Return a process group, for None the default one; an error that names the caller where there is none."""
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise GradlabError(f"{caller}: there is no process group; call torch.distributed.init_process_group first")
+    return dist.group.WORLD if group is None else group
+
+
 def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
     """Make a new process group of the same ranks, a collective on `group`; a timeout of None is the group's."""
     return part_of((group,), dist.get_process_group_ranks(group), timeout, device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradlab.ddp.averaged import listed
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 
@@ -294,9 +295,7 @@ class HeldLayers:
 
     def named_missing(self, among: Collection[str] | None = None) -> str:
         """Name a few of the missing layers, and count the rest."""
-        names = [name for name in self.missing if among is None or name in among]
-        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + rest
+        return listed([name for name in self.missing if among is None or name in among])
 
     def _groups(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], tuple[str, ...]]]:
         """Groups that hold layers with these; if none does, all groups."""

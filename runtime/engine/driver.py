@@ -321,7 +321,7 @@ class StepDriver:
         record.finite, record.non_finite_layers = step.finite, step.non_finite
         record.payload_bytes, record.wire_bytes = self.communicator.take_counts()
         first, last = (current.parts[at].arrived if current.parts else time.perf_counter() for at in (0, -1))
-        record.wait_seconds, record.synchronise_seconds = (time.perf_counter() - moment for moment in (last, first))
+        record.wait_seconds = time.perf_counter() - last
         self._timeline.add("backward", "backward", first, last)
         self.statistics.steps.append(record)
         self.rules.see_step(record, current.measured_groups)

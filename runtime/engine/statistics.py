@@ -97,7 +97,6 @@ class StepRecord:
     communicate_seconds: float = 0.0  # in which the worker waited for the network
     inside_seconds: float = 0.0  # for averaging and spreading inside the node, waiting included
     wait_seconds: float = 0.0  # from the last bucket's arrival, when backward is over, to the last result
-    synchronise_seconds: float = 0.0  # from the first bucket's arrival to the last result
     finite: bool = True  # whether all ranks' gradients were, so that the states were committed
     loss_scale: float = 1.0  # of the gradients
     non_finite_layers: tuple[str, ...] = ()  # of this rank

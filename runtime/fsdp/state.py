@@ -44,7 +44,7 @@ from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import agree_on, check_timeout, given_plan
 from gradlab.runtime.engine.device import HostDevice
-from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
+from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.exchange import Exchange
@@ -115,7 +115,8 @@ class FSDPCompression(Exchange):
         driver = shard_driver(units, levels.shards, (row, column), topology, self._around, timeout)
         self._set_up(levels.whole, driver)
         self._steps = OptimizerSteps(self._driver, parameters)
-        self._finalizer = weakref.finalize(self, partial(_end, self._driver, self._steps))
+        self._driver.closing.append(self._steps.close)
+        self._finalizer = weakref.finalize(self, self._driver.close)
         self.inside = self._reduction(levels, chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:
             self._steps.follow(run)
@@ -334,11 +335,6 @@ def compress_fsdp(
     """
     options = {"optimizer": optimizer, "scaler": scaler, **options}
     return FSDPCompression(plan, model, between=between, within=within, inside=inside, **options)
-
-
-def _end(driver: StepDriver, steps: OptimizerSteps) -> None:
-    steps.close()
-    driver.close()
 
 
 def column_of(

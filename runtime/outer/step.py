@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.codec import Tensors, separate
 from gradlab.codec.measures import all_finite
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.groups import group_or_world
 from gradlab.ddp.model import without_compile
 from gradlab.ddp.optimizer_steps import CallsBesideSteps
 from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
@@ -510,10 +511,8 @@ def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.Proc
     inner = without_compile(model)
     if not isinstance(inner, DistributedDataParallel) or not dist.is_initialized():
         return None
-    everyone = dist.group.WORLD if group is None else group
-    assert everyone is not None
     own = inner.process_group
-    if own.size() == everyone.size() and own.size() > 1:
+    if own.size() == group_or_world(group, CALLER).size() and own.size() > 1:
         raise GradlabError(
             f"{CALLER}: DDP averages the gradients of all {own.size()} ranks in every step, so that there are no "
             "workers; put the model into DDP with the process group of one worker, or into none"

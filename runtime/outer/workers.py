@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.averaged import not_averaged
-from gradlab.ddp.groups import Ranks, group_like, part_of
+from gradlab.ddp.groups import Ranks, group_like, group_or_world, part_of
 from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_units import let_go_of_gathered
 from gradlab.ddp.topology import find_topology
@@ -137,10 +137,7 @@ class Workers:
         timeout: timedelta | None,
         sharded: bool,
     ) -> None:
-        if not dist.is_initialized():
-            raise GradlabError(f"{CALLER}: there is no process group; call torch.distributed.init_process_group first")
-        everyone = dist.group.WORLD if group is None else group
-        assert everyone is not None
+        everyone = group_or_world(group, CALLER)
         self.everyone, self.sharded, self._device = everyone, sharded, device
         topology = find_topology(within, everyone, device)
         if topology is None and sharded:

@@ -282,7 +282,7 @@ def lightning_scenarios(alone: dict[str, Any]) -> dict[str, Any]:
         ("no_artifact", "absent.safetensors"),
         (
             "another_world_size",
-            "checkpoint: world_size is 2, this run has 1; resume on as many ranks, or give Compress",
+            "checkpoint: world_size is 2, this run has 1; residuals= (split, sum or drop) says",
         ),
         ("unknown_policy", "residuals = 'keep', expected None or one of"),
         ("resumed_without_the_callback", "['CompressionCallback']"),
