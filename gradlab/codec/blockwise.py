@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -115,13 +115,8 @@ class BlockCompressor(PiecewiseCompressor):
     """
 
     block: int = WHOLE
-
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self._sizes: np.ndarray | None = None  # of the blocks, where they are not all alike; and where they begin
-        self._starts = np.zeros(1, np.int64)
-        self._cut_runs: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # of these blocks
-        self._counted: dict[Span, tuple[int, int, np.ndarray]] = {}
+    _sizes: np.ndarray | None = None  # of the blocks, where they are not all alike; and where they begin
+    _starts: np.ndarray = np.zeros(1, np.int64)
 
     @abstractmethod
     def block_of(self, layer: Layer) -> int:
@@ -227,9 +222,7 @@ class BlockCompressor(PiecewiseCompressor):
         larger block is a run by itself."""
         if self._sizes is None:
             return _runs_of(np.arange(0, numel, min(self.block, numel)), numel)
-        if not self._cut_runs:
-            self._cut_runs = list(_runs_of(self._starts[:-1], numel))
-        return self._cut_runs
+        return self.cached("runs", lambda: list(_runs_of(self._starts[:-1], numel)))
 
     def blocks_of(self, start: int, stop: int) -> Span:
         """Return the indices of the first and the last block of the elements from start to stop."""
@@ -239,11 +232,12 @@ class BlockCompressor(PiecewiseCompressor):
 
     def _counts(self, start: int, stop: int) -> tuple[int, int, np.ndarray]:
         """Return the first and the last block of the elements from start to stop, and how many of these each has."""
-        if (start, stop) not in self._counted:
+
+        def made() -> tuple[int, int, np.ndarray]:
             first, last = (int(at) for at in np.searchsorted(self._starts, [start, stop - 1], "right") - 1)
-            counts = np.diff(self._starts[first : last + 2].clip(start, stop))
-            self._counted[start, stop] = first, last, counts
-        return self._counted[start, stop]
+            return first, last, np.diff(self._starts[first : last + 2].clip(start, stop))
+
+        return self.cached(("counts", start, stop), made)
 
     def scale(
         self, values: torch.Tensor, factors: torch.Tensor, start: int, out: torch.Tensor | None = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,7 +22,6 @@ from gradlab.layout import Layer
 
 SomeCompressor = TypeVar("SomeCompressor", bound="Compressor")
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
-Result = TypeVar("Result")
 
 
 class Compressor(Codec):
@@ -34,20 +33,10 @@ class Compressor(Codec):
 
     block: int = 1  # elements that must stay together when a vector is cut into shards
 
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self._cache: dict[Hashable, Any] = {}
-
     @cached_property
     def traits(self) -> Traits:
         own = getattr(self.settings, "aggregation", "gather") == "shards"
         return replace(super().traits, frees_gradients=True, own_exchange=own)
-
-    def cached(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """Return what `make` returned when this key came first; for what follows from the settings and the key."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
 
     def for_layers(self: SomeCompressor, layers: Sequence[Layer]) -> SomeCompressor:
         """Return the compressor of a vector that concatenates these layers, made once for a `Table`."""
@@ -143,10 +132,8 @@ class Sparsifier(Compressor):
     overrides `compressed_bytes`.
     """
 
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self._each: EachLayer | None = None  # where a share of each layer of a group is selected
-        self._sent: tuple[torch.Tensor, torch.Tensor] | None = None  # encoded positions, and what they are
+    _each: EachLayer | None = None  # where a share of each layer of a group is selected
+    _sent: tuple[torch.Tensor, torch.Tensor] | None = None  # encoded positions, and what they are
 
     def for_layers(self: SomeSparsifier, layers: Sequence[Layer]) -> SomeSparsifier:
         if len(layers) == 1 or getattr(self.settings, "across_layers", True):

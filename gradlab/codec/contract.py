@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -31,6 +32,7 @@ from gradlab.layout import ROLES, Layer
 
 _SMALL = 2**13  # elements of a layer whose copy costs less than a request of its own
 Own = TypeVar("Own", bound="type[Codec]")
+Result = TypeVar("Result")
 
 
 class Deferred(Mapping[str, torch.Tensor]):
@@ -303,6 +305,7 @@ class Codec(ABC):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         self.settings = self.Settings() if settings is None else settings
         self.learned = dict(learned or {})
+        self._cache: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
         if not isinstance(self.settings, self.Settings):
             raise GradlabError(f"{self.name} takes {self.Settings.__qualname__}, not {type(self.settings).__name__}")
         check_ranges(self.settings, self.name)
@@ -314,13 +317,20 @@ class Codec(ABC):
 
     def __eq__(self, other: object) -> bool:
         """Return whether both have the same name, settings and learned tensors."""
-        return isinstance(other, Codec) and self._identity() == other._identity()
+        return isinstance(other, Codec) and _identity(self) == _identity(other)
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(_identity(self))
 
-    def _identity(self) -> tuple[Any, ...]:
-        return self.name, self.settings, tuple(sorted((key, hash_tensor(t)) for key, t in self.learned.items()))
+    def cached(self, key: Hashable, make: Callable[[], Result], *sources: object) -> Result:
+        """Return what `make` returned when this key came first, or when one of the sources was last another object.
+
+        Besides the sources, the result follows from the settings and the key.
+        """
+        known = self._cache.get(key)
+        if known is None or len(known[0]) != len(sources) or any(map(operator.is_not, known[0], sources)):
+            known = self._cache[key] = sources, make()
+        return known[1]
 
     @abstractmethod
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -466,6 +476,12 @@ def register(codec: Own) -> Own:
         build_settings(codec, settings)
     CODECS.registered[codec.name] = codec
     return codec
+
+
+def _identity(codec: Any) -> tuple[Any, ...]:
+    """Return what a codec and those that it wraps are: name, settings and learned tensors of each."""
+    learned = tuple(sorted((key, hash_tensor(tensor)) for key, tensor in codec.learned.items()))
+    return codec.name, codec.settings, learned, *(_identity(codec.codec) if hasattr(codec, "codec") else ())
 
 
 def _named(gradients: Any) -> bool:

@@ -55,8 +55,7 @@ def needs_scaling(codec: Codec, table: Table) -> bool:
 
 def scales(wrapper: Wrapper, table: Table) -> bool:
     """Return whether a wrapper has to scale its codec's input, worked out once for a table."""
-    known = wrapper.scaled_tables
-    return known[table] if table in known else known.setdefault(table, needs_scaling(wrapper.codec, table))
+    return wrapper.cached(("scales", table), lambda: needs_scaling(wrapper.codec, table))
 
 
 def exchange_contracting(

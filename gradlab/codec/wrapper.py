@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gradlab.codec.batch import Table, Tensors
+from gradlab.codec.batch import Tensors
 from gradlab.codec.contract import About, Bytes, Codec, Traits, shown_settings
 from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
@@ -73,7 +73,6 @@ class Wrapper(Codec):
     def __init__(self, codec: Codec, settings: Any = None) -> None:
         super().__init__(settings)
         self.codec = codec
-        self.scaled_tables: dict[Table, bool] = {}  # see `gradlab.codec.contraction.scales`
         for inner in wrappers_of(codec):
             _refuse(self, inner)
         asked = getattr(self.settings, "contraction", "measured")
@@ -82,9 +81,6 @@ class Wrapper(Codec):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join([repr(self.codec), *shown_settings(self.settings, first=False)])})"
-
-    def _identity(self) -> tuple[Any, ...]:
-        return self.name, self.settings, self.codec._identity()
 
     def inner_state(self, state: Tensors) -> Tensors:
         """Return the wrapped codec's part of a state."""

@@ -8,9 +8,8 @@ with `decay` = 1 - beta (the low-pass filter, eq. 5) it is ScaleCom.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -79,10 +78,6 @@ class CLTK(Codec):
         index_coding: str = coding_setting(choices=("fixed", "raw", "packed", "bitmap"))
         across_layers: bool = across_layers_setting()
 
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self._of_groups: dict[tuple[int, ...], EachLayer] = {}
-
     def leader(self, context: Context) -> int:
         """Return the rank whose positions are taken in this iteration."""
         if self.settings.leader == "rotating":
@@ -104,12 +99,9 @@ class CLTK(Codec):
 
     def _places(self, sizes: Sequence[int]) -> EachLayer:
         """Return where the elements lie that are sent of layers of these sizes."""
-        key = tuple(sizes)
-        if key not in self._of_groups:
-            together = self.settings.across_layers or self.settings.selection == "chunks"
-            parts = [sum(sizes)] if together else sizes
-            self._of_groups[key] = EachLayer(parts, [self._count(part) for part in parts], self.settings.index_coding)
-        return self._of_groups[key]
+        together = self.settings.across_layers or self.settings.selection == "chunks"
+        parts = (sum(sizes),) if together else tuple(sizes)
+        return self.cached(parts, lambda: EachLayer(parts, list(map(self._count, parts)), self.settings.index_coding))
 
     def _count(self, numel: int) -> int:
         if self.settings.selection == "chunks":

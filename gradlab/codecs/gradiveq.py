@@ -31,7 +31,7 @@ from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Rin
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, flatten_alike, unflatten_alike
-from gradlab.learning.alike_layers import SMALL, JoinedBases, SlicedGradients
+from gradlab.learning.alike_layers import SMALL, SlicedGradients
 from gradlab.learning.slice_code import CodedSlices, SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
     SLICE_AXES,
@@ -167,14 +167,8 @@ class GradiVeQ(Codec):
 
     def __init__(self, settings: GradiVeQ.Settings | None = None, learned: Mapping[str, torch.Tensor] | None = None):
         super().__init__(settings, learned)
-        self._learned_by_layer: tuple[Tensors, dict[str, Tensors]] | None = None
         # By the first of layers that are coded together: what their last coordinates belong to, and the draw.
         self._last_coordinates: dict[str, tuple[tuple[object, ...], torch.Tensor]] = {}
-        # The last layers and dtypes, and what `_views_of` says of them.
-        self._views: tuple[Any, list[torch.dtype], list[tuple[Layer, int, tuple[str, ...]]]] = ((), [], [])
-        self._last_widths: dict[str, tuple[torch.Tensor, int]] = {}
-        self._empty_bases: dict[tuple[object, ...], Tensors] = {}
-        self._joined_bases = JoinedBases()
         for key, basis in list(self.learned.items()):
             if key.endswith("/basis") and basis.ndim == 3:  # a basis that uses all its columns needs no width
                 self.learned.setdefault(f"{key.removesuffix('/basis')}/width", torch.tensor(float(basis.shape[2])))
@@ -222,9 +216,7 @@ class GradiVeQ(Codec):
         return COMPRESSING if learned or self.settings.complement == 1 else unfitted
 
     def _learned_of(self, name: str) -> Tensors:
-        if self._learned_by_layer is None or self._learned_by_layer[0] is not self.learned:
-            self._learned_by_layer = (self.learned, _by_layer(self.learned))
-        return self._learned_by_layer[1].get(name, {})
+        return self.cached("learned", lambda: _by_layer(self.learned), self.learned).get(name, {})
 
     def _kept(self, grads: Tensors, batches: Sequence[SlicedGradients], parts: Sequence[_Done]) -> Tensors:
         """Collect new states under their layers' names, without tensors that are still the learned ones."""
@@ -245,19 +237,20 @@ class GradiVeQ(Codec):
     def _views_of(self, grads: Batch) -> list[tuple[Layer, int, tuple[str, ...]]]:
         """List each layer as slices see it, K where no basis says otherwise, and its names, several for small layers of
         one dtype."""
-        layers, dtypes = grads.table, [grad.dtype for grad in grads.values()]
-        if self._views[0] is not layers or self._views[1] != dtypes:
+        layers, dtypes = grads.table, tuple(grad.dtype for grad in grads.values())
+
+        def made() -> list[tuple[Layer, int, tuple[str, ...]]]:
             alike: dict[Any, list[Layer]] = {}
             for layer, dtype in zip(layers, dtypes, strict=True):
                 view = self.slice_view(layer)
                 alone = layer.name if layer.numel >= SMALL else ""
                 alike.setdefault((view.shape, view.role, dtype, alone), []).append(layer)
-            seen = [
+            return [
                 (self.slice_view(some[0]), self.slice_size(some[0]), tuple(one.name for one in some))
                 for some in alike.values()
             ]
-            self._views = layers, dtypes, seen
-        return self._views[2]
+
+        return self.cached(("views", layers, dtypes), made)
 
     def _flattened(self, grads: Batch, context: Context) -> Iterator[SlicedGradients]:
         """Flatten gradients in GradiVeQ's order, those of alike layers together. States are yet to be looked at."""
@@ -437,29 +430,34 @@ class GradiVeQ(Codec):
     def _nothing_fitted(self, batch: SlicedGradients) -> Tensors:
         """Return bases without axes, which coordinates complete: they need no state."""
         like = batch.vectors
-        key = (batch.count, batch.size, like.dtype, like.device)
-        if key not in self._empty_bases:  # the same tensors in every iteration, so that what follows from them is known
+
+        def made() -> Tensors:
             bases = len(fitted_slices(batch.count, self.settings.reuse))
-            self._empty_bases[key] = {
-                "basis": like.new_zeros(bases, batch.size, 0),
-                "width": torch.tensor(float(self._width(batch.size))),
-            }
-        return self._empty_bases[key]
+            width = torch.tensor(float(self._width(batch.size)))
+            return {"basis": like.new_zeros(bases, batch.size, 0), "width": width}
+
+        # The same tensors in every iteration, so that what follows from them is known.
+        return self.cached((batch.count, batch.size, like.dtype, like.device), made)
 
     def _code_of(self, batch: SlicedGradients, states: Sequence[Tensors], context: Context) -> SliceCode:
         """Return the code of layers that are compressed alike in this iteration: fitted axes, and what is drawn."""
         basis, names = states[0]["basis"], batch.names
         missing = self._width_of(names[0], states[0]["width"]) - basis.shape[2]
-        bases = self._joined_bases.of([state["basis"].to(batch.vectors.dtype) for state in states], names)
+        bases = self._joined([state["basis"].to(batch.vectors.dtype) for state in states], names)
         reuse = self.settings.reuse if len(names) == 1 else batch.count
         return SliceCode(bases, reuse, self._coordinates(names, basis, missing, context) if missing else None)
 
+    def _joined(self, bases: Sequence[torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
+        """Join the bases (B, K, d) of alike layers, again when one is another."""
+        if len(bases) == 1:
+            return bases[0]
+        if not bases[0].numel():
+            return bases[0].expand(len(bases), -1, -1)
+        return self.cached(("bases", names), lambda: torch.cat(list(bases)), *bases)
+
     def _width_of(self, name: str, width: torch.Tensor) -> int:
         """Return a layer's d. A GPU is waited for once, not in every iteration."""
-        last = self._last_widths.get(name)
-        if last is None or last[0] is not width:
-            last = self._last_widths[name] = (width, int(width))
-        return last[1]
+        return self.cached(("width", name), lambda: int(width), width)
 
     def _coordinates(self, names: tuple[str, ...], basis: torch.Tensor, count: int, context: Context) -> torch.Tensor:
         """Draw `count` coordinates for each basis of alike layers, (L B, count), where one layer's are (B, K, d)."""

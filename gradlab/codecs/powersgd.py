@@ -74,12 +74,6 @@ class PowerSGD(Codec):
             cold = self.alternating and not self.warm_start
             require(not cold, "powersgd", "warm_start", self.warm_start, "true where factors alternate")
 
-    def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
-        super().__init__(settings, learned)
-        self._spares: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._shapes: tuple[Sequence[Layer], Shapes] = ((), {})  # the last of `matrix_shapes`
-        self._stacks: tuple[Shapes, Any, list[Alike]] = ({}, None, [])  # the last of `_alike`
-
     def matrix_shape(self, shape: Sequence[int], role: str = "other") -> tuple[int, int, int] | None:
         """Return (n, m, r) of the matrices of a layer that is compressed, or None for one that is sent dense."""
         if len(shape) < 2 or 0 in shape:
@@ -90,14 +84,16 @@ class PowerSGD(Codec):
 
     def matrix_shapes(self, layers: Table) -> Shapes:
         """Return the shapes (n, m), or (B, n, m) of an expert stack, of layers that are compressed, by name."""
-        if self._shapes[0] is not layers:
+
+        def made() -> Shapes:
             shapes = {}
             for layer in layers:
                 if (shape := self.matrix_shape(layer.shape, layer.role)) is not None:
                     batch = (layer.shape[0],) if layer.role in STACKS and len(layer.shape) > 2 else ()
                     shapes[layer.name] = (*batch, *shape[:2])
-            self._shapes = layers, shapes
-        return self._shapes[1]
+            return shapes
+
+        return self.cached(layers, made)
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         shapes = self.matrix_shapes(grads.table)
@@ -140,14 +136,16 @@ class PowerSGD(Codec):
         turned = frozenset(name for name in shapes if _key(name, "p") in state) if self.settings.alternating else None
         one_dtype = len({grad.dtype for grad in grads.values()}) == 1
         on_cpu = all(grads[name].is_cpu for name in shapes)
-        if self._stacks[0] is not shapes or self._stacks[1] != (turned, one_dtype, on_cpu):
+
+        def made() -> Sequence[Alike]:
             stacks: dict[Any, Alike] = {}
             for name, shape in shapes.items():
                 alone = len(shape) > 2 or not one_dtype or (on_cpu and math.prod(shape) > _STACKED)
                 key = name if alone else (grads[name].shape, turned and name in turned)
                 stacks.setdefault(key, ([], shape))[0].append(name)
-            self._stacks = shapes, (turned, one_dtype, on_cpu), list(stacks.values())
-        return self._stacks[2]
+            return list(stacks.values())
+
+        return self.cached(("stacks", turned, one_dtype, on_cpu), made, shapes)
 
     # Factors are kept as rows, P^T (r, n) and Q^T (r, m): products with a wide matrix are then 5 to 9 times faster.
     # Those of an expert stack are (B, r, n) and (B, r, m).
@@ -229,11 +227,12 @@ class PowerSGD(Codec):
 
     def _spare(self, name: str, like: torch.Tensor, context: Context) -> torch.Tensor:
         """Return substitutes for rows of zeros, the same in all iterations, as new ones would be copied to a GPU."""
-        key = (name, like.shape, like.dtype, like.device)
-        if key not in self._spares:
+
+        def made() -> torch.Tensor:
             generator = context.random.shared(name, "spare", every_iteration=False)
-            self._spares[key] = torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
-        return self._spares[key]
+            return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
+
+        return self.cached((name, like.shape, like.dtype, like.device), made)
 
     @classmethod
     def squared_errors(

@@ -65,22 +65,3 @@ class SlicedGradients:
         names, states = tuple(self.names[place] for place in places), [self.states[place] for place in places]
         vectors = self.vectors[places[0]].unsqueeze(0) if len(places) == 1 else self.vectors[list(places)]
         return replace(self, **({"names": names, "states": states, "vectors": vectors} | other))
-
-
-class JoinedBases:
-    """The bases of batches of alike layers, joined once, and again when one is another."""
-
-    def __init__(self) -> None:
-        self._joined: dict[tuple[str, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
-
-    def of(self, bases: list[torch.Tensor], names: tuple[str, ...]) -> torch.Tensor:
-        """Join the bases (B, K, d) of alike layers."""
-        if len(bases) == 1:
-            return bases[0]
-        if not bases[0].numel():
-            return bases[0].expand(len(bases), -1, -1)
-        known, joined = self._joined.get(names, ([], bases[0]))
-        if len(known) != len(bases) or any(one is not before for one, before in zip(bases, known, strict=True)):
-            joined = torch.cat(bases)
-            self._joined[names] = bases, joined
-        return joined

@@ -364,8 +364,8 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A damaged gap leads to another layer's elements.",
     ),
     Mutant(
-        file="gradlab/learning/alike_layers.py",
-        old="any(one is not before for one, before in zip(bases, known, strict=True))",
+        file="gradlab/codec/contract.py",
+        old="any(map(operator.is_not, known[0], sources))",
         new="False",
         tests=("tests/codecs/test_gradiveq.py",),
         what="Alike layers are coded under bases of an earlier cycle.",
