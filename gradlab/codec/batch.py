@@ -51,11 +51,6 @@ class Table(tuple[Layer, ...]):
         return tuple(layer.name for layer in self)
 
     @cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the layers."""
-        return tuple(layer.shape for layer in self)
-
-    @cached_property
     def numels(self) -> tuple[int, ...]:
         """Number of elements of each layer."""
         return tuple(layer.numel for layer in self)

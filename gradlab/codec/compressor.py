@@ -159,7 +159,7 @@ class Sparsifier(Compressor):
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
         if self._each is not None and self._each.numel == vector.numel():
-            positions = self._each.largest(vector)
+            positions = self._each.select(vector)
             encoded = self._each.encode(positions)
         else:
             positions, coding = self.select(vector, generator), self.settings.index_coding

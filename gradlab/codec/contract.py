@@ -324,9 +324,7 @@ class Codec(ABC):
 
     def cached(self, key: Hashable, make: Callable[[], Result], *sources: object) -> Result:
         """Return what `make` returned when this key came first, or when one of the sources was last another object.
-
-        Besides the sources, the result follows from the settings and the key.
-        """
+        Besides these, the result follows from the settings alone."""
         known = self._cache.get(key)
         if known is None or len(known[0]) != len(sources) or any(map(operator.is_not, known[0], sources)):
             known = self._cache[key] = sources, make()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from gradlab.codec.sparsifier import largest
 from gradlab.coding.positions import chosen, decode_all, encode, index_bytes, varies
 
+Choose = Callable[[torch.Tensor, int], torch.Tensor]
 _TOGETHER = 2**16  # elements of a layer up to which layers of one size are stacked
 
 
@@ -72,12 +72,7 @@ class EachLayer:
         self.nbytes = of_all if self._joint else sum(one.nbytes for one in self._classes)
         self._moved: dict[torch.device, list[torch.Tensor]] = {}
 
-    def largest(self, vector: torch.Tensor) -> torch.Tensor:
-        """Find the positions of the largest magnitudes of each layer of a vector (numel,), in the order of coding:
-        (count,), int64."""
-        return self.select(vector, lambda layer, count: largest(layer, count))
-
-    def select(self, vector: torch.Tensor, choose: Any) -> torch.Tensor:
+    def select(self, vector: torch.Tensor, choose: Choose = largest) -> torch.Tensor:
         """Find positions (count,), int64, in the order of coding; `choose` returns those in one large layer from its
         values and the count. The largest magnitudes of small layers are taken."""
         found = [torch.empty(0, dtype=torch.int64, device=vector.device)]

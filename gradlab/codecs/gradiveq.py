@@ -50,7 +50,6 @@ from gradlab.roles import WEIGHTS
 SAMPLING, COMPRESSING, DENSE = range(3)
 PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
-ANSWERS = ("refresh", "dense", "stop")
 _DIGEST_BYTES = 40  # of `_digest`: five numbers
 _CLOCK = ("clock",)  # what other entries of a state need
 
@@ -127,11 +126,8 @@ class GradiVeQ(Codec):
             choices=MONITORS,
             help='loss ||g_n - decompressed||^2 that ranks watch: "absolute" (eq. 7), or "normalised" by ||g_n||^2',
         )
-        monitor_threshold: float = setting(0.5, above=0, help="loss above which a rank votes")
-        on_loss: str = setting(
-            "refresh",
-            choices=ANSWERS,
-            help='answer to a majority of votes: sample again (the paper), send the layer "dense", or stop',
+        monitor_threshold: float = setting(
+            0.5, above=0, help="loss above which a rank votes to sample again, as a majority decides"
         )
         complement: float = setting(
             0.0,
@@ -408,8 +404,8 @@ class GradiVeQ(Codec):
         average = context.once(lambda: decoded(summed))
         outvoted = [vote > 0.5 for vote in others[-1].tolist()] if self.settings.monitor != "off" else []
         new: Sequence[Tensors] = [{}] * len(states)
-        if self.settings.complement < 1 or any(outvoted):  # else nothing is fitted, and nothing kept
-            rows = zip(batch.names, states, batch.of_each(average), outvoted or [False] * len(states), strict=True)
+        if self.settings.complement < 1:  # else nothing is fitted, and nothing kept
+            rows = zip(states, batch.of_each(average), outvoted or [False] * len(states), strict=True)
             new = yield from together([self._after(*row, batch.position, context) for row in rows])
         ended = others[0] if tail.numel() else tail
         return _Done(batch.joined(average, ended), lambda: batch.joined(own(), tail), new)
@@ -480,18 +476,9 @@ class GradiVeQ(Codec):
         return decoded.new_tensor(above, dtype=decoded.dtype)
 
     def _after(
-        self, name: str, layer_state: Tensors, average: torch.Tensor, outvoted: bool, position: int, context: Context
+        self, layer_state: Tensors, average: torch.Tensor, outvoted: bool, position: int, context: Context
     ) -> Coroutine[Tensors]:
         """Return the state after a compressed iteration. average: the decoded mean, (M, K)."""
-        if outvoted and self.settings.on_loss == "stop":
-            raise GradlabError(
-                f"{name}: most ranks lose more than {self.settings.monitor_threshold:g} ({self.settings.monitor}) at "
-                f"iteration {context.iteration}, and the plan says to stop then: fit again"
-            )
-        if outvoted and self.settings.on_loss == "dense":
-            return {"clock": _clock(DENSE, 0)}
-        if self.settings.complement == 1:
-            return {}
         left = self.settings.compressed_steps - position - 1  # negative for no end
         if outvoted or (left == 0 and self.settings.refresh == "sample"):
             return {"clock": _clock(SAMPLING, 0)}

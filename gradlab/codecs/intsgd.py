@@ -95,7 +95,7 @@ class IntSGD(Codec):
         most, largest = self._most(context.world_size), None
         if not self._runs:
             largest = yield Gather(_largest(grads))
-            alphas = self._by_largest(torch.stack(largest).amax(0), most)
+            alphas = most / torch.stack(largest).amax(0).double()  # (L,); infinite where all is zero
         elif all(key in state for key in keys.values()):
             alphas = self._by_energy(grads, [float(state[key]) for key in keys.values()], context.world_size)
         else:
@@ -141,10 +141,6 @@ class IntSGD(Codec):
                 f"intsgd: sums of {world_size} ranks do not fit 8 bits, expected at most 127 ranks: bits = 32"
             )
         return min(most, 2**24)  # what float32 tells apart
-
-    def _by_largest(self, largest: torch.Tensor, most: int) -> torch.Tensor:
-        """Compute alpha of each layer, (L,), float64: infinite where all is zero."""
-        return most / largest.double()
 
     def _by_energy(self, grads: Tensors, energies: Sequence[float], ranks: int) -> torch.Tensor:
         numels = (grad.numel() for grad in grads.values())

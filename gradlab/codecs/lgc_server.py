@@ -110,8 +110,7 @@ class LgcServer(LearnedSelection):
         if not vector.numel():
             return Exchanged(dict(grads), dict(grads), state)
         sizes, entries = [grad.numel() for grad in grads.values()], self._first_entries(state, prefix, context)
-        if "autoencoder" in entries and entries["autoencoder"].numel():
-            self.check_ranks(entries["autoencoder"], context.world_size)
+        self.check_ranks(entries.get("autoencoder"), context.world_size)
         every = yield from self._selections(vector, sizes, context)
         mode, own = int(entries["clock"][0]), every[context.rank]
         kept = entries

@@ -161,8 +161,8 @@ def ring_loss(architecture: Architecture, weights: torch.Tensor, vectors: torch.
     """Eq. (11): compute the squared distance of the decoded average code from the average of vectors (K, length) of K
     ranks, or the mean over (B, K, length) of B iterations."""
     decoded = architecture.decode(weights, architecture.encode(weights, vectors).mean(-3))
-    iterations = vectors[..., 0, 0].numel()
-    return _reduced((decoded - vectors.mean(-2)).square(), loss) / (iterations if loss.reduction == "sum" else 1)
+    squares = (decoded - vectors.mean(-2)).square()
+    return squares.sum() / (squares.numel() if loss.reduction == "mean" else vectors[..., 0, 0].numel())
 
 
 def server_loss(
@@ -188,10 +188,6 @@ def server_loss(
         # Over all ordered pairs k != m, as eq. (5) is written.
         total = total + loss.similarity * (codes[:, :, None] - codes[:, None]).square().sum()
     return total / (batch.numel() if loss.reduction == "mean" else len(batch))
-
-
-def _reduced(squares: torch.Tensor, loss: Loss) -> torch.Tensor:
-    return squares.sum() if loss.reduction == "sum" else squares.mean()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -145,12 +145,9 @@ class LearnedSelection(Codec):
             return held
         if "autoencoder" not in self.learned:
             return {"clock": _clock(TRAINING, 0)}
-        if self.settings.fine_tune_steps:
-            return {"clock": _clock(TRAINING, 0), "autoencoder": self.learned["autoencoder"]}
-        mode = self._lasting_mode
-        return {"clock": _clock(mode, 0)} | (
-            {"autoencoder": self.learned["autoencoder"]} if mode == COMPRESSING else {}
-        )
+        mode = TRAINING if self.settings.fine_tune_steps else self._lasting_mode
+        weights = {} if mode == SELECTING else {"autoencoder": self.learned["autoencoder"]}
+        return {"clock": _clock(mode, 0), **weights}
 
     def _first_entries(self, state: Tensors, prefix: str, context: Context) -> Tensors:
         """Return `_entries`; warn in the first iteration if the fitted autoencoder is not used."""
@@ -394,19 +391,14 @@ class LearnedSelection(Codec):
                 )
             self.trained_ranks(weights)
 
-    def check_world_size(self, world_size: int) -> None:
-        """Refuse learned weights of another world size."""
-        if "autoencoder" in self.learned:
-            self.check_ranks(self.learned["autoencoder"], world_size)
-
     @abstractmethod
     def trained_ranks(self, weights: torch.Tensor) -> int | None:
         """Return the world size that weights (numel,) were trained for; None for any. No weights of another number
         fit."""
 
-    def check_ranks(self, weights: torch.Tensor, world_size: int) -> None:
+    def check_ranks(self, weights: torch.Tensor | None, world_size: int) -> None:
         """Refuse weights that were trained for another world size."""
-        trained = self.trained_ranks(weights)
+        trained = self.trained_ranks(weights) if weights is not None and weights.numel() else None
         if trained is not None and trained != world_size:
             raise GradlabError(
                 f"codec {self.name}: its decoders were trained for {trained} ranks, one each, and this run has "

@@ -98,17 +98,16 @@ class Dion(Wrapper):
     def traits(self) -> Traits:
         return Traits(whole_layers="its wrapper dion orthonormalizes whole matrices")
 
-    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from self._step(grads, state, context, compressing=not context.dense))
-
     # Factors are kept as rows, P^T (r, m) and Q^T (r, n), those of an expert stack as (B, r, m) and (B, r, n). Of a
     # layer whose inputs come before its outputs P is the inputs' factor.
 
-    def _step(self, grads: Batch, state: Tensors, context: Context, compressing: bool) -> Coroutine[Exchanged]:
+    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         seen = self._matrices(grads.table)
-        inputs = {name: _with_momentum(grad, state.get(f"{name}/velocity")) for name, grad in grads.items()}
+        inputs = {
+            name: grad + state[key] if (key := f"{name}/velocity") in state else grad for name, grad in grads.items()
+        }
         given = {name: value.view(seen[name].shape) if name in seen else value for name, value in inputs.items()}
-        thin = {name: given[name] for name, one in seen.items() if compressing and one.compresses}
+        thin = {name: given[name] for name, one in seen.items() if one.compresses and not context.dense}
         whole = {name: value for name, value in given.items() if name not in thin}
         start = {name: self._start(name, one, given[name], state, context) for name, one in seen.items()}
         left, right, means = yield from _power_iteration(start, thin, whole, context)
@@ -239,10 +238,6 @@ def _power_iteration(
     answers = (yield tuple(Mean(tensor) for tensor in right.values())) if right else ()
     of_right = dict(zip(right, answers, strict=True))
     return basis, context.once(lambda: {**of_right, **multiplied(_of(known, basis), known)}), means
-
-
-def _with_momentum(grad: torch.Tensor, momentum: torch.Tensor | None) -> torch.Tensor:
-    return grad if momentum is None else grad + momentum
 
 
 def _of(names: Iterable[str], tensors: Tensors) -> Tensors:

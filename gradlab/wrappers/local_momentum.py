@@ -52,7 +52,8 @@ class LocalMomentum(Wrapper):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, sent = self._accumulate(grads, state, context)
         done = yield from run_codec(self.codec, sent, self.inner_state(state), context)
-        return self._done(done, velocity, sent)
+        kept = store_buffers(velocity, "velocity", self.settings.buffer)
+        return replace(done, state={**done.state, **kept}, compressor_input=done.compressor_input or sent)
 
     def _accumulate(self, grads: Batch, state: Tensors, context: Context) -> tuple[Tensors, Batch]:
         """Return the new m, and the compressor's input."""
@@ -67,7 +68,3 @@ class LocalMomentum(Wrapper):
             out = memory.empty_like(grad)
             sent[name] = torch.add(added, m, alpha=mu, out=out) if self.settings.nesterov else out.copy_(m)
         return velocity, grads.like(sent)
-
-    def _done(self, done: Exchanged, velocity: Tensors, sent: Tensors) -> Exchanged:
-        kept = store_buffers(velocity, "velocity", self.settings.buffer)
-        return replace(done, state={**done.state, **kept}, compressor_input=done.compressor_input or sent)

@@ -40,9 +40,6 @@ class Momentum(Wrapper):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         done = yield from run_codec(self.codec, grads, self.inner_state(state), context)
-        return self._applied(done, state)
-
-    def _applied(self, done: Exchanged, state: Tensors) -> Exchanged:
         m, applied, kept = self.settings.momentum, {}, {}
         for name, mean in done.mean.items():
             before = state.get(f"{name}/momentum")

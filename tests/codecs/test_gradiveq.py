@@ -215,22 +215,6 @@ def test_the_majority_decides(strangers: int, fires: bool, monitor: str) -> None
     assert (run.states[0].keys() == {"w/clock"}) == fires
 
 
-def test_what_a_fired_monitor_does() -> None:
-    white = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
-    dense = Run(codec(compressed_steps=0, monitor="normalised", on_loss="dense"))
-    stop = Run(codec(compressed_steps=0, monitor="normalised", on_loss="stop"))
-    for step in range(6):
-        for run in (dense, stop):
-            run.step(*(gradient(rank, step) for rank in range(2)))
-    dense.step(*white)
-    assert dense.mode == DENSE
-    for _ in range(9):
-        torch.testing.assert_close(dense.step(*white)[0].value.mean["w"], (white[0] + white[1]) / 2)
-    assert dense.mode == DENSE
-    with pytest.raises(GradlabError, match=r"w: most ranks lose more than 0.5 \(normalised\) at iteration 6"):
-        stop.step(*white)
-
-
 def test_a_fit_before_the_run_starts_compressed() -> None:
     samples = torch.stack([gradient(0, step) for step in range(40)])
     method = codec().fit([LAYER], {"w": samples})
@@ -297,7 +281,7 @@ def test_settings_that_exclude_each_other_are_refused(settings: dict[str, object
         {"slice_size": 10, "whitening": False},
         {"ratio": 3.0, "complement": 1.0, "compressed_steps": 0},
         {"ratio": 3.0, "complement": 0.5, "refresh": "decoded", "compressed_steps": 7, "slice_size": 10},
-        {"monitor": "normalised", "monitor_threshold": 0.001, "on_loss": "dense"},
+        {"monitor": "normalised", "monitor_threshold": 0.001},
         {"reuse": 2},
     ],
     ids=str,

@@ -121,7 +121,7 @@ def test_a_compressor_follows_other_layers(codec: str) -> None:
     """One that was asked for some layers is not taken for others of the same number of elements."""
     compressor = codecs.make(codec)
     first, second = (Table.of_shapes(shapes) for shapes in ([(8, 32), (8,)], [(4, 64), (8,)]))
-    assert compressor.for_layers(first) is compressor.for_layers(Table.of_shapes(first.shapes))
+    assert compressor.for_layers(first) is compressor.for_layers(Table.of_shapes(layer.shape for layer in first))
     vector = torch.randn(264)
     for table in (second, first):
         pair = [

@@ -117,7 +117,7 @@ class Gradiveq(Method):
 
       gradlab fit gradiveq trace --out gradiveq.safetensors --samples 100 --warmup-steps 100
 
-      gradlab fit gradiveq trace --out gradiveq.safetensors -s ratio=16 -s stem.weight:on_loss=dense
+      gradlab fit gradiveq trace --out gradiveq.safetensors -s ratio=16 -s stem.weight:ratio=8
 
       gradlab fit gradiveq trace --out paper.safetensors --paper -s loss_threshold=0.05
     """

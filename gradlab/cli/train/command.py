@@ -145,7 +145,7 @@ def _refuse_early(settings: TrainSettings) -> None:
         for group in plan.compressed_groups:
             codec = innermost(plan.build(group))
             if isinstance(codec, LearnedSelection):
-                codec.check_world_size(settings.ranks)
+                codec.check_ranks(codec.learned.get("autoencoder"), settings.ranks)
         _require_trainable(settings, plan, settings.artifact)
 
 

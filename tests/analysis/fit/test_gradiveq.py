@@ -233,7 +233,7 @@ def test_fits_that_cannot_be(tmp_path: Path) -> None:
     with record(tmp_path / "t", random_gradients(0, 12, 2)) as trace:
         for words, arguments in (
             ("settings for nope: no layer of role convolution, .* has that name", {"layer_settings": {"nope": {}}}),
-            ("one of refresh, dense, stop", {"layer_settings": {name: {"on_loss": "cry"}}}),
+            ("one of off, absolute, normalised", {"layer_settings": {name: {"monitor": "cry"}}}),
             ("gradiveq has no setting size", {"layer_settings": {name: {"size": 1}}}),
             ("nothing to fit", {"settings": GradiVeQ.Settings(complement=1.0, ratio=4.0)}),
             ("at least 2", {"samples": 1}),
@@ -282,16 +282,16 @@ def test_the_papers_constants() -> None:
 # --- offline to online ----------------------------------------------------------------------------------------------
 
 
-def test_the_artifact_carries_schedule_monitor_and_answers_layer_by_layer(tmp_path: Path) -> None:
+def test_the_artifact_carries_schedule_and_monitor_layer_by_layer(tmp_path: Path) -> None:
     layers = (CONVOLUTION, Layer("second.weight", (4, 4, 3, 3), "convolution"), LINEAR)
     settings = GradiVeQ.Settings(
         slice_size=8, compressed_steps=40, sample_steps=10, monitor="normalised", complement=0.5, ratio=2.0
     )
     with record(tmp_path / "t", random_gradients(1, 30, 2, layers), layers) as trace:
-        fit = fit_gradiveq(trace, samples=10, settings=settings, layer_settings={"second.weight": {"on_loss": "dense"}})
+        fit = fit_gradiveq(trace, samples=10, settings=settings, layer_settings={"second.weight": {"monitor": "off"}})
     plan = Artifact.load(fit.artifact().save(tmp_path / "plan")).plan
-    answers = {group.name: group.settings["on_loss"] for group in plan.groups}
-    assert answers == {CONVOLUTION.name: "refresh", "second.weight": "dense", LINEAR.name: "refresh"}
+    monitors = {group.name: group.settings["monitor"] for group in plan.groups}
+    assert monitors == {CONVOLUTION.name: "normalised", "second.weight": "off", LINEAR.name: "normalised"}
     assert all(group.settings["compressed_steps"] == 40 for group in plan.groups)
     assert all(group.wrappers[0].name == "error_feedback" for group in plan.groups)
     assert {key.rpartition("/")[2] for key in plan.learned[CONVOLUTION.name]} == {"basis", "mean", "width"}
