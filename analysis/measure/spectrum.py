@@ -3,7 +3,7 @@
 The averaged gradient of a layer over T iterations is a matrix (T, numel). Its eigenvalues come from the T x T matrix
 of inner products (snapshot PCA, Sirovich 1987), accumulated in float64 over blocks of columns, so memory depends on T
 and the block, never on the model. GradiVeQ (Yu et al., NeurIPS 2018) looks at slices of K elements in its own order:
-their Gram matrices are sums over the columns that belong to the slice. T samples show at most T - 1 axes.
+a slice's Gram matrix is a sum over its columns. T samples show at most T - 1 axes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradlab.progress import Progress
 if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 LOSS_THRESHOLDS = (0.01, 0.05, 0.1)
-_MOST_SAMPLES, _MOST_SLICES = 200, 8  # iterations that are read; slices of a layer
+_MOST_SAMPLES = 200  # iterations that are read
 # Values held at a time while a layer is streamed, over all ranks; in float64, and again while they are put together.
 _BLOCK_VALUES = 2**23
 
@@ -56,15 +56,6 @@ def dimensions(eigenvalues: np.ndarray) -> dict[str, int]:
     return {str(loss): dimension(values, loss) for loss in LOSS_THRESHOLDS}
 
 
-def slice_of_column(layer: Layer, slice_size: int) -> np.ndarray:
-    """The number of the GradiVeQ slice that each column of a row-major gradient belongs to, (numel,); -1: the tail."""
-    order = slice_order(layer).numpy()
-    places = np.empty(layer.numel, dtype=np.int64)
-    places[order] = np.arange(layer.numel) // slice_size
-    places[places >= layer.numel // slice_size] = -1
-    return places
-
-
 def spread(count: int, most: int) -> np.ndarray:
     """At most `most` whole numbers below `count`, evenly spread, the first among them."""
     return np.unique(np.linspace(0, max(0, count - 1), min(count, most)).round().astype(np.int64))
@@ -77,7 +68,7 @@ def spread(count: int, most: int) -> np.ndarray:
 class LayerSpectrum(Jsonable):
     """One layer's measurements; arrays over the sampled steps have length T.
 
-    slice_eigenvalues: those of the first slice, which GradiVeQ fits; slice_dimensions: d by lambda, by sampled slice.
+    slice_eigenvalues: those of the first slice, which GradiVeQ fits.
     mean_share: share of the energy that the average over time holds; norm: l2 norm of the averaged gradient, (T,).
     cosine: mean over pairs of ranks, (T,), NaN where there is none; inner: products between ranks, (T, N, N).
     """
@@ -86,7 +77,6 @@ class LayerSpectrum(Jsonable):
     slice_size: int
     slices: int
     slice_eigenvalues: np.ndarray
-    slice_dimensions: dict[int, dict[str, int]]
     layer_eigenvalues: np.ndarray
     mean_share: float
     norm: np.ndarray
@@ -127,21 +117,18 @@ def measure_spectrum(
     trace: Trace,
     max_samples: int = _MOST_SAMPLES,
     *,
-    slice_size: int | None = None,
-    layers: Sequence[str] | None = None,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> TraceSpectrum:
-    """Measure spectra, norms and agreement between ranks, at samples spread evenly; layers None: all matrices."""
+    """Measure spectra, norms and agreement between ranks of all matrices, at samples spread evenly."""
     if (recorded := len(trace.steps)) < 2:
         raise GradlabError(f"{trace.path}: {recorded} steps to measure, expected at least 2: record more")
     positions = spread(recorded, max_samples)
-    chosen = [trace.layer(name) for name in layers] if layers is not None else _matrices(trace.layers)
-    measured = [layer for layer in chosen if layer.numel > 0]
+    measured = [layer for layer in _matrices(trace.layers) if layer.numel > 0]
     if not measured:
         raise GradlabError(f"{trace.path}: no layer to measure among {len(trace.layers)} recorded")
-    given, sharing = (positions, slice_size), dict[str, Any](workers=workers, progress=progress)
-    products = share_out_layers(_layer_products, trace, measured, *given, what="spectrum", **sharing)
+    sharing: dict[str, Any] = {"workers": workers, "progress": progress}
+    products = share_out_layers(_layer_products, trace, measured, positions, what="spectrum", **sharing)
     ever = [bool(np.isfinite(p.inner).all((1, 2)).any()) for p in products]
     never = tuple(p.layer.name for p, finite in zip(products, ever, strict=True) if not finite)
     if any(ever):  # a layer that is never finite must not take the others along
@@ -163,13 +150,13 @@ def measure_spectrum(
 
 @dataclass
 class _Products:
-    """Inner products of one layer: between ranks (T, N, N), between steps (T, T), and those of single slices."""
+    """Inner products of one layer: between ranks (T, N, N), between steps (T, T), and those of its first slice."""
 
     layer: Layer
     slice_size: int
     inner: np.ndarray
     gram: np.ndarray
-    slice_grams: dict[int, np.ndarray]
+    slice_gram: np.ndarray
 
 
 def _matrices(layers: Sequence[Layer]) -> list[Layer]:
@@ -177,19 +164,18 @@ def _matrices(layers: Sequence[Layer]) -> list[Layer]:
     return matrices or list(layers)
 
 
-def _layer_products(source: TraceSource, layer: Layer, positions: np.ndarray, slice_size: int | None) -> _Products:
+def _layer_products(source: TraceSource, layer: Layer, positions: np.ndarray) -> _Products:
     # Steps that are not finite make their own rows and columns NaN; they are taken out when all layers are known.
     with source.open([layer.name]) as trace, np.errstate(invalid="ignore", over="ignore"):
-        return _products(trace, layer, positions, slice_size)
+        return _products(trace, layer, positions)
 
 
-def _products(trace: Trace, layer: Layer, positions: np.ndarray, wanted_size: int | None) -> _Products:
+def _products(trace: Trace, layer: Layer, positions: np.ndarray) -> _Products:
     count, ranks = len(positions), trace.world_size
-    slice_size = min(wanted_size or default_slice_size(slice_view(layer)), layer.numel)
-    belongs = slice_of_column(layer, slice_size)
-    wanted = [int(m) for m in spread(layer.numel // slice_size, _MOST_SLICES)]
-    inner, gram = np.zeros((count, ranks, ranks)), np.zeros((count, count))
-    slice_grams = {m: np.zeros((count, count)) for m in wanted}
+    slice_size = min(default_slice_size(slice_view(layer)), layer.numel)
+    in_slice = np.zeros(layer.numel, bool)
+    in_slice[slice_order(layer)[:slice_size].numpy()] = True
+    inner, gram, slice_gram = np.zeros((count, ranks, ranks)), np.zeros((count, count)), np.zeros((count, count))
     width = int(np.clip(_BLOCK_VALUES // (count * ranks), 256, 2**16))
     for first in range(0, layer.numel, width):
         columns = slice(first, min(first + width, layer.numel))
@@ -199,23 +185,20 @@ def _products(trace: Trace, layer: Layer, positions: np.ndarray, wanted_size: in
         inner += np.einsum("tnc,tmc->tnm", block, block, optimize=True)
         average = block.mean(1)
         gram += average @ average.T
-        for m in wanted:
-            part = average[:, belongs[columns] == m]
-            slice_grams[m] += part @ part.T
-    return _Products(layer, slice_size, inner, gram, slice_grams)
+        part = average[:, in_slice[columns]]
+        slice_gram += part @ part.T
+    return _Products(layer, slice_size, inner, gram, slice_gram)
 
 
 def _layer_spectrum(products: _Products, finite: np.ndarray) -> LayerSpectrum:
-    gram = products.gram[np.ix_(finite, finite)]
-    inner = products.inner[finite]
-    spectra = {m: centred_eigenvalues(g[np.ix_(finite, finite)]) for m, g in products.slice_grams.items()}
+    both = np.ix_(finite, finite)
+    gram, slice_gram, inner = products.gram[both], products.slice_gram[both], products.inner[finite]
     energy = np.trace(gram) / len(gram)
     return LayerSpectrum(
         products.layer,
         products.slice_size,
         products.layer.numel // products.slice_size,
-        spectra[0][: products.slice_size],
-        {m: dimensions(values) for m, values in spectra.items()},
+        centred_eigenvalues(slice_gram)[: products.slice_size],
         centred_eigenvalues(gram)[: products.layer.numel],
         float(gram.mean() / energy) if energy > 0 else 0.0,
         np.sqrt(np.diag(gram)),

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from statistics import median
 from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Panel, by_layer, lines, note, points, rule
+from gradlab.analysis.chart import Chart, Panel, by_layer, lines, note, rule
 from gradlab.analysis.figures.style import (
-    BLACK,
     BLUE,
-    GREY,
     VERMILION,
     running_mean,
     short,
@@ -79,13 +76,6 @@ def spectrum_drawings(spectrum: Json) -> list[Drawing]:
             f"The same for all elements of a layer together, by snapshot PCA over {count} iterations.",
             _spectra(spectrum["layers"], "layer"),
         ),
-        Drawing(
-            "dimensions",
-            "Axes that GradiVeQ's rule asks for",
-            "d by eq. (6) for three loss thresholds, median over slices, beside the size of the slice. A d near the "
-            "number of samples says that more samples would find more axes.",
-            _dimensions(spectrum["layers"], count - 1),
-        ),
     ]
 
 
@@ -117,22 +107,6 @@ def _spectra(layers: Sequence[Json], part: str) -> Chart:
     left = Panel(values, "axis", "eigenvalue / largest", "(a) spectrum", look=look)
     right = Panel(shares, "axes kept, d", "share of variance", "(b) cumulative", look=_SHARES)
     return Chart([left, right], columns=2, height=2.8, layers=[short(layer["name"]) for layer in layers])
-
-
-def _dimensions(layers: Sequence[Json], limit: int) -> Chart:
-    rows = range(len(layers))
-    marks = [
-        points(
-            [median(d[loss] for d in layer["slice_dimensions"].values()) for layer in layers], rows, color, label, mark
-        )
-        for loss, mark, color in (("0.1", "v", GREY), ("0.05", "s", BLUE), ("0.01", "o", VERMILION))
-        for label in [f"λ = {loss}"]
-    ]
-    marks.append(points([layer["slice_size"] for layer in layers], rows, BLACK, "slice size K", "|", ms=9))
-    marks.append(rule(limit, GREY, f"T - 1 = {limit} samples allow no more", across="x", linestyle="--"))
-    names = [short(layer["name"]) for layer in layers]
-    panel = Panel(marks, "dimension d (median over slices), elements", rows=names, look={"xscale": "log"})
-    return Chart([panel], height=max(1.4, 0.24 * len(layers) + 0.7))
 
 
 def _over_time(spectrum: Json, what: str, label: str, **look: Any) -> Chart:

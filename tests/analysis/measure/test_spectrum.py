@@ -22,7 +22,6 @@ from gradlab.analysis.measure.spectrum import (
     centred_eigenvalues,
     cumulative_variance,
     measure_spectrum,
-    slice_of_column,
     spread,
 )
 from gradlab.analysis.questions.slices import fit_verdict
@@ -77,8 +76,9 @@ def averaged(trace, layer):
 def test_measured_spectra_are_those_of_the_slices_in_gradiveq_order(tmp_path, monkeypatch, block):
     layer = Layer("conv.weight", (8, 6, 3, 3), "convolution")  # 432 elements: two blocks at the least block width
     monkeypatch.setattr(spectrum_module, "_BLOCK_VALUES", block)
+    monkeypatch.setattr(spectrum_module, "default_slice_size", lambda view: 144)
     with record(tmp_path / "t", random_gradients(0, 9, 2, [layer]), [layer]) as trace:
-        spectrum = measure_spectrum(trace, slice_size=144).layers[0]
+        spectrum = measure_spectrum(trace).layers[0]
         samples = averaged(trace, layer)
     slices = torch.stack([split_slices(flatten(sample, "gradiveq"), 144)[0] for sample in samples]).double()
     expected, _ = principal_axes(slices[:, 0] - slices[:, 0].mean(0))
@@ -86,15 +86,7 @@ def test_measured_spectra_are_those_of_the_slices_in_gradiveq_order(tmp_path, mo
     whole = ScikitPCA().fit(samples.reshape(9, -1).double().numpy()).explained_variance_ * 8 / 9
     np.testing.assert_allclose(spectrum.layer_eigenvalues, whole, rtol=1e-5, atol=1e-9)
     np.testing.assert_allclose(spectrum.norm, samples.reshape(9, -1).norm(dim=1), rtol=1e-5)
-    assert (spectrum.slice_size, spectrum.slices, set(spectrum.slice_dimensions)) == (144, 3, {0, 1, 2})
-
-
-def test_every_column_belongs_to_the_slice_that_the_codec_cuts(tmp_path):
-    slices = slice_of_column(CONVOLUTION, 24)
-    vector = flatten(torch.arange(72).reshape(CONVOLUTION.shape), "gradiveq")
-    for number, members in enumerate(split_slices(vector, 24)[0]):
-        assert set(np.flatnonzero(slices == number)) == set(members.tolist())
-    assert (slice_of_column(CONVOLUTION, 50) == -1).sum() == 22  # the tail fills no slice
+    assert (spectrum.slice_size, spectrum.slices) == (144, 3)
 
 
 def test_long_traces_are_sampled_evenly_and_say_so(tmp_path):
@@ -107,13 +99,10 @@ def test_long_traces_are_sampled_evenly_and_say_so(tmp_path):
     np.testing.assert_allclose(spectra.layers[1].norm, expected, rtol=1e-6)
 
 
-def test_layers_are_matrices_unless_named(tmp_path):
+def test_layers_are_matrices(tmp_path):
     with record(tmp_path / "t", random_gradients(2, 4, 2)) as trace:
         assert [s.layer.name for s in measure_spectrum(trace).layers] == [CONVOLUTION.name, LINEAR.name]
         assert measure_spectrum(trace).skipped_layers == (BIAS.name,)
-        assert [s.layer.name for s in measure_spectrum(trace, layers=[BIAS.name]).layers] == [BIAS.name]
-        with pytest.raises(GradlabError, match="no layer"):
-            measure_spectrum(trace, layers=["nothing"])
     short = record(tmp_path / "short", random_gradients(4, 1, 2))
     with short, pytest.raises(GradlabError, match="1 steps to measure, expected at least 2"):
         measure_spectrum(short)
