@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,13 @@ def part_of(
             made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def destroy(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group, unless it went before, with `destroy_process_group()`."""
+    if group is not None and dist.is_initialized():
+        with suppress(ValueError):
+            dist.destroy_process_group(group)
 
 
 @contextmanager

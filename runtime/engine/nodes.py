@@ -40,30 +40,6 @@ LAG = 2  # parts that come in before a complete one has to be spread: codecs of 
 
 
 @dataclass(frozen=True)
-class NodeNetwork:
-    """A rank's place in its node, in which `ownership` is that of the plan's parts.
-
-    averaging: communicator for the node's averages; `inside` itself, if all collectives have to keep one order.
-    everyone: communicator of the ranks of all nodes.
-    """
-
-    ownership: Ownership
-    inside: Communicator
-    averaging: Communicator
-    everyone: Communicator
-
-    @property
-    def one_order(self) -> bool:
-        """Whether averages and results go by one order."""
-        return self.averaging is self.inside
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's position in its node."""
-        return self.inside.rank
-
-
-@dataclass(frozen=True)
 class Addends:
     """A local rank's part of a sum, on its way.
 
@@ -99,6 +75,11 @@ class NodeDriver(StepDriver):
     """A `StepDriver` between nodes, whose parts are averaged inside the node before, and spread after.
 
     The communicator joins the same local rank on all nodes, and the run is of the groups that this rank owns.
+
+    everyone: communicator of the ranks of all nodes.
+    inside: communicator of this rank's node, whose rank in it is its local rank.
+    averaging: communicator of the node's averages; `inside` itself, if all collectives have to keep one order.
+    ownership: owners of the plan's parts.
     """
 
     def __init__(
@@ -107,10 +88,15 @@ class NodeDriver(StepDriver):
         communicator: Communicator,
         around: Surroundings,
         place: Place,
-        nodes: NodeNetwork,
+        *,
+        everyone: Communicator,
+        inside: Communicator,
+        averaging: Communicator,
+        ownership: Ownership,
     ) -> None:
-        super().__init__(run, communicator, around, place, nodes.everyone, nodes.inside)
-        self._nodes = nodes
+        super().__init__(run, communicator, around, place, everyone, inside)
+        self._inside, self._averaging, self._ownership = inside, averaging, ownership
+        self._one_order = averaging is inside  # of averages and results
         self._numel = {layer.name: layer.numel for layer in run.plan.layers}
         self._group_of = {layer: group for group in run.plan.compressed_groups for layer in group.layers}
         self._spreads: list[_Spread] = []
@@ -120,11 +106,11 @@ class NodeDriver(StepDriver):
     @property
     def may_start(self) -> bool:
         """Whether `start` may be called for the next step's parts: always, unless all collectives have one order."""
-        return self.ranks_compared and not self._nodes.one_order
+        return self.ranks_compared and not self._one_order
 
     def start(self, part: Part) -> Addends:
         """Start to bring each local rank the addends of what it carries."""
-        inside, ownership = self._nodes.averaging, self._nodes.ownership
+        inside, ownership = self._averaging, self._ownership
         flat = {name: gradient.reshape(-1) for name, gradient in part.gradients.items()}
         carried = range(inside.world_size)
         sizes = [sum(ownership.numel(name, local_rank) for name in flat) for local_rank in carried]
@@ -141,7 +127,7 @@ class NodeDriver(StepDriver):
 
     def add(self, part: Part) -> None:
         current = self._in_progress(part)
-        with self._inside(current):
+        with self._timed_inside(current):
             spread = self._average_inside(part)
         own = self._own_gradients(spread)
         super().add(Part(part.index, own, spread.memory if own else None, part.arrived))
@@ -159,10 +145,10 @@ class NodeDriver(StepDriver):
         while self._waiting:
             self._await_and_spread(current, self._waiting[0])
         self.drain()
-        with self._inside(current):
+        with self._timed_inside(current):
             held = self._agree_beside(current)
             self._write(current, held)
-        for communicator in {self._nodes.inside, self._nodes.averaging}:
+        for communicator in {self._inside, self._averaging}:
             current.record.inside_wire_bytes += communicator.take_counts()[1]
         record = self._commit(current)
         for spread in self._spreads:
@@ -178,7 +164,7 @@ class NodeDriver(StepDriver):
 
     def close(self) -> None:
         super().close()
-        self._nodes.averaging.close()
+        self._averaging.close()
 
     # --- inside the node ---
 
@@ -186,15 +172,15 @@ class NodeDriver(StepDriver):
         """Sum the addends of what this rank carries, in the order of local ranks, once they are there."""
         addends: Addends = part.started or self.start(part)
         part.started = None
-        self._nodes.averaging.wait(addends.work)
-        size = addends.sizes[self._nodes.local_rank]
+        self._averaging.wait(addends.work)
+        size = addends.sizes[self._inside.rank]
         rows = addends.received.view(len(addends.sizes), size)
         own = self.around.workspace.empty((size,), rows)
         return _Spread(part, mean_of_node(list(rows), own), addends.sizes)
 
     def _own_gradients(self, spread: _Spread) -> Tensors:
         """This local rank's share of a part: whole layers in their shape, pieces of others flat."""
-        own, ownership, local_rank = {}, self._nodes.ownership, self._nodes.local_rank
+        own, ownership, local_rank = {}, self._ownership, self._inside.rank
         names = [
             name
             for name in spread.part.gradients
@@ -225,7 +211,7 @@ class NodeDriver(StepDriver):
 
     def _spread_early(self, current: Iteration) -> None:
         """Start to spread the results that are there."""
-        while self._waiting and not self._nodes.one_order and self._is_through(current, self._waiting[0]):
+        while self._waiting and not self._one_order and self._is_through(current, self._waiting[0]):
             self._await_and_spread(current, self._waiting[0])
 
     @staticmethod
@@ -245,8 +231,8 @@ class NodeDriver(StepDriver):
 
     def _spread(self, current: Iteration, spread: _Spread) -> None:
         """Start to bring a part's results to all local ranks."""
-        with self._inside(current):
-            inside = self._nodes.inside
+        with self._timed_inside(current):
+            inside = self._inside
             for owner, size in enumerate(spread.sizes):
                 mine = owner == inside.rank  # sent from where it is
                 spread.gathered.append(spread.memory if mine else self.around.workspace.empty((size,), spread.memory))
@@ -256,7 +242,7 @@ class NodeDriver(StepDriver):
         """Put the results where the gradients were."""
         for spread in self._spreads:
             for work in spread.works:
-                self._nodes.inside.wait(work)
+                self._inside.wait(work)
             if current.step.finite:
                 self._write_part(spread, held)
             else:
@@ -264,7 +250,7 @@ class NodeDriver(StepDriver):
                     tensor.fill_(torch.nan)
 
     def _write_part(self, spread: _Spread, held: frozenset[str]) -> None:
-        ownership, gradients = self._nodes.ownership, spread.part.gradients
+        ownership, gradients = self._ownership, spread.part.gradients
         pieces: dict[str, list[torch.Tensor]] = {name: [] for name in gradients}
         for local_rank, carried in enumerate(spread.gathered):
             sizes = [ownership.numel(name, local_rank) for name in gradients]
@@ -281,7 +267,7 @@ class NodeDriver(StepDriver):
                 gradient.copy_((parts[0] if len(parts) == 1 else torch.cat(parts)).view(gradient.shape))
 
     @contextmanager
-    def _inside(self, current: Iteration) -> Iterator[None]:
+    def _timed_inside(self, current: Iteration) -> Iterator[None]:
         """Note the time spent on the node's own exchange, its waiting included."""
         began = time.perf_counter()
         yield
@@ -306,11 +292,12 @@ def node_driver(
     ownership = share_out(plan, topology.local_ranks)
     mine = ownership.owned(topology.local_rank)
     codecs = {one.name: plan.build(one, device) for one in plan.compressed_groups if one.name in mine}
-    nodes = NodeNetwork(ownership, inside, averaging, everyone)
     run = around.run(plan, topology.node, len(topology.nodes), codecs)
 
     def forecast(plan: Plan) -> float:
         return forecast_payload(plan, ownership, topology.local_rank, len(topology.nodes))
 
     carried = [(one, ownership.numel(name, topology.local_rank)) for name, one in around.parameters.items()]
-    return NodeDriver(run, between, around, Place.of(everyone, forecast, carried, topology), nodes)
+    place = Place.of(everyone, forecast, carried, topology)
+    communicators = {"everyone": everyone, "inside": inside, "averaging": averaging}
+    return NodeDriver(run, between, around, place, ownership=ownership, **communicators)

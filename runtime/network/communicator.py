@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradlab.collectives import (
     payload_bytes,
     signature,
 )
-from gradlab.ddp.groups import Ranks
+from gradlab.ddp.groups import Ranks, destroy
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse
@@ -157,10 +157,8 @@ class Communicator:
     def close(self) -> None:
         """Let go of the group. Idempotent. Peers that wait for this rank in an owned one get an error."""
         group, self.group = self.group, None
-        if group is not None and self._owned and dist.is_initialized():
-            # ValueError: the group went before, with destroy_process_group().
-            with suppress(ValueError):
-                dist.destroy_process_group(group)
+        if self._owned:
+            destroy(group)
 
     def issue(self, requests: Sequence[Request]) -> Round:
         """Start the collectives that serve requests of one step of this rank, without waiting for them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.averaged import not_averaged
-from gradlab.ddp.groups import Ranks, group_like, group_or_world, part_of
+from gradlab.ddp.groups import Ranks, destroy, group_like, group_or_world, part_of
 from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_units import let_go_of_gathered
 from gradlab.ddp.topology import find_topology
@@ -179,9 +178,7 @@ class Workers:
         """Destroy the groups that were made. Others that wait in one of them get an error."""
         groups, self._made, self.between, self.inside = self._made, (), None, None
         for group in groups:
-            if dist.is_initialized():
-                with suppress(ValueError):  # it went before, with destroy_process_group()
-                    dist.destroy_process_group(group)
+            destroy(group)
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:

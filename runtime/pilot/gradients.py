@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.groups import Ranks, group_like, part_of
+from gradlab.ddp.groups import Ranks, destroy, group_like, part_of
 from gradlab.ddp.model import require_ddp, synchronised_layers, without_compile
 from gradlab.ddp.sharded_units import (
     attached_hooks,
@@ -57,8 +57,7 @@ class Gradients:
 
     def end(self) -> None:
         """Give the exchange back."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        destroy(self._group)
 
 
 class DDPGradients(Gradients):

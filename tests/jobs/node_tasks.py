@@ -267,7 +267,7 @@ def gradients_by_order(group: dist.ProcessGroup, codec: str, settings: dict[str,
         with _attribute(HostDevice, "shares_stream", shares_stream):
             state = attached(group, model, plan_of(model, codec, settings), 2, deterministic=True)
             runs.append([step_of(model, rank, step) for step in range(4)])
-            orders.append(len({state._driver._nodes.inside, state._driver._nodes.averaging}))  # type: ignore[attr-defined]
+            orders.append(len({state._driver._inside, state._driver._averaging}))  # type: ignore[attr-defined]
             sent.append(state.statistics.steps[-1].inside_wire_bytes)
             state.close()
     same = all(torch.equal(one[name], other[name]) for one, other in zip(*runs, strict=True) for name in SHAPES)
