@@ -125,7 +125,9 @@ class PowerSGD(Codec):
             return separated(found, {name: torch.zeros_like(grad) for name, grad in dense.items()})
 
         def mean() -> Tensors:
-            return separated(products(*means, lambda stack: stack.memory_for_mean(context)), sent_dense)
+            return separated(
+                products(*means, lambda stack: context.memory.for_mean(stack.matrices, stack.names)), sent_dense
+            )
 
         own_contributions = Deferred(grads, lambda: separated(products(*own, memory), dense), errors)
         return Exchanged(context.once(mean), own_contributions, kept)
@@ -404,10 +406,6 @@ class _Stack:
     def factors(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the factors of each layer, from those of all."""
         return [whole] if len(self.names) == 1 else whole.unbind()
-
-    def memory_for_mean(self, context: Context) -> torch.Tensor:
-        """Return memory for the mean of all matrices."""
-        return context.memory.for_mean(self.matrices, self.names)
 
 
 def _by_layer(stacks: Mapping[str, _Stack], kept: Tensors, side: Callable[[str], str]) -> Tensors:

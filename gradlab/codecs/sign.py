@@ -124,7 +124,7 @@ class Sign(BlockCompressor):
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         scales, packed = payload
-        return packed, self._factors(scales, like, scale)
+        return packed, scale if self.settings.scale == "one" else scales.to(like.dtype) * scale
 
     def fill(self, values: torch.Tensor, prepared: Any, start: int) -> torch.Tensor:
         packed, factors = prepared
@@ -136,12 +136,6 @@ class Sign(BlockCompressor):
         if first == last:
             return write_signs(values, packed, factors[first])
         return self.scale(write_signs(values, packed, 1.0), factors, start)
-
-    def _factors(self, scales: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor | float:
-        """Return the factors of the blocks' signs, (blocks,); without scales one number for all."""
-        if self.settings.scale == "one":
-            return scale
-        return scales.to(like.dtype) * scale
 
     def compressed_bytes(self, numel: int) -> int:
         return (4 * self.blocks(numel) if self.settings.scale == "mean" else 0) + packed_bytes(numel, 1)
