@@ -24,7 +24,6 @@ import torch
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
-from gradlab.formatting import format_bytes
 from gradlab.json_form import require_form
 from gradlab.jsonable import Jsonable, plain
 from gradlab.trace import Trace
@@ -33,7 +32,6 @@ from gradlab.version import VERSION as GRADLAB
 
 FORMAT = "gradlab-corpus"
 MANIFEST, README, ROWS = "corpus.json", "README.md", "rows.jsonl"
-MOST_FILES, MOST_BYTES = 4096, 2**29  # of a corpus; one of three recordings has some 30 files and 30 MB
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _FILE = re.compile(rf"README\.md|rows\.jsonl|{_NAME.pattern}/(manifest\.json|rank-\d{{5}}/(index\.json|\d{{6}}\.h5))")
 
@@ -103,15 +101,10 @@ class Corpus:
         """Outcomes of methods on one recording."""
         return tuple(one for one in self.outcomes if one.recording == recording)
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of all files, sorted, the manifest first."""
-        return (MANIFEST, *sorted(self.manifest["files"]))
-
 
 def is_corpus(path: Path) -> bool:
-    """Say whether a path is a corpus's folder, or a file, which can only be a packed one."""
-    return path.is_file() or (path / MANIFEST).is_file()
+    """Say whether a path is a corpus's folder."""
+    return (path / MANIFEST).is_file()
 
 
 def check_name(name: Any, where: object) -> str:
@@ -199,13 +192,12 @@ def read_corpus(folder: Path) -> Corpus:
 
 
 def _check_files(folder: Path, files: Any) -> None:
-    if not isinstance(files, dict) or ROWS not in files or len(files) > MOST_FILES:
+    if not isinstance(files, dict) or ROWS not in files:
         raise GradlabError(f"{folder / MANIFEST}: files = {str(files)[:80]}, expected the corpus's files by name")
-    total = 0
     for name, about in files.items():
         path = folder / check_name(name, folder / MANIFEST)
         known = isinstance(about, dict) and type(about.get("bytes")) is int and isinstance(about.get("sha256"), str)
-        if not known or (total := total + about["bytes"]) > MOST_BYTES:
+        if not known:
             raise GradlabError(f"{folder / MANIFEST}: {name} is {str(about)[:80]}, expected its bytes and sha256")
         if any(part.is_symlink() for part in (path, *path.parents[: len(PurePosixPath(name).parts) - 1])):
             raise GradlabError(f"{path}: is a link, expected a file of the corpus itself")
@@ -253,8 +245,3 @@ def readme(recordings: Sequence[Recording], command: str, caveats: Sequence[str]
         "",
     ]
     return "\n".join(lines)
-
-
-def size_of(corpus: Corpus) -> str:
-    """The size of all files, as people read it."""
-    return format_bytes(sum(about["bytes"] for about in corpus.manifest["files"].values()))

@@ -1,4 +1,4 @@
-"""A corpus: two small recordings, and what became of methods that were trained there, in one file to give away.
+"""A corpus: two small recordings, and what became of methods that were trained there.
 
     python benchmarks corpus --data FOLDER --work runs/corpus [--baselines cifar-resnet] [--steps 1000]
     python benchmarks corpus --table [--rows benchmarks/results/corpus.jsonl]
@@ -9,8 +9,8 @@ on, in bfloat16 and within a byte budget. Each method is replayed on it, which i
 which is what is observed: dense for 100 iterations, then compressed, at dense training's learning rate. A loss is the
 mean over the last 50 iterations, beside dense training's of the same seed.
 
-Every run is a line in WORK/runs.jsonl, and what is there is not done again. WORK/corpus is packed beside it; the same
-recordings and outcomes give the same bytes.
+Every run is a line in WORK/runs.jsonl, and what is there is not done again. The corpus is the folder WORK/corpus; the
+same recordings and outcomes give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from accuracy import resnet8
 from rows import Row, fill, finite, grouped, markdown, options, read
 from text_chars import version
 
-from gradlab.analysis.corpus.archive import pack
 from gradlab.analysis.corpus.manifest import ROWS, Source, describe, write_manifest
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes, replayed_figures, written
 from gradlab.analysis.forecast.speed import Judged
@@ -256,4 +255,3 @@ def main() -> None:
     words = ["python benchmarks corpus --data FOLDER", *["--baselines", *taken] * (len(taken) < len(baselines()))]
     words += ["--steps", str(chosen.steps)] * bool(chosen.steps)
     campaign.assemble(campaign.outcomes(), " ".join(words))
-    print(pack(campaign.folder, chosen.work / "gradlab-corpus.tar.gz"))

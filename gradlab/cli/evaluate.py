@@ -43,9 +43,7 @@ from gradlab.trace import Trace
 
 
 def evaluate(
-    trace: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The trace's folder; or a corpus, its folder or the packed file.")
-    ],
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a trace or of a corpus.")],
     methods: Annotated[
         list[str],
         typer.Argument(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from gradlab.analysis.corpus.archive import unpack
 from gradlab.analysis.corpus.manifest import Corpus, read_corpus
 from gradlab.analysis.corpus.outcome import Judgement, Outcome, judge
 from gradlab.analysis.forecast.endings import EndingRange
@@ -48,12 +45,9 @@ Judgements = Mapping[str, Mapping[str, "Judgement | GradlabError"]]
 
 
 def evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: int, as_json: bool) -> None:
-    """Judge methods by a corpus, a folder or the packed file, and print their figures beside its own methods'."""
-    with ExitStack() as stack:
-        if path.is_file():
-            path = unpack(path, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradlab-corpus-"))))
-        corpus = read_corpus(path)
-        progress = stack.enter_context(progress_bars())
+    """Judge methods by a corpus's folder, and print their figures beside its own methods'."""
+    corpus = read_corpus(path)
+    with progress_bars() as progress:
         judgements = {one.name: _judged(corpus, one.name, methods, workers, progress) for one in corpus.recordings}
     for method in methods:
         reasons = [found for of in judgements.values() if isinstance(found := of[method.words], GradlabError)]

@@ -1,22 +1,18 @@
-"""A corpus: its files are those that the manifest lists, packing is reproducible, and nothing leaves the folder."""
+"""A corpus: its files are those that the manifest lists, and the same recordings and outcomes give the same bytes."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
 import math
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradlab.analysis.corpus.archive import TOP, pack, unpack
-from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, check_name, read_corpus
+from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, README, ROWS, check_name, read_corpus, write_manifest
 from gradlab.analysis.corpus.outcome import Outcome, judge, read_outcomes, written
 from gradlab.analysis.replay import replay
 from gradlab.errors import GradlabError
@@ -83,107 +79,20 @@ def test_outcomes_are_read_as_they_were_written(tmp_path: Path, corpus: Path) ->
     assert list(read_outcomes(tmp_path / ROWS)) == [*outcomes, *diverged]
 
 
-# --- packing --------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_files_give_the_same_bytes(corpus: Path, copy: Path, tmp_path: Path) -> None:
+def test_the_same_files_give_the_same_bytes(corpus: Path, copy: Path) -> None:
     """Whatever their times, owners and permissions."""
     for path in copy.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
-    one, two = tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"
-    told = [pack(corpus, one), pack(copy, two)]
-    assert one.read_bytes() == two.read_bytes()
-    assert told[0].split()[1:] == told[1].split()[1:]
-    with tarfile.open(one) as archive:
-        members = archive.getmembers()
-    names = [member.name for member in members]
-    assert names == [f"{TOP}/{MANIFEST}", *sorted(names[1:])]
-    assert all((member.mtime, member.uid, member.gid, member.uname) == (0, 0, 0, "") for member in members)
-    assert all(member.isreg() for member in members)
-
-
-def test_an_unpacked_corpus_is_the_corpus(corpus: Path, tmp_path: Path) -> None:
-    pack(corpus, tmp_path / "corpus.tar.gz")
-    found = read_corpus(unpack(tmp_path / "corpus.tar.gz", tmp_path / "there"))
-    assert found.outcomes == read_corpus(corpus).outcomes
-    assert found.manifest == read_corpus(corpus).manifest
-
-
-def test_what_does_not_shrink_is_not_compressed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradlab.analysis.corpus.archive._gzipped", lambda data: data + b" ")
-    assert pack(corpus, tmp_path / "corpus.tar.gz").startswith(f"{tmp_path / 'corpus.tar'}: ")
-    assert read_corpus(unpack(tmp_path / "corpus.tar", tmp_path / "there")).folder == tmp_path / "there" / TOP
-
-
-def archive_of(path: Path, *members: tuple[str, bytes | tarfile.TarInfo]) -> Path:
-    """An archive with these members; a TarInfo in place of a content is a member without one."""
-    with tarfile.open(path, "w") as archive:
-        for name, content in members:
-            info = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
-            info.name = name
-            if isinstance(content, tarfile.TarInfo):
-                archive.addfile(info)
-            else:
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-    return path
-
-
-def link(kind: bytes, target: str) -> tarfile.TarInfo:
-    info = tarfile.TarInfo()
-    info.type, info.linkname = kind, target
-    return info
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("/etc/passwd", b"x", "which is no file of a corpus"),
-        ("../corpus.json", b"x", "which is no file of a corpus"),
-        (f"{TOP}/../../rows.jsonl", b"x", "which is no file of a corpus"),
-        (f"{TOP}/digits/rank-00000/../index.json", b"x", "which is no file of a corpus"),
-        (f"{TOP}/my_codec.py", b"x", "which is no file of a corpus"),
-        (f"{TOP}/digits/sitecustomize.py", b"x", "which is no file of a corpus"),
-        (f"{TOP}/rows.jsonl", link(tarfile.SYMTYPE, "/etc/passwd"), "is a link or a device"),
-        (f"{TOP}/rows.jsonl", link(tarfile.LNKTYPE, "/etc/passwd"), "is a link or a device"),
-        (f"{TOP}/digits", link(tarfile.SYMTYPE, "/tmp"), "is a link or a device"),
-        (f"{TOP}/rows.jsonl", link(tarfile.FIFOTYPE, ""), "is a link or a device"),
-        (f"{TOP}/rows.jsonl", link(tarfile.CHRTYPE, ""), "is a link or a device"),
-    ],
-)
-def test_members_that_leave_the_folder_are_refused(
-    tmp_path: Path, name: str, content: bytes | tarfile.TarInfo, message: str
-) -> None:
-    archive = archive_of(tmp_path / "corpus.tar", (name, content))
-    with pytest.raises(GradlabError, match=message):
-        unpack(archive, tmp_path / "there")
-    assert sorted(path.name for path in tmp_path.rglob("*") if not path.is_dir()) == ["corpus.tar"]
-
-
-def test_archives_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = archive_of(tmp_path / "twice.tar", (f"{TOP}/{ROWS}", b"a"), (ROWS, b"b"))
-    with pytest.raises(GradlabError, match=f"holds '{ROWS}' twice"):
-        unpack(twice, tmp_path / "twice")
-    (tmp_path / "text.tar.gz").write_text("no archive")
-    with pytest.raises(GradlabError, match="a damaged or truncated archive"):
-        unpack(tmp_path / "text.tar.gz", tmp_path / "text")
-    monkeypatch.setattr("gradlab.analysis.corpus.archive.MOST_BYTES", 2**20)
-    bomb = tmp_path / "bomb.tar.gz"
-    bomb.write_bytes(gzip.compress(archive_of(tmp_path / "zeros.tar", (ROWS, bytes(2**21))).read_bytes()))
-    with pytest.raises(GradlabError, match="unpacks to more than 1048576 bytes"):
-        unpack(bomb, tmp_path / "bomb")
-    monkeypatch.setattr("gradlab.analysis.corpus.archive.MOST_FILES", 1)
-    with pytest.raises(GradlabError, match="more than 1 members"):
-        unpack(archive_of(tmp_path / "many.tar", (ROWS, b""), (MANIFEST, b"")), tmp_path / "many")
-
-
-def test_a_truncated_archive_is_refused_wherever_it_ends(corpus: Path, tmp_path: Path) -> None:
-    pack(corpus, tmp_path / "corpus.tar.gz")
-    whole = (tmp_path / "corpus.tar.gz").read_bytes()
-    for number, end in enumerate((0, 100, len(whole) // 2, len(whole) - 4)):
-        (tmp_path / "cut.tar.gz").write_bytes(whole[:end])
-        with pytest.raises(GradlabError, match=r"cut\.tar\.gz: a damaged or truncated archive|no corpus, there is no"):
-            read_corpus(unpack(tmp_path / "cut.tar.gz", tmp_path / str(number)))
+    found = read_corpus(copy)
+    for name in (README, MANIFEST, ROWS):
+        (copy / name).unlink()
+    (copy / ROWS).write_bytes(written(found.outcomes))
+    write_manifest(copy, found.recordings, found.manifest["command"], found.manifest["caveats"])
+    for name in (README, MANIFEST, ROWS):
+        assert (copy / name).read_bytes() == (corpus / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["..", "", "a\\b", "digits/../rows.jsonl", "digits/rank-00000/000000.h5\n", None, 3])

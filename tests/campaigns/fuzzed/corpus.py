@@ -1,20 +1,19 @@
-"""Corpora: the packed file damaged as it is, and a manifest and outcomes that were altered, listed again and sealed."""
+"""Corpora: a file damaged as it is, and a manifest and outcomes that were altered, listed again and sealed."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
-import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from campaigns.fuzzed.case import Case, Format, altered_json, damaged
-from gradlab.analysis.corpus.archive import TOP, pack, unpack
+from campaigns.fuzzed.trace import pack
 from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, Source, describe, read_corpus
 from gradlab.analysis.corpus.manifest import write_manifest as write
 from gradlab.analysis.corpus.outcome import Outcome, written
@@ -28,29 +27,31 @@ ROW = Outcome("small", "top-k", "topk", True, {1: 0.4, 4: 0.5}, 0.5, 4, 0.9, 5.0
 
 
 def read_packed(path: Path) -> str:
-    """Unpack and check a corpus, and look at everything in it as `gradlab evaluate` does."""
+    """Check a corpus, and look at everything in it as `gradlab evaluate` does."""
     with tempfile.TemporaryDirectory() as folder:
-        found = read_corpus(unpack(path, Path(folder)))
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(folder)
+        found = read_corpus(Path(folder))
         for one in found.outcomes:
             _outcome_cells(one)
         return hashlib.sha256(repr((found.recordings, found.outcomes)).encode()).hexdigest()
 
 
 class Corpus(Format):
-    """A packed corpus of one recording."""
+    """A corpus of one recording, its files packed into a zip of our own, which is never damaged."""
 
-    file_name = "corpus.tar"
+    file_name = "corpus.zip"
 
     def __init__(self) -> None:
         self._work = tempfile.TemporaryDirectory()
-        folder = Path(self._work.name) / TOP
+        folder = Path(self._work.name) / "corpus"
         record(folder / "small", random_gradients(0, 3, 2)).close()
         (folder / ROWS).write_bytes(written([ROW]))
         source = Source("noise", "none", "numpy")
         numbers = {"steps": 9, "batch_size": 1, "seeds": {"recorded": 0}}
         write(folder, [describe(folder, "small", title="noise", source=source, **numbers)], "none")
-        pack(folder, Path(self._work.name) / "corpus.tar.gz")
-        self._files = {name: (folder / name).read_bytes() for name in read_corpus(folder).files}
+        names = (MANIFEST, *sorted(read_corpus(folder).manifest["files"]))
+        self._files = {name: (folder / name).read_bytes() for name in names}
         self._folder = folder
         self._expected = self._read(self._files)
 
@@ -59,21 +60,22 @@ class Corpus(Format):
 
     def _read(self, files: dict[str, bytes]) -> str:
         path = Path(self._work.name) / self.file_name
-        path.write_bytes(archive(files))
+        path.write_bytes(pack(files))
         return read_packed(path)
 
     def case(self, draw: np.random.Generator) -> Case:
         kind = str(draw.choice(["bytes", "manifest", "rows"]))
         if kind == "bytes":
-            kind, data = damaged(archive(self._files), draw)
-            return Case(kind, data, False, self._expected, read_packed)
+            files, name = dict(self._files), str(draw.choice(list(self._files)))
+            kind, files[name] = damaged(files[name], draw)
+            return Case(kind, pack(files), False, self._expected, read_packed)
         files = self._altered(kind, draw)
-        return Case(kind, archive(files), True, self._expected, read_packed)
+        return Case(kind, pack(files), True, self._expected, read_packed)
 
     def _altered(self, kind: str, draw: np.random.Generator) -> dict[str, bytes]:
         """The files with one of them altered, and a manifest that seals them."""
         with tempfile.TemporaryDirectory() as place:
-            folder = Path(shutil.copytree(self._folder, Path(place) / TOP))
+            folder = Path(shutil.copytree(self._folder, Path(place) / "corpus"))
             body = read_document(folder / MANIFEST, FORMAT)
             del body["format"], body["version"]
             files = dict(self._files)
@@ -88,14 +90,3 @@ class Corpus(Format):
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def archive(files: dict[str, bytes]) -> bytes:
-    """A plain archive, in which a damaged byte is in a file and not in a compressed stream."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as file:
-        for name, content in sorted(files.items()):
-            member = tarfile.TarInfo(f"{TOP}/{name}")
-            member.size = len(content)
-            file.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
