@@ -20,7 +20,6 @@ from gradlab.jsonable import Jsonable
 from gradlab.trace.checking import committed_segments
 from gradlab.trace.schema import (
     MANIFEST,
-    STEP_DTYPE,
     Manifest,
     RankIndex,
     rank_folder,
@@ -32,6 +31,7 @@ from gradlab.trace.schema import (
 from gradlab.trace.segment import SegmentReader
 
 _Signature = tuple[int, int, int]  # of a file: inode, bytes, time of the last write in nanoseconds
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ class TraceProgress:
         manifest: the trace's.
         ranks: those that have a folder, in order.
         common_steps: iterations that are committed on every rank.
-        iterations: iterations of any rank, int64 (T,), ascending.
-        losses: the mean over those ranks that committed the iteration and annotated it, float64 (T,); NaN: none did.
-        non_finite: elements that are infinite or NaN in all, int64.
+        last_iteration: the last one that is committed on any rank; None: there is none yet.
         nbytes: bytes of all files.
         written: when a file was last written, seconds since 1970.
         problems: problems of all ranks, one line each.
@@ -75,9 +73,7 @@ class TraceProgress:
     manifest: Manifest
     ranks: tuple[RankProgress, ...]
     common_steps: int
-    iterations: np.ndarray
-    losses: np.ndarray
-    non_finite: int
+    last_iteration: int | None
     nbytes: int
     written: float
     problems: tuple[str, ...]
@@ -104,27 +100,12 @@ class TraceProgress:
 
 @dataclass
 class _Segment:
-    """One segment: its file as it was last read, its records, and what was wrong with it."""
+    """One segment: its file as it was last read, its iterations, and what was wrong with it."""
 
     signature: _Signature | None = None
-    records: np.ndarray = field(default_factory=lambda: np.zeros(0, STEP_DTYPE))
+    iterations: np.ndarray = field(default_factory=lambda: _NONE)
     problem: str = ""
     failed: _Signature | None = None  # the file at the last look that could not read it
-
-
-@dataclass(frozen=True)
-class _RankLook:
-    """One look at one rank's folder: its index, its records (`STEP_DTYPE`), its files, what is wrong."""
-
-    rank: int
-    index: RankIndex | None
-    records: np.ndarray
-    files: list[tuple[int, float]]
-    problems: list[str]
-
-    @property
-    def iterations(self) -> np.ndarray:
-        return self.records["index"]
 
 
 class GrowingTrace:
@@ -151,10 +132,25 @@ class GrowingTrace:
     def look(self) -> TraceProgress:
         """Return how far the recording is now."""
         self._refresh_manifest()
-        there = sorted(rank for rank in ranks_there(self._folder) if rank < self._manifest.world_size)
-        looks = [self._look_at(rank) for rank in there]
-        due = reduce(np.union1d, [look.iterations for look in looks], np.zeros(0, np.int64))
-        return self._progress(tuple(_rank_progress(look, due) for look in looks), looks)
+        world_size, problems = self._manifest.world_size, list[str]()
+        indices: dict[int, RankIndex | None] = {}
+        held: dict[int, np.ndarray] = {}
+        for rank in sorted(rank for rank in ranks_there(self._folder) if rank < world_size):
+            indices[rank] = self._index(rank, problems)
+            held[rank] = self._iterations(rank, indices[rank], problems)
+        due = reduce(np.union1d, held.values(), _NONE)
+        own, files = _files(self._folder), {rank: _files(self._folder / rank_folder(rank)) for rank in held}
+        ranks = [_rank_progress(rank, held[rank], indices[rank], due, files[rank]) for rank in held]
+        complete = len(held) == world_size
+        return TraceProgress(
+            manifest=self._manifest,
+            ranks=tuple(ranks),
+            common_steps=len(reduce(np.intersect1d, held.values())) if complete else 0,
+            last_iteration=_last(due),
+            nbytes=sum(file.st_size for file in own) + sum(rank.nbytes for rank in ranks),
+            written=max((file.st_mtime for some in (own, *files.values()) for file in some), default=0.0),
+            problems=tuple(problems),
+        )
 
     @property
     def unsettled(self) -> bool:
@@ -168,33 +164,22 @@ class GrowingTrace:
             self._manifest, self._read = read_manifest(self._folder), signature
             self._segments.clear()
 
-    def _progress(self, ranks: tuple[RankProgress, ...], looks: list[_RankLook]) -> TraceProgress:
-        records = np.concatenate([np.zeros(0, STEP_DTYPE), *(look.records for look in looks)])
-        iterations, place = np.unique(records["index"], return_inverse=True)
-        complete = len(ranks) == self._manifest.world_size
-        files = [*_files(self._folder), *(one for look in looks for one in look.files)]
-        return TraceProgress(
-            manifest=self._manifest,
-            ranks=ranks,
-            common_steps=len(reduce(np.intersect1d, [look.iterations for look in looks])) if complete else 0,
-            iterations=iterations,
-            losses=mean_by_place(records["loss"], place, len(iterations)),
-            non_finite=int(records["non_finite"].sum()),
-            nbytes=sum(size for size, _ in files),
-            written=max((time for _, time in files), default=0.0),
-            problems=tuple(problem for look in looks for problem in look.problems),
-        )
+    def _index(self, rank: int, problems: list[str]) -> RankIndex | None:
+        try:
+            return read_index(self._folder, rank)
+        except GradlabError as error:
+            problems.append(str(error))
+            return None
 
-    def _look_at(self, rank: int) -> _RankLook:
-        index, problems = _index(self._folder, rank)
-        records = [np.zeros(0, STEP_DTYPE)]
+    def _iterations(self, rank: int, index: RankIndex | None, problems: list[str]) -> np.ndarray:
+        """Return the committed iterations of a rank, int64 (T,)."""
+        iterations = [_NONE]
         for number, suffix in self._listed(rank, index):
             segment = self._segments.setdefault((rank, number), _Segment())
             self._read_segment(segment, rank, number, suffix)
-            records.append(segment.records)
+            iterations.append(segment.iterations)
             problems += [segment.problem] if segment.problem else []
-        files = _files(self._folder / rank_folder(rank))
-        return _RankLook(rank, index, np.concatenate(records), files, problems)
+        return np.concatenate(iterations)
 
     def _listed(self, rank: int, index: RankIndex | None) -> list[tuple[int, str]]:
         """List a rank's segments. One that is renamed just then may be in no listing, but is in the next."""
@@ -211,24 +196,29 @@ class GrowingTrace:
             return
         try:
             with closing(SegmentReader(path, self._manifest, rank, number, swmr=bool(suffix), only=())) as reader:
-                segment.records, segment.signature = reader.records, signature
+                segment.iterations, segment.signature = reader.records["index"], signature
                 segment.problem, segment.failed = "", None
         except GradlabError as error:
             segment.problem = str(error) if segment.failed == signature else ""
             segment.failed = signature
 
 
-def _rank_progress(look: _RankLook, due: np.ndarray) -> RankProgress:
-    """due: iterations of any rank."""
-    iterations, index = look.iterations, look.index
+def _rank_progress(
+    rank: int, held: np.ndarray, index: RankIndex | None, due: np.ndarray, files: list[os.stat_result]
+) -> RankProgress:
+    """held, due: iterations of the rank, and of any rank."""
     return RankProgress(
-        rank=look.rank,
-        steps=len(iterations),
-        last_iteration=int(iterations[-1]) if len(iterations) else None,
-        steps_lost=index.steps_lost if index else lost(iterations, due),
-        nbytes=sum(size for size, _ in look.files),
+        rank=rank,
+        steps=len(held),
+        last_iteration=_last(held),
+        steps_lost=index.steps_lost if index else lost(held, due),
+        nbytes=sum(file.st_size for file in files),
         closed=index is not None,
     )
+
+
+def _last(iterations: np.ndarray) -> int | None:
+    return int(iterations[-1]) if len(iterations) else None
 
 
 def lost(held: np.ndarray, due: np.ndarray) -> int:
@@ -240,22 +230,6 @@ def lost(held: np.ndarray, due: np.ndarray) -> int:
     return len(np.setdiff1d(due[due <= held[-1]], held)) if len(held) else 0
 
 
-def mean_by_place(values: np.ndarray, place: np.ndarray, count: int) -> np.ndarray:
-    """Average float64 values (S,) that are numbers by their places, int64 (S,): float64 (count,), NaN where there is
-    none."""
-    known = ~np.isnan(values)
-    with np.errstate(invalid="ignore"):  # infinities of both signs, and places without a number
-        sums = np.bincount(place[known], values[known], count)
-        return np.asarray(sums / np.bincount(place[known], minlength=count))
-
-
-def _index(folder: Path, rank: int) -> tuple[RankIndex | None, list[str]]:
-    try:
-        return read_index(folder, rank), []
-    except GradlabError as error:
-        return None, [str(error)]
-
-
 def _signature(path: Path) -> _Signature | None:
     """Return values that change when a file is written or replaced; None: it is not there."""
     try:
@@ -265,13 +239,12 @@ def _signature(path: Path) -> _Signature | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _files(folder: Path) -> list[tuple[int, float]]:
-    """Bytes of each file in a folder, and when it was last written, in seconds since 1970."""
+def _files(folder: Path) -> list[os.stat_result]:
+    """Bytes of each file in a folder, and when it was last written."""
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):  # renamed since it was listed
                 if entry.is_file(follow_symlinks=False):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_size, status.st_mtime))
+                    found.append(entry.stat(follow_symlinks=False))
     return found

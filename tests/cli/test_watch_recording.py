@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import time
 from pathlib import Path
@@ -27,9 +26,8 @@ def test_a_closed_recording_is_shown_whole(tmp_path: Path, gradlab: Command) -> 
     assert (code, err) == (0, "")
     assert "20 steps on all 2 ranks, closed" in text
     assert "budget: 1.07 GB, 1.07 GB left (100 %)" in text
-    assert re.search(r"^loss +0\.05000 ", text, flags=re.MULTILINE)  # 1 / 20
     seen = json.loads(gradlab("watch", tmp_path / "t", "--json")[1])
-    assert (seen["closed"], seen["common_steps"], seen["last_iteration"], seen["loss"]) == (True, 20, 19, 0.05)
+    assert (seen["closed"], seen["common_steps"], seen["last_iteration"]) == (True, 20, 19)
     assert [rank["steps"] for rank in seen["ranks"]] == [20, 20]
     size = sum(file.stat().st_size for file in (tmp_path / "t").rglob("*") if file.is_file())
     assert (seen["nbytes"], seen["budget"], seen["problems"]) == (size, 2**30, [])

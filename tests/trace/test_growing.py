@@ -15,7 +15,6 @@ from gradlab.capture import TraceWriter, repair
 from gradlab.capture.writing.folder import lock_rank, unlock_rank
 from gradlab.errors import GradlabError
 from gradlab.trace import GrowingTrace, Trace, check, growing
-from gradlab.trace.growing import mean_by_place
 from gradlab.trace.schema import LOCK, MANIFEST, rank_folder, segment_name
 from jobs.recording_in_blocks import BLOCK, BUDGET
 from support.growing_recording import recording
@@ -33,8 +32,7 @@ def test_every_committed_step_is_seen_and_nothing_else(tmp_path: Path) -> None:
             assert [(rank.steps, rank.last_iteration, rank.steps_lost) for rank in seen.ranks] == [
                 (steps, steps - 1, 0)
             ] * 2
-            assert seen.iterations.tolist() == list(range(steps))
-            assert seen.losses.tolist() == [1 / (1 + step) for step in range(steps)]
+            assert seen.last_iteration == steps - 1
             assert (seen.budget, seen.most_steps) == (BUDGET, 10_000)
             on_disk = sum(file.stat().st_size for file in (tmp_path / "t").rglob("*") if file.is_file())
             assert seen.nbytes == on_disk
@@ -168,7 +166,6 @@ def test_a_rank_that_dropped_steps_has_lost_them(tmp_path: Path) -> None:
     seen = GrowingTrace(tmp_path / "t").look()
     assert [rank.steps for rank in seen.ranks] == [32, 24, 16]
     assert [rank.steps_lost for rank in seen.ranks] == [0, 8, 0]
-    assert np.isnan(seen.losses).all()
     assert seen.common_steps == 12
 
 
@@ -189,16 +186,10 @@ def test_a_folder_without_a_rank_has_not_begun(tmp_path: Path) -> None:
     for rank in range(2):
         shutil.rmtree(tmp_path / "t" / rank_folder(rank))
     seen = GrowingTrace(tmp_path / "t").look()
-    assert (seen.closed, seen.ranks, seen.common_steps, len(seen.iterations)) == (False, (), 0, 0)
+    assert (seen.closed, seen.ranks, seen.common_steps, seen.last_iteration) == (False, (), 0, None)
     (tmp_path / "t" / MANIFEST).unlink()
     with pytest.raises(GradlabError, match="not a gradlab trace"):
         GrowingTrace(tmp_path / "t")
-
-
-def test_values_by_place() -> None:
-    values, place = np.array([1.0, 3.0, np.nan, np.nan, np.inf]), np.array([0, 0, 0, 1, 2])
-    np.testing.assert_array_equal(mean_by_place(values, place, 3), [2.0, np.nan, np.inf])
-    assert mean_by_place(np.zeros(0), np.zeros(0, np.int64), 0).tolist() == []
 
 
 def test_examples_in_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 A log (gradlab.runtime.ScalarLog, gradlab train --log) shows loss, bytes, ratio, times, errors and residuals by
 layer, and rules that fired. A trace's folder (gradlab.capture.TraceRecorder, gradlab train --capture) shows
-iterations, bytes and their rate, what the budget leaves, the loss, and every rank. It shows a killed recording too.
+iterations, bytes and their rate, what the budget leaves, and every rank. It shows a killed recording too.
 
 It ends when the run does, or with Ctrl-C. It only reads: the run does not notice.
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Group
 
-from gradlab.cli.watch.terminal import Series, last_lines, numbers, rows, text
+from gradlab.cli.watch.terminal import last_lines, rows, text
 from gradlab.formatting import format_bytes, format_count, format_percent, format_seconds
 from gradlab.jsonable import plain
 from gradlab.trace import GrowingTrace, RankProgress, TraceProgress
@@ -57,23 +55,17 @@ class WatchedTrace:
     def to_json(self) -> dict[str, Any]:
         """How far it is, for scripts."""
         progress = self._progress
-        names = "closed common_steps most_steps nbytes budget non_finite written ranks problems"
+        names = "closed common_steps last_iteration most_steps nbytes budget written ranks problems"
         values = {name: plain(getattr(progress, name)) for name in names.split()}
-        return {
-            "world_size": progress.manifest.world_size,
-            **values,
-            "last_iteration": int(progress.iterations[-1]) if len(progress.iterations) else None,
-            "loss": _finite(progress.losses)[-1] if len(progress.losses) else None,
-        }
+        return {"world_size": progress.manifest.world_size, **values}
 
     def drawn(self) -> Group:
-        """Draw how far it is, bytes, the loss, and every rank."""
+        """Draw how far it is, bytes, and every rank."""
         progress = self._progress
         parts = [text(str(self._folder)), text(head(progress), style="bold")]
         parts += map(text, facts(progress, self.bytes_per_second, time.time()))
-        losses = [] if np.isnan(progress.losses).all() else [numbers([Series("loss", _finite(progress.losses))])]
         ranks = [ranks_table(progress.ranks)] if progress.ranks else []
-        return Group(*parts, *losses, *ranks, *last_lines("problems:", progress.problems))
+        return Group(*parts, *ranks, *last_lines("problems:", progress.problems))
 
 
 def head(progress: TraceProgress) -> str:
@@ -96,8 +88,6 @@ def facts(progress: TraceProgress, bytes_per_second: float | None, now: float) -
         found.append(f"budget: {format_bytes(progress.budget)}, {format_bytes(left)} left ({share})")
     if lost := sum(rank.steps_lost for rank in progress.ranks):
         found.append(f"steps lost, of all ranks: {format_count(lost)}")
-    if progress.non_finite:
-        found.append(f"elements that are not finite: {format_count(progress.non_finite)}")
     return found if progress.closed else [*found, "if its run was killed: gradlab trace repair closes it"]
 
 
@@ -118,7 +108,3 @@ def ranks_table(ranks: Sequence[RankProgress]) -> Group:
     if len(ranks) > _MOST_RANKS:
         cells.append((f"and {len(ranks) - _MOST_RANKS} more", "", "", "", "", ""))
     return rows("ranks", ("rank", "steps", "last iteration", "lost", "bytes", "state"), cells)
-
-
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [float(value) if math.isfinite(value) else None for value in values]
