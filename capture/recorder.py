@@ -27,8 +27,7 @@ from gradlab.capture.layers import LayerChoice, admits
 from gradlab.capture.optimizer_steps import StepCount
 from gradlab.capture.settings import RecorderSettings
 from gradlab.capture.sources import BucketSource, Gradient, ShardSource, Source, trace_ranks
-from gradlab.capture.start import start_recording
-from gradlab.capture.trial import train_in_trial
+from gradlab.capture.start import start_recording, train_in_trial
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed

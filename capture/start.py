@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,19 @@ def start_recording(
         announce(path, size, settings)
     pinned = any(parameter.is_cuda for _, parameter in chosen)
     return chosen, size, _start_writer(path, manifest, settings, source, pinned, size.steps), held
+
+
+def train_in_trial(
+    model: nn.Module, path: str | os.PathLike[str], within: Any, between: Any, optimizer: Any, scaler: Any
+) -> NoWriter:
+    """In a run that `gradlab pilot` has started, let the trial's plan average a model's gradients (with `between`,
+    FSDP2's shards), and record nothing.
+    """
+    from gradlab import compress
+
+    nodes = {name: value for name, value in {"within": within, "between": between}.items() if value is not None}
+    compress(model, path, optimizer=optimizer, scaler=scaler, **nodes)
+    return NoWriter(str(path))
 
 
 def _start_writer(

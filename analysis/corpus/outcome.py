@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gradlab.analysis.forecast.endings import Ending, EndingRange
+from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.replay.result import Replay, ReplaySummary
 from gradlab.errors import GradlabError
@@ -79,11 +79,6 @@ class Outcome(Jsonable):
     def saving(self) -> Saving:
         """How many times smaller the payload is, against 32 and against 16 bits."""
         return Saving.of(self.payload_bytes, self.dense_payload_bytes)
-
-    @property
-    def ending(self) -> Ending:
-        """The same as a training that new methods are looked up among."""
-        return Ending(self.recording, self.method, self.memory, self.cosines, self.excess)
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Outcome:

@@ -38,20 +38,16 @@ class LocalSteps:
     work: float = 0.0
     dense_work: float = 0.0
 
-    def seconds(
-        self, every: int, *, streaming: bool = False, dense: bool = False, fragments: int = 1, delay: int | None = None
-    ) -> float:
+    def seconds(self, every: int, *, streaming: bool = False, dense: bool = False) -> float:
         """Forecast the seconds of a local step, with its share of an outer step every H steps."""
         if dense:
-            return self.uncompressed.seconds(every, streaming=streaming, fragments=fragments, delay=delay)
+            return self.uncompressed.seconds(every, streaming=streaming)
+        share = self.exchange / every
         if not streaming:
-            return self.compute + self.exchange / every
-        exchange, most = self.exchange / fragments, every / fragments
-        meanwhile = most if delay is None else min(delay, most)
+            return self.compute + share
         # Only what is exchanged beside computing takes time from it.
-        beside = min(1.0, meanwhile * self.compute / exchange) if exchange > 0 else 1.0
-        step = self.compute + beside * self.work / every
-        return step + max(0.0, exchange - meanwhile * step) / most
+        beside = min(1.0, every * self.compute / self.exchange) if self.exchange > 0 else 1.0
+        return max(self.compute + beside * self.work / every, share)
 
     @property
     def break_even(self) -> int:
@@ -80,13 +76,13 @@ class LocalSteps:
         spare = seconds - self.compute
         return 1 if self.exchange <= spare else math.ceil(self.exchange / max(spare, 1e-12) * (1 - 1e-9))
 
-    def to_json(self, numbers: Sequence[int], fragments: int = 1, delay: int | None = None) -> dict[str, Any]:
-        """Write the times as plain JSON. numbers: of local steps, H; fragments, delay: see `seconds`."""
+    def to_json(self, numbers: Sequence[int]) -> dict[str, Any]:
+        """Write the times as plain JSON. numbers: of local steps, H."""
         steps = [
             {
                 "local_steps": every,
                 "seconds": self.seconds(every),
-                "streaming": self.seconds(every, streaming=True, fragments=fragments, delay=delay),
+                "streaming": self.seconds(every, streaming=True),
             }
             for every in numbers
         ]

@@ -110,14 +110,11 @@ class Node:
 
     local_ranks: ranks of a node, L; inside: the link of each of them within the node.
     plans: kind of gradients that plans run on, one of `PLANS`.
-    on_cpus: whether ranks are processes on CPUs. Traffic inside is then the processors' work, as codecs' is, and native
-        HSDP holds backward up while a unit is exchanged. On GPUs both travel beside backward.
     """
 
     local_ranks: int
     inside: Link
     plans: str = BETWEEN
-    on_cpus: bool = False
 
     def __post_init__(self) -> None:
         if self.local_ranks < 2:
@@ -217,9 +214,6 @@ class Inside:
 
     def _averaged(self, within: Within, wire: Wire, nbytes: int) -> float:
         half = within.node.half(nbytes)
-        if within.node.on_cpus:
-            self._clock.work(within.node.inside.busy_seconds(half) + within.node.inside.delay_seconds(half))
-            return self._clock.now
         arrivals = [wire.send(half, self._clock.now) for _ in range(1 + within.sharded)]
         return arrivals[-1]
 

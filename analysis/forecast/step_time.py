@@ -270,9 +270,6 @@ def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tupl
         }
 
     def hsdp(buckets: Sequence[Bucket]) -> Step:
-        if node.on_cpus:
-            shards = [Bucket(0.0, bucket.in_place_bytes // node.local_ranks) for bucket in buckets]
-            return _unit_by_unit(shards, job, link, node)
         sharded = step(buckets, within=Within(node, sharded=True))
         return _with_gathers(sharded, node, sum(bucket.nbytes for bucket in buckets))
 

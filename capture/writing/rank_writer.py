@@ -95,11 +95,11 @@ class RankWriter:
             self._segments.append((self._segment.number, self._segment.committed))
             self._segment = None
 
-    def close(self, steps_lost: int = 0, reason: str | None = None) -> None:
+    def close(self, steps_lost: int = 0) -> None:
         """Commit what is left and write the rank's index, which marks its recording as closed."""
         self._commit(max(1, self.steps_waiting))  # nothing follows: a new file needs no larger chunks
         self._finish_segment()
-        index = RankIndex(self._manifest.run, self._rank, tuple(self._segments), steps_lost, reason)
+        index = RankIndex(self._manifest.run, self._rank, tuple(self._segments), steps_lost)
         write_index(self._folder, index)
         self._release()
 

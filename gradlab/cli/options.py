@@ -79,19 +79,14 @@ def links_of(rates: str, latency: str) -> list[Link]:
 
 def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], Node | None]:
     """Read "8", "4,64" or "4x8,64x8": numbers of nodes, and what a node of several ranks is."""
-    counts, ranks = _counts_and_ranks(text)
-    return counts, node_of(ranks, inside, fsdp=fsdp)
-
-
-def node_of(ranks: int, inside: str, *, fsdp: bool = False) -> Node | None:
-    """Describe a node of several ranks by the speed of their links; None: it has one rank."""
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
 
+    counts, ranks = _counts_and_ranks(text)
     link = Link(parse_bandwidth(inside))
     if fsdp and ranks == 1:
         raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
-    return None if ranks == 1 else Node(ranks, link, SHARDS if fsdp else BETWEEN)
+    return counts, None if ranks == 1 else Node(ranks, link, SHARDS if fsdp else BETWEEN)
 
 
 def _counts_and_ranks(text: str) -> tuple[list[int], int]:

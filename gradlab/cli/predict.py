@@ -35,7 +35,6 @@ Examples:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -52,7 +51,6 @@ from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, progress_bars
 from gradlab.cli.figures import require_figure, write_chart
-from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_counted, format_ratio, format_seconds
 
 
@@ -90,7 +88,7 @@ def predict(
     seconds = options.computing_seconds(compute_seconds) if compute_seconds is not None and run is None else None
     if out is not None:
         require_figure(out, overwrite)
-    numbers = None if local_steps is None else _numbers_of(local_steps)
+    numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
     loaded = Artifact.load(artifact)
     network = Network(links, counts, profile_of(loaded, run, seconds), bucket_cap_mb=bucket_cap_mb, node=node)
     with progress_bars() as progress:
@@ -109,14 +107,6 @@ def predict(
     _answer(result, [] if out is None else [str(out)]).print()
     if numbers is not None:
         _local_answer(local, numbers).print()
-
-
-def _numbers_of(text: str) -> list[int]:
-    """Read numbers of local steps."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(re.fullmatch(r"[1-9]\d{0,8}", word) for word in words):
-        raise GradlabError(f"--local-steps {text[:80]!r}: expected whole numbers from 1, such as 8,30,100")
-    return list(map(int, words))
 
 
 def _local_answer(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> Answer:

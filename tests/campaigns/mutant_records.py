@@ -1279,13 +1279,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/forecast/local_steps.py",
-        old="meanwhile = most if delay is None else min(delay, most)",
-        new="meanwhile = most",
-        tests=("tests/analysis/forecast/test_local_steps.py",),
-        what="A fragment that is waited for early is forecast as if it had until the next exchange.",
-    ),
-    Mutant(
-        file="analysis/forecast/local_steps.py",
         old="lacking = 2 * (1 - network.speed)",
         new="lacking = 1 - network.speed",
         tests=("tests/analysis/forecast/test_local_steps.py",),

@@ -161,10 +161,6 @@ const gradlabForecast = (() => {
     }
     averaged(nbytes) {
       const { node, sharded } = this.within, part = half(node, nbytes);
-      if (node.on_cpus) {
-        this.clock.work(busySeconds(node.inside, part) + delaySeconds(node.inside, part));
-        return this.clock.now;
-      }
       let arrival = this.wire.send(part, this.clock.now);
       if (sharded) arrival = this.wire.send(part, this.clock.now);
       return arrival;
@@ -278,21 +274,6 @@ const gradlabForecast = (() => {
     return Math.max(...held) / (sum(held) || 1);
   }
 
-  function unitByUnit(units, dense, compute, link, node, ranks, segmentBytes) {
-    const mine = { ...link, bits_per_second: link.bits_per_second / node.local_ranks };
-    const inside = sum(
-      dense.map((bucket) => {
-        const part = half(node, bucketBytes(bucket));
-        return busySeconds(node.inside, part) + delaySeconds(node.inside, part);
-      }),
-    );
-    const steps = units.map((unit) => simulate([{ ...unit, share: 0 }], 0, mine, ranks, { segmentBytes }));
-    const encode = sum(steps.map((step) => step.encode));
-    const communicate = sum(steps.map((step) => step.communicate)) + inside + Math.max(0, 2 * inside - compute);
-    const wire_bytes = node.local_ranks * sum(steps.map((step) => step.wire_bytes));
-    return { seconds: compute + encode + communicate, compute, encode, communicate, wire_bytes };
-  }
-
   // A network: compute, link, nodes, cores, node (several ranks to a node, or null), segmentBytes.
   const speedOf = (network) => Math.min(1, Math.max(1, network.cores) / 2);
 
@@ -312,17 +293,11 @@ const gradlabForecast = (() => {
 
   // The fastest steps without compression, in 32 and in 16 bits. dense: the plan's buckets without it.
   function denseSteps(dense, network) {
-    const { compute, link, nodes, node, segmentBytes } = network;
+    const { compute, nodes, node } = network;
     const halves = dense.map((bucket) => ({ ...bucket, in_place: Math.floor(bucket.in_place / 2) }));
     if (!node) return { dense: step(dense, network), half: step(halves, network), way: "plain DDP" };
 
     const hsdp = (of) => {
-      if (node.on_cpus) {
-        const shards = of.map((bucket) => ({
-          share: 0, scan: 0, exchanges: [], in_place: Math.floor(bucket.in_place / node.local_ranks),
-        }));
-        return unitByUnit(shards, dense, compute, link, node, nodes, segmentBytes);
-      }
       const sharded = step(of, network, nodes, { node, sharded: true });
       const gathers = busySeconds(node.inside, half(node, sum(of.map(bucketBytes))));
       const exposed = Math.max(0, gathers - (1 - BACKWARD_SHARE) * compute);

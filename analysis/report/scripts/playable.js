@@ -94,7 +94,7 @@
     const inside = data.node ? data.node.inside : { latency_seconds: 0, header_share: 0.06, host_seconds_per_byte: 0,
       collective_seconds: 0, gather_factor: 1 };
     const node = chosen.local === 1 ? null : {
-      local_ranks: chosen.local, on_cpus: data.node ? data.node.on_cpus : false,
+      local_ranks: chosen.local,
       inside: { ...inside, bits_per_second: chosen.inside },
     };
     return { compute: chosen.compute, link, nodes: chosen.nodes, cores: data.cores, node,

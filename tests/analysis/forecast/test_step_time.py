@@ -470,14 +470,6 @@ def test_a_free_inside_costs_nothing(job: Job, local_ranks: int, power: float) -
     assert nodes.dense.seconds == min(step.seconds for step in nodes.ways.values())
 
 
-def test_a_step_of_native_hsdp_on_cpus_by_hand() -> None:
-    """As that on shards: 1 s of computing, 1 s inside, half of the bytes between nodes 4 s, and gathers 1 s beyond."""
-    buckets = (Bucket(1.0, 4000),)
-    pair = compare(Job(2, 1.0, buckets, buckets), Link(8e3, header_share=0.0), node=replace(NODE, on_cpus=True))
-    assert pair.ways[HSDP].seconds == pytest.approx(1 + 1 + 4 + 1)
-    assert pair.ways[HSDP].wire_bytes == 4000
-
-
 def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> None:
     artifact = tmp_path / "plan.safetensors"
     Artifact(Plan.uniform(LAYERS, "block_scaled", aggregation="gather"), {}).save(artifact)

@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 COMPUTE = 0.05
 RATES, LATENCIES, COMPUTES = (1e7, 1e9, 1e11), (0.0, 1e-3), (0.004, 0.3)
-NODES_OF = (None, Node(4, Link(1e11, 1e-5)), Node(8, Link(2e10, 1e-5), on_cpus=True))
+NODES_OF = (None, Node(4, Link(1e11, 1e-5)), Node(8, Link(2e10, 1e-5)))
 
 
 @pytest.fixture(scope="module")
