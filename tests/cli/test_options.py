@@ -45,7 +45,7 @@ PLAN = Plan.uniform(LAYERS, "topk", density=0.01)
         (options.run_of, "run.json", Path("run.json")),
         (options.run_of, "0.3s", None),
         (options.computing_seconds, "250ms", 0.25),
-        (predict._numbers_of, "8, 30", [8, 30]),
+        (lambda words: options.counts_of(words, "--local-steps"), "8, 30", [8, 30]),
     ],
 )
 def test_words_of_an_option(read: Callable[[Any], Any], words: str | None, value: object) -> None:
@@ -73,7 +73,7 @@ def test_links_and_nodes() -> None:
         (options.share_of_loss, "1% of it", "--max-loss 1% of it: expected a share of the loss"),
         (options.share_of_loss, "-1%", "--max-loss -1%: expected a share of the loss"),
         (options.share_of_loss, "some", "--max-loss some: expected a share of the loss"),
-        (predict._numbers_of, "8,0", "--local-steps '8,0': expected whole numbers from 1"),
+        (lambda words: options.counts_of(words, "--ranks"), "8,0", "--ranks '8,0': expected numbers from 1 with"),
         (lambda words: named_methods([words, words]), "topk", "topk: is named twice"),
         (parse_method, "tokp", "names no method .did you mean topk"),
         (parse_method, "topk:error_feedback=3", "error_feedback = 3, expected true or false"),
