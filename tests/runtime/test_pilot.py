@@ -179,6 +179,8 @@ def test_a_race_finds_the_first_plan_that_holds_of_those_that_always_might(
         name: [outcome_of(name, losses[name][:look], dense[:look], SAVINGS[name]) for look in looks(steps, longest)]
         for name in SAVINGS
     }
+    for one in (one for name in SAVINGS for one in at[name]):  # the interval decides, not its middle
+        assert may_hold(one, max_loss) or one.end.low > max_loss
     might = [name for name in "dbacef" if all(one.end.low <= max_loss for one in at[name])]
     holding = [name for name in might if at[name][-1].holds(max_loss)]
     found = race(losses, dense, steps, max_loss, keep)
