@@ -1,8 +1,9 @@
 """The hook itself, in a file that evaluates annotations: DDP compares them with the classes, not with their names."""
 
+import importlib
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from gradlab.ddp.model import require_ddp
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.checks import check_ddp
-from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.state import CompressionState
 
 
@@ -75,14 +75,18 @@ def switched(model: DistributedDataParallel) -> Switch:
 
 
 def compress(
-    ddp_model: nn.Module,
+    model: Any,
     plan: Plan | str | os.PathLike[str],
     *,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     scaler: Any = None,
     **options: Any,
-) -> Exchange:
-    """Compress a DDP model's gradients from now on: make a `CompressionState` and register the hook.
+) -> Any:
+    """Compress what a model's ranks exchange from now on, in the way that belongs to what is given.
+
+    Below is a model in DDP: a `CompressionState` is made and its hook registered. A model under FSDP2 takes `between`
+    (`compress_fsdp`), a bare model `every` for local steps (`OuterStep`). The Trainer of transformers or Lightning gets
+    the callback that compresses, with `every` the one that takes local steps.
 
         with gradlab.compress(ddp_model, "plan.safetensors", optimizer=optimizer) as state:
             for inputs, targets in batches:
@@ -90,10 +94,9 @@ def compress(
                 criterion(ddp_model(inputs), targets).backward()
                 optimizer.step()
 
-    All ranks call it together, and gradients are compressed from the call on. Alone, `state = gradlab.compress(...)`
-    lasts until `state.close()` or the end of the process, which is enough for a script that trains and exits. `with`
-    closes the state after the loop, and tells the other ranks the reason if this one fails: take it where the process
-    goes on, as in a notebook or before another run.
+    All ranks call it together, and gradients are compressed from the call on. Without `with` the state lasts until
+    `state.close()` or the end of the process. `with` closes it after the loop, and tells the other ranks the reason if
+    this one fails: take it where the process goes on, as in a notebook or before another run.
 
     After the state is closed the DDP model refuses further synchronised backward passes: DDP cannot give a hook back,
     so training on without compression takes a new DDP model.
@@ -106,25 +109,54 @@ def compress(
     1
 
     Args:
-        ddp_model: the DistributedDataParallel model, or what torch.compile made of it.
+        model: the DistributedDataParallel model, or what torch.compile made of it; or one of the others above.
         plan: plan of the model's trainable parameters, or the path of an artifact.
         optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the torch.amp.GradScaler, if one is in use.
-        options: the others of `CompressionState`; with `between`, for a model under FSDP2, those of `compress_fsdp`.
+        options: the others of `CompressionState`, `compress_fsdp`, `OuterStep` or the callback.
 
     Returns:
-        The state, registered: a `CompressionState`, under FSDP2 an `FSDPCompression`. Close it when training ends.
+        The state, registered: a `CompressionState`, an `FSDPCompression` or an `OuterStep`. Close it when training
+        ends. For a Trainer its callback, which closes its state itself.
 
     Raises:
         GradlabError: for a model that is not in DDP (by the name of what it is in, with what to do instead), or has a
             communication hook already; for a plan that is none, or for another model. See `CompressionState`.
     """
-    options = {"optimizer": optimizer, "scaler": scaler, **options}
+    given = {"optimizer": optimizer, "scaler": scaler}
+    options |= {name: value for name, value in given.items() if value is not None}
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__}
+    if ("transformers", "Trainer") in kinds:
+        return _with_callback("transformers", plan, options, model.add_callback, trainer=model)
+    if kinds & {("lightning", "Trainer"), ("pytorch_lightning", "Trainer")}:
+        return _with_callback("lightning", plan, options, model.callbacks.append)
+    return _attached(model, plan, options)
+
+
+def _attached(model: nn.Module, plan: Plan | str | os.PathLike[str], options: dict[str, Any]) -> Any:
+    if "every" in options:
+        from gradlab.runtime.outer.step import OuterStep
+
+        return OuterStep(plan, model, **options)  # type: ignore[arg-type]  # a path is taken as text is
     if "between" in options:
         from gradlab.runtime.fsdp.state import compress_fsdp
 
-        return compress_fsdp(ddp_model, plan, **options)
-    return attach(ddp_model, plan, **options)
+        return compress_fsdp(model, plan, **options)
+    return attach(model, plan, **options)
+
+
+def _with_callback(
+    framework: str,
+    plan: Plan | str | os.PathLike[str],
+    options: dict[str, Any],
+    add: Callable[[Any], object],
+    **own: Any,
+) -> Any:
+    """Give a Trainer the framework's callback, that of local steps if there are any, and return it."""
+    module = importlib.import_module(f"gradlab.runtime.{framework}")
+    callback = (module.LocalStepsCallback if "every" in options else module.CompressionCallback)(plan, **own, **options)
+    add(callback)
+    return callback
 
 
 def attach(ddp_model: nn.Module, plan: Plan | str | os.PathLike[str], **options: Any) -> CompressionState:

@@ -37,7 +37,6 @@ import gradlab.capture.lightning
 import gradlab.capture.transformers
 import gradlab.runtime.accelerate
 import gradlab.runtime.lightning
-import gradlab.runtime.transformers
 from gradlab.capture import TraceRecorder
 from gradlab.ddp.groups import Ranks
 from gradlab.errors import GradlabError
@@ -306,11 +305,11 @@ def in_trainer(task: Task) -> Outcome:
     trainer = Trainer(model, arguments, train_dataset=task.rows(), optimizers=(optimizer, constant))
     if task.record:
         callback: Any = gradlab.capture.transformers.RecordingCallback(task.record, trainer=trainer)
+        trainer.add_callback(callback)
     else:
         plan = task.plan(model)
         options = {"residuals": task.residuals, "deterministic": True}
-        callback = gradlab.runtime.transformers.CompressionCallback(plan, trainer=trainer, **options)
-    trainer.add_callback(callback)
+        callback = gradlab.compress(trainer, plan, **options)
     trainer.train(resume_from_checkpoint=str(task.resume) if task.resume else None)
     return Outcome(model, optimizer, None if task.record else callback.state)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, TensorDataset
 
+import gradlab
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime.checkpoint import sealed
@@ -100,8 +101,9 @@ def hook_on_the_model(folder: Path) -> str:
 
 @scenario
 def two_optimizers(folder: Path) -> int:
-    callback = CompressionCallback(PLAN)
-    trainer(folder, callback).fit(Model(optimizers=2), loader())
+    fitted = trainer(folder)
+    callback = gradlab.compress(fitted, PLAN)
+    fitted.fit(Model(optimizers=2), loader())
     assert callback.state is not None
     return callback.state.iteration
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import gradlab
 from gradlab.codec import Tensors
 from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError
@@ -178,7 +179,7 @@ def against_oracle(
     oracle, optimizer = Oracle(plan, workers, every, fragments, delay, 0.5, exact), adamw(model)
     farthest, changes = 0.0, 0
     numbers = {"every": every, "fragments": fragments, "delay": delay, "group": group}
-    with OuterStep(plan, model, deterministic=True, **numbers) as outer:
+    with gradlab.compress(model, plan, deterministic=True, **numbers) as outer:
         for step in range(1, every * outer_steps + 1):
             inner_step(model, optimizer, rank, step)
             changes += outer.step()

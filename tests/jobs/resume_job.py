@@ -135,7 +135,7 @@ def rescaled(case: Case, group: dist.ProcessGroup, residuals: str) -> dict[str, 
     run.state.load_state_dicts([saved["compression"] for saved in everyone], residuals=residuals)
     after = run.state.run.states
     before = [saved["compression"]["states"] for saved in everyone]
-    result = {"owed": _owed(after, before, group), "shared": _shared_kept(after, before[0], case.stack)}
+    result = {"owed": _owed(after, before, group), "shared": _shared_kept(after, before[0], case.stack, residuals)}
     run.train(range(SAVED, END))
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in run.model.parameters()])
     result["finite"] = bool(flat.isfinite().all())
@@ -173,11 +173,12 @@ def _plain(states: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     return (held.reshape(-1).float() * scales).reshape(held.shape)
 
 
-def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: Stack) -> bool:
+def _shared_kept(after: dict[str, Any], before: dict[str, torch.Tensor], stack: Stack, residuals: str) -> bool:
     """Whether what all ranks share (warm starts, momentum after the average) is what it was; of one decoder per rank
     nothing is."""
     own = {"residual", "velocity", "residual_scale", "velocity_scale", "server_residual", "server_residual_scale"}
     own |= {"zeta", "server_zeta"}  # a rank's own, made anew
+    own |= {"estimate", "estimate_scale"} | ({"aggregate"} if residuals == "drop" else set())  # of EF21
     shared = {key: tensor for key, tensor in before.items() if key.rpartition("/")[2] not in own}
     if stack.codec == "lgc_server":
         if any(key.rpartition("/")[2] in GROUP_STATE for kept in after.values() for key in kept):

@@ -21,6 +21,7 @@ from transformers import (
     default_data_collator,
 )
 
+import gradlab
 from gradlab.capture.transformers import RecordingCallback
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -116,8 +117,7 @@ def plain_loop_gives_the_same(folder: Path) -> bool:
         eval_dataset=rows(8, LENGTH - 1),
         optimizers=optimizer_of(model),
     )
-    compression = CompressionCallback(plan(model), trainer=trainer, deterministic=True)
-    trainer.add_callback(compression)
+    compression = gradlab.compress(trainer, plan(model), deterministic=True)
     trainer.train()
     assert compression.state.iteration == 4
     return same(ends(model, compression.state), by_hand(batches, steps=4))
@@ -330,8 +330,7 @@ def local_steps(folder: Path) -> list[Any]:
             train_dataset=rows(),
             optimizers=optimizer_of(model),
         )
-        callback = LocalStepsCallback(plan(model), trainer=trainer, every=2, deterministic=True)
-        trainer.add_callback(callback)
+        callback = gradlab.compress(trainer, plan(model), every=2, deterministic=True)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return callback, model
 
