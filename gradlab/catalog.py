@@ -15,12 +15,13 @@ import torch
 
 from gradlab import codecs, wrappers
 from gradlab.codec import Batch, Codec, Context
-from gradlab.codec.settings import fields_of, plain
+from gradlab.codec.settings import build_settings, fields_of, plain
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Request, observed, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
+from gradlab.plan import default_wrappers
 
 RANKS = (2, 8, 32)  # at which bytes on the wire are counted
 LAYER = Layer("weight", (64, 64), "linear")  # whose bytes are counted; CONVOLUTION for GradiVeQ, which is made for them
@@ -186,10 +187,12 @@ def setting_rows(method: type[Codec]) -> tuple[SettingRow, ...]:
 
 
 def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float, float]:
-    """Run one exchange, inside `two_way` where that is the default: return the collectives' kinds in the order of first
-    use, and payload and wire bytes, means over ranks."""
-    if codec.about.defaults.two_way:
-        codec = wrappers.get("two_way")(codec)
+    """Run one exchange, inside `two_way` where a plan has it by default: return the collectives' kinds in the order of
+    first use, and payload and wire bytes, means over ranks."""
+    for wrap in default_wrappers(codec):
+        if wrap.name == "two_way":
+            wrapper = wrappers.get("two_way")
+            codec = wrapper(codec, build_settings(wrapper, wrap.settings))
     generator = torch.Generator().manual_seed(0)
     grads = [Batch.of({layer.name: torch.randn(layer.shape, generator=generator)}, [layer]) for _ in range(ranks)]
     seen: list[Request] = []

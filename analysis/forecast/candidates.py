@@ -87,7 +87,7 @@ _CURVES: Mapping[str, _Curve] = {
     "PowerSGD": _curve("PowerSGD", "PowerSGD rank 4", {f"PowerSGD rank {rank}": {"rank": rank} for rank in _RANKS}),
     "top-k": _curve("topk", "top-k 1 %", {f"top-k {100 * share:g} %": {"density": share} for share in _DENSITIES}),
     "signs": _single("signs, both ways", "sign"),
-    "ecsq": _curve("ecsq", "ecsq 1 bit", dict(map(_ecsq, _BITS)), wrappers=FEEDBACK),
+    "ecsq": _curve("ecsq", "ecsq 1 bit", dict(map(_ecsq, _BITS))),
     "ecsq, both ways": _curve(
         "ecsq",
         "ecsq 0.5 bits, both ways",

@@ -29,7 +29,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, LockstepWatch, StepResult, learning_rates
 from gradlab.executor.rules import Finding
 from gradlab.plan import Group, Plan, Wrap
-from gradlab.plan.plan import check_model
+from gradlab.plan.plan import ANSWER, check_model
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
 
@@ -418,14 +418,14 @@ def _means(result: StepResult, gradients: list[Tensors]) -> tuple[Tensors, Tenso
 
 
 def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
-    """The methods of groups in a few words each: "topk(density=0.01) + feedback".
+    """The methods of groups in a few words each: "powersgd(rank=4) + feedback".
 
     The first of a codec's settings is shown, and those that differ from its defaults. Groups that differ in their
     codec's settings alone are one method: "sign(block_size=16 to 4096)".
 
     >>> from gradlab.analysis import replay
     >>> replay.methods_of(Plan.uniform(Trace("trace").layers, "topk", density=0.1).groups)
-    ('topk(density=0.1) + feedback',)
+    ('topk(density=0.1) + two way from 5 ranks + feedback',)
     """
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for group in groups:
@@ -453,6 +453,9 @@ def _describe_codec(codec: str, settings: Sequence[Mapping[str, Any]]) -> str:
 def _describe_wrap(wrap: Wrap) -> str:
     name = "feedback" if wrap.name == "error_feedback" else wrap.name.replace("_", " ")
     shown = _shown(build_settings(wrappers.get(wrap.name), wrap.settings))
+    if "from_ranks" in wrap.settings:  # as plans have it by default
+        name = f"{name} from {wrap.settings['from_ranks']} ranks"
+        shown = [one for one in shown if one.name != "from_ranks" and one != _Shown("answer", ANSWER)]
     return _with_settings(name, [f"{setting.name}={_spelled(setting.value)}" for setting in shown])
 
 

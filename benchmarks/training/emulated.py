@@ -64,6 +64,13 @@ class Task:
         x = data.test_x[:first] if self.blocks is None else self._images(data.test_x[:first])
         return self.workload.score(model, x, data.test_y[:first], batch_size=16 if self.blocks is None else 500)
 
+    @torch.no_grad()
+    def test_loss(self, model: nn.Module, data: Any) -> float:
+        model.eval()
+        loss = float(self.loss(model, data.test_x[:2000], data.test_y[:2000]))
+        model.train()
+        return loss
+
     def _images(self, x: torch.Tensor) -> torch.Tensor:
         return functional.avg_pool2d(x, 2).contiguous(memory_format=torch.channels_last)
 
@@ -141,9 +148,10 @@ def train(
         score_every: iterations between points of a curve of scores on the first 2000 test samples.
 
     Returns:
-        score, curve; loss: mean of the last 50; payload, wire: bytes per iteration of the mean rank; ratio: of dense
-        bytes to these, over all iterations; compressing_ratio: over those alone that the schedule compresses;
-        last_ratio: over the last 50; most_payload, least_payload: in these, of the ranks that send most and least.
+        score, curve; loss: mean of the last 50; test_loss: of 2000 test samples; payload, wire: bytes per iteration of
+        the mean rank; ratio: of dense bytes to these, over all iterations; compressing_ratio: over those alone that the
+        schedule compresses; last_ratio: over the last 50; most_payload, least_payload: in these, of the ranks that send
+        most and least.
     """
     model = task.model(seed)
     optimizer = build_optimizer(task.recipe, model.parameters())
@@ -170,6 +178,7 @@ def train(
         "score": task.score(model, data),
         "curve": curve,
         "loss": statistics.fmean(losses[-50:]),
+        "test_loss": task.test_loss(model, data),
         "most_payload": max(by_rank),
         "least_payload": min(by_rank),
         "ratio": dense / statistics.fmean(payloads),

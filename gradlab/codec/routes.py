@@ -35,6 +35,7 @@ Payload = tuple[torch.Tensor, ...]
 Kind = int | str
 BYTES, OF_BLOCKS, PAIRS_OF_BLOCKS, NOTHING = "bytes", "numbers of blocks", "pairs of numbers of blocks", "nothing"
 AGGREGATIONS = ("auto", "gather", "shards")
+BOTH_WAYS_FROM = 5  # ranks: a gather of theirs sends more than means that come back, about as many times as fine
 _FEWEST_FOR_SHARDS = 3  # ranks: 2 (N - 1) / N of a payload are then less than the N - 1 of a gather
 _BYTES_A_VALUE, _BESIDE = 16, 2**16  # no honest message of varying size comes near
 
@@ -270,13 +271,19 @@ class Shardwise:
 
 class Sharded(Shardwise):
     """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole
-    vector."""
+    vector. last, step: what a codec with one step for all shards takes from one iteration to the next."""
 
-    def __init__(self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context) -> None:
+    def __init__(
+        self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context, last: float = 0.0
+    ) -> None:
         super().__init__(codec, vector, shards, context)
         generator = context.random.of_rank("shards")
         self._payload: Payload = ()
-        if shards.whole:
+        self.step = last
+        if compress_parts := getattr(codec, "compress_parts", None):
+            parts = [(shards.part(rank), shard) for rank, shard in enumerate(shards)]
+            self.sent, self.step = compress_parts(vector, parts, last)
+        elif shards.whole:
             self._payload = codec.compress(vector, generator)
         else:
             self.sent = _compressed_apart(vector, shards, generator)

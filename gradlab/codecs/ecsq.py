@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -303,16 +303,69 @@ class ECSQ(Compressor):
         """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
         misses the target by far. A step of None: as set, or searched."""
         before = self.settings.step or step
-        quantized = self._quantized(vector, before or self._found_step(vector))
+        quantized = self._quantized(vector, before or self._found_step(vector, self._target(vector.numel())))
         if quantized is None:
-            return _message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan)), Contribution(None, None)
+            return self._message_of(vector, None), Contribution(None, None)
         message = self._encoded(quantized, vector.numel())
-        beyond = self._beyond(quantized.missed, len(message), vector.numel()) if before else 0.0
-        if abs(beyond) > _OFF * max(1.0, _SLOPE * self.settings.bits) and self._misses(len(message), vector.numel()):
-            found = self._found_step(vector, quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond)))
+        target = self._target(vector.numel())
+        beyond = self._beyond(quantized.missed, len(message), vector.numel(), target) if before else 0.0
+        if abs(beyond) > self._tolerance and self._misses(len(message), vector.numel(), target):
+            found = self._found_step(vector, target, quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond)))
             if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
                 quantized, message = again, self._encoded(again, vector.numel())
         return _message(vector, message), quantized.contribution
+
+    def compress_parts(
+        self, vector: torch.Tensor, parts: Sequence[tuple[ECSQ, tuple[int, int]]], last: float
+    ) -> tuple[list[tuple[torch.Tensor, ...]], float]:
+        """Compress parts of a vector (numel,) under one step, so that together they take the size that is set.
+
+        Args:
+            parts: the compressor of each part, and where the part starts and stops.
+            last: the step after the iteration before, in mean magnitudes; 0 if there was none.
+
+        Returns:
+            The message of each part, and the next step in mean magnitudes.
+        """
+        unit, pieces = _mean_magnitude(vector), [(part, vector[start:stop]) for part, (start, stop) in parts]
+        shares = [(part._target(len(piece)), len(piece) / max(1, len(vector))) for part, piece in pieces]
+        target = _Target(
+            sum(one.bits * share for one, share in shares), sum(one.fixed * share for one, share in shares)
+        )
+        before = self.settings.step or last * unit
+        step = before or self._found_step(vector, target)
+        messages, beyond = self._under_one_step(vector, pieces, step, target)
+        if before and abs(beyond) > self._tolerance:
+            beside = sum(map(len, messages)) - len(self._encoded_under(vector, step))  # what parts take more than all
+            target = target._replace(fixed=self._target(len(vector)).fixed + 8 * beside / len(vector))
+            step = self._found_step(vector, target, step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond)))
+            messages, beyond = self._under_one_step(vector, pieces, step, target)
+        stays = self.settings.step is not None or not 0 < unit < math.inf or not 0 < step < math.inf
+        return [(message,) for message in messages], last if stays else step * _correction(beyond) / unit
+
+    def _under_one_step(
+        self, vector: torch.Tensor, pieces: Sequence[tuple[ECSQ, torch.Tensor]], step: float, target: _Target
+    ) -> tuple[list[torch.Tensor], float]:
+        """Return each piece's message, and by how many octaves the step is too fine for all of them."""
+        quantized = [part._quantized(piece, step) for part, piece in pieces]
+        messages = [part._message_of(piece, one) for (part, piece), one in zip(pieces, quantized, strict=True)]
+        missed = 0.0
+        if self.settings.error is not None:
+            lost = sum(one.missed * _square(piece) for one, (_, piece) in zip(quantized, pieces, strict=True) if one)
+            missed = lost / max(_square(vector), _LEAST_ERROR)
+        beyond = self._beyond(missed, sum(map(len, messages)), len(vector), target)
+        return messages, beyond if all(quantized) else 0.0
+
+    def _message_of(self, vector: torch.Tensor, quantized: _Quantized | None) -> torch.Tensor:
+        """Return the message of a quantized vector; NaN for one that is not finite."""
+        if quantized is None:
+            return _message(vector, _HEADER.pack(math.nan, 0, 0, 0, math.nan))
+        return _message(vector, self._encoded(quantized, vector.numel()))
+
+    @property
+    def _tolerance(self) -> float:
+        """Octaves that a step may be off without a second one: those of a message more than a tenth off."""
+        return _OFF * max(1.0, _SLOPE * self.settings.bits)
 
     def _encoded(self, quantized: _Quantized, numel: int) -> bytes:
         known = None if self._known is None else self._known.frequencies
@@ -402,57 +455,56 @@ class ECSQ(Compressor):
         step, *_, missed = _header(bytes(message[: _HEADER.size].tolist()))
         if self.settings.step is not None or not step > 0 or not numel:  # NaN is not
             return None
-        return step * _correction(self._beyond(missed, len(message), numel))
+        return step * _correction(self._beyond(missed, len(message), numel, self._target(numel)))
 
-    def _wanted(self, numel: int) -> float:
+    def _target(self, numel: int) -> _Target:
         """Return the bits per value asked for; more of few values, which need some bytes for levels."""
+        fixed = 8 * (_FIXED + _BY_LAYER * len(self._sizes or (numel,))) / max(1, numel)
         levels = max(self.settings.bits / 2, 8 * _FEWEST / max(1, numel))
-        return max(self.settings.bits, self._fixed(numel) + levels)
+        return _Target(max(self.settings.bits, fixed + levels), fixed)
 
-    def _fixed(self, numel: int) -> float:
-        """Bits per value of a message of which all levels are zero."""
-        return 8 * (_FIXED + _BY_LAYER * len(self._sizes or (numel,))) / max(1, numel)
-
-    def _beyond(self, missed: float, nbytes: int, numel: int) -> float:
+    def _beyond(self, missed: float, nbytes: int, numel: int, target: _Target) -> float:
         """Return how many octaves the step is too fine for what was asked for, about; 0 where it is set."""
         if self.settings.step is not None or not numel:
             return 0.0
         if self.settings.error is not None:
             return math.log2(max(self.settings.error**2, _LEAST_ERROR) / max(missed, _LEAST_ERROR)) / 2
-        wanted = self._wanted(numel)
-        return (8 * nbytes / numel - wanted) / min(1.0, _SLOPE * wanted)
+        return (8 * nbytes / numel - target.bits) / min(1.0, _SLOPE * target.bits)
 
-    def _misses(self, nbytes: int, numel: int) -> bool:
+    def _misses(self, nbytes: int, numel: int, target: _Target) -> bool:
         """Whether a message misses the size asked for by more bytes than chance makes of few values."""
         if self.settings.error is not None:
             return True
-        return abs(nbytes - self._wanted(numel) * numel / 8) > _CHANCE
+        return abs(nbytes - target.bits * numel / 8) > _CHANCE
 
-    def _found_step(self, vector: torch.Tensor, guess: float | None = None) -> float:
+    def _found_step(self, vector: torch.Tensor, target: _Target, guess: float | None = None) -> float:
         """Search the step of the size or the error that is set, on a sample, from a guess near it (None: from the mean
         magnitude); 0 if it is all zero or not finite."""
         sample, sizes = sample_of(vector, self._sizes or (vector.numel(),), _FEW if guess else _MANY)
         largest = min(_largest(sample), _LARGEST_STEP) if sample.isfinite().all() else 0.0
         if largest == 0:
             return 0.0
-        on_sample, numel, mean = copy.copy(self), vector.numel(), _mean_magnitude(sample)
+        on_sample, mean = copy.copy(self), _mean_magnitude(sample)
         on_sample._sizes = sizes
         finest, coarsest = largest / LARGEST, min(1.01 * largest / DEAD_ZONE, _LARGEST_STEP)
         if (error := self.settings.error) is not None:
             signal = functools.partial(on_sample._signal, sample)
             return searched_step(signal, 1 / max(error**2, _LEAST_ERROR), finest, coarsest, guess or 3 * error * mean)
-        wanted = self._wanted(numel)
-        more = self._fixed(numel) - on_sample._fixed(len(sample))
-        if _DEAREST * int(sample.count_nonzero()) / len(sample) + more <= wanted:
+        more = target.fixed - on_sample._target(len(sample)).fixed
+        if _DEAREST * int(sample.count_nonzero()) / len(sample) + more <= target.bits:
             return finest
         bits = functools.partial(on_sample._bits, sample, more)
-        return searched_step(bits, wanted, finest, coarsest, guess or mean * 2 ** (_OF_GAUSSIAN - wanted))
+        return searched_step(bits, target.bits, finest, coarsest, guess or mean * 2 ** (_OF_GAUSSIAN - target.bits))
 
     def _bits(self, vector: torch.Tensor, more: float, step: float) -> float:
         """Count the bits per value of a message under a step, and so many more."""
+        return 8 * len(self._encoded_under(vector, step)) / len(vector) + more
+
+    def _encoded_under(self, vector: torch.Tensor, step: float) -> bytes:
+        """Return the message of finite values under a step."""
         quantized = self._quantized(vector, step)
         assert quantized is not None  # it was looked at
-        return 8 * len(self._encoded(quantized, len(vector))) / len(vector) + more
+        return self._encoded(quantized, len(vector))
 
     def _signal(self, vector: torch.Tensor, step: float) -> float:
         """Compute ||x||^2 / ||C(x) - x||^2 under a step."""
@@ -494,6 +546,13 @@ class Contribution:
         if self.values is None or self.positions is None:
             return total.fill_(math.nan)
         return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
+
+
+class _Target(NamedTuple):
+    """Bits per value asked for, and those of messages of which all levels are zero."""
+
+    bits: float
+    fixed: float
 
 
 @dataclass(frozen=True)

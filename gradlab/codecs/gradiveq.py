@@ -24,7 +24,7 @@ import torch
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
 from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
-from gradlab.codec.routes import sent_by
+from gradlab.codec.routes import BOTH_WAYS_FROM, sent_by
 from gradlab.codec.settings import require, setting
 from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
@@ -337,16 +337,15 @@ class GradiVeQ(Codec):
         if self.settings.sample_bits == 0:
             mean = yield Mean(vector)
             return mean, lambda: vector
-        quantizer = QSGD(self._sample_settings)
+        quantizer = QSGD(self._sample_settings(context.world_size))
         done = yield from quantizer.exchange(
             Batch.of({name: vector}), {}, replace(context, group=f"{context.group}/{name}")
         )
         return done.mean[name], lambda: done.own[name]
 
-    @property
-    def _sample_settings(self) -> QSGD.Settings:
-        """QSGD's for samples. They are not quantized a second time, as bases are fitted to them."""
-        form = "auto" if self.settings.ring else "gather"
+    def _sample_settings(self, world_size: int) -> QSGD.Settings:
+        """Return QSGD's for samples. Few ranks quantize them once, as bases are fitted to them."""
+        form = "auto" if self.settings.ring else "gather" if world_size < BOTH_WAYS_FROM else "shards"
         return QSGD.Settings(self.settings.sample_bits or 8, ring=self.settings.ring, aggregation=form)
 
     def _fit(self, layer_state: Tensors, number: int, slices: int) -> Coroutine[Tensors]:
@@ -547,7 +546,7 @@ class GradiVeQ(Codec):
         fit = Bytes.of_means(_DIGEST_BYTES * (position + 1 >= settings.sample_steps), world_size)
         sampled = Bytes.of_means(4 * layer.numel, world_size)
         if settings.sample_bits:
-            sampled = QSGD(self._sample_settings).forecast([layer], world_size)
+            sampled = QSGD(self._sample_settings(world_size)).forecast([layer], world_size)
         return Bytes(sampled.payload + fit.payload, sampled.sent + fit.sent)
 
     def check(self, layers: Sequence[Layer]) -> None:

@@ -60,7 +60,8 @@ class Threshold(Sparsifier):
 
     @cached_property
     def traits(self) -> Traits:
-        return replace(super().traits, varying=True)
+        # Inside two-way compression or a reduce-scatter nobody would measure lambda.
+        return replace(super().traits, varying=True, own_exchange=self.settings.threshold is None)
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         # A measured lambda may be as small as it likes, but not zero: zeros are never sent.

@@ -18,24 +18,34 @@ from gradlab.codec.wrapper import innermost
 from gradlab.collectives import AllToAll, Coroutine, Gather, as_requests, mean_of_node
 from gradlab.errors import GradlabError
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
-from gradlab.plan import Plan
+from gradlab.plan import Group, Plan
 
 ALLOWED = ("error_feedback", "hadamard")
 
 
-def check_alone(plan: Plan) -> None:
-    """Refuse a plan with a codec or a wrapper that does not work in a reduce-scatter."""
-    for group in plan.compressed_groups:
-        codec = innermost(plan.build(group))
-        if not isinstance(codec, Compressor) or codec.traits.own_exchange:
-            raise GradlabError(
-                f"group {group.name}: codec {group.codec} takes means over ranks on its way; a reduce-scatter is for "
-                "codecs that one rank computes alone, such as block_scaled, qsgd, sign or topk"
-            )
-        if others := [wrap.name for wrap in group.wrappers if wrap.name not in ALLOWED]:
-            raise GradlabError(
-                f"group {group.name}: wrapper {others[0]} has no place in a reduce-scatter, only {', '.join(ALLOWED)}"
-            )
+def one_way(plan: Plan) -> Plan:
+    """Return a plan as a reduce-scatter runs it: without two-way compression that a few ranks go without.
+
+    A codec or a wrapper that does not work there is refused.
+    """
+    return replace(plan, groups=tuple(_one_way(plan, group) for group in plan.groups))
+
+
+def _one_way(plan: Plan, group: Group) -> Group:
+    kept = tuple(wrap for wrap in group.wrappers if wrap.settings.get("from_ranks", 1) == 1)
+    if group.plainly_dense:
+        return group
+    codec = innermost(plan.build(group))
+    if not isinstance(codec, Compressor) or codec.traits.own_exchange:
+        raise GradlabError(
+            f"group {group.name}: codec {group.codec} takes means over ranks on its way; a reduce-scatter is for "
+            "codecs that one rank computes alone, such as block_scaled, qsgd, sign or topk"
+        )
+    if others := [wrap.name for wrap in kept if wrap.name not in ALLOWED]:
+        raise GradlabError(
+            f"group {group.name}: wrapper {others[0]} has no place in a reduce-scatter, only {', '.join(ALLOWED)}"
+        )
+    return replace(group, wrappers=kept)
 
 
 def reduce_scatter_group(

@@ -17,7 +17,8 @@ from torch import nn
 
 from gradlab import codecs
 from gradlab import wrappers as wrapper_registry
-from gradlab.codec import Bytes, Codec, PlanDefaults, Tensors, hash_tensor
+from gradlab.codec import Bytes, Codec, Compressor, PlanDefaults, Tensors, hash_tensor
+from gradlab.codec.routes import BOTH_WAYS_FROM, sums_in_shards
 from gradlab.codec.settings import build_settings, plain
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
@@ -32,6 +33,7 @@ FINITE_FLAG_BYTES = 4
 # CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
 SMALL_LAYER_BYTES, SMALL_GROUP_BYTES, FEWEST_SMALL = 2**16, 2**20, 8
 GPU_GROUP_BYTES = 25 * 2**20
+ANSWER = 3.0  # times a message's bytes per value: 4 ranks that gather send as much
 
 
 @dataclass(frozen=True)
@@ -438,21 +440,37 @@ def check_model(plan: Plan, layers: Sequence[Layer]) -> None:
 def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[Wrap, ...]:
     """List the wrappers that a plan puts around a codec by default: error feedback and two-way compression, if any.
 
+    A codec whose payloads are gathered sends N - 1 times its payload. From 5 ranks on, two-way compression takes the
+    gather's place. Its answers are 3 times as fine: a rank then sends what it sends between 4 ranks.
+
     >>> from gradlab.plan import default_wrappers
     >>> default_wrappers(codecs.make("topk"))
+    (Wrap(name='error_feedback', settings={}), Wrap(name='two_way', settings={'from_ranks': 5, 'answer': 3.0}))
+    >>> default_wrappers(codecs.make("powersgd"))
     (Wrap(name='error_feedback', settings={}),)
-    >>> default_wrappers(codecs.make("qsgd"))
-    ()
 
     Args:
         codec: the codec, without wrappers.
-        error_feedback: whether error feedback is among them. None: the codec's default.
+        error_feedback: whether error feedback is among them, and servers keep their errors. None: the codec's default.
 
     Returns:
         The wrappers, outermost first.
     """
-    feedback = codec.about.defaults.error_feedback if error_feedback is None else error_feedback
-    return (*(FEEDBACK if feedback else ()), *((Wrap("two_way"),) if codec.about.defaults.two_way else ()))
+    defaults = codec.about.defaults
+    around = FEEDBACK if (defaults.error_feedback if error_feedback is None else error_feedback) else ()
+    if defaults.two_way:
+        return (*around, Wrap("two_way"))
+    if not _gathers(codec):
+        return tuple(around)
+    kept = {"error_feedback": False} if error_feedback is False else {}
+    return (*around, Wrap("two_way", {"from_ranks": BOTH_WAYS_FROM, "answer": ANSWER, **kept}))
+
+
+def _gathers(codec: Codec) -> bool:
+    """Return whether all payloads go to all of many ranks, without a setting that asks for it."""
+    if not isinstance(codec, Compressor) or codec.traits.own_exchange:
+        return False
+    return getattr(codec.settings, "aggregation", "auto") == "auto" and not sums_in_shards(codec, BOTH_WAYS_FROM)
 
 
 def _check_wrappers(wrappers: Any, error_feedback: bool | None) -> None:

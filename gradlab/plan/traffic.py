@@ -27,7 +27,7 @@ def sent_bytes(plan: Plan, world_size: int, groups: Sequence[Group] | None = Non
     """Forecast the bytes that a rank sends in a compressed step, mean over ranks, for float32 gradients.
 
     >>> from gradlab.plan import sent_bytes
-    >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4")
+    >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4", wrappers=[])
     >>> [round(sent_bytes(plan, world_size)) for world_size in (2, 32)]
     [51568, 1598492]
 
@@ -51,7 +51,7 @@ def saving_of_sent(plan: Plan, world_size: int) -> Saving:
     """Compare what a plan sends with a ring all-reduce of its float32 gradients, and of the same in 16 bits.
 
     >>> from gradlab.plan import saving_of_sent
-    >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4")
+    >>> plan = Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4", wrappers=[])
     >>> print(saving_of_sent(plan, 2), "and", saving_of_sent(plan, 32))
     7.76x (3.88x vs 16 bits) and 0.485x (0.242x vs 16 bits)
 
@@ -72,7 +72,7 @@ def most_ranks(plan: Plan, bits: int = 16) -> int | None:
     """Find up to how many ranks a plan sends no more than a ring all-reduce does.
 
     >>> from gradlab.plan import most_ranks
-    >>> most_ranks(Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4"))
+    >>> most_ranks(Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4", wrappers=[]))
     7
 
     Args:
@@ -102,7 +102,7 @@ def pays_up_to(plan: Plan) -> str:
     """Say up to how many ranks a plan sends less than 16-bit reduction does; empty if that is always so.
 
     >>> from gradlab.plan import pays_up_to
-    >>> pays_up_to(Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4"))
+    >>> pays_up_to(Plan.uniform([Layer("w", (1000, 100))], "block_scaled", dtype="int4", wrappers=[]))
     'sends less than 16-bit reduction does between up to 7 ranks; two_way around it does so between any'
     """
     most = most_ranks(plan)

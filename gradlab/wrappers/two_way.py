@@ -72,6 +72,7 @@ class TwoWay(Wrapper):
         "server_residual": Entry("joined", residual=True, carried=True, joined_as="server_whole"),
         "server_whole": replace(SHARED, residual=True),
         "server_zeta": MEASURED,
+        "server_step": Entry(carried=True, of_group=True),
     }
     effects = Effects(server_residual=True)
 
@@ -117,11 +118,12 @@ class TwoWay(Wrapper):
             raise GradlabError(f"two_way around {codec.name}: answer = {self.settings.answer} would cut other shards")
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        if context.dense or context.one_round or context.world_size < self.settings.from_ranks:
+        if context.dense or context.world_size < self.settings.from_ranks:
             return (yield from self._one_way(grads, state, context))
         vector, whole = grads.vector, self.compressor.for_layers(grads.table)
         shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
-        sharded = Sharded(whole, vector, shards, context)
+        step, server_step = (float(state.get(_key(grads, what), 0.0)) for what in ("step", "server_step"))
+        sharded = Sharded(whole, vector, shards, context, step)
         average = yield from sharded.average()
         answers_of = sharded if self.answering is self.compressor else self._answers(grads, context)
         codec = answers_of.codec
@@ -130,9 +132,10 @@ class TwoWay(Wrapper):
         average += carried
         zeta = self._zeta(codec, average, grads, state, context)
         scaled = average if zeta is None else scale_down(average, zeta, context)
-        answer = codec.compress(scaled, context.random.of_rank("server"))
+        answer, server_step = _compressed(codec, scaled, server_step, context)
         answers = yield self._answer_requests(answer, answers_of, context)
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
+        kept |= self._steps_of(grads, sharded.step, server_step)
         mean = context.once(lambda: answers_of.mean(self._by_shard(answers, answers_of), grads))
         asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
@@ -235,6 +238,13 @@ class TwoWay(Wrapper):
             pieces[name] = in_own_memory(held[name])
         return store_buffers(pieces, "server_residual", self.settings.buffer)
 
+    def _steps_of(self, grads: Batch, step: float, server_step: float) -> Tensors:
+        """Return the steps that the next iteration begins with, for a codec that adapts one: relative to magnitudes."""
+        if "step" not in self.compressor.entries:
+            return {}
+        steps = {"step": step, "server_step": server_step}
+        return {_key(grads, what): torch.tensor(value, dtype=torch.float64) for what, value in steps.items()}
+
     def _zeta(
         self, codec: Compressor, average: torch.Tensor, grads: Batch, state: Tensors, context: Context
     ) -> torch.Tensor | None:
@@ -257,6 +267,8 @@ class TwoWay(Wrapper):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         zeta = for_any(layers, "server_zeta", Kept((), least=0.0))
         found = {**self.codec.kept(layers, rank, world_size, group), **zeta}
+        if "step" in self.compressor.entries:
+            found |= for_any(layers, "server_step", Kept((), (torch.float64,), least=0.0))
         if self.settings.error_feedback:
             cuts = self._cuts(layers, rank, world_size, group)
             for layer, (a, b) in zip(layers, cuts.values(), strict=True):
@@ -280,6 +292,14 @@ class TwoWay(Wrapper):
             positions = found.positions + part.compressed_position_bytes(b - a)
             found = Bytes(found.payload + part.compressed_bytes(b - a), 0, positions)
         return found
+
+
+def _compressed(codec: Compressor, vector: torch.Tensor, last: float, context: Context) -> tuple[Payload, float]:
+    """Return a server's answer, and the step of the next one where the codec adapts one."""
+    if compress_parts := getattr(codec, "compress_parts", None):
+        (answer,), step = compress_parts(vector, [(codec, (0, vector.numel()))], last)
+        return answer, step
+    return codec.compress(vector, context.random.of_rank("server")), last
 
 
 def finer(codec: Compressor, times: float) -> Compressor:

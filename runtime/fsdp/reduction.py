@@ -18,7 +18,7 @@ from gradlab.ddp.sharded_units import Shard, Unit
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings, Step
-from gradlab.executor.reduce_scatter import check_alone, measure_parts, reduce_scatter_dense, reduce_scatter_group
+from gradlab.executor.reduce_scatter import measure_parts, one_way, reduce_scatter_dense, reduce_scatter_group
 from gradlab.executor.rules import Finding
 from gradlab.executor.watch import GroupMeasures, RankWatch
 from gradlab.plan import FINITE_FLAG_BYTES, Plan
@@ -242,7 +242,7 @@ def levels_of(
     if inside is None:
         return Levels(plan, between)
     check(inside, pairs, topology.local_ranks, options)
-    check_alone(inside)
+    inside = one_way(inside)
     padded = {name: shard.padded_shape for name, shard in shards.items()}
     return Levels(plan, between, inside, shard_plan(inside, padded, unit_of))
 

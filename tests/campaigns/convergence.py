@@ -157,7 +157,7 @@ def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(row: Row, steps: int, starts: float) -> None:
-    """Train, and fill in the row. Where a run would be silent, two more seeds of the plan decide by the median."""
+    """Train, and fill in the row. Three seeds of the plan decide by their median of a run that would be silent."""
     losses: list[float] = []
     for seed in range(SEEDS):
         train(row, steps, starts, seed)

@@ -316,8 +316,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/ecsq.py",
-        old="return (8 * nbytes / numel - wanted) / min(1.0, _SLOPE * wanted)",
-        new="return (wanted - 8 * nbytes / numel) / min(1.0, _SLOPE * wanted)",
+        old="return (8 * nbytes / numel - target.bits) / min(1.0, _SLOPE * target.bits)",
+        new="return (target.bits - 8 * nbytes / numel) / min(1.0, _SLOPE * target.bits)",
         tests=("tests/codecs/test_ecsq.py",),
         what="The step grows where messages are too small.",
     ),
@@ -1438,7 +1438,7 @@ MUTANTS += (
             "Groups mix.",
         ),
         ("if not all(whole) or not all(", "if not all(", "residuals_of", "States of fewer shards are taken."),
-        ("    check_alone(inside)\n", "", "construction", "Codecs that take means run in a reduce-scatter."),
+        ("    inside = one_way(inside)\n", "", "construction", "Codecs that take means run in a reduce-scatter."),
     ),
     *_faults(
         "gradlab/ddp/groups.py",

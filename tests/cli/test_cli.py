@@ -169,7 +169,7 @@ def test_analyze_and_inspect(gradlab: Command, loop: Path, topk: Path, tmp_path:
     assert expected["payload_bytes"] == plan.payload_bytes(2)
     assert expected["ratio_to_16_bits"] == expected["dense_payload_bytes"] / 2 / expected["payload_bytes"]
     shown = gradlab("inspect", topk)[1]
-    assert "topk(density=0.01) + feedback" in shown
+    assert "topk(density=0.01) + two way from 5 ranks + feedback" in shown
     assert f"fewer ({format_ratio(expected['ratio_to_16_bits'])} vs 16 bits)" in " ".join(shown.split())
     assert "0.500x" in shown  # layers that stay dense
 

@@ -125,8 +125,8 @@ def test_a_codec_of_ones_own_is_named_by_its_file(gradlab: Command, corpus: Path
     assert code == 0, err
     methods = {name: replay["summary"]["methods"] for name, replay in json.loads(out).items()}
     assert list(methods) == list(words)
-    assert methods["sparse_ternary.py"] == ["sparse_ternary(density=0.01) + feedback"]
-    assert methods["topk:density=0.01"] == ["topk(density=0.01) + feedback"]
+    assert methods["sparse_ternary.py"] == ["sparse_ternary(density=0.01) + two way from 5 ranks + feedback"]
+    assert methods["topk:density=0.01"] == ["topk(density=0.01) + two way from 5 ranks + feedback"]
 
 
 def test_an_artifact_of_ones_own_codec_needs_its_file_beside(gradlab: Command, corpus: Path, desk: Path) -> None:

@@ -120,7 +120,7 @@ def test_two_artifacts_of_one_stem_are_two_plans(tmp_path: Path) -> None:
 
 def test_a_method_has_its_own_settings_and_feedback_as_given() -> None:
     [group] = parse_method("topk:density=0.5,error_feedback=false").plan_of(LAYERS).groups
-    assert (dict(group.settings), group.wrappers) == ({"density": 0.5}, ())
+    assert (dict(group.settings), [one.name for one in group.wrappers]) == ({"density": 0.5}, ["two_way"])
     assert parse_method("topk").plan_of(LAYERS).groups[0].wrappers == PLAN.groups[0].wrappers
     [group] = parse_method("PowerSGD:rank=2").plan_of(LAYERS).groups
     assert group.settings["rank"] == 2

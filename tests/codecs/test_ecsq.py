@@ -330,9 +330,9 @@ def test_feedback_keeps_what_is_not_sent() -> None:
         torch.testing.assert_close(sent[name] + left, given[name], rtol=1e-4, atol=1e-4)
 
 
-def test_both_ways_every_message_has_the_size_asked_for() -> None:
-    """Each shard has a step of its own, as layers differ by a factor of 20. What servers keep is not lost: what was
-    applied and what all have kept is what was given."""
+def test_both_ways_messages_together_have_the_size_asked_for() -> None:
+    """A rank has one step for all shards, whose layers differ by a factor of 20. What servers keep is not lost: what
+    was applied and what all have kept is what was given."""
     ranks, bits, numel = 3, 0.5, sum(map(math.prod, SHAPES.values()))
     codec, states = ErrorFeedback(TwoWay(ECSQ(ECSQ.Settings(bits=bits)))), [dict[str, torch.Tensor]()] * ranks
     left = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -351,8 +351,9 @@ def test_both_ways_every_message_has_the_size_asked_for() -> None:
         to_servers.append([tensor.nbytes for tensor in seen[0].tensors])  # type: ignore[union-attr]
         for name in SHAPES:
             left[name] += sum(draw(rank, step)[name] for rank in range(ranks)) / ranks - results[0].value.mean[name]
-    assert np.mean(counted[10:], 0) == pytest.approx(bits * (1 + 1 / ranks), rel=0.05)
-    assert np.mean(to_servers[10:], 0) == pytest.approx(bits * numel / 8 / ranks, rel=0.1)
+    assert np.mean(counted[10:], 0) == pytest.approx(bits * (1 + 1 / ranks), rel=0.06)
+    assert np.mean(np.sum(to_servers[10:], 1)) == pytest.approx(bits * numel / 8, rel=0.05)
+    assert min(np.mean(to_servers[10:], 0)) < bits * numel / 8 / ranks / 2  # of the layer that is small
     for name, shape in SHAPES.items():
         of_ranks = sum(state[f"{name}/residual"] for state in states) / ranks
         of_servers = torch.cat([state[f"{name}/server_residual"] for state in states]).view(shape)

@@ -308,17 +308,21 @@ class Small(nn.Module):
         self.vector = nn.Parameter(torch.zeros(5000))
 
 
+FROM_5_RANKS = Wrap("two_way", {"from_ranks": 5, "answer": 3.0})
+
+
 def test_uniform_takes_the_large_layers_of_two_or_more_dimensions() -> None:
     model = Small()
     plan = Plan.uniform(model, "topk")
     assert plan.layers == layers_of(model)
     assert [group.name for group in plan.groups] == ["conv.weight", "embedding.weight"]
     assert all(group.layers == (group.name,) for group in plan.groups)
-    assert all(group.wrappers == FEEDBACK for group in plan.groups)
+    assert all(group.wrappers == (*FEEDBACK, FROM_5_RANKS) for group in plan.groups)
     assert (plan.schedule, plan.seed) == (Schedule(0), 0)
     fewer = Plan.uniform(model, "topk", minimum_numel=255, density=0.5, error_feedback=False, warmup_steps=3, seed=8)
     assert [group.name for group in fewer.groups] == ["conv.weight", "embedding.weight", "edge.weight"]
-    assert all(not group.wrappers and group.settings == {"density": 0.5} for group in fewer.groups)
+    forgetful = Wrap("two_way", {**FROM_5_RANKS.settings, "error_feedback": False})
+    assert all(group.wrappers == (forgetful,) and group.settings == {"density": 0.5} for group in fewer.groups)
     assert (fewer.schedule, fewer.seed) == (Schedule(3), 8)
 
 

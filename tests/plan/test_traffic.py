@@ -10,7 +10,8 @@ from gradlab.plan.traffic import excess_of
 
 LAYERS = [Layer(f"layer{n}", (256, 256)) for n in range(4)]
 DENSE = 4 * 4 * 256 * 256
-INT4 = Plan.uniform(LAYERS, "block_scaled", dtype="int4")
+INT4 = Plan.uniform(LAYERS, "block_scaled", dtype="int4", wrappers=[Wrap("error_feedback")])
+DEFAULT = Plan.uniform(LAYERS, "block_scaled", dtype="int4")
 TWO_WAY = Plan.uniform(LAYERS, "block_scaled", dtype="int4", wrappers=[Wrap("error_feedback"), Wrap("two_way")])
 
 
@@ -19,6 +20,8 @@ def test_four_bits_with_feedback_send_more_the_more_ranks_there_are() -> None:
     assert shares == pytest.approx([0.129, 0.258, 0.516, 1.03, 2.06], rel=0.01)
     both_ways = [sent_bytes(TWO_WAY, ranks) / (DENSE * ring_sends(ranks)) for ranks in (2, 8, 32)]
     assert both_ways == pytest.approx([0.129] * 3, rel=0.01)
+    default = [sent_bytes(DEFAULT, ranks) / (DENSE * ring_sends(ranks)) for ranks in (2, 4, 5, 32)]
+    assert default == pytest.approx([0.129, 0.258, 0.129, 0.129], rel=0.01)
     assert saving_of_sent(INT4, 32).ratio == pytest.approx(1 / 2.06, rel=0.01)
     assert saving_of_sent(INT4, 1).ratio is None
 
@@ -31,7 +34,7 @@ def test_four_bits_with_feedback_send_more_the_more_ranks_there_are() -> None:
 def test_a_plan_pays_up_to_the_number_of_ranks_that_a_search_through_all_finds(
     codec: str, settings: dict[str, float], bits: int
 ) -> None:
-    plan = Plan.uniform(LAYERS, codec, error_feedback=True, **settings)
+    plan = Plan.uniform(LAYERS, codec, wrappers=[Wrap("error_feedback")], **settings)
     slack = {16: 1.01, 32: 1.1}[bits]
     pays = [sent_bytes(plan, ranks) <= slack * ring_sends(ranks) * DENSE * bits / 32 for ranks in range(2, 400)]
     assert most_ranks(plan, bits) == (pays.index(False) + 1 if False in pays else None)
@@ -41,8 +44,9 @@ def test_plans_that_never_send_more_say_nothing_and_others_a_number() -> None:
     for codec in ("powersgd", "sign", "cast", "identity"):
         assert pays_up_to(Plan.uniform(LAYERS, codec, minimum_numel=1)) == "" or codec == "identity"
     assert "up to 7 ranks" in pays_up_to(INT4)
-    assert pays_up_to(TWO_WAY) == ""
-    assert "between any number of ranks" in pays_up_to(Plan.uniform(LAYERS, "topk", density=0.5))
+    assert pays_up_to(TWO_WAY) == pays_up_to(DEFAULT) == ""
+    gathered = Plan.uniform(LAYERS, "topk", density=0.5, wrappers=[Wrap("error_feedback")])
+    assert "between any number of ranks" in pays_up_to(gathered)
 
 
 def test_groups_that_send_too_much_are_named_where_they_matter() -> None:
@@ -58,5 +62,5 @@ def test_groups_that_send_too_much_are_named_where_they_matter() -> None:
     large, small = Layer("large", (1000, 1000)), Layer("small", (40, 50))
     both = Plan.uniform([large, small], "powersgd", minimum_dimensions=1)
     assert excess_of(both, 64) is None
-    tiny = Plan.uniform([Layer("tiny", (20, 20))], "topk", density=0.9)
+    tiny = Plan.uniform([Layer("tiny", (20, 20))], "topk", density=0.9, wrappers=[Wrap("error_feedback")])
     assert excess_of(tiny, 64) is None  # a message of a kilobyte costs its latency

@@ -194,10 +194,11 @@ class Ecsq(PlanMethod):
 
         settings = {"bits": self.bits, **job.settings, **({} if self.error is None else {"error": self.error})}
         fitted = settings.get("tables") == "fitted"
+        around = [*FEEDBACK, *([Wrap("two_way")] if self.both_ways else [])]
         plan = Plan.uniform(
             job.trace.model_layers,
             "ecsq",
-            wrappers=[*FEEDBACK, *([Wrap("two_way")] if self.both_ways else [])],
+            wrappers=around if self.both_ways or fitted else None,
             warmup_steps=self.warmup_steps or 0,
             roles=self.role or None,
             seed=self.seed,

@@ -63,7 +63,7 @@ def test_the_command_writes_the_plan_and_what_speaks_for_it(trace: Trace, gradla
     saved = Artifact.load(out)
     (group,) = saved.plan.compressed_groups
     assert (group.codec, group.settings["bits"]) == ("ecsq", 0.4)
-    assert [wrap.name for wrap in group.wrappers] == ["error_feedback"]
+    assert [wrap.name for wrap in group.wrappers] == ["error_feedback", "two_way"]
     code, printed, err = gradlab(
         "fit", "ecsq", trace.path, "-s", "tables=fitted", "--json", "--overwrite", "--out", out
     )

@@ -279,7 +279,7 @@ def test_one_rank_stands_for_others_whose_shards_differ_by_an_element(ranks: int
 
 
 def test_dry_run_at_many_nodes_takes_one_coroutine() -> None:
-    plan = Plan.uniform(LAYERS, "topk", density=0.01)
+    plan = Plan.uniform(LAYERS, "topk", density=0.01, wrappers=FEEDBACK)
     few, many = (
         make_job(plan, DryRuns(plan, count, repeats=1), 1.0).buckets[0].exchanges[-1].turns[0].requests
         for count in (2, 512)
