@@ -43,6 +43,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def task_of(name: str, ranks: int) -> emulated.Task:
+    """Return a task whose ranks share one batch, whatever their number."""
     if name == "image":
         recipe = replace(get("cifar10").recipe, batch_size=128 // ranks, steps=STEPS, warmup_steps=WARMUP)
         return resnet8(replace(recipe, schedule="cosine"), ranks)
@@ -52,6 +53,7 @@ def task_of(name: str, ranks: int) -> emulated.Task:
 
 
 def train(task: emulated.Task, data: Any, key: Row) -> Row:
+    """Train under a row's plan and form, and return its losses in nats, its score, and the bytes sent in a step."""
     codec, settings = PLANS[key["plan"]]
     layers = layers_of(task.model(0))
     around = (*FEEDBACK, *FORMS[key["form"]])

@@ -49,10 +49,11 @@ def results(folder: Path, *words: str, ranks: int = 4) -> list[list[dict[str, An
 
 def problems(result: dict[str, Any]) -> list[str]:
     """What is wrong with one rank's result for one stack."""
-    lines = [] if result["equal"] or not result["deterministic"] else [f"differs by {result['largest']:.1e}"]
+    lines = [] if result["equal"] or not result["deterministic"] else [f"differs by {result['largest']}"]
     for policy, after in result.get("rescaled", {}).items():
         lines += [f"{policy}: not {what}" for what in ("shared", "finite", "agree") if not after[what]]
-        for gap, scale, now in after["owed"]:
+        lines += [f"{policy}: what is owed is not finite" for row in after["owed"] if None in row]
+        for gap, scale, now in (row for row in after["owed"] if None not in row):
             if policy == "drop" and now:
                 lines.append(f"drop: {now} is left")
             if policy != "drop" and gap > (INT8 if "int8" in result["stack"] else 1e-6) * scale:
@@ -69,8 +70,9 @@ def main() -> int:
         lines = sorted({text for rank in ranks for text in problems(rank)})
         wrong += bool(lines)
         how = "deterministic" if result["deterministic"] else "all-reduce"
-        largest = max(rank["largest"] for rank in ranks)
-        off = "bit for bit" if all(rank["equal"] for rank in ranks) else f"largest difference {largest:.1e}"
+        apart = [rank["largest"] for rank in ranks]
+        largest = "not finite" if None in apart else f"{max(apart):.1e}"
+        off = "bit for bit" if all(rank["equal"] for rank in ranks) else f"largest difference {largest}"
         print(f"{result['ranks']} ranks  {result['stack']:<46} {how:<14} {off}  {'; '.join(lines)}".rstrip())
     print(f"{len(rows[0])} cases, {wrong} wrong")
     return int(wrong > 0)

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.groups import Ranks
+from gradlab.jsonable import plain
 from gradlab.layout import layers_of
 from gradlab.learning.selection import GROUP_STATE
 from gradlab.runtime import CompressionState, compression_hook
@@ -236,7 +237,7 @@ def main() -> None:
         else:
             identity = {"stack": case.stack.name, "ranks": case.world_size, "deterministic": case.deterministic}
             results.append(identity | continued(case, group, everything))
-    rows = Ranks(dist.group.WORLD, torch.device("cpu")).gather(results)
+    rows = Ranks(dist.group.WORLD, torch.device("cpu")).gather(plain(results))  # a number that is not finite: None
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
