@@ -1,7 +1,7 @@
 """Resume against never stopped, for every valid stack, at 2 and 4 ranks, in new processes.
 
-PYTHONPATH=tests python tests/campaigns/resume.py      prints one line per stack and number of ranks; exit code 1 if one
-is wrong
+PYTHONPATH=tests python tests/campaigns/resume.py [NAME]      prints one line per stack (whose name holds NAME) and
+number of ranks; exit code 1 if one is wrong
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        rows = results(Path(folder), "all")
+        rows = results(Path(folder), "all", *sys.argv[1:2])
     wrong = 0
     for position, result in enumerate(rows[0]):
         ranks = [row[position] for row in rows[: result["ranks"]]]
