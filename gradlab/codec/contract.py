@@ -203,7 +203,8 @@ class Traits:
     keeps_dtype: whether gradients travel in their own dtype, with the loss scale on them.
     coarse: whether quantizing a mean once more would cost too much for it to be the default.
     refuses_feedback: why error feedback would diverge around it, whatever its input is multiplied by, and what to do.
-    own_exchange: whether it does not gather payloads, so that no other exchange can take its own's place.
+    own_exchange: whether it does not gather payloads, so that only `two_way` around a codec that has `settled` can take
+        its own exchange's place.
     whole_layers: why it cannot work on shards of its layers, as a part of a sentence.
 
     >>> traits = codecs.make("topk", index_coding="smallest").traits

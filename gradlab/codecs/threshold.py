@@ -18,6 +18,7 @@ from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, T
 from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import DENSITIES, at_least, coding_setting, count_of, density_setting, largest
+from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 
@@ -29,7 +30,8 @@ class Threshold(Sparsifier):
     nothing while all magnitudes are below lambda. NaN is always sent, zero never.
 
     If no lambda is given, the first exchange measures it: the mean over ranks of the k-th largest magnitude,
-    k = ceil(density * numel). Later iterations send as many values as reach that lambda.
+    k = ceil(density * numel). Later iterations send as many values as reach that lambda. Servers of `two_way` answer
+    such a codec, and any with finer answers, by top-k.
 
     >>> done = codecs.make("threshold", threshold=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -60,7 +62,7 @@ class Threshold(Sparsifier):
 
     @cached_property
     def traits(self) -> Traits:
-        # Inside two-way compression or a reduce-scatter nobody would measure lambda.
+        # Inside a reduce-scatter nobody would measure lambda.
         return replace(super().traits, varying=True, own_exchange=self.settings.threshold is None)
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -69,8 +71,14 @@ class Threshold(Sparsifier):
         return at_least(vector, least)
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
+        fixed, known = yield from self.settled(grads, state, context)
+        done = yield from super(Threshold, fixed).exchange(grads, state, context)
+        return replace(done, state=known)
+
+    def settled(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[tuple[Threshold, Tensors]]:
+        """Return this codec with lambda, and the state to keep: measured once where the settings have none."""
         if self.settings.threshold is not None:
-            return (yield from super().exchange(grads, state, context))
+            return self, {}
         key, wanted = f"{next(iter(grads))}/threshold", self.settings.density
         known = state[key].cpu() if key in state else None
         if known is None or float(known[1]) != torch.tensor(wanted, dtype=known.dtype):  # a warm-up lowers the density
@@ -79,9 +87,13 @@ class Threshold(Sparsifier):
             # In the host's memory, so that no later step waits for a GPU to tell it.
             known = torch.cat([measured.cpu(), torch.tensor([wanted], dtype=vector.dtype)])
         level = float(known[0])
-        fixed = Threshold(replace(self.settings, threshold=level if 0 < level < torch.inf else None))
-        done = yield from super(Threshold, fixed).exchange(grads, state, context)
-        return replace(done, state={key: known} if fixed.settings.threshold is not None else {})
+        if not 0 < level < torch.inf:
+            return self, {}
+        return Threshold(replace(self.settings, threshold=level)), {key: known}
+
+    def answered_by(self) -> Sparsifier:
+        """Return the codec of a server's answers: a mean's values reach other magnitudes than lambda."""
+        return TopK(TopK.Settings(density=self.settings.density))
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return for_any(layers, "threshold", Kept((2,), least=0.0))

@@ -468,8 +468,10 @@ def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[
 
 def _gathers(codec: Codec) -> bool:
     """Return whether all payloads go to all of many ranks, without a setting that asks for it."""
-    if not isinstance(codec, Compressor) or codec.traits.own_exchange:
+    if not isinstance(codec, Compressor):
         return False
+    if codec.traits.own_exchange:
+        return hasattr(codec, "settled")
     return getattr(codec.settings, "aggregation", "auto") == "auto" and not sums_in_shards(codec, BOTH_WAYS_FROM)
 
 

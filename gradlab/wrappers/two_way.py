@@ -102,7 +102,7 @@ class TwoWay(Wrapper):
                 f"two_way around {codec.name}: it needs a codec that a rank computes alone, such as topk or qsgd, with "
                 "no wrapper between them"
             )
-        if codec.traits.own_exchange:
+        if codec.traits.own_exchange and not hasattr(codec, "settled"):
             raise GradlabError(
                 f"two_way around {codec.name} with a form of exchange of its own ({codec.settings}): inside, it would "
                 "not have that"
@@ -120,7 +120,8 @@ class TwoWay(Wrapper):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.dense or context.world_size < self.settings.from_ranks:
             return (yield from self._one_way(grads, state, context))
-        vector, whole = grads.vector, self.compressor.for_layers(grads.table)
+        compressor, learned = yield from self._settled(grads, state, context)
+        vector, whole = grads.vector, compressor.for_layers(grads.table)
         shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
         step, server_step = (float(state.get(_key(grads, what), 0.0)) for what in ("step", "server_step"))
         sharded = Sharded(whole, vector, shards, context, step)
@@ -135,10 +136,16 @@ class TwoWay(Wrapper):
         answer, server_step = _compressed(codec, scaled, server_step, context)
         answers = yield self._answer_requests(answer, answers_of, context)
         kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
-        kept |= self._steps_of(grads, sharded.step, server_step)
+        kept |= self._steps_of(grads, sharded.step, server_step) | learned
         mean = context.once(lambda: answers_of.mean(self._by_shard(answers, answers_of), grads))
         asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
+
+    def _settled(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[tuple[Compressor, Tensors]]:
+        """Return the codec of the ranks' messages, and its own state: of one that measures a setting, see `settled`."""
+        if (settled := getattr(self.compressor, "settled", None)) is None:
+            return self.compressor, {}
+        return (yield from settled(grads, self.inner_state(state), context))
 
     def _one_way(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         """Exchange dense or by the codec's own way, and send the servers' residuals along.
@@ -311,6 +318,9 @@ def finer(codec: Compressor, times: float) -> Compressor:
     >>> finer(codecs.make("topk", density=0.01), 3.0), finer(codecs.make("sign"), 3.0)
     (TopK(density=0.03), Sign(block_size=None))
     """
+    measures = codec.traits.own_exchange
+    if (answered_by := getattr(codec, "answered_by", None)) and (times > 1.0 or measures):
+        codec = answered_by()
     name = next(iter(codec.about.candidates[0]), "")
     value: Any = getattr(codec.settings, name, None)
     if times == 1.0 or codec.learned or type(value) not in (int, float):

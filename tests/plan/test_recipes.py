@@ -238,6 +238,29 @@ def test_a_threshold_is_measured_again_when_a_warm_up_lowers_the_density() -> No
     assert state["w/threshold"][1] == pytest.approx(0.01)
 
 
+def test_both_ways_lambda_is_what_the_first_exchange_measured() -> None:
+    """It is kept, and servers answer by top-k, whose sizes all know."""
+    layers = [Layer("w", (40, 100))]
+    grads = [
+        [{"w": torch.randn(40, 100, generator=torch.Generator().manual_seed(10 * r + t))} for r in range(3)]
+        for t in (0, 1)
+    ]
+    level = float(torch.stack([g["w"].abs().flatten().sort(descending=True).values[39] for g in grads[0]]).mean())
+    means = []
+    for settings in ({}, {"threshold": level}):
+        around = [Wrap("two_way", {"answer": 2.0})]
+        plan = Plan.uniform(layers, "threshold", wrappers=around, minimum_numel=1, density=0.01, **settings)
+        built, states = plan.build(plan.groups[0]), [{}] * 3
+        for step, of_ranks in enumerate(grads):
+            results = run_lockstep(
+                [exchange_group(built, g, states[r], Context(r, 3, step)) for r, g in enumerate(of_ranks)]
+            )
+            states = [result.value.state for result in results]
+        means.append(results[0].value.mean["w"])
+        assert int((means[-1] != 0).sum()) == 3 * 27  # of each third 2 % by top-k
+    assert torch.equal(*means)
+
+
 def test_a_sample_does_not_follow_the_columns_of_a_matrix() -> None:
     """One column of a hundred is ten thousand times the others: every start finds about k."""
     matrix = torch.randn(10_000, 100, generator=torch.Generator().manual_seed(0))

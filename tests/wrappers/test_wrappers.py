@@ -819,6 +819,7 @@ FEW_RANKS: dict[str, Callable[[], Codec]] = {
     "qsgd": lambda: QSGD(QSGD.Settings(bits=3, bucket_size=20)),
     "sign": lambda: codecs.make("sign", block_size=20),
     "ecsq": lambda: codecs.make("ecsq", bits=1.0),
+    "threshold": lambda: codecs.make("threshold", density=0.1),
 }
 
 
