@@ -21,6 +21,7 @@ from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Tra
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import innermost, wrappers_of
 from gradlab.codecs.identity import Identity
+from gradlab.codecs.topk import TopK
 from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.collectives.ring import RingCode
 from gradlab.layout import Layer
@@ -83,9 +84,11 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     """
     inner = innermost(codec)
-    if inner.traits.varying and any(wrapper.effects.server_residual for wrapper in wrappers_of(codec)):
+    together = sum(layer.numel for layer in layers)
+    numel = -(-together // context.world_size) * context.world_size
+    counted = inner.traits.varying or (isinstance(inner, TopK) and numel > together)
+    if counted and any(wrapper.effects.server_residual for wrapper in wrappers_of(codec)):
         # Shards of the same sizes: who stands for all ranks decodes one rank's message as every other's.
-        numel = -(-sum(layer.numel for layer in layers) // context.world_size) * context.world_size
         layers = [replace(layers[0], shape=(numel,), role="other")]
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic

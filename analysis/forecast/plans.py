@@ -39,8 +39,8 @@ class NodeForecast:
 
     job: the step, ready for any link.
     links: the plan beside plain DDP, on each link of the network.
-    break_even, half_break_even: link speed, in bits per second, from which plain DDP, or plain 16-bit reduction, is at
-        least as fast as the plan. None: at every speed. Infinity: at no speed.
+    break_even, half_break_even: link speed, in bits per second, below which the plan is faster than plain DDP, or than
+        plain 16-bit reduction, by more than forecasts err. None: at no speed. Infinity: at every speed.
     curve: the plan beside plain DDP over link speed, for a figure.
     """
 
@@ -253,11 +253,11 @@ def _at(job: Job, network: Network) -> NodeForecast:
 
     def saves(bits_per_second: float) -> float:
         pair = at(bits_per_second)
-        return pair.dense.seconds - pair.compressed.seconds
+        return (1 - SPEED_NOISE) * pair.dense.seconds - pair.compressed.seconds
 
     def saves_to_16_bits(bits_per_second: float) -> float:
         pair = at(bits_per_second)
-        return pair.half.seconds - pair.compressed.seconds
+        return (1 - SPEED_NOISE) * pair.half.seconds - pair.compressed.seconds
 
     even, half_even = break_even(saves), break_even(saves_to_16_bits)
     curve = tuple(at(rate) for rate in _curve_rates([*(link.bits_per_second for link in network.links), even or 0.0]))

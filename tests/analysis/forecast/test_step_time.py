@@ -234,6 +234,15 @@ def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str) -> Non
     require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), 3)
 
 
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("shape", [(30, 30), (1, 80)])
+def test_dry_run_stands_for_ranks_whose_shards_differ(codec: str, shape: tuple[int, int]) -> None:
+    """A rank's own message is no answer of a longer shard's."""
+    plan = Plan.uniform([Layer("w", shape, "linear")], codec, minimum_numel=1)
+    sent = [wire_bytes(r, 0, 37) for t in DryRuns(plan, 37, repeats=1).group(plan.groups[0]).turns for r in t.requests]
+    assert sum(sent) > 0
+
+
 @pytest.mark.parametrize(
     ("wrapper", "world_size"),
     [(Wrap("two_way"), 3), (Wrap("two_way", {"server": "rank"}), 2), (Wrap("momentum_correction"), 3)],
@@ -731,6 +740,17 @@ def test_plain_16_bit_reduction_sends_half_of_dense_and_computes_as_long() -> No
     written = pair.to_json()
     assert written["speedup_to_16_bits"] == pair.speedup_to_16_bits
     assert written["half"]["seconds"] == pair.half.seconds
+
+
+@pytest.mark.parametrize("codec", ["topk", "powersgd", "cast"])
+def test_what_pays_below_a_speed_pays_there_by_the_verdict_too(codec: str) -> None:
+    quick, plan = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test")), Plan.uniform(LAYERS, codec)
+    found = forecast(plan, Network([Link(1e6)], [2], quick))
+    [node] = found.nodes
+    assert node.break_even is not None
+    for pair in node.curve:
+        words = "pays in time" if pair.link.bits_per_second < node.break_even else "does not pay"
+        assert replace(found, nodes=(replace(node, links=(pair,)),)).verdict.startswith(f"Compression {words}")
 
 
 def test_a_plan_of_16_bits_is_no_faster_than_plain_16_bit_reduction() -> None:
