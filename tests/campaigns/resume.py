@@ -1,11 +1,14 @@
-"""Resume against never stopped, for every valid stack, at 2 and 4 ranks, in new processes.
+"""Resume against never stopped, for every valid stack, at 2 and 4 ranks, in new processes; and one rank killed.
 
-PYTHONPATH=tests python tests/campaigns/resume.py [NAME]      prints one line per stack (whose name holds NAME) and
-number of ranks; exit code 1 if one is wrong
+    PYTHONPATH=tests python tests/campaigns/resume.py [NAME ...] [--ranks 4]
+
+prints one line per stack (whose name ends with a NAME) and number of ranks; exit code 1 if one is wrong. At many ranks:
+--ranks 16 "| none" "| feedback" "| two-way under feedback"
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -33,7 +36,7 @@ def launch(script: str, *words: str, ranks: int = 4, torchrun: tuple[str, ...] =
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -62,9 +65,16 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", metavar="NAME", nargs="*")
+    parser.add_argument("--ranks", type=int, default=4)
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = results(Path(folder), "all", *sys.argv[1:2])
-    wrong = 0
+        rows = results(Path(folder), "all", *asked.names, ranks=asked.ranks)
+        launch("restart_job.py", folder, "ddp", ranks=asked.ranks, torchrun=("--max-restarts=1",))
+        restarted = json.loads((Path(folder) / "results.json").read_text())
+    wrong = sum(not result["equal"] or result["restarts"] != 1 for result in restarted)
+    print(f"{asked.ranks} ranks, of which one is killed: {'wrong' if wrong else 'bit for bit'}")
     for position, result in enumerate(rows[0]):
         ranks = [row[position] for row in rows[: result["ranks"]]]
         lines = sorted({text for rank in ranks for text in problems(rank)})

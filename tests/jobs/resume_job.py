@@ -1,10 +1,10 @@
 """Under torchrun, N > 2 ranks: train stacks and save at step 4; or, in new processes, continue from there.
 
-    resume_job.py straight FOLDER [all [NAME]]   at N and at 2 ranks
-    resume_job.py resume FOLDER [all [NAME]]     the same from step 4 on, against what the straight run ended with; and
-                                                 the checkpoints of N ranks on 2, and of 2 on N
+    resume_job.py straight FOLDER [all [NAME ...]]   at N and at 2 ranks
+    resume_job.py resume FOLDER [all [NAME ...]]     the same from step 4 on, against what the straight run ended with;
+                                                     and the checkpoints of N ranks on 2, and of 2 on N
 
-With "all" every valid stack whose name holds NAME, and with the backend's all-reduce too, plain DDP beside it; else a
+With "all" every valid stack whose name ends with a NAME, and with the backend's all-reduce too, plain DDP beside it; else a
 selection in deterministic mode. Rank 0 writes FOLDER/results.json.
 """
 
@@ -210,10 +210,10 @@ def selection(world_size: int) -> list[Stack]:
 
 
 def cases(
-    folder: Path, everything: bool, part: str, groups: dict[int, Any]
+    folder: Path, everything: bool, ends: tuple[str, ...], groups: dict[int, Any]
 ) -> Iterator[tuple[Case, dist.ProcessGroup]]:
     """This rank's cases."""
-    named = [stack for stack in [PLAIN, *valid_stacks()] if part in stack.name]
+    named = [stack for stack in [PLAIN, *valid_stacks()] if stack.name.endswith(ends)]
     for world_size, group in groups.items():
         if dist.get_rank() < world_size:
             for stack in [s for s in named if s is not PLAIN] if everything else selection(world_size):
@@ -231,12 +231,12 @@ def continued(case: Case, group: dist.ProcessGroup, everything: bool) -> dict[st
 
 
 def main() -> None:
-    mode, folder, everything, part = sys.argv[1], Path(sys.argv[2]), "all" in sys.argv[3:], "".join(sys.argv[4:])
+    mode, folder, everything, ends = sys.argv[1], Path(sys.argv[2]), "all" in sys.argv[3:], tuple(sys.argv[4:]) or ("",)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = {dist.get_world_size(): dist.group.WORLD, 2: dist.new_group([0, 1])}
     results = []
-    for case, group in cases(folder, everything, part, groups):
+    for case, group in cases(folder, everything, ends, groups):
         if mode == "straight":
             straight(case, group)
         else:
