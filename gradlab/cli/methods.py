@@ -30,6 +30,7 @@ from gradlab.codec.from_file import codec_from_file
 from gradlab.layout import Layer
 from gradlab.plan import Plan, saving_of_sent
 from gradlab.plan.recipes import METHODS, Method
+from gradlab.plan.traffic import refused
 
 
 def methods(
@@ -78,7 +79,8 @@ def _show_sent(name: str | None, ranks: Sequence[int], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    cells = [(title, *(f"{share:.3g}" for share in shares.values())) for title, shares in rows.items()]
+    spelled = {title: ["-" if share is None else f"{share:.3g}" for share in of.values()] for title, of in rows.items()}
+    cells = [(title, *shares) for title, shares in spelled.items()]
     title = "bytes that a rank sends over plain DDP's, by number of ranks: four layers of 256 x 256, default wrappers"
     Answer(tables=[Table(title, ("codec", *map(str, ranks)), cells)]).print()
 
@@ -87,11 +89,12 @@ def _settings_of(name: str) -> list[tuple[str, Mapping[str, Any]]]:
     return [(name, settings) for settings in codecs.get(name).about.candidates]
 
 
-def sent_shares(codec: str, ranks: Sequence[int], settings: Mapping[str, Any]) -> dict[int, float]:
-    """Return the bytes that a rank sends over those of plain DDP, by number of ranks, of four layers of 256 x 256."""
+def sent_shares(codec: str, ranks: Sequence[int], settings: Mapping[str, Any]) -> dict[int, float | None]:
+    """Return the bytes that a rank sends over those of plain DDP, by number of ranks, of four layers of 256 x 256.
+    None: the codec refuses so many ranks."""
     shape, role = ((256, 256, 3, 3), "convolution") if codec == "gradiveq" else ((256, 256), "linear")
     plan = Plan.uniform([Layer(f"layer{number}", shape, role) for number in range(4)], codec, **settings)
-    return {count: 1 / (saving_of_sent(plan, count).ratio or math.inf) for count in ranks}
+    return {n: None if refused(plan, n) else 1 / (saving_of_sent(plan, n).ratio or math.inf) for n in ranks}
 
 
 def _show(name: str, as_json: bool) -> None:

@@ -179,6 +179,7 @@ class IntSGD(Codec):
         return {f"{layer.name}/energy": Kept((), (torch.float64,), least=0.0) for layer in layers}
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
+        self._most(world_size)  # refuses more ranks than integers of these bits can be summed of
         unknown = state is not None and any(f"{layer.name}/energy" not in state for layer in layers)
         if unknown and self._runs:
             return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)

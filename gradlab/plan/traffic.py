@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import ring_sends
+from gradlab.errors import GradlabError
 from gradlab.formatting import format_ratio
 from gradlab.layout import Layer
 from gradlab.plan.plan import FINITE_FLAG_BYTES, Group, Plan, forecast_group
@@ -68,6 +69,15 @@ def varying_codecs(plan: Plan) -> tuple[str, ...]:
     return tuple(sorted(named))
 
 
+def refused(plan: Plan, world_size: int) -> bool:
+    """Return whether a codec of the plan cannot work between so many ranks."""
+    try:
+        sent_bytes(plan, world_size)
+    except GradlabError:
+        return True
+    return False
+
+
 def most_ranks(plan: Plan, bits: int = 16) -> int | None:
     """Find up to how many ranks a plan sends no more than a ring all-reduce does.
 
@@ -85,7 +95,7 @@ def most_ranks(plan: Plan, bits: int = 16) -> int | None:
     dense = _SLACK[bits] * bits / 8 * sum(layer.numel for layer in plan.layers)
 
     def pays(world_size: int) -> bool:
-        return sent_bytes(plan, world_size) <= ring_sends(world_size) * dense
+        return not refused(plan, world_size) and sent_bytes(plan, world_size) <= ring_sends(world_size) * dense
 
     low, high = 1, 2
     while pays(high):
@@ -108,6 +118,8 @@ def pays_up_to(plan: Plan) -> str:
     most = most_ranks(plan)
     if most is None:
         return ""
+    if refused(plan, most + 1):
+        return f"works between up to {most} ranks"
     if most == 1:
         return "sends more than 16-bit reduction does, between any number of ranks"
     return f"sends less than 16-bit reduction does between up to {most} ranks; two_way around it does so between any"

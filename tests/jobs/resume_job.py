@@ -4,8 +4,8 @@
     resume_job.py resume FOLDER [all [NAME ...]]     the same from step 4 on, against what the straight run ended with;
                                                      and the checkpoints of N ranks on 2, and of 2 on N
 
-With "all" every valid stack whose name ends with a NAME, and with the backend's all-reduce too, plain DDP beside it; else a
-selection in deterministic mode. Rank 0 writes FOLDER/results.json.
+With "all" every valid stack whose name ends with a NAME, and with the backend's all-reduce too, plain DDP beside it;
+else a selection in deterministic mode. Rank 0 writes FOLDER/results.json.
 """
 
 from __future__ import annotations

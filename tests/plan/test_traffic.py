@@ -47,6 +47,8 @@ def test_plans_that_never_send_more_say_nothing_and_others_a_number() -> None:
     assert pays_up_to(TWO_WAY) == pays_up_to(DEFAULT) == ""
     gathered = Plan.uniform(LAYERS, "topk", density=0.5, wrappers=[Wrap("error_feedback")])
     assert "between any number of ranks" in pays_up_to(gathered)
+    integers = Plan.uniform(LAYERS, "intsgd")
+    assert (most_ranks(integers), pays_up_to(integers)) == (127, "works between up to 127 ranks")
 
 
 def test_groups_that_send_too_much_are_named_where_they_matter() -> None:
