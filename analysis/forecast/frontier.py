@@ -91,7 +91,8 @@ class Trial:
 
 def try_plans(trace: Trace, trial: Trial, *, workers: int = 1, progress: Progress | None = None) -> Tried:
     """Search the families, replay and forecast what matters of them and of given plans, and place all on a frontier."""
-    replays_from = partial(replay_plans, trace, start=trial.start, workers=workers, progress=progress)
+    shared: dict[str, Any] = {"nodes": max(trial.network.nodes), "workers": workers, "progress": progress}
+    replays_from = partial(replay_plans, trace, start=trial.start, **shared)
     steps = min(SEARCH_STEPS, len(trace.steps))
     longer = len(trace.steps) - trial.start > steps
     found = search(
@@ -100,8 +101,7 @@ def try_plans(trace: Trace, trial: Trial, *, workers: int = 1, progress: Progres
         max_loss=trial.max_loss,
         seconds=trial.seconds,
         steps=steps if longer else len(trace.steps) - trial.start,
-        workers=workers,
-        progress=progress,
+        **shared,
     )
     tried, times = Tried(remarks=found.remarks), _times(found, trial.network, progress)
     kept = _kept(found, times)

@@ -23,12 +23,14 @@ _HOW = (
 
 @dataclass(frozen=True)
 class CodecTime:
-    """The codecs' time in one step at `world_size` ranks; engine: whether it includes the engine's own work."""
+    """The codecs' time in one step at `world_size` ranks; engine: whether it includes the engine's own work; nodes:
+    number of ranks whose form of the plan took it, None: `world_size`."""
 
     seconds: float
     world_size: int
     engine: bool
     source: str
+    nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ def _codec_of_replay(provenance: Mapping[str, Any]) -> CodecTime | None:
     seconds = _time(replay.get("codec_seconds")) if isinstance(replay, Mapping) else None
     if seconds is None or type(world_size) is not int or world_size < 1:
         return None
-    return CodecTime(seconds, world_size, False, f"the artifact's replay on {world_size} ranks")
+    nodes = replay.get("nodes") if isinstance(replay, Mapping) else None
+    form = nodes if type(nodes) is int and nodes > 0 else None
+    return CodecTime(seconds, world_size, False, f"the artifact's replay on {world_size} ranks", form)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_ratio, format_seconds
 from gradlab.jsonable import plain
 from gradlab.plan import Plan
+from gradlab.plan.plan import between
 from gradlab.plan.traffic import varying_codecs
 from gradlab.progress import Progress
 
@@ -233,6 +234,8 @@ def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tu
     if profile.codec is None or not runs(profile.codec.world_size).plan.compressed_groups:
         return 1.0, 1.0
     timed = runs(profile.codec.world_size)
+    form, alone = (between(timed.plan, ranks) for ranks in (profile.codec.nodes or timed.world_size, timed.world_size))
+    timed = timed if form.groups == alone.groups else timed.of(form)
     here = make_job(timed.plan, timed, profile.compute_seconds, scan_seconds=scan)
     if profile.codec.engine:
         factor = profile.codec.seconds / (here.codec_seconds + here.engine_seconds)

@@ -111,6 +111,7 @@ def search(
     max_loss: float,
     seconds: float,
     steps: int = SEARCH_STEPS,
+    nodes: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -125,7 +126,8 @@ def search(
             found.remarks.append(_stopped(found, places, clock() - began))
             break
         plans = {family: found.candidate(family, place).plan for family, place in places.items()}
-        for family, result in replay_plans(trace, plans, start=start, workers=workers, progress=progress).items():
+        replays = replay_plans(trace, plans, start=start, nodes=nodes, workers=workers, progress=progress)
+        for family, result in replays.items():
             if isinstance(result, GradlabError):
                 found.remarks.append(f"{found.candidate(family, places[family]).name}: {result}")
                 found.families = {name: one for name, one in found.families.items() if name != family}

@@ -246,7 +246,7 @@ def with_codec_time(network: Network, replay: Replay | None) -> Network:
     if replay is None or summary is None or not summary.codec_seconds or network.profile.codec is not None:
         return network
     source = f"median of the replay's {summary.compressed_steps} compressed steps on {replay.world_size} ranks"
-    codec = CodecTime(summary.codec_seconds, replay.world_size, False, source)
+    codec = CodecTime(summary.codec_seconds, replay.world_size, False, source, replay.nodes)
     return replace(network, profile=replace(network.profile, codec=codec))
 
 

@@ -118,6 +118,7 @@ class ReplaySummary(MedianErrors):
     memory: bool
     judged_length: int | None
     judged_cosine: float | None
+    nodes: int | None
     caution: str | None
     codec_seconds: float | None
     codec_seconds_range: tuple[float, float] | None
@@ -135,6 +136,7 @@ class Replay:
     dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing. fitted_on:
     iterations of this trace that the plan was fitted on; only later ones count as a prediction. windows: sums of
     several steps, see `gradlab.analysis.replay.windows`. memory: whether the plan applies gradients of earlier steps.
+    nodes: number of ranks whose form of the plan was replayed, on `world_size` recorded ones.
     """
 
     steps: tuple[ReplayStep, ...]
@@ -149,6 +151,7 @@ class Replay:
     rules: tuple[Finding, ...] = ()
     windows: tuple[Window, ...] = ()
     memory: bool = False
+    nodes: int | None = None
 
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
@@ -218,6 +221,8 @@ class Replay:
         first, last, count = steps[0], steps[-1], len(steps)
         span = f"iterations {first} to {last}"
         found = []
+        if self.nodes not in (None, self.world_size):
+            found.append(f"{self.world_size} recorded ranks are judged, for {self.nodes}")
         if count < _FEW:
             found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):
@@ -321,6 +326,7 @@ class Replay:
             memory=self.memory,
             judged_length=judged.length if judged else None,
             judged_cosine=judged.cosine if judged else None,
+            nodes=self.nodes,
             caution=self.caution,
             codec_seconds=_median(step.codec_seconds for step in steps),
             codec_seconds_range=_range(step.codec_seconds for step in steps),

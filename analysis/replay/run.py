@@ -29,7 +29,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, LockstepWatch, StepResult, learning_rates
 from gradlab.executor.rules import Finding
 from gradlab.plan import Group, Plan, Wrap
-from gradlab.plan.plan import ANSWER, check_model
+from gradlab.plan.plan import ANSWER, between, check_model
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
 
@@ -78,6 +78,7 @@ def replay_plans(
     *,
     start: int = 0,
     stop: int | None = None,
+    nodes: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Replay | GradlabError]:
@@ -94,6 +95,7 @@ def replay_plans(
         trace: the recording.
         plans: plans by name.
         start, stop: positions, as `replay` takes them.
+        nodes: number of ranks whose form of the plans is replayed, see `between`. None: the recorded ones.
         workers: processes.
         progress: called after each part, or, for a single part in this process, after each step.
 
@@ -101,7 +103,8 @@ def replay_plans(
         By name, a replay, or the error of a plan that cannot be replayed on this trace.
     """
     stop = len(trace.steps) if stop is None else stop
-    works = {name: _work_of(trace, plan, start, stop) for name, plan in plans.items()}
+    nodes = nodes or trace.world_size
+    works = {name: _work_of(trace, plan, start, stop, nodes) for name, plan in plans.items()}
     jobs = [work for work in works.values() if isinstance(work, _Work)]
     calls = [(trace.source, work.held, part, start, stop) for work in jobs for part in work.parts]
     if len(calls) == 1:
@@ -120,25 +123,29 @@ def replay_plans(
 
 @dataclass(frozen=True)
 class _Work:
-    """A plan to replay; held: of the layers as the trace holds them; parts: groups replayed together; sizes: values."""
+    """A plan to replay. form: as it is between `nodes` ranks; held: of the layers as the trace holds them; parts:
+    groups replayed together; sizes: values."""
 
     plan: Plan
+    nodes: int
+    form: Plan
     held: Plan
     parts: tuple[tuple[str, ...] | None, ...]
     sizes: tuple[int, ...]
 
 
-def _work_of(trace: Trace, plan: Plan, start: int, stop: int) -> _Work | GradlabError:
+def _work_of(trace: Trace, plan: Plan, start: int, stop: int, nodes: int) -> _Work | GradlabError:
     try:
         check_replay(trace, plan, start, stop)
-        held = plan_on_samples(trace, plan)
+        form = between(plan, nodes)
+        held = plan_on_samples(trace, form)
     except GradlabError as error:
         return error
     parts = parts_of(held, trace.world_size)
     numels = {group.name: sum(layer.numel for layer in held.members(group)) for group in held.groups}
     sizes = tuple(sum(numels[name] for name in part) for part in parts)
     # The whole plan reads the layers that it sends dense, too, where they may be unused.
-    return _Work(plan, held, tuple(parts) if len(parts) > 1 else (None,), sizes)
+    return _Work(plan, nodes, form, held, tuple(parts) if len(parts) > 1 else (None,), sizes)
 
 
 def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError]) -> Replay | GradlabError:
@@ -148,26 +155,27 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
         if isinstance(result, GradlabError):
             return result
         parts.append(result)
-    plan, held = work.plan, work.held
+    form, held = work.form, work.held
     remarks = list(dict.fromkeys(line for part in parts for line in part.remarks))
     done = [_step(together) for together in zip(*(part.steps for part in parts), strict=True)]
     if trace.local_steps:
         remarks.append(f"Judged on {trace.local_steps}.")
-    if held is not plan:
-        done = [for_whole_layers(step, plan, held, trace.world_size) for step in done]
+    if held is not form:
+        done = [for_whole_layers(step, form, held, trace.world_size) for step in done]
         remarks.append(sample_remark(trace))
     return Replay(
         steps=tuple(done),
         world_size=trace.world_size,
-        plan_digest=plan.digest,
+        nodes=work.nodes,
+        plan_digest=work.plan.digest,
         trace_digest=trace.digest,
-        methods=methods_of(plan.groups),
-        dense_payload_bytes=plan.payload_bytes(trace.world_size, compressing=False),
-        forecast_payload_bytes=plan.payload_bytes(trace.world_size),
+        methods=methods_of(work.plan.groups),
+        dense_payload_bytes=form.payload_bytes(trace.world_size, compressing=False),
+        forecast_payload_bytes=form.payload_bytes(trace.world_size),
         remarks=tuple(remarks),
         rules=tuple({one.key: one for part in parts for one in part.findings}.values()),
         windows=joined([part.windows for part in parts]),
-        memory=any(applies_earlier_gradients(plan.build(group)) for group in plan.compressed_groups),
+        memory=any(applies_earlier_gradients(form.build(group)) for group in form.compressed_groups),
     )
 
 

@@ -19,6 +19,7 @@ from gradlab.collectives import AllToAll, Coroutine, Gather, as_requests, mean_o
 from gradlab.errors import GradlabError
 from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
 from gradlab.plan import Group, Plan
+from gradlab.plan.plan import between
 
 ALLOWED = ("error_feedback", "hadamard")
 
@@ -28,24 +29,25 @@ def one_way(plan: Plan) -> Plan:
 
     A codec or a wrapper that does not work there is refused.
     """
-    return replace(plan, groups=tuple(_one_way(plan, group) for group in plan.groups))
+    alone = between(plan, 1)
+    for group in alone.groups:
+        _check(alone, group)
+    return alone
 
 
-def _one_way(plan: Plan, group: Group) -> Group:
-    kept = tuple(wrap for wrap in group.wrappers if wrap.settings.get("from_ranks", 1) == 1)
+def _check(plan: Plan, group: Group) -> None:
     if group.plainly_dense:
-        return group
+        return
     codec = innermost(plan.build(group))
     if not isinstance(codec, Compressor) or codec.traits.own_exchange:
         raise GradlabError(
             f"group {group.name}: codec {group.codec} takes means over ranks on its way; a reduce-scatter is for "
             "codecs that one rank computes alone, such as block_scaled, qsgd, sign or topk"
         )
-    if others := [wrap.name for wrap in kept if wrap.name not in ALLOWED]:
+    if others := [wrap.name for wrap in group.wrappers if wrap.name not in ALLOWED]:
         raise GradlabError(
             f"group {group.name}: wrapper {others[0]} has no place in a reduce-scatter, only {', '.join(ALLOWED)}"
         )
-    return replace(group, wrappers=kept)
 
 
 def reduce_scatter_group(

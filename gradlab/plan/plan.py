@@ -466,6 +466,27 @@ def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[
     return (*around, Wrap("two_way", {"from_ranks": BOTH_WAYS_FROM, "answer": ANSWER, **kept}))
 
 
+def between(plan: Plan, world_size: int) -> Plan:
+    """Return a plan in the form that it takes between so many ranks: two-way compression `from_ranks` on is there, or
+    it is not.
+
+    >>> from gradlab.plan.plan import between
+    >>> plan = Plan.uniform([Layer("w", (1000, 100), "linear")], "topk")
+    >>> [[wrap.name for wrap in between(plan, ranks).groups[0].wrappers] for ranks in (4, 8)]
+    [['error_feedback'], ['error_feedback', 'two_way']]
+    """
+
+    def taken(wrap: Wrap) -> list[Wrap]:
+        settings = dict(wrap.settings)
+        from_ranks = settings.pop("from_ranks", None)
+        return [wrap] if from_ranks is None else [replace(wrap, settings=settings)] * (world_size >= from_ranks)
+
+    groups = tuple(
+        replace(group, wrappers=tuple(one for wrap in group.wrappers for one in taken(wrap))) for group in plan.groups
+    )
+    return plan if groups == plan.groups else replace(plan, groups=groups)
+
+
 def _gathers(codec: Codec) -> bool:
     """Return whether all payloads go to all of many ranks, without a setting that asks for it."""
     if not isinstance(codec, Compressor):

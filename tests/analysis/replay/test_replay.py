@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.fit.uniform import uniform_artifact
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
-from gradlab.analysis.replay import parts_of, replay, replay_steps
+from gradlab.analysis.replay import parts_of, replay, replay_plans, replay_steps
 from gradlab.analysis.replay.result import Replay, ReplayStep
 from gradlab.artifact import Artifact
 from gradlab.codec import Context, Exchanged, mean_only
@@ -67,6 +67,22 @@ def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
     row = replay_table({"identity": result.to_json()})
     assert dict(zip(row.columns, row.rows[0], strict=True))["vs 16 bits"] == format_ratio(ratios[1])
     assert result.warnings == []
+
+
+def test_a_plan_is_replayed_in_the_form_that_it_will_have(tmp_path):
+    """Few recorded ranks stand for many nodes: their means come back compressed, as those of many do."""
+    default, both_ways = uniform("topk"), uniform("topk", wrappers=[*FEEDBACK, Wrap("two_way", {"answer": 3.0})])
+    with record(tmp_path / "t", random_gradients(0, 6, 3)) as trace:
+        found = {nodes: replay_plans(trace, {"": default}, nodes=nodes)[""] for nodes in (None, 4, 5, 64)}
+        shards, gathered = replay(trace, both_ways), replay(trace, uniform("topk", wrappers=FEEDBACK))
+    for nodes, replayed in found.items():
+        alike = gathered if nodes in (None, 4) else shards
+        assert [step.cosine for step in replayed.steps] == [step.cosine for step in alike.steps]
+        assert replayed.steps[-1].payload_bytes_mean == pytest.approx(replayed.forecast_payload_bytes, rel=0.02)
+        assert (replayed.plan_digest, replayed.nodes) == (default.digest, nodes or 3)
+        told = f"3 recorded ranks are judged, for {nodes}"
+        assert (told in (replayed.caution or "")) == (nodes is not None)
+        assert uniform_artifact(default, replayed).provenance["replay"]["nodes"] == (nodes or 3)
 
 
 def simulated_topk(gradients, density, names):
