@@ -19,9 +19,8 @@ from gradlab.analysis.forecast.link import weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
 from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.measures import is_finite
-from gradlab.codec.wrapper import innermost, wrappers_of
+from gradlab.codec.wrapper import innermost, sizes_vary, wrappers_of
 from gradlab.codecs.identity import Identity
-from gradlab.codecs.topk import TopK
 from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.collectives.ring import RingCode
 from gradlab.layout import Layer
@@ -61,10 +60,8 @@ def _around(code: RingCode, rank: int) -> list[torch.Tensor]:
 
 
 def _of_length(vector: torch.Tensor, length: int) -> torch.Tensor:
-    """Repeat a vector's values up to a length. An empty vector becomes zeros."""
-    if not vector.numel():
-        return vector.new_zeros(length)
-    return vector.repeat(-(-length // vector.numel()))[:length]
+    """Return a vector, or as many zeros where lengths differ: they name the first position and the smallest value."""
+    return vector if len(vector) == length else vector.new_zeros(length)
 
 
 def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -84,11 +81,9 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     """
     inner = innermost(codec)
-    together = sum(layer.numel for layer in layers)
-    numel = -(-together // context.world_size) * context.world_size
-    counted = inner.traits.varying or (isinstance(inner, TopK) and numel > together)
-    if counted and any(wrapper.effects.server_residual for wrapper in wrappers_of(codec)):
+    if sizes_vary(codec) and any(wrapper.effects.server_residual for wrapper in wrappers_of(codec)):
         # Shards of the same sizes: who stands for all ranks decodes one rank's message as every other's.
+        numel = -(-sum(layer.numel for layer in layers) // context.world_size) * context.world_size
         layers = [replace(layers[0], shape=(numel,), role="other")]
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
@@ -98,7 +93,7 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        run, state = _once(codec, grads, running if inner.traits.varying else state, context)
+        run, state = _once(codec, grads, running if sizes_vary(codec) else state, context)
         runs.append(run)
         workspace.recycle()
     turns = [

@@ -14,7 +14,7 @@ from gradlab.codec.compressor import Compressor
 from gradlab.codec.context import Context
 from gradlab.codec.contract import Codec, Exchanged, Guarantees, exchange_group
 from gradlab.codec.kept import state_problem
-from gradlab.codec.wrapper import innermost, wrappers_of
+from gradlab.codec.wrapper import innermost, sizes_vary, wrappers_of
 from gradlab.collectives import Coroutine, LockstepResult, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -216,7 +216,7 @@ class _Check:
         forecast = self.codec.forecast(self.table, self.world_size, before).payload
         exact = abs(counted - forecast) <= 1e-9 * max(1.0, counted)
         self._require(
-            self._method.traits.varying or exact, f"{counted:g} bytes were counted, {forecast:g} were forecast", step
+            sizes_vary(self.codec) or exact, f"{counted:g} bytes were counted, {forecast:g} were forecast", step
         )
 
     def _states(self, states: Sequence[Tensors], step: int) -> None:

@@ -170,6 +170,35 @@ class Sparsifier(Compressor):
         self._sent = (encoded, positions) if encoded.is_cpu else None
         return vector[positions], encoded
 
+    def compress_parts(
+        self,
+        vector: torch.Tensor,
+        parts: Sequence[tuple[Compressor, tuple[int, int]]],
+        last: float,
+        generator: torch.Generator,
+    ) -> tuple[list[tuple[torch.Tensor, ...]], float]:
+        """Select from a whole vector (numel,), and compress what lies in each part. Shares of its own for each part
+        would send small values of one in place of large ones of another.
+
+        Args:
+            parts: the compressor of each part, and where the part starts and stops.
+            last: nothing is taken from the iteration before.
+            generator: draws what the selection needs.
+
+        Returns:
+            The message of each part, whose size varies, and `last`.
+        """
+        each, coding = self._each, self.settings.index_coding
+        known = each is not None and each.numel == vector.numel()
+        positions = each.select(vector) if each is not None and known else self.select(vector, generator)
+        positions = positions.sort().values
+        starts = torch.tensor([start for _, (start, _) in parts], device=vector.device)
+        counts = torch.searchsorted(positions, starts).tolist()
+        messages: list[tuple[torch.Tensor, ...]] = []
+        for (_, (start, stop)), of_part in zip(parts, positions.tensor_split(counts[1:]), strict=True):
+            messages.append((vector[of_part], encode(of_part - start, stop - start, coding)))
+        return messages, last
+
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         self._add(total, [payload], scale)
 

@@ -279,10 +279,12 @@ class Sharded(Shardwise):
         super().__init__(codec, vector, shards, context)
         generator = context.random.of_rank("shards")
         self._payload: Payload = ()
-        self.step = last
-        if compress_parts := getattr(codec, "compress_parts", None):
+        self.step, self._varying = last, codec.traits.varying
+        compress_parts = getattr(codec, "compress_parts", None)
+        if compress_parts and (len(shards.occupied) > 1 or not codec.traits.selects):
             parts = [(shards.part(rank), shard) for rank, shard in enumerate(shards)]
-            self.sent, self.step = compress_parts(vector, parts, last)
+            self.sent, self.step = compress_parts(vector, parts, last, generator)
+            self._varying = True
         elif shards.whole:
             self._payload = codec.compress(vector, generator)
         else:
@@ -296,7 +298,7 @@ class Sharded(Shardwise):
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
         most = most_bytes(self._vector.numel())
-        received = yield tuple(AllToAll(part, self._codec.traits.varying, most) for part in self._parts())
+        received = yield tuple(AllToAll(part, self._varying, most) for part in self._parts())
         start, stop = self._shards[self._context.rank]
         average = self._context.memory.like(self._vector[start:stop])
         if start == stop:

@@ -145,6 +145,13 @@ def innermost(codec: Codec) -> Codec:
     return codec
 
 
+def sizes_vary(codec: Codec) -> bool:
+    """Return whether message sizes depend on values. A selection from a whole vector that is cut into shards has as
+    many values in one as fall there."""
+    traits = innermost(codec).traits
+    return traits.varying or (traits.selects and any(one.effects.server_residual for one in wrappers_of(codec)))
+
+
 def _refuse(outer: Wrapper, inner: Wrapper) -> None:
     around, within = outer.effects, inner.effects
     if inner.name == outer.name:

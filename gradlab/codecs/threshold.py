@@ -18,7 +18,6 @@ from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, T
 from gradlab.codec.kept import Entry, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import DENSITIES, at_least, coding_setting, count_of, density_setting, largest
-from gradlab.codecs.topk import TopK
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
 
@@ -31,7 +30,7 @@ class Threshold(Sparsifier):
 
     If no lambda is given, the first exchange measures it: the mean over ranks of the k-th largest magnitude,
     k = ceil(density * numel). Later iterations send as many values as reach that lambda. Servers of `two_way` answer
-    such a codec, and any with finer answers, by top-k.
+    by top-k of chunks, as a mean's values reach other magnitudes.
 
     >>> done = codecs.make("threshold", threshold=1.0).apply(torch.tensor([0.1, -3.0, 0.2, 5.0]))
     >>> done.decoded.tolist()
@@ -90,10 +89,6 @@ class Threshold(Sparsifier):
         if not 0 < level < torch.inf:
             return self, {}
         return Threshold(replace(self.settings, threshold=level)), {key: known}
-
-    def answered_by(self) -> Sparsifier:
-        """Return the codec of a server's answers: a mean's values reach other magnitudes than lambda."""
-        return TopK(TopK.Settings(density=self.settings.density))
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return for_any(layers, "threshold", Kept((2,), least=0.0))

@@ -22,6 +22,7 @@ from gradlab.codec import (
     Context,
     Deferred,
     Exchanged,
+    Sparsifier,
     Table,
     Tensors,
     concatenate,
@@ -45,12 +46,15 @@ from gradlab.codec.wrapper import (
     store_buffer,
     store_buffers,
 )
+from gradlab.codecs.chunk_topk import ChunkTopK
 from gradlab.collectives import Broadcast, Coroutine, Gather, ring_sends
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
 _SERVER = 0  # the rank that serves all, where there is one
 _SOME = 2**16  # values, to see whether a setting makes messages longer
+_SELECTIONS = Sparsifier, ChunkTopK
+_CHUNK, _BITS = 1024, 4  # of answers to selections, most of whose bytes would be values of 32 bits
 
 
 class TwoWay(Wrapper):
@@ -114,7 +118,7 @@ class TwoWay(Wrapper):
             )
         self.compressor = codec
         self.answering = finer(codec, self.settings.answer)
-        if self.answering.block != codec.block:
+        if self.answering.block != codec.block and not isinstance(codec, _SELECTIONS):
             raise GradlabError(f"two_way around {codec.name}: answer = {self.settings.answer} would cut other shards")
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
@@ -126,7 +130,8 @@ class TwoWay(Wrapper):
         step, server_step = (float(state.get(_key(grads, what), 0.0)) for what in ("step", "server_step"))
         sharded = Sharded(whole, vector, shards, context, step)
         average = yield from sharded.average()
-        answers_of = sharded if self.answering is self.compressor else self._answers(grads, context)
+        same = self.answering is self.compressor and not compressor.traits.selects
+        answers_of = sharded if same else self._answers(grads, shards, context)
         codec = answers_of.codec
         held = self._server_residual(grads, state, context, average)
         carried = self._rescaled(held, context)
@@ -181,11 +186,11 @@ class TwoWay(Wrapper):
             return shards_of(codec, numel, world_size, group)
         return shards_on(codec, _SERVER, numel, world_size)
 
-    def _answers(self, grads: Batch, context: Context) -> Shardwise:
-        """Return what servers answer by a finer compressor than the one of the ranks' messages."""
-        whole, vector = self.answering.for_layers(grads.table), grads.vector
-        shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
-        return Shardwise(whole, vector, shards, context)
+    def _answers(self, grads: Batch, shards: Shards, context: Context) -> Shardwise:
+        """Return what servers answer by another compressor than the one of the ranks' messages, for the same shards."""
+        whole = self.answering.for_layers(grads.table)
+        answers = whole.cached((grads.table.numel, *shards.bounds), lambda: Shards(whole, shards))
+        return Shardwise(whole, grads.vector, answers, context)
 
     def _answer_requests(self, answer: Payload, sharded: Shardwise, context: Context) -> tuple[Broadcast | Gather, ...]:
         """Requests by which the answers reach all ranks: one server's by a broadcast, all servers' by a gather."""
@@ -286,27 +291,37 @@ class TwoWay(Wrapper):
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         if world_size < self.settings.from_ranks:
             return super().forecast(layers, world_size, state)
-        sent, answered = (self._bytes(codec, layers, world_size) for codec in (self.compressor, self.answering))
+        sent = self._bytes(self.compressor, layers, world_size, selected=True)
+        answered = self._bytes(self.answering, layers, world_size, selected=False)
         positions = sent.positions + answered.positions / world_size
         both = sent.payload + answered.payload
-        return Bytes(sent.payload + answered.payload / world_size, ring_sends(world_size) * both / 2, positions)
+        lengths = 16.0 * (world_size - 1) * self.compressor.traits.selects  # of values and positions for each shard
+        return Bytes(
+            sent.payload + answered.payload / world_size, lengths + ring_sends(world_size) * both / 2, positions
+        )
 
-    def _bytes(self, compressor: Compressor, layers: Sequence[Layer], world_size: int) -> Bytes:
-        """Return the bytes of messages to all shards."""
+    def _bytes(self, compressor: Compressor, layers: Sequence[Layer], world_size: int, selected: bool) -> Bytes:
+        """Return the bytes of messages to all shards. selected: whether what they hold is chosen from all together."""
         codec, found = compressor.for_layers(layers), Bytes(0, 0)
         for a, b in self.shards(layers, world_size):
             part = codec.part(a, b)
             positions = found.positions + part.compressed_position_bytes(b - a)
             found = Bytes(found.payload + part.compressed_bytes(b - a), 0, positions)
-        return found
+        values, numel = found.payload - found.positions, Table.of(layers).numel
+        if not (selected and isinstance(codec, Sparsifier) and values):
+            return found
+        # Shards have values of one selection, not each its own share, which is rounded up.
+        share = (codec.compressed_bytes(numel) - codec.compressed_position_bytes(numel)) / values
+        return Bytes(found.payload * share, 0, found.positions * share)
 
 
 def _compressed(codec: Compressor, vector: torch.Tensor, last: float, context: Context) -> tuple[Payload, float]:
     """Return a server's answer, and the step of the next one where the codec adapts one."""
-    if compress_parts := getattr(codec, "compress_parts", None):
-        (answer,), step = compress_parts(vector, [(codec, (0, vector.numel()))], last)
+    random = context.random.of_rank("server")
+    if (compress_parts := getattr(codec, "compress_parts", None)) and not codec.traits.selects:
+        (answer,), step = compress_parts(vector, [(codec, (0, vector.numel()))], last, random)
         return answer, step
-    return codec.compress(vector, context.random.of_rank("server")), last
+    return codec.compress(vector, random), last
 
 
 def finer(codec: Compressor, times: float) -> Compressor:
@@ -316,11 +331,10 @@ def finer(codec: Compressor, times: float) -> Compressor:
 
     >>> from gradlab.wrappers.two_way import finer
     >>> finer(codecs.make("topk", density=0.01), 3.0), finer(codecs.make("sign"), 3.0)
-    (TopK(density=0.03), Sign(block_size=None))
+    (ChunkTopK(chunk=1024, count=88, bits=4), Sign(block_size=None))
     """
-    measures = codec.traits.own_exchange
-    if (answered_by := getattr(codec, "answered_by", None)) and (times > 1.0 or measures):
-        codec = answered_by()
+    if isinstance(codec, _SELECTIONS) and (times > 1.0 or codec.traits.own_exchange):
+        return _of_chunks(times * codec.compressed_bytes(_SOME) / _SOME)
     name = next(iter(codec.about.candidates[0]), "")
     value: Any = getattr(codec.settings, name, None)
     if times == 1.0 or codec.learned or type(value) not in (int, float):
@@ -329,6 +343,12 @@ def finer(codec: Compressor, times: float) -> Compressor:
     most = math.inf if field.about.most is None else field.about.most
     found = type(codec)(replace(codec.settings, **{name: min(type(value)(value * times), most)}))
     return found if found.compressed_bytes(_SOME) > codec.compressed_bytes(_SOME) else codec
+
+
+def _of_chunks(bytes_a_value: float) -> Compressor:
+    """Return a selection that takes so many bytes a value of the vector: 14 bits of a value that is sent."""
+    count = min(_CHUNK, max(1, round(8 * bytes_a_value / (_BITS + (_CHUNK - 1).bit_length()) * _CHUNK)))
+    return ChunkTopK(ChunkTopK.Settings(chunk=_CHUNK, count=count, bits=_BITS))
 
 
 def _key(grads: Tensors, what: str) -> str:

@@ -105,7 +105,7 @@ def test_parts_of_lgc_are_what_travels(
     [
         uniform("topk", density=0.1),
         uniform("topk", Wrap("error_feedback"), density=0.1, index_coding="raw"),
-        uniform("topk", Wrap("two_way"), density=0.1, index_coding="packed"),
+        uniform("chunk_topk", Wrap("two_way"), chunk=16, count=2, bits=None),
         uniform("clt_k", density=0.1),
         uniform("dct_topk", Wrap("error_feedback")),
         uniform("random_k"),

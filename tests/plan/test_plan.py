@@ -308,7 +308,7 @@ class Small(nn.Module):
         self.vector = nn.Parameter(torch.zeros(5000))
 
 
-FROM_5_RANKS = Wrap("two_way", {"from_ranks": 5, "answer": 3.0})
+FROM_5_RANKS = Wrap("two_way", {"from_ranks": 5, "answer": 4.0})
 
 
 def test_uniform_takes_the_large_layers_of_two_or_more_dimensions() -> None:

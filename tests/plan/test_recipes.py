@@ -210,7 +210,8 @@ def test_bytes_of_shards_are_forecast_as_they_are_counted(codec: str, ranks: int
     ]
     results = run_lockstep([exchange_group(built, g, {}, Context(r, ranks, 0)) for r, g in enumerate(grads)])
     counted = sum(result.payload_bytes for result in results) / ranks
-    assert counted == pytest.approx(built.forecast(layers, ranks).payload)
+    # Positions of a selection take what their numbers in a shard need.
+    assert counted == pytest.approx(built.forecast(layers, ranks).payload, rel=0.05 if codec == "topk" else 1e-9)
 
 
 def test_momentum_of_what_is_dense_in_the_gradients_space_is_not_masked() -> None:
@@ -239,7 +240,7 @@ def test_a_threshold_is_measured_again_when_a_warm_up_lowers_the_density() -> No
 
 
 def test_both_ways_lambda_is_what_the_first_exchange_measured() -> None:
-    """It is kept, and servers answer by top-k, whose sizes all know."""
+    """It is kept, and servers answer by top-k of chunks, whose sizes all know."""
     layers = [Layer("w", (40, 100))]
     grads = [
         [{"w": torch.randn(40, 100, generator=torch.Generator().manual_seed(10 * r + t))} for r in range(3)]
@@ -257,7 +258,7 @@ def test_both_ways_lambda_is_what_the_first_exchange_measured() -> None:
             )
             states = [result.value.state for result in results]
         means.append(results[0].value.mean["w"])
-        assert int((means[-1] != 0).sum()) == 3 * 27  # of each third 2 % by top-k
+        assert int((means[-1] != 0).sum()) == 3 * 92  # 70 of 1024, and 22 of the 309 left of a third
     assert torch.equal(*means)
 
 

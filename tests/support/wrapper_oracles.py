@@ -131,7 +131,8 @@ class WeightDecayMomentum:
 
 @dataclass
 class ServerSimulation:
-    """dist-EF-SGD (Algorithm 2) with top-k, shard by shard: workers' residuals (N, numel) and the server's (numel,)."""
+    """dist-EF-SGD (Algorithm 2) with top-k: workers' residuals (N, numel) and the server's (numel,). Workers select
+    from the whole vector, servers from their shards."""
 
     worker: Vector
     server: Vector
@@ -142,7 +143,7 @@ class ServerSimulation:
     def start(cls, ranks: int, numel: int, density: float, shards: Shards) -> ServerSimulation:
         return cls(np.zeros((ranks, numel)), np.zeros(numel), density, shards)
 
-    def compress(self, vector: Vector) -> Vector:
+    def answer(self, vector: Vector) -> Vector:
         sent = np.zeros_like(vector)
         for start, stop in self.shards:
             if stop > start:
@@ -152,10 +153,10 @@ class ServerSimulation:
     def step(self, grads: Sequence[Vector], ratio: Vector | float = 1.0, feedback: bool = True) -> Vector:
         """What the server answers (numel,). ratio: eta_(t-1) / eta_t by element; feedback: of the workers."""
         asked = np.stack([grad + ratio * self.worker[rank] for rank, grad in enumerate(grads)])
-        sent = np.stack([self.compress(vector) for vector in asked])
+        sent = np.stack([keep_largest(vector, self.density) for vector in asked])
         if feedback:
             self.worker = asked - sent
         merged = sent.mean(0) + ratio * self.server
-        answer = self.compress(merged)
+        answer = self.answer(merged)
         self.server = merged - answer
         return answer

@@ -250,7 +250,7 @@ def test_dry_run_stands_for_ranks_whose_shards_differ(codec: str, shape: tuple[i
 def test_dry_run_sees_through_wrappers(wrapper: Wrap, world_size: int) -> None:
     """AllToAll and Broadcast too, where ranks play different parts."""
     wrappers = [wrapper]
-    require_same_bytes(Plan.uniform(LAYERS, "topk", density=0.01, wrappers=wrappers), world_size)
+    require_same_bytes(Plan.uniform(LAYERS, "chunk_topk", wrappers=wrappers), world_size)
 
 
 @pytest.mark.parametrize(

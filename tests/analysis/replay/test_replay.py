@@ -71,14 +71,14 @@ def test_identity_changes_nothing_and_costs_what_dense_costs(tmp_path, ranks):
 
 def test_a_plan_is_replayed_in_the_form_that_it_will_have(tmp_path):
     """Few recorded ranks stand for many nodes: their means come back compressed, as those of many do."""
-    default, both_ways = uniform("topk"), uniform("topk", wrappers=[*FEEDBACK, Wrap("two_way", {"answer": 3.0})])
+    default, both_ways = uniform("topk"), uniform("topk", wrappers=[*FEEDBACK, Wrap("two_way", {"answer": 4.0})])
     with record(tmp_path / "t", random_gradients(0, 6, 3)) as trace:
         found = {nodes: replay_plans(trace, {"": default}, nodes=nodes)[""] for nodes in (None, 4, 5, 64)}
         shards, gathered = replay(trace, both_ways), replay(trace, uniform("topk", wrappers=FEEDBACK))
     for nodes, replayed in found.items():
         alike = gathered if nodes in (None, 4) else shards
         assert [step.cosine for step in replayed.steps] == [step.cosine for step in alike.steps]
-        assert replayed.steps[-1].payload_bytes_mean == pytest.approx(replayed.forecast_payload_bytes, rel=0.02)
+        assert replayed.steps[-1].payload_bytes_mean == pytest.approx(replayed.forecast_payload_bytes, rel=0.1)
         assert (replayed.plan_digest, replayed.nodes) == (default.digest, nodes or 3)
         told = f"3 recorded ranks are judged, for {nodes}"
         assert (told in (replayed.caution or "")) == (nodes is not None)
@@ -148,7 +148,7 @@ def test_a_replay_tells_what_the_rules_of_a_run_would(tmp_path):
     assert healthy.rules == ()
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("topk", 5), ("powersgd", 2), ("gradiveq", 1), thorough("gradiveq", 5)])
+@pytest.mark.parametrize(("name", "ranks"), [("topk", 4), ("powersgd", 2), ("gradiveq", 1), thorough("gradiveq", 5)])
 def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
     gradients = random_gradients(2, 4, ranks)
     plan = fitted_gradiveq(gradients) if name == "gradiveq" else uniform(name)
@@ -157,6 +157,14 @@ def test_counted_payload_is_the_plans_forecast(tmp_path, name, ranks):
     assert {step.payload_bytes_mean for step in result.steps} == {plan.payload_bytes(ranks)}
     assert {step.payload_bytes_max for step in result.steps} == {plan.payload_bytes(ranks)}
     assert result.forecast_payload_bytes == plan.payload_bytes(ranks)
+
+
+def test_the_forecast_of_a_selection_in_shards_is_near_what_is_counted(tmp_path):
+    plan = uniform("topk", density=0.1)
+    with record(tmp_path / "t", random_gradients(2, 4, 5)) as trace:
+        result = replay(trace, plan)
+    counted = [step.payload_bytes_mean for step in result.steps]
+    assert counted == pytest.approx([plan.payload_bytes(5)] * 4, rel=0.1)
 
 
 @pytest.mark.parametrize(("codec", "wrapping"), [("threshold", "feedback"), thorough("ecsq", "two-way under feedback")])
