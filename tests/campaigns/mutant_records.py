@@ -1671,4 +1671,64 @@ MUTANTS += (
         ),
         ('begun = "" if there == ranks', 'begun = "" if there != ranks', "", "Ranks that have not begun are not told."),
     ),
+    *_faults(
+        "gradlab/codec/routes.py",
+        "tests/wrappers/test_wrappers.py",
+        (
+            "len(shards.occupied) > 1 or not codec.traits.selects",
+            "not codec.traits.selects",
+            "server_simulation",
+            "Each shard has a share of its own of a selection.",
+        ),
+    ),
+    *_faults(
+        "gradlab/wrappers/two_way.py",
+        "tests/plan/test_recipes.py",
+        (
+            "compressor, learned = yield from self._settled(grads, state, context)",
+            "compressor, learned = self.compressor, {}",
+            "both_ways_lambda",
+            "Nobody measures lambda inside two-way compression.",
+        ),
+    ),
+    *_faults(
+        "analysis/replay/run.py",
+        "tests/analysis/replay/test_replay.py",
+        (
+            "form = between(plan, nodes)",
+            "form = plan",
+            "form_that_it_will_have",
+            "A plan for many nodes is replayed as the recorded ranks run it.",
+        ),
+    ),
+    *_faults(
+        "analysis/forecast/plans.py",
+        "tests/analysis/forecast/test_step_time.py",
+        (
+            "return (1 - SPEED_NOISE) * pair.dense.seconds - pair.compressed.seconds",
+            "return pair.dense.seconds - pair.compressed.seconds",
+            "by_the_verdict_too",
+            "A plan is said to pay where the decision is not to compress.",
+        ),
+    ),
+    *_faults(
+        "analysis/forecast/dry_run.py",
+        "tests/analysis/forecast/test_step_time.py",
+        (
+            "return vector if len(vector) == length else vector.new_zeros(length)",
+            "return vector.repeat(length)[:length]",
+            "see_through or sees_through or shards_differ",
+            "A rank's own message stands for those of other lengths.",
+        ),
+    ),
+    *_faults(
+        "gradlab/codecs/intsgd.py",
+        "tests/plan/test_traffic.py",
+        (
+            "        self._most(world_size)  # refuses",
+            "        # refuses",
+            "say_nothing",
+            "A plan is forecast for more ranks than its codec can sum.",
+        ),
+    ),
 )
