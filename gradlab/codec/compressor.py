@@ -170,34 +170,22 @@ class Sparsifier(Compressor):
         self._sent = (encoded, positions) if encoded.is_cpu else None
         return vector[positions], encoded
 
-    def compress_parts(
-        self,
-        vector: torch.Tensor,
-        parts: Sequence[tuple[Compressor, tuple[int, int]]],
-        last: float,
-        generator: torch.Generator,
-    ) -> tuple[list[tuple[torch.Tensor, ...]], float]:
-        """Select from a whole vector (numel,), and compress what lies in each part. Shares of its own for each part
-        would send small values of one in place of large ones of another.
-
-        Args:
-            parts: the compressor of each part, and where the part starts and stops.
-            last: nothing is taken from the iteration before.
-            generator: draws what the selection needs.
-
-        Returns:
-            The message of each part, whose size varies, and `last`.
-        """
-        each, coding = self._each, self.settings.index_coding
+    def selected(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the positions (count,), int64, ascending, of what is sent of a whole vector (numel,) in parts. Shares
+        of its own for each part would send small values of one in place of large ones of another."""
+        each = self._each
         known = each is not None and each.numel == vector.numel()
-        positions = each.select(vector) if each is not None and known else self.select(vector, generator)
-        positions = positions.sort().values
-        starts = torch.tensor([start for _, (start, _) in parts], device=vector.device)
-        counts = torch.searchsorted(positions, starts).tolist()
-        messages: list[tuple[torch.Tensor, ...]] = []
-        for (_, (start, stop)), of_part in zip(parts, positions.tensor_split(counts[1:]), strict=True):
-            messages.append((vector[of_part], encode(of_part - start, stop - start, coding)))
-        return messages, last
+        return (each.select(vector) if each is not None and known else self.select(vector, generator)).sort().values
+
+    def messages_at(
+        self, vector: torch.Tensor, positions: torch.Tensor, parts: Sequence[tuple[int, int]]
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Return the message of each part (start, stop): the values at those of the positions that lie in it."""
+        starts = torch.tensor([start for start, _ in parts], device=vector.device)
+        cuts = torch.searchsorted(positions, starts).tolist()[1:]
+        places = zip(parts, positions.tensor_split(cuts), vector[positions].tensor_split(cuts), strict=True)
+        coding = self.settings.index_coding
+        return [(values, encode(chosen - start, stop - start, coding)) for (start, stop), chosen, values in places]
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
         self._add(total, [payload], scale)

@@ -280,10 +280,13 @@ class Sharded(Shardwise):
         generator = context.random.of_rank("shards")
         self._payload: Payload = ()
         self.step, self._varying = last, codec.traits.varying
-        compress_parts = getattr(codec, "compress_parts", None)
-        if compress_parts and (len(shards.occupied) > 1 or not codec.traits.selects):
+        self._selected: torch.Tensor | None = None  # positions of what is sent, where all shards share a selection
+        if compress_parts := getattr(codec, "compress_parts", None):
             parts = [(shards.part(rank), shard) for rank, shard in enumerate(shards)]
-            self.sent, self.step = compress_parts(vector, parts, last, generator)
+            self.sent, self.step = compress_parts(vector, parts, last)
+        elif len(shards.occupied) > 1 and (selected := getattr(codec, "selected", None)):
+            self._selected = selected(vector, generator)
+            self.sent = codec.messages_at(vector, self._selected, shards)  # type: ignore[attr-defined]
             self._varying = True
         elif shards.whole:
             self._payload = codec.compress(vector, generator)
@@ -328,6 +331,8 @@ class Sharded(Shardwise):
 
         def decoded() -> Tensors:
             out = self._context.memory.like(self._vector)
+            if (places := self._selected) is not None:
+                return grads.cut(out.zero_().index_copy_(0, places, self._vector[places]))
             if self._shards.whole:
                 return grads.cut(self._codec.average_into(out, [self._payload], 1.0))
             return grads.cut(self._decoded_into(out, self.sent))
@@ -337,6 +342,9 @@ class Sharded(Shardwise):
     def _residual(self) -> torch.Tensor:
         vector = self._vector
         out = self._context.memory.over(vector)
+        if self._selected is not None:
+            sent = torch.cat([values for values, _ in self.sent])
+            return (out if out is vector else out.copy_(vector)).index_add_(0, self._selected, sent, alpha=-1.0)
         if self._shards.whole:
             return self._codec.residual_into(out, vector, self._payload)
         if self._add_together(out if out is vector else out.copy_(vector), self.sent, -1.0):

@@ -19,7 +19,7 @@ import torch
 
 from gradlab.codec import About, Compressor, Guarantees
 from gradlab.codec.settings import setting
-from gradlab.coding.bits import pack, packed_bytes, unpack
+from gradlab.coding.bits import join, pack, packed_bytes, unpack
 from gradlab.coding.positions import below
 from gradlab.layout import Layer
 
@@ -104,18 +104,33 @@ class ChunkTopK(Compressor):
         return places, pack(codes, self.settings.bits), magnitudes
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        chunks, count, left, of_left = self._counts(total.numel())
-        sent = chunks * count + of_left
-        within = unpack(payload[0], self._width)[:sent].to(torch.int64)
-        below(within[: chunks * count], self.settings.chunk)
-        below(within[chunks * count :], left)
+        self.add_rows(total, [0], total.numel(), [payload], scale)
+
+    def add_rows(
+        self,
+        total: torch.Tensor,
+        starts: Sequence[int],
+        size: int,
+        payloads: Sequence[Sequence[torch.Tensor]],
+        scale: float,
+    ) -> None:
+        """Add scale * C(x) of parts of a vector (numel,), which begin at `starts` and have one size, in place."""
+        chunks, count, left, _ = self._counts(size)
+        if not (sent := self._sent(size)):
+            return
+        columns = [list(column) for column in zip(*payloads, strict=True)]
+        within = _unpacked(columns[0], self._width, sent)
+        below(within[:, : chunks * count].reshape(-1), self.settings.chunk)
+        below(within[:, chunks * count :].reshape(-1), left)
         if self.settings.bits is None:
-            values = payload[1].to(total.dtype)
+            values = torch.stack(columns[1]).to(total.dtype)
         else:
-            codes = unpack(payload[1], self.settings.bits)[:sent].to(torch.int64)
-            levels = torch.stack([payload[2], -payload[2]], 1).view(-1)
-            values = levels.to(total.dtype).index_select(0, codes)
-        total.index_add_(0, within + self._starts(total.numel(), total.device), values, alpha=scale)
+            magnitudes = torch.stack(columns[2]).to(total.dtype)
+            levels = torch.stack([magnitudes, -magnitudes], 2).flatten(1)
+            values = levels.gather(1, _unpacked(columns[1], self.settings.bits, sent))
+        begin = torch.tensor(starts, device=total.device).view(-1, 1)
+        places = within + self._starts(size, total.device) + begin
+        total.index_add_(0, places.view(-1), values.reshape(-1), alpha=scale)
 
     def compressed_bytes(self, numel: int) -> int:
         bits, sent = self.settings.bits, self._sent(numel)
@@ -124,6 +139,12 @@ class ChunkTopK(Compressor):
 
     def compressed_position_bytes(self, numel: int) -> int:
         return packed_bytes(self._sent(numel), self._width)
+
+
+def _unpacked(rows: Sequence[torch.Tensor], width: int, count: int) -> torch.Tensor:
+    """Return the first `count` numbers of each of several packed vectors of equal length: (m, count)."""
+    # Each stands for a multiple of 8 codes: those beyond `count` are zeros.
+    return unpack(join(rows, width), width).view(len(rows), -1)[:, :count].to(torch.int64)
 
 
 def quantized(values: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -316,18 +316,13 @@ class ECSQ(Compressor):
         return _message(vector, message), quantized.contribution
 
     def compress_parts(
-        self,
-        vector: torch.Tensor,
-        parts: Sequence[tuple[ECSQ, tuple[int, int]]],
-        last: float,
-        generator: torch.Generator,
+        self, vector: torch.Tensor, parts: Sequence[tuple[ECSQ, tuple[int, int]]], last: float
     ) -> tuple[list[tuple[torch.Tensor, ...]], float]:
         """Compress parts of a vector (numel,) under one step, so that together they take the size that is set.
 
         Args:
             parts: the compressor of each part, and where the part starts and stops.
             last: the step after the iteration before, in mean magnitudes; 0 if there was none.
-            generator: draws nothing here.
 
         Returns:
             The message of each part, and the next step in mean magnitudes.

@@ -317,11 +317,10 @@ class TwoWay(Wrapper):
 
 def _compressed(codec: Compressor, vector: torch.Tensor, last: float, context: Context) -> tuple[Payload, float]:
     """Return a server's answer, and the step of the next one where the codec adapts one."""
-    random = context.random.of_rank("server")
-    if (compress_parts := getattr(codec, "compress_parts", None)) and not codec.traits.selects:
-        (answer,), step = compress_parts(vector, [(codec, (0, vector.numel()))], last, random)
+    if compress_parts := getattr(codec, "compress_parts", None):
+        (answer,), step = compress_parts(vector, [(codec, (0, vector.numel()))], last)
         return answer, step
-    return codec.compress(vector, random), last
+    return codec.compress(vector, context.random.of_rank("server")), last
 
 
 def finer(codec: Compressor, times: float) -> Compressor:

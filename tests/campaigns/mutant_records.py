@@ -54,7 +54,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/chunk_topk.py",
-        old="below(within[chunks * count :], left)",
+        old="below(within[:, chunks * count :].reshape(-1), left)",
         new="left",
         tests=("tests/campaigns/test_fuzz.py",),
         what="A position beyond the last chunk is used.",
@@ -1675,8 +1675,8 @@ MUTANTS += (
         "gradlab/codec/routes.py",
         "tests/wrappers/test_wrappers.py",
         (
-            "len(shards.occupied) > 1 or not codec.traits.selects",
-            "not codec.traits.selects",
+            "elif len(shards.occupied) > 1 and (selected",
+            "elif len(shards.occupied) > 10**6 and (selected",
             "server_simulation",
             "Each shard has a share of its own of a selection.",
         ),
