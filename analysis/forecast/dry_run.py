@@ -19,7 +19,7 @@ from gradlab.analysis.forecast.link import weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
 from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.measures import is_finite
-from gradlab.codec.wrapper import innermost, sizes_vary, wrappers_of
+from gradlab.codec.wrapper import innermost, served, sizes_vary
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.collectives.ring import RingCode
@@ -81,7 +81,8 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     """
     inner = innermost(codec)
-    if sizes_vary(codec) and any(wrapper.effects.server_residual for wrapper in wrappers_of(codec)):
+    varying = sizes_vary(codec, context.world_size)
+    if varying and served(codec, context.world_size):
         # Shards of the same sizes: who stands for all ranks decodes one rank's message as every other's.
         numel = -(-sum(layer.numel for layer in layers) // context.world_size) * context.world_size
         layers = [replace(layers[0], shape=(numel,), role="other")]
@@ -93,7 +94,7 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        run, state = _once(codec, grads, running if sizes_vary(codec) else state, context)
+        run, state = _once(codec, grads, running if varying else state, context)
         runs.append(run)
         workspace.recycle()
     turns = [

@@ -216,7 +216,9 @@ class _Check:
         forecast = self.codec.forecast(self.table, self.world_size, before).payload
         exact = abs(counted - forecast) <= 1e-9 * max(1.0, counted)
         self._require(
-            sizes_vary(self.codec) or exact, f"{counted:g} bytes were counted, {forecast:g} were forecast", step
+            sizes_vary(self.codec, self.world_size) or exact,
+            f"{counted:g} bytes were counted, {forecast:g} were forecast",
+            step,
         )
 
     def _states(self, states: Sequence[Tensors], step: int) -> None:

@@ -145,11 +145,19 @@ def innermost(codec: Codec) -> Codec:
     return codec
 
 
-def sizes_vary(codec: Codec) -> bool:
+def served(codec: Codec, world_size: int) -> bool:
+    """Return whether means of so many ranks come back compressed by servers."""
+    return any(
+        one.effects.server_residual and world_size >= getattr(one.settings, "from_ranks", 1)
+        for one in wrappers_of(codec)
+    )
+
+
+def sizes_vary(codec: Codec, world_size: int) -> bool:
     """Return whether message sizes depend on values. A selection from a whole vector that is cut into shards has as
     many values in one as fall there."""
     traits = innermost(codec).traits
-    return traits.varying or (traits.selects and any(one.effects.server_residual for one in wrappers_of(codec)))
+    return traits.varying or (traits.selects and served(codec, world_size))
 
 
 def _refuse(outer: Wrapper, inner: Wrapper) -> None:
