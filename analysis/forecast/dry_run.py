@@ -18,6 +18,7 @@ import torch
 from gradlab.analysis.forecast.link import weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
 from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Training, exchange_group
+from gradlab.codec.kept import running_state
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import innermost, served, sizes_vary
 from gradlab.codecs.identity import Identity
@@ -89,7 +90,7 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
     context = replace(context, memory=Memory(workspace))
-    running = inner.running_state(layers, context.world_size)
+    running = running_state(inner, layers, context.world_size)
     _, state = _once(codec, grads, running, context)
     runs: list[Exchange] = []
     began = time.perf_counter()

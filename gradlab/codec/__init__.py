@@ -4,23 +4,9 @@ from gradlab.codec.batch import Batch, Table, Tensors, concatenate, separate
 from gradlab.codec.check import check_codec
 from gradlab.codec.compressor import Compressor, Sparsifier
 from gradlab.codec.context import Context, Memory, Training, alone, seeded_generator
-from gradlab.codec.contract import (
-    About,
-    Applied,
-    Bytes,
-    Codec,
-    Deferred,
-    Exchanged,
-    Gradients,
-    Guarantees,
-    PlanDefaults,
-    Traits,
-    exchange_group,
-    hash_tensor,
-    mean_only,
-    register,
-    shown_settings,
-)
+from gradlab.codec.contract import About, Bytes, Codec, Guarantees, PlanDefaults, Traits, register
+from gradlab.codec.exchanged import Deferred, Exchanged, exchange_group, mean_only
+from gradlab.codec.method import Applied, Gradients, hash_tensor, shown_settings
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, largest
 from gradlab.coding.bits import pack, packed_bytes, unpack

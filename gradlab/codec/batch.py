@@ -51,6 +51,11 @@ class Table(tuple[Layer, ...]):
         return tuple(layer.name for layer in self)
 
     @cached_property
+    def by_name(self) -> dict[str, Layer]:
+        """The layers by name."""
+        return {layer.name: layer for layer in self}
+
+    @cached_property
     def numels(self) -> tuple[int, ...]:
         """Number of elements of each layer."""
         return tuple(layer.numel for layer in self)

@@ -82,13 +82,6 @@ class PiecewiseCompressor(Compressor):
         for start, stop in self.spans(total):
             total[start:stop] += self.fill(scratch[: stop - start], prepared, start)
 
-    def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        prepared, scratch = self.prepared(payload, out, 1.0), self._scratch(out)
-        for start, stop in self.spans(out):
-            decoded = self.fill(scratch[: stop - start], prepared, start)
-            torch.sub(vector[start:stop], decoded, out=out[start:stop])
-        return out
-
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(min(self.span(like), like.numel()))
 

@@ -12,7 +12,8 @@ import torch
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.compressor import Compressor
 from gradlab.codec.context import Context
-from gradlab.codec.contract import Codec, Exchanged, Guarantees, exchange_group
+from gradlab.codec.contract import Codec, Guarantees
+from gradlab.codec.exchanged import Exchanged, exchange_group
 from gradlab.codec.kept import state_problem
 from gradlab.codec.wrapper import innermost, sizes_vary, wrappers_of
 from gradlab.collectives import Coroutine, LockstepResult, run_lockstep

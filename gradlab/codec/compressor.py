@@ -12,8 +12,9 @@ import torch
 
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.context import Context
-from gradlab.codec.contract import Bytes, Codec, Exchanged, Traits
+from gradlab.codec.contract import Bytes, Codec, Traits
 from gradlab.codec.each_layer import EachLayer
+from gradlab.codec.exchanged import Exchanged
 from gradlab.codec.routes import Kind, average, shards_of, sums_in_shards
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
@@ -112,17 +113,13 @@ class Compressor(Codec):
             self.add_decompressed(out, payload, scale)
         return out
 
-    def residual_into(self, out: torch.Tensor, vector: torch.Tensor, payload: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Overwrite `out` (numel,), which may be the vector itself, with vector - C(vector), and return it."""
-        self.add_decompressed(out if out is vector else out.copy_(vector), payload, -1.0)
-        return out
-
-    def decompress(self, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Decode a payload to C(x), a vector of the length and dtype of `like`."""
-        return self.average_into(torch.empty_like(like), [payload], 1.0)
-
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         return (yield from average(self.for_layers(grads.table), grads, context))
+
+
+def decompress(codec: Compressor, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Decode a payload to C(x), a vector of the length and dtype of `like`."""
+    return codec.average_into(torch.empty_like(like), [payload], 1.0)
 
 
 class Sparsifier(Compressor):

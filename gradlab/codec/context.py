@@ -121,7 +121,7 @@ class Memory:
 
     >>> from gradlab.codec import Memory
     >>> vector = torch.ones(2)
-    >>> Memory(overwrites=True).over(vector) is vector, Memory().over(vector) is vector
+    >>> Memory(overwrites=True).copy(vector) is vector, Memory().copy(vector) is vector
     (True, False)
     """
 
@@ -132,10 +132,6 @@ class Memory:
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return other contiguous memory of a tensor's shape, dtype and device. Its values are undefined."""
         return self.workspace.empty_like(tensor)
-
-    def over(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory for a result that replaces a codec's input: the input's own if nobody reads it any more."""
-        return tensor if self.overwrites else self.like(tensor)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values to be changed in place: the tensor itself if nobody reads it any more."""

@@ -26,7 +26,8 @@ import torch
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.blockwise import CACHED
 from gradlab.codec.context import Context, Memory, alone
-from gradlab.codec.contract import Codec, Deferred, Exchanged
+from gradlab.codec.contract import Codec
+from gradlab.codec.exchanged import Deferred, Exchanged
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine, run_lockstep

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradlab.layout import Layer
+
+if TYPE_CHECKING:
+    from gradlab.codec.contract import Codec
 
 FLOATS = (torch.float32, torch.float64)
 Size = int | tuple[int, int | None]
@@ -41,6 +45,7 @@ class Kept:
     least, most: bounds of every value, or one for each; None: without end.
     or_empty: whether it may be (0,) instead, as on ranks that have no part in it.
     needs: names of entries that its layer must have beside it, or a function that tells them from its tensor.
+    running: its values, or the one of all, when most exchanges of a run start, for dry runs. None: it may be missing.
     """
 
     shape: tuple[Size, ...]
@@ -49,6 +54,7 @@ class Kept:
     most: float | tuple[float, ...] | None = None
     or_empty: bool = False
     needs: tuple[str, ...] | Callable[[torch.Tensor], Iterable[str]] = ()
+    running: float | tuple[float, ...] | None = None
 
     def problem(self, tensor: torch.Tensor) -> str | None:
         """Say what is wrong with a tensor, and what was expected; None if nothing is."""
@@ -79,6 +85,19 @@ def state_problem(kept: Mapping[str, Kept], state: Mapping[str, torch.Tensor]) -
             if (beside := f"{layer}/{what}") not in state:
                 return f"{beside[:80]!r} is missing"
     return None
+
+
+def running_state(codec: Codec, layers: Sequence[Layer], world_size: int) -> dict[str, torch.Tensor]:
+    """Return the state from which most exchanges of a run start, of a codec without wrappers; empty if all are
+    similar."""
+    state = {}
+    for key, kept in codec.kept(layers, 0, world_size, layers[0].name).items():
+        layer, _, what = key.rpartition("/")
+        elsewhere = codec.entries.get(what, Entry()).of_group and layer != layers[0].name
+        if kept.running is not None and not elsewhere:
+            values = torch.tensor(kept.running, dtype=kept.dtypes[0])
+            state[key] = values.expand([size for size in kept.shape if isinstance(size, int)]).clone()
+    return state
 
 
 def for_any(layers: Iterable[Layer], what: str, kept: Kept) -> dict[str, Kept]:

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from gradlab.codec.contract import Exchanged
+from gradlab.codec.exchanged import Exchanged
 
 _SMALL = 2**16  # elements of a tensor whose copy costs less than calls of its own
 _CACHED = 2**17  # elements that are copied together

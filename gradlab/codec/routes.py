@@ -21,7 +21,7 @@ import torch
 
 from gradlab.codec.batch import Batch, Tensors
 from gradlab.codec.context import Context
-from gradlab.codec.contract import Deferred, Exchanged
+from gradlab.codec.exchanged import Deferred, Exchanged
 from gradlab.codec.settings import setting
 from gradlab.coding import bits
 from gradlab.collectives import AllToAll, Coroutine, Gather, Parts, Received
@@ -78,9 +78,15 @@ def average(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exch
     own = Deferred(
         grads,
         lambda: grads.cut(codec.average_into(context.memory.like(vector), [payload], 1.0)),
-        lambda: grads.cut(codec.residual_into(context.memory.over(vector), vector, payload)),
+        lambda: grads.cut(residual(codec, context.memory.copy(vector), payload)),
     )
     return Exchanged(context.once(mean), own)
+
+
+def residual(codec: Compressor, vector: torch.Tensor, payload: Payload) -> torch.Tensor:
+    """Subtract what was sent of a vector from it, in place, and return it."""
+    codec.add_decompressed(vector, payload, -1.0)
+    return vector
 
 
 def exchanged_at(
@@ -340,20 +346,16 @@ class Sharded(Shardwise):
         return Deferred(grads, decoded, lambda: grads.cut(self._residual()))
 
     def _residual(self) -> torch.Tensor:
-        vector = self._vector
-        out = self._context.memory.over(vector)
+        vector = self._context.memory.copy(self._vector)
         if self._selected is not None:
             sent = torch.cat([values for values, _ in self.sent])
-            return (out if out is vector else out.copy_(vector)).index_add_(0, self._selected, sent, alpha=-1.0)
+            return vector.index_add_(0, self._selected, sent, alpha=-1.0)
         if self._shards.whole:
-            return self._codec.residual_into(out, vector, self._payload)
-        if self._add_together(out if out is vector else out.copy_(vector), self.sent, -1.0):
-            return out
-        for rank in self._shards.occupied:
-            part = vector[slice(*self._shards[rank])]
-            of_part = part if out is vector else out[slice(*self._shards[rank])]
-            self._shards.part(rank).residual_into(of_part, part, self.sent[rank])
-        return out
+            return residual(self._codec, vector, self._payload)
+        if not self._add_together(vector, self.sent, -1.0):
+            for rank in self._shards.occupied:
+                residual(self._shards.part(rank), vector[slice(*self._shards[rank])], self.sent[rank])
+        return vector
 
 
 def _averaged_in_shards(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exchanged]:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from gradlab.codec.batch import Tensors
-from gradlab.codec.contract import About, Bytes, Codec, Traits, shown_settings
+from gradlab.codec.contract import About, Bytes, Codec, Traits
 from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec.method import shown_settings
 from gradlab.codec.settings import setting
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer

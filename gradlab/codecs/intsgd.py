@@ -28,7 +28,7 @@ from gradlab.codec import (
     Tensors,
     Traits,
 )
-from gradlab.codec.contract import mean_only
+from gradlab.codec.exchanged import mean_only
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.coding.random_bits import RandomBits
@@ -176,7 +176,7 @@ class IntSGD(Codec):
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         if not self._runs:
             return {}
-        return {f"{layer.name}/energy": Kept((), (torch.float64,), least=0.0) for layer in layers}
+        return {f"{layer.name}/energy": Kept((), (torch.float64,), least=0.0, running=1.0) for layer in layers}
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         self._most(world_size)  # refuses more ranks than integers of these bits can be summed of
@@ -184,9 +184,6 @@ class IntSGD(Codec):
         if unknown and self._runs:
             return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)
         return Bytes.of_means(sum(layer.numel * self.settings.bits // 8 + 4 for layer in layers), world_size)
-
-    def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
-        return _kept([f"{layer.name}/energy" for layer in layers], [1.0] * len(layers)) if self._runs else {}
 
 
 def _largest(grads: Tensors) -> torch.Tensor:

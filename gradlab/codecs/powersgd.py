@@ -16,7 +16,7 @@ import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Table, Tensors
 from gradlab.codec.batch import stacked
-from gradlab.codec.contract import means_of
+from gradlab.codec.exchanged import means_of
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine

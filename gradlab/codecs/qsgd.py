@@ -18,6 +18,7 @@ import torch
 
 from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
 from gradlab.codec.blockwise import BlockCompressor, largest_of_rows
+from gradlab.codec.compressor import decompress
 from gradlab.codec.routes import OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
@@ -212,7 +213,7 @@ class QuantizedRing(RingCode):
     def _decompressed(self, segment: int, message: torch.Tensor) -> torch.Tensor:
         like = self._parts[segment]
         norms, codes = message.tensor_split([4 * -(-like.numel() // self._quantizer.settings.bucket_size)])
-        return self._quantizer.decompress((norms.view(torch.float32), codes), like)
+        return decompress(self._quantizer, (norms.view(torch.float32), codes), like)
 
 
 def byte_bounds(numel: int, parts: int) -> list[int]:

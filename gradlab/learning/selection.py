@@ -167,21 +167,17 @@ class LearnedSelection(Codec):
     def _steps(self) -> int:
         return self.settings.fine_tune_steps if "autoencoder" in self.learned else self.settings.training_steps
 
-    def running_state(self, layers: Sequence[Layer], world_size: int) -> Tensors:
-        if "autoencoder" in self.learned and not self.settings.fine_tune_steps:
-            return {}
-        weights = torch.zeros(self.architecture(world_size).numel)
-        return prefixed(layers[0].name, {"clock": _clock(COMPRESSING, 0), "autoencoder": weights})
-
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         beside = rank != TRAINER  # such ranks keep empty tensors while the trainer learns
         weights = Kept((self.architecture(world_size).numel,), _FLOAT, or_empty=beside)
         two = Kept((2,), (torch.float64,), or_empty=beside)
         numel = sum(layer.numel for layer in layers)
         of_optimizer = {"count": Kept((), _FLOAT, or_empty=beside, least=0.0)}
+        trains = "autoencoder" not in self.learned or bool(self.settings.fine_tune_steps)
+        clock = Kept((2,), _FLOAT, least=(0.0, 0.0), most=(2.0, 2.0**31), needs=_beside_clock)
         found = {
-            "clock": Kept((2,), _FLOAT, least=(0.0, 0.0), most=(2.0, 2.0**31), needs=_beside_clock),
-            "autoencoder": weights,
+            "clock": replace(clock, running=(COMPRESSING, 0) if trains else None),
+            "autoencoder": replace(weights, running=0.0 if trains else None),
             "error": two,
             "codes": two,
             "coded": Kept(((0, self.architecture(world_size).padded(numel)),), _FLOAT),  # any density

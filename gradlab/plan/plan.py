@@ -17,7 +17,7 @@ from torch import nn
 
 from gradlab import codecs
 from gradlab import wrappers as wrapper_registry
-from gradlab.codec import Bytes, Codec, Compressor, PlanDefaults, Tensors, hash_tensor
+from gradlab.codec import Bytes, Codec, Compressor, PlanDefaults, Table, Tensors, hash_tensor
 from gradlab.codec.routes import BOTH_WAYS_FROM, sums_in_shards
 from gradlab.codec.settings import build_settings, plain
 from gradlab.errors import GradlabError
@@ -196,17 +196,19 @@ class Plan:
     refresh: Refresh | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", Table.of(self.layers))
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise GradlabError(f"plan: seed = {str(self.seed)[:80]}, expected a whole number of 64 bits")
         _require_unique("layer", [layer.name for layer in self.layers])
         _require_unique("group", [group.name for group in self.groups])
         _require_unique("grouped layer", [name for group in self.groups for name in group.layers])
+        known = Table.of(self.layers).by_name
         for group in self.groups:
             if "::" in group.name:
                 raise GradlabError(f"plan: group name {group.name!r}: '::' sets a group apart from its tensors' keys")
             if not group.layers:
                 raise GradlabError(f"plan: group {group.name} has no layers")
-            if missing := [name for name in group.layers if name not in self._by_name]:
+            if missing := [name for name in group.layers if name not in known]:
                 raise GradlabError(f"plan: group {group.name} names layers the model lacks: {', '.join(missing)}")
         _ = self._built  # refuses settings and layers that do not fit
         if strangers := sorted(set(self.learned) - {group.name for group in self.groups}):
@@ -312,11 +314,8 @@ class Plan:
         Returns:
             The layers, in the group's order.
         """
-        return tuple(self._by_name[name] for name in group.layers)
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, Layer]:
-        return {layer.name: layer for layer in self.layers}
+        by_name = Table.of(self.layers).by_name
+        return tuple(by_name[name] for name in group.layers)
 
     @functools.cached_property
     def _built(self) -> dict[str, Codec]:

@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
-from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.wrapper import DEALT, MEASURED, SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, Traits, concatenate, separate
-from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (

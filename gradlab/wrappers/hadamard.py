@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import Batch, Codec, Compressor, Context, Deferred, Exchanged, Tensors
-from gradlab.codec.contract import run_codec
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import Wrapper
 from gradlab.collectives import Coroutine

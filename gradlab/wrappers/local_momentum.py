@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
-from gradlab.codec.contract import run_codec
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import DEALT, Effects, Wrapper, buffer_setting, load_buffer, store_buffers

@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
-from gradlab.codec.contract import run_codec
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import (

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 
 from gradlab.codec import Batch, Context, Exchanged, Tensors
-from gradlab.codec.contract import mean_only, run_codec
+from gradlab.codec.exchanged import mean_only, run_codec
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import SHARED, Effects, Wrapper

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
-from gradlab.codec.contract import run_codec
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import Wrapper, innermost
 from gradlab.collectives import Coroutine

@@ -27,10 +27,11 @@ from gradlab.codec import (
     Tensors,
     concatenate,
 )
-from gradlab.codec.contract import run_codec
+from gradlab.codec.compressor import decompress
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry, Kept, for_any
-from gradlab.codec.routes import Payload, Shard, Sharded, Shards, Shardwise, shards_of, shards_on
+from gradlab.codec.routes import Payload, Shard, Sharded, Shards, Shardwise, residual, shards_of, shards_on
 from gradlab.codec.settings import fields_of, setting
 from gradlab.codec.wrapper import (
     MEASURED,
@@ -244,7 +245,7 @@ class TwoWay(Wrapper):
         """Return this server's compression error, by layer; for a layer whose residual is held, the held one."""
         if not self.settings.error_feedback:
             return {}
-        errors = codec.residual_into(context.memory.like(average), average, answer)
+        errors = residual(codec, context.memory.like(average).copy_(average), answer)
         pieces = _cut_alike(errors, held)
         for name in context.training.frozen(held, self.settings.step_size_ratio):
             pieces[name] = in_own_memory(held[name])
@@ -266,7 +267,7 @@ class TwoWay(Wrapper):
             return None
         if (known := state.get(_key(grads, "server_zeta"))) is not None:
             return known
-        sent = codec.decompress(codec.compress(average, context.random.of_rank("server", "contraction")), average)
+        sent = decompress(codec, codec.compress(average, context.random.of_rank("server", "contraction")), average)
         return next_zeta(torch.ones((), device=average.device), [average], [sent])
 
     def _measured(
@@ -274,7 +275,7 @@ class TwoWay(Wrapper):
     ) -> Tensors:
         if zeta is None:
             return {}
-        return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [codec.decompress(answer, average)])}
+        return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [decompress(codec, answer, average)])}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         zeta = for_any(layers, "server_zeta", Kept((), least=0.0))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
-from gradlab.codec.contract import run_codec
+from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import SHARED, Effects, Wrapper

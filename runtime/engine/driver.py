@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradlab.codec import Exchanged, Tensors
-from gradlab.codec.contract import described
+from gradlab.codec.exchanged import described
 from gradlab.codec.measures import contribution_error, is_finite
 from gradlab.collectives import Coroutine, Request, as_requests, payload_bytes, resumed
 from gradlab.collectives import Step as Requested

@@ -364,7 +364,7 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A damaged gap leads to another layer's elements.",
     ),
     Mutant(
-        file="gradlab/codec/contract.py",
+        file="gradlab/codec/method.py",
         old="any(map(operator.is_not, known[0], sources))",
         new="False",
         tests=("tests/codecs/test_gradiveq.py",),
@@ -793,7 +793,7 @@ MUTANTS: tuple[Mutant, ...] = (
         select="another_format",
     ),
     Mutant(
-        file="gradlab/codec/contract.py",
+        file="gradlab/codec/method.py",
         old='hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())',
         new='hashlib.sha256(f"{tensor.dtype}".encode())',
         tests=("tests/test_artifact.py", "tests/plan/test_plan.py"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradlab import codecs
 from gradlab.codec import Batch, Layer, Table, Tensors, concatenate, separate
 from gradlab.codec.batch import consecutive, stacked
-from gradlab.codec.contract import means_of
+from gradlab.codec.exchanged import means_of
 from gradlab.codec.measures import all_finite
 from gradlab.collectives import run_lockstep, sum_in_rank_order
 from support.laws import law

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab.codec import Codec, Compressor, Context, Exchanged, Table, Tensors, Training, exchange_group
+from gradlab.codec.compressor import decompress
 from gradlab.codecs.sign import Sign, pack_signs, write_signs
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.ddp.optimizers import HeldLayers
@@ -50,7 +51,7 @@ def random(numel: int, seed: int, dtype: type = np.float64) -> Vector:
 
 
 def compressed(sign: Sign, vector: torch.Tensor) -> torch.Tensor:
-    return sign.decompress(sign.compress(vector, torch.Generator().manual_seed(0)), vector)
+    return decompress(sign, sign.compress(vector, torch.Generator().manual_seed(0)), vector)
 
 
 def sign(size: int | None = None, **settings: Any) -> Sign:

@@ -34,6 +34,7 @@ CLASSES = {
     "Compressor": "gradlab/codec/compressor.py",
     "Context": "gradlab/codec/context.py",
     "Exchange": "runtime/exchange.py",
+    "Method": "gradlab/codec/method.py",
     "Plan": "gradlab/plan/plan.py",
     "Wrapper": "gradlab/codec/wrapper.py",
 }

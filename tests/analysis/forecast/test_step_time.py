@@ -49,6 +49,7 @@ from gradlab.analysis.forecast.step_time import (
 )
 from gradlab.artifact import Artifact
 from gradlab.codec import Batch, exchange_group
+from gradlab.codec.kept import running_state
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import (
     AllToAll,
@@ -211,7 +212,7 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
             generator = torch.Generator().manual_seed(plan.seed)
             grads = {layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in plan.members(group)}
             codec = plan.build(group)
-            state = innermost(codec).running_state(plan.members(group), world_size)
+            state = running_state(innermost(codec), plan.members(group), world_size)
             coroutines = [
                 exchange_group(codec, Batch.of(grads, plan.members(group)), state, replace(context, rank=r))
                 for r in range(world_size)
