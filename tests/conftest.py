@@ -106,7 +106,7 @@ def _frugal() -> Iterator[None]:
     from gradlab.analysis import parallel as shared_out
     from gradlab.analysis.figures import style
     from gradlab.analysis.report import page as report_page
-    from gradlab.cli.train import launch
+    from gradlab.training import launch
 
     def rendered(figure: Any, name: str, _: Sequence[str]) -> dict[str, bytes]:
         figure.set_layout_engine("none")

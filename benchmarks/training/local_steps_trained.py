@@ -34,13 +34,13 @@ from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Cifar10, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, method_plan
 from gradlab.runtime import Exchange, OuterStep
+from gradlab.training.settings import TrainSettings
 
 WORKERS, BATCH, COMPUTING = 4, {"text_chars": 3, "cifar10": 16}, 0.02
 RATES = ("50mbit", "1gbit", "25gbit")

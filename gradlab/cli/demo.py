@@ -23,12 +23,12 @@ from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.trace_report import summarize_trace, write_comparison
 from gradlab.cli.console import Answer, print_json, progress_bars, say
 from gradlab.cli.options import AsJson
-from gradlab.cli.train.launch import launch, save_report
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 from gradlab.trace import Trace
+from gradlab.training.launch import launch, save_report
+from gradlab.training.settings import TrainSettings
 
 WORKLOAD, RANKS = "digits", 2
 
@@ -69,14 +69,14 @@ def _loop(out: Path, steps: int, progress: Progress) -> tuple[dict[str, dict[str
     """Record, analyse and fit, then train each method. The first quarter is dense, and all the fit sees."""
     common: dict[str, Any] = {"workload": WORKLOAD, "ranks": RANKS, "steps": steps}
     say(f"1/4 recording {steps} steps of {WORKLOAD} on {RANKS} ranks")
-    launch(TrainSettings(**common, name="recording", capture=str((out / "trace").absolute())), progress)
+    launch(TrainSettings(**common, name="recording", capture=str((out / "trace").absolute())), progress, say)
     say("2/4 measuring, fitting and replaying")
     with Trace(out / "trace") as trace:
         offline = _offline(trace, out, steps // 4, progress)
     say(f"3/4 training again, compressed: {', '.join(offline.artifacts)}")
     runs = {}
     for name, artifact in offline.artifacts.items():
-        runs[name] = launch(TrainSettings(**common, name=name, artifact=str(artifact.absolute())), progress)
+        runs[name] = launch(TrainSettings(**common, name=name, artifact=str(artifact.absolute())), progress, say)
         save_report(runs[name], out / f"{name}.json")
     say("4/4 writing the report")
     return runs, offline

@@ -22,7 +22,7 @@ from gradlab.version import VERSION
 
 COMMANDS = {  # module and short help, in the order of the list
     "demo": ("demo", "The whole loop on bundled data, in two minutes"),
-    "train": ("train.command", "Train a workload: plain, recorded or compressed"),
+    "train": ("train", "Train a workload: plain, recorded or compressed"),
     "analyze": ("analyze", "Write a report on a recording: will it pay?"),
     "compare": ("compare", "Set two reports side by side"),
     "recommend": ("recommend", "Choose one plan for your network, or none"),

@@ -25,14 +25,14 @@ from gradlab.analysis.replay import replay
 from gradlab.analysis.report.examine import examine
 from gradlab.artifact import Artifact
 from gradlab.cli.main import app
-from gradlab.cli.train.launch import launch, save_report
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec.settings import fields_of
 from gradlab.datasets import get
 from gradlab.formatting import format_ratio
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.trace import Trace
+from gradlab.training.launch import launch, save_report
+from gradlab.training.settings import TrainSettings
 from support.command_line import Command
 from support.recorded import CONVOLUTION, random_gradients, record, record_layer
 from support.small_disk import make_read_only, small_disk

@@ -15,7 +15,6 @@ GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 PACKAGES = (
     "gradlab.cli",
     "gradlab.cli.fit",
-    "gradlab.cli.train",
     "gradlab.analysis.questions",
     "gradlab.analysis.report",
     "gradlab.runtime",

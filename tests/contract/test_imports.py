@@ -24,6 +24,8 @@ else:
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("capture", "analysis", "runtime", "datasets")
+# They stand on all of the sides: the commands, and the reference training program.
+TOP = ("cli", "training")
 # Each is imported by the modules of its name alone, which the user imports by choice.
 EXTRAS = {"lightning", "accelerate", "transformers"}
 HEAVY = {"h5py", "scipy", "sklearn", "matplotlib", "typer", "rich", "jinja2"}
@@ -93,30 +95,29 @@ def importers(package: str) -> set[str]:
 def floor(module: str) -> str:
     """Which part of the house a module stands in."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in (*SIDES, "cli") else "ground"
+    return parts[1] if len(parts) > 1 and parts[1] in (*SIDES, *TOP) else "ground"
 
 
 # --- the rules ------------------------------------------------------------------------------------------------------
 
 
-def test_a_side_package_is_imported_by_itself_and_the_commands_alone() -> None:
+def test_a_side_package_is_imported_by_itself_and_the_top_alone() -> None:
     """The front door names what lies in the rooms; it imports a name when it is asked for."""
     for side in SIDES:
-        others = {module for module in importers(f"gradlab.{side}") if floor(module) not in (side, "cli")}
+        others = {module for module in importers(f"gradlab.{side}") if floor(module) not in (side, *TOP)}
         assert others <= {"gradlab"}, side
 
 
 def test_the_ground_floor_stands_by_itself() -> None:
-    """Only the commands import commands; `python -m gradlab` is their door."""
-    assert {module for module in importers("gradlab.cli") if floor(module) != "cli"} <= {
-        "gradlab.__main__",
-        "gradlab.start",
-    }
+    """Only the commands import commands, of which `python -m gradlab` is the door, and the training program."""
+    doors = {"gradlab.__main__", "gradlab.start"}
+    assert {module for module in importers("gradlab.cli") if floor(module) != "cli"} <= doors
+    assert {floor(module) for module in importers("gradlab.training")} == {*TOP}
 
 
 def test_nobody_imports_the_side_folders_by_their_bare_names() -> None:
     """`import datasets` would find another project's package, or the source folder."""
-    for side in (*SIDES, "cli", "tests", "support", "jobs", "campaigns"):
+    for side in (*SIDES, *TOP, "tests", "support", "jobs", "campaigns"):
         assert importers(side) == set()
 
 

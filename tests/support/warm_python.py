@@ -41,7 +41,7 @@ FSDP = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "to
 TORCH = ("torch.distributed.run", "torch._dynamo", *FSDP)
 GRADLAB = (
     *("gradlab.runtime.fsdp", "gradlab.runtime.pilot", "gradlab.runtime.outer", "gradlab.capture"),
-    *("gradlab.cli.train.trainer", "gradlab.analysis.replay"),
+    *("gradlab.training.trainer", "gradlab.analysis.replay"),
 )
 # What tests of the analysis import, for pytest's workers.
 LIBRARIES = (

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.questions.runs import comparison_table, comparison_verdict, tradeoff_chart, training_chart
 from gradlab.analysis.report.trace_report import write_comparison
-from gradlab.cli.train.report import RankOutcome, measured
 from gradlab.datasets.metric import ACCURACY, BITS_PER_BYTE, PERPLEXITY, LogitMetric
 from gradlab.metric import Metric, final_score, metric_of, scores
+from gradlab.training.report import RankOutcome, measured
 
 EVERY = (ACCURACY, PERPLEXITY, BITS_PER_BYTE)
 

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
 from gradlab.analysis.measure.sign_blocks import candidate_sizes, kept_energy
 from gradlab.artifact import Artifact
-from gradlab.cli.train.settings import TrainSettings
-from gradlab.cli.train.trainer import without_what_the_plan_does
 from gradlab.codecs.sign import Sign
 from gradlab.datasets import get
 from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
@@ -24,6 +22,8 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, method_plan
 from gradlab.plan.optimizer_rules import conflict_of, follower_of, wrapper_that
+from gradlab.training.settings import TrainSettings
+from gradlab.training.trainer import without_what_the_plan_does
 from support.command_line import Command
 from support.laws import law
 from support.recorded import random_gradients, record

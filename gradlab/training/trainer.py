@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.artifact import Artifact
 from gradlab.capture import EmulatedNodes, TraceRecorder
-from gradlab.cli.train.report import RankOutcome, Report, header, measured
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec import seeded_generator
 from gradlab.datasets import Data, Recipe, Workload, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.ddp.groups import Ranks
@@ -33,6 +31,8 @@ from gradlab.errors import GradlabError
 from gradlab.plan.optimizer_rules import applied_by, residual_fades, wrapper_that
 from gradlab.progress import Progress
 from gradlab.runtime import CompressionState, ScalarLog, compression_hook
+from gradlab.training.report import RankOutcome, Report, header, measured
+from gradlab.training.settings import TrainSettings
 
 _EVALUATIONS = 8  # times at which a run's model is tested
 

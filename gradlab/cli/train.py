@@ -32,11 +32,9 @@ from gradlab.cli.console import Table, print_json, print_table, progress_bars, s
 from gradlab.cli.options import AsJson, Settings
 from gradlab.cli.setting_texts import parse_settings
 from gradlab.errors import GradlabError
-from gradlab.plan.plan import check_model
 
 if TYPE_CHECKING:
-    from gradlab.cli.train.settings import TrainSettings
-    from gradlab.plan import Plan
+    from gradlab.training.settings import TrainSettings
 
 WORKLOADS = "digits (bundled); cifar10, fashion_mnist, camvid, text_bytes, text_chars, text_words (need --data)."
 
@@ -74,7 +72,7 @@ def train(
 ) -> None:
     if ranks is not None and emulate is not None:
         raise GradlabError("a run has either ranks (--ranks) or emulated nodes (--emulate), not both")
-    from gradlab.cli.train.settings import read_settings
+    from gradlab.training.settings import read_settings
 
     run = read_settings(
         parse_settings(settings or []),
@@ -99,7 +97,9 @@ def _absolute(path: Path | None) -> str | None:
 
 
 def _train(settings: TrainSettings, out: Path | None, chrome_trace: Path | None, as_json: bool) -> None:
-    from gradlab.cli.train.launch import launch, save_report
+    from gradlab.training.checks import require_ready
+    from gradlab.training.launch import launch, save_report
+    from gradlab.training.trainer import emulate
 
     settings.check()
     for file in (out, chrome_trace, settings.log and Path(settings.log)):
@@ -107,14 +107,9 @@ def _train(settings: TrainSettings, out: Path | None, chrome_trace: Path | None,
             if file.exists():
                 raise GradlabError(f"{file} exists already: choose another name")
             file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after the training
-    _refuse_early(settings)
+    require_ready(settings)
     with progress_bars() as progress:
-        if settings.emulate:
-            from gradlab.cli.train.trainer import emulate
-
-            report = emulate(settings, progress)
-        else:
-            report = launch(settings, progress)
+        report = emulate(settings, progress) if settings.emulate else launch(settings, progress, say)
     events = report.pop("chrome_trace", None)
     if chrome_trace is not None:
         save_report({"traceEvents": events}, chrome_trace)
@@ -122,46 +117,6 @@ def _train(settings: TrainSettings, out: Path | None, chrome_trace: Path | None,
         save_report(report, out)
     print_json(report) if as_json else _print(report)
     _say_more(report)
-
-
-def _refuse_early(settings: TrainSettings) -> None:
-    """Refuse before processes start what each of them would refuse after."""
-    from gradlab.capture.writing.folder import require_free
-    from gradlab.datasets import get
-
-    workload = get(settings.workload)
-    if workload.needs_path and settings.data is None:
-        workload.load(None)  # says what it expects
-    if settings.capture is not None:
-        require_free(Path(settings.capture), overwrite=False)
-    if settings.artifact is not None:
-        from gradlab.artifact import Artifact
-        from gradlab.codec.wrapper import innermost
-        from gradlab.layout import layers_of
-        from gradlab.learning.selection import LearnedSelection
-
-        plan = Artifact.load(settings.artifact).plan
-        check_model(plan, layers_of(workload.model(0)))
-        for group in plan.compressed_groups:
-            codec = innermost(plan.build(group))
-            if isinstance(codec, LearnedSelection):
-                codec.check_ranks(codec.learned.get("autoencoder"), settings.ranks)
-        _require_trainable(settings, plan, settings.artifact)
-
-
-def _require_trainable(settings: TrainSettings, plan: Plan, artifact: str) -> None:
-    """Refuse a plan if it and the workload's optimizer both apply momentum or weight decay."""
-    import torch
-
-    from gradlab.cli.train.trainer import without_what_the_plan_does
-    from gradlab.datasets import build_optimizer, get
-    from gradlab.ddp.optimizers import describe_optimizer
-    from gradlab.plan.optimizer_rules import conflict_of
-
-    recipe = without_what_the_plan_does(settings.applied_to(get(settings.workload).recipe), artifact)
-    optimizer = describe_optimizer(build_optimizer(recipe, [torch.nn.Parameter(torch.zeros(1))]))
-    if optimizer and (conflict := conflict_of(plan, optimizer)):
-        raise GradlabError(f"{artifact}: {conflict}")
 
 
 def _print(report: dict[str, Any]) -> None:

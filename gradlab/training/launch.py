@@ -7,26 +7,33 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.jsonable import plain
 from gradlab.progress import Progress
+from gradlab.training.settings import TrainSettings
 
 
-def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[str, Any]:
+def launch(
+    settings: TrainSettings, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """Run `settings.ranks` processes and return the run's report.
+
+    Args:
+        settings: the run's.
+        progress: receives the run's name, steps made and all steps. None: nobody.
+        say: receives remarks of rank 0, and what ranks print. None: nobody.
 
     Raises:
         GradlabError: the first error of a rank, or the end of the log of a run that failed otherwise.
     """
     settings.check()
     command = [interpreter(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
-    command += ["-m", "gradlab.cli.train.trainer", settings.to_json()]
+    command += ["-m", "gradlab.training.trainer", settings.to_json()]
     environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     # Started in an empty folder: `python -m` would import from the current one, and a checkout is not the package.
     # What ranks say may be in any encoding, that of an error of the C library for one.
@@ -34,7 +41,7 @@ def launch(settings: TrainSettings, progress: Progress | None = None) -> dict[st
         pipe: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "encoding": "utf-8", "errors": "replace"}
         with subprocess.Popen(command, env=environment, cwd=here, **pipe) as process:
             try:
-                result, error = _follow(process, settings.name, progress)
+                result, error = _follow(process, settings.name, progress, say or (lambda line: None))
             finally:
                 process.terminate()  # no-op for one that has ended; torchrun passes it on to the ranks
         log.seek(0)
@@ -60,7 +67,7 @@ def _reason(log: str, longest: int = 25) -> str:
 
 
 def _follow(
-    process: subprocess.Popen[str], name: str, progress: Progress | None
+    process: subprocess.Popen[str], name: str, progress: Progress | None, say: Callable[[str], None]
 ) -> tuple[dict[str, Any] | None, str | None]:
     """Read lines until the run ends: the result of rank 0, and the first error."""
     result, error = None, None
@@ -69,10 +76,10 @@ def _follow(
         try:
             line = json.loads(text)
         except ValueError:
-            print(text, end="", file=sys.stderr)
+            say(text.removesuffix("\n"))
             continue
         if "note" in line:
-            print(line["note"], file=sys.stderr)
+            say(line["note"])
         if "step" in line and progress:
             progress(name, line["step"], line["steps"])
         result = line.get("result", result)

@@ -8,13 +8,13 @@ from statistics import fmean, median
 from typing import Any
 
 from gradlab.capture import RecorderReport
-from gradlab.cli.train.settings import TrainSettings
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.datasets import Recipe
 from gradlab.metric import Metric
 from gradlab.plan import Plan
 from gradlab.runtime.engine.statistics import StepRecord
 from gradlab.saving import Saving
+from gradlab.training.settings import TrainSettings
 
 Report = dict[str, Any]
 

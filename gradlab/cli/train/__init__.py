@@ -1,1 +1,0 @@
-"""`gradlab train`: the command, and the reference trainer that it starts."""
