@@ -36,7 +36,7 @@ from gradlab.analysis.corpus.outcome import Outcome, read_outcomes, replayed_fig
 from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.intervals import rank_correlation
 from gradlab.analysis.replay import replay
-from gradlab.cli.named_method import parse_method
+from gradlab.analysis.replay.named_method import parse_method
 from gradlab.datasets import Data, TextChars, get
 from gradlab.datasets.recipe import Recipe
 from gradlab.files import write_whole

@@ -25,12 +25,12 @@ import typer
 
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.analysis.replay.named_method import loaded_plans
 from gradlab.analysis.report.examine import PARTS, examine, families_of
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.analysis.report.trace_report import write_trace_report
 from gradlab.cli import options
 from gradlab.cli.console import command_line, print_report, progress_bars
-from gradlab.cli.named_method import loaded_plans
 from gradlab.trace import Trace
 
 

@@ -29,12 +29,12 @@ from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.questions.slices import cycle_chart
 from gradlab.analysis.replay.cycle import training_cycle
+from gradlab.analysis.replay.named_method import NamedMethod, named_methods, plans_for, replays_of
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.cli.console import Answer, command_line, print_json, progress_bars
 from gradlab.cli.evaluate_corpus import evaluate_corpus
 from gradlab.cli.figures import require_figure, write_chart
-from gradlab.cli.named_method import NamedMethod, named_methods, plans_for, replays_of
 from gradlab.cli.options import AsJson, AverageRanks, Overwrite, SharedBy, workers_of
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan

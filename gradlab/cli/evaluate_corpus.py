@@ -10,8 +10,8 @@ from typing import Any
 from gradlab.analysis.corpus.manifest import Corpus, read_corpus
 from gradlab.analysis.corpus.outcome import Judgement, Outcome, judge
 from gradlab.analysis.forecast.endings import EndingRange
+from gradlab.analysis.replay.named_method import NamedMethod, plans_for, replays_of
 from gradlab.cli.console import OUT, Answer, Table, print_json, progress_bars
-from gradlab.cli.named_method import NamedMethod, plans_for, replays_of
 from gradlab.errors import GradlabError
 from gradlab.formatting import ABSENT, format_bytes, format_number, format_percent, format_seconds
 from gradlab.progress import Progress

@@ -26,7 +26,7 @@ COMMANDS = {  # module and short help, in the order of the list
     "analyze": ("analyze", "Write a report on a recording: will it pay?"),
     "compare": ("compare", "Set two reports side by side"),
     "recommend": ("recommend", "Choose one plan for your network, or none"),
-    "pilot": ("pilot.command", "Try plans on your own training command"),
+    "pilot": ("pilot", "Try plans on your own training command"),
     "evaluate": ("evaluate", "Replay methods on recorded gradients"),
     "predict": ("predict", "Forecast the step times of an artifact's plan"),
     "watch": ("watch.command", "Show a run while it trains or records"),

@@ -34,13 +34,13 @@ from gradlab.analysis.forecast.frontier import Tried
 from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation, require_computing
 from gradlab.analysis.forecast.recommendation import recommend as choose
 from gradlab.analysis.outputs import require_free
+from gradlab.analysis.replay.named_method import loaded_plans
 from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, print_json, progress_bars
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
-from gradlab.cli.named_method import loaded_plans
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan

@@ -30,8 +30,8 @@ import typer
 
 from gradlab.cli.console import Table, print_json, print_table, progress_bars, say
 from gradlab.cli.options import AsJson, Settings
-from gradlab.cli.setting_texts import parse_settings
 from gradlab.errors import GradlabError
+from gradlab.setting_texts import parse_settings
 
 if TYPE_CHECKING:
     from gradlab.training.settings import TrainSettings

@@ -1573,7 +1573,7 @@ MUTANTS += (
         "tests/cli/test_streams.py",
     ),
     *_faults(
-        "gradlab/cli/named_method.py",
+        "analysis/replay/named_method.py",
         "tests/cli/test_options.py",
         (
             "apart = len(stems) == len(paths) + len(taken)",
@@ -1608,7 +1608,7 @@ MUTANTS += (
         ),
     ),
     *_faults(
-        "gradlab/cli/named_method.py",
+        "analysis/replay/named_method.py",
         "tests/cli/test_options.py",
         (
             "return found.held_out(method.provenance)",

@@ -13,7 +13,7 @@ import pytest
 from gradlab.analysis.corpus.manifest import read_corpus
 from gradlab.analysis.corpus.outcome import Outcome, read_outcomes
 from gradlab.analysis.forecast.endings import EndingRange
-from gradlab.cli.named_method import parse_method
+from gradlab.analysis.replay.named_method import parse_method
 from gradlab.formatting import parse_bytes
 from gradlab.layout import layers_of
 from support.benchmark_modules import BENCHMARKS, benchmark_modules

@@ -18,10 +18,10 @@ from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS
+from gradlab.analysis.replay.named_method import loaded_plans, named_methods, parse_method, plans_for, replays_of
 from gradlab.artifact import Artifact
 from gradlab.cli import options, predict, recommend
 from gradlab.cli.console import Answer, print_json, warnings_as_lines
-from gradlab.cli.named_method import loaded_plans, named_methods, parse_method, plans_for, replays_of
 from gradlab.cli.watch.log import seconds_between
 from gradlab.codec.registry import CODECS
 from gradlab.errors import GradlabError

@@ -17,11 +17,11 @@ from torch import nn
 
 from gradlab.artifact import Artifact
 from gradlab.capture import EmulatedNodes
-from gradlab.cli.pilot.run import run_trial
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan, Wrap
 from gradlab.trial import VARIABLE, LossFile, TrialSettings, read_losses
+from gradlab.trial.run import run_trial
 from jobs.piloted_job import EVERY, network
 from support.command_line import Command
 from support.recorded import random_gradients, record

@@ -18,13 +18,13 @@ from gradlab import codecs, wrappers
 from gradlab.artifact import Artifact
 from gradlab.catalog import setting_rows
 from gradlab.cli.fit.options import parse_wrapper
-from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec, Gradients
 from gradlab.codec.registry import CODECS, listed
 from gradlab.codec.settings import Setting, build_settings, fields_of
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
+from gradlab.setting_texts import parse_settings
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.command_line import Command
 from support.contract import SETTINGS, cases, codec_of

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from gradlab.cli.pilot.run import run_trial
 from gradlab.plan import Plan
 from gradlab.trial import TrialSettings
+from gradlab.trial.run import run_trial
 from support.warm_python import python
 
 # Frameworks take long to import.

@@ -19,10 +19,10 @@ from gradlab.cli.console import print_json, progress_bars
 from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.fit.methods import METHODS, Job, Made, Method
 from gradlab.cli.options import AsJson, Overwrite, Settings, SharedBy, TraceFolder, workers_of
-from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec.settings import Field, built, check_ranges, fields_of
 from gradlab.errors import GradlabError
 from gradlab.plan import pays_up_to
+from gradlab.setting_texts import parse_settings
 from gradlab.trace import Trace
 
 _OUT = Annotated[Path, typer.Option(metavar="ARTIFACT", help="The file to write (.safetensors).")]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from gradlab import wrappers
-from gradlab.cli.setting_texts import parse_settings, split_settings
 from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
 from gradlab.plan import Wrap
 from gradlab.plan.optimizer_rules import conflict_between
+from gradlab.setting_texts import parse_settings, split_settings
 from gradlab.trace import Trace
 
 

@@ -16,12 +16,12 @@ from gradlab.analysis.forecast.calibration import calibrate_link, read_observati
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.network import compute_seconds_of
 from gradlab.chrome_trace import read_step
-from gradlab.cli.setting_texts import parse_settings
 from gradlab.codec import Codec
 from gradlab.codec.settings import build_settings, fields_of
 from gradlab.codec.wrapper import Wrapper
 from gradlab.codecs.topk import TopK
 from gradlab.errors import GradlabError
+from gradlab.setting_texts import parse_settings
 
 NUMBERS = (
     "1e400",

@@ -27,15 +27,16 @@ from typing import Annotated
 import typer
 
 from gradlab.analysis.forecast.link import parse_seconds
+from gradlab.analysis.forecast.to_try import ChosenPlans, chosen_plans
 from gradlab.analysis.outputs import require_free
+from gradlab.analysis.replay.named_method import loaded_plans
 from gradlab.artifact import Artifact
-from gradlab.cli.console import Answer, print_json
+from gradlab.cli.console import Answer, print_json, say
 from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.cli.options import MAX_LOSS_TEXT, AsJson, MaxLoss, Overwrite, Plans, TraceFolder, share_of_loss
-from gradlab.cli.pilot.plans import ChosenPlans, chosen_plans
-from gradlab.cli.pilot.trials import Trials
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
+from gradlab.runtime.pilot.trials import DENSE, HALF, Trials
 from gradlab.trace import Trace
 
 
@@ -67,9 +68,10 @@ def pilot(
     allowed = share_of_loss(max_loss)
     until = None if budget is None else time.monotonic() + parse_seconds(budget)
     with Trace(trace) as opened:
-        chosen = chosen_plans(opened, plan or [])
+        chosen = chosen_plans(opened, loaded_plans(plan or (), taken=(DENSE, HALF)))
     begin = chosen.warmup_steps if start is None else start
-    _try(chosen, Trials(command, work.resolve(), steps, begin, allowed, until), out, overwrite, as_json)
+    trials = Trials(command, work.resolve(), steps, begin, allowed, until, lambda line: say(f"gradlab pilot, {line}"))
+    _try(chosen, trials, out, overwrite, as_json)
 
 
 def _prepare(out: Path, work: Path | None, overwrite: bool) -> Path:

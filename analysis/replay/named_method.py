@@ -18,7 +18,6 @@ from gradlab import codecs
 from gradlab.analysis.replay import check_replay, replay_plans
 from gradlab.analysis.replay.result import Replay
 from gradlab.artifact import Artifact
-from gradlab.cli.setting_texts import parse_settings, split_settings
 from gradlab.codec.from_file import codec_from_file, told_at
 from gradlab.codec.registry import CODECS
 from gradlab.codec.settings import build_settings
@@ -28,6 +27,7 @@ from gradlab.plan import Plan
 from gradlab.plan.plan import check_model
 from gradlab.plan.recipes import METHODS, method_plan
 from gradlab.progress import Progress
+from gradlab.setting_texts import parse_settings, split_settings
 from gradlab.trace import Trace
 
 EXPECTED = (

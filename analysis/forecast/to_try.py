@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gradlab.analysis.forecast.candidates import HALF_PLAN, usual_plans
 from gradlab.artifact import Artifact
-from gradlab.cli.named_method import loaded_plans
-from gradlab.cli.pilot.trials import DENSE, HALF
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -19,11 +16,6 @@ from gradlab.plan.plan import check_model
 from gradlab.trace import Trace
 
 _START = 10  # dense steps before plans that begin with none
-
-
-def plans_to_try(trace: Trace) -> dict[str, Plan]:
-    """List the plans that `gradlab recommend` chooses from, without 16 bits, which a pilot tries anyway."""
-    return {name: plan for name, plan in usual_plans(trace.model_layers).items() if name != HALF_PLAN}
 
 
 @dataclass(frozen=True)
@@ -47,10 +39,19 @@ class ChosenPlans:
         return {"method": "uniform", "trace": self.trace} if artifact is None else artifact.provenance
 
 
-def chosen_plans(trace: Trace, paths: Sequence[Path]) -> ChosenPlans:
-    """Choose the plans that go with a recording's model and optimizer: of these artifacts, or of `plans_to_try`."""
-    artifacts = loaded_plans(paths, taken=(DENSE, HALF))
-    plans = {name: artifact.plan for name, artifact in artifacts.items()} or plans_to_try(trace)
+def chosen_plans(trace: Trace, artifacts: Mapping[str, Artifact]) -> ChosenPlans:
+    """Choose the plans that go with a recording's model and optimizer.
+
+    Args:
+        trace: the recording.
+        artifacts: plans to choose from, by name. Without any they are those of `gradlab recommend` but 16 bits, which
+            a pilot tries anyway.
+
+    Raises:
+        GradlabError: if a plan is of another model, or no plan goes with the optimizer.
+    """
+    usual = {name: plan for name, plan in usual_plans(trace.model_layers).items() if name != HALF_PLAN}
+    plans = {name: artifact.plan for name, artifact in artifacts.items()} or usual
     optimizer = OptimizerSettings.from_metadata(trace.metadata)
     refused = {}
     for name, plan in plans.items():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradlab.cli.pilot.run import LOG, Ended, run_trial
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan, saving_of_sent
 from gradlab.runtime.pilot.growth import chance_of
@@ -26,6 +24,7 @@ from gradlab.runtime.pilot.result import (
     outcome_of,
 )
 from gradlab.trial import Losses, TrialSettings
+from gradlab.trial.run import LOG, Ended, run_trial
 
 DENSE, AGAIN, HALF = "plain DDP", "plain DDP again", "16 bits"
 _IN_LOOP = ("snapshot_bytes", "batch_bytes", "unlike")  # of a pilot in the training loop alone
@@ -73,6 +72,7 @@ class Trials:
     """The runs of one pilot, in folders of `work`: `start` dense steps, then `steps` compressed ones.
 
     until: time on `time.monotonic` at which all has to be over; None: never.
+    say: receives a line on each run, which begins with the seconds since the first.
     """
 
     command: Sequence[str]
@@ -81,6 +81,7 @@ class Trials:
     start: int
     max_loss: float
     until: float | None = None
+    say: Callable[[str], None] = lambda line: None
     plans: Mapping[str, Plan] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     _found: list[Outcome] = field(default_factory=list)
@@ -170,7 +171,7 @@ class Trials:
         self._runs += 1
         ended = self._run(AGAIN, dense)
         if self._failure(ended):
-            return _unknown(AGAIN, dense, self._ranks)
+            return outcome_of(AGAIN, [math.nan], [math.nan], saving_of_sent(dense, self._ranks))
         return self._outcome(AGAIN, dense, ended.losses)
 
     # --- judgement ---
@@ -226,8 +227,4 @@ class Trials:
         return losses.first(steps) == self._dense.first(steps)
 
     def _say(self, line: str) -> None:
-        print(f"gradlab pilot, {time.monotonic() - self.began:.0f} s: {line}", file=sys.stderr, flush=True)
-
-
-def _unknown(name: str, plan: Plan, ranks: int) -> Outcome:
-    return outcome_of(name, [float("nan")], [float("nan")], saving_of_sent(plan, ranks))
+        self.say(f"{time.monotonic() - self.began:.0f} s: {line}")

@@ -1,1 +1,0 @@
-"""`gradlab pilot`: plans tried on the user's own training command."""
