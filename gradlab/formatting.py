@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 from gradlab.errors import GradlabError
 
 # Shown for a number that does not exist (a world of one rank has no cosine between ranks).
 ABSENT = "-"
+POINTS = 40  # of a sparkline
+BARS = "▁▂▃▄▅▆▇█"
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -97,3 +101,23 @@ def format_counted(count: int, noun: str) -> str:
 def format_count(value: int) -> str:
     """Write a whole number in groups of three: 1234567 -> "1 234 567" (no-break spaces)."""
     return f"{value:,}".replace(",", "\u202f")
+
+
+def sparkline(series: Sequence[float | None]) -> str:
+    """Draw a series in at most `POINTS` characters: means of stretches, blank where nothing is known."""
+    count = min(POINTS, len(series))
+    edges = [point * len(series) // count for point in range(count + 1)] if count else []
+    means = [_mean(series[first:last]) for first, last in pairwise(edges)]
+    known = [value for value in means if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    span = high / 2 - low / 2  # halves, as the difference of two large numbers may overflow
+    top = len(BARS) - 1
+    return "".join(
+        " " if value is None else BARS[round((value / 2 - low / 2) / span * top) if span else top // 2]
+        for value in means
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(value / len(known) for value in known) if known else None

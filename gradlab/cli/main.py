@@ -29,7 +29,7 @@ COMMANDS = {  # module and short help, in the order of the list
     "pilot": ("pilot", "Try plans on your own training command"),
     "evaluate": ("evaluate", "Replay methods on recorded gradients"),
     "predict": ("predict", "Forecast the step times of an artifact's plan"),
-    "watch": ("watch.command", "Show a run while it trains or records"),
+    "watch": ("watch", "Show a run while it trains or records"),
     "inspect": ("inspect", "Show what an artifact does, or spans of a step"),
     "methods": ("methods", "List codecs, wrappers and published methods"),
     "trace": ("trace", "Look at, check and repair a recording"),

@@ -1647,7 +1647,7 @@ MUTANTS += (
         ('if "," in words:', 'if ";" in words:', "", "Two numbers of nodes are taken for a recommendation."),
     ),
     *_faults(
-        "gradlab/cli/watch/log.py",
+        "gradlab/run_log.py",
         "tests/cli/test_options.py",
         (
             "if steps > 0 and seconds >= 0 else None",
@@ -1657,11 +1657,7 @@ MUTANTS += (
         ),
     ),
     *_faults(
-        "gradlab/cli/watch/log.py",
-        "tests/cli/test_watch_recording.py",
-    ),
-    *_faults(
-        "gradlab/cli/watch/recording.py",
+        "gradlab/trace/watched.py",
         "tests/cli/test_watch_recording.py",
         (
             "now - self._looks[1][0] > _RATE_SECONDS",

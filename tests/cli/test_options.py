@@ -22,12 +22,12 @@ from gradlab.analysis.replay.named_method import loaded_plans, named_methods, pa
 from gradlab.artifact import Artifact
 from gradlab.cli import options, predict, recommend
 from gradlab.cli.console import Answer, print_json, warnings_as_lines
-from gradlab.cli.watch.log import seconds_between
 from gradlab.codec.registry import CODECS
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.plan.recipes import METHODS
+from gradlab.run_log import seconds_between
 from gradlab.trace import Trace
 from support.command_line import Command
 from support.recorded import random_gradients, record

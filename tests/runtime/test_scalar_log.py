@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradlab.artifact import Artifact
-from gradlab.cli.watch.command import pause
-from gradlab.cli.watch.log import WatchedLog, summary
-from gradlab.cli.watch.terminal import BARS, POINTS, Series, sparkline
+from gradlab.cli.watch import pause
 from gradlab.datasets import get
 from gradlab.errors import GradlabError
+from gradlab.formatting import BARS, POINTS, sparkline
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
+from gradlab.run_log import Series, WatchedLog, summary
 from gradlab.runtime import ScalarLog
 from support.command_line import Command
 from support.warm_python import python

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from campaigns.fuzzed.case import Case, Format, altered_json, damaged, odd
 from gradlab.analysis.report.beside import write_beside
-from gradlab.cli.watch.log import WatchedLog
+from gradlab.cli.watch import drawn
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
+from gradlab.run_log import WatchedLog
 
 NAMES = (
     "loss",
@@ -80,7 +81,7 @@ def watched(path: Path) -> str:
             log.look()
         except GradlabError as error:
             refused = error
-    Console(file=io.StringIO(), width=100).print(log.drawn())
+    Console(file=io.StringIO(), width=100).print(drawn(log))
     json.dumps(plain(log.to_json()), allow_nan=False)
     if refused is not None:
         raise refused

@@ -1,4 +1,4 @@
-"""The log of a run, a line of JSON per step: what it grows by, and what is shown of it."""
+"""The log of a run (`gradlab.runtime.ScalarLog`), a line of JSON per step, read while it grows, with tables of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
-
-from gradlab.cli.watch.terminal import RECENT, Series, last_lines, numbers, rows, text
 from gradlab.errors import GradlabError
-from gradlab.formatting import format_number, format_seconds
+from gradlab.formatting import format_bytes, format_number, format_seconds, sparkline
 from gradlab.json_form import require_form
 
+RECENT = 50  # values that a mean is over
 _KEPT = 4096  # lines, for means and curves
 _KEPT_RULES = 1000
 _LARGEST = 8  # layers whose errors and norms are listed
@@ -29,6 +28,32 @@ _LINE = {"step": int, "rules?": (None, [str])}
 Numbers = Mapping[str, float | None]
 
 
+@dataclass(frozen=True)
+class Series:
+    """A number over steps, at least one; None: not finite, or not known. Its name may end with a unit."""
+
+    name: str
+    values: Sequence[float | None]
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """The name, the last value, the mean of the last `RECENT` known values, and a line or words."""
+        recent = [value for value in self.values[-RECENT:] if value is not None]
+        mean = self._written(sum(recent) / len(recent) if recent else None)
+        known = [value for value in self.values if value is not None]
+        # A line would blow the last digits of a constant up to its full height.
+        constant = "constant" if known else "never finite"
+        same = not known or self._written(min(known)) == self._written(max(known))
+        line = constant if same else sparkline(self.values)
+        return self.name.replace("_", " "), self._written(self.values[-1]), mean, line
+
+    def _written(self, value: float | None) -> str:
+        if value is None:
+            return "not finite"
+        if self.name.endswith("bytes"):
+            return format_bytes(value)
+        return format_seconds(value) if self.name.endswith("seconds") else format_number(value, 4)
+
+
 class WatchedLog:
     """A log as far as it was read.
 
@@ -38,7 +63,7 @@ class WatchedLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self.path, self._offset = path, 0
         self.last: dict[str, float | None] = {}
         self.rows: deque[dict[str, float | None]] = deque(maxlen=_KEPT)
         self.rules: list[str] = []
@@ -53,7 +78,7 @@ class WatchedLog:
     def require_lines(self) -> None:
         """Refuse a log without a line."""
         if not self.rows and self.end is None:
-            raise GradlabError(f"{self._path} has no line yet: expected those of gradlab.runtime.ScalarLog")
+            raise GradlabError(f"{self.path} has no line yet: expected those of gradlab.runtime.ScalarLog")
 
     def look(self) -> None:
         """Take in the lines that are new."""
@@ -73,7 +98,7 @@ class WatchedLog:
         After an error the next call goes on behind the wrong line.
         """
         try:
-            with open(self._path, "rb") as file:
+            with open(self.path, "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
@@ -83,7 +108,7 @@ class WatchedLog:
                     self._offset += len(line)
                     yield self._parsed(line)
         except OSError as error:
-            raise GradlabError(f"cannot read {self._path}: {error.strerror or error}") from None
+            raise GradlabError(f"cannot read {self.path}: {error.strerror or error}") from None
 
     def _parsed(self, line: bytes) -> Mapping[str, Any]:
         try:
@@ -92,8 +117,8 @@ class WatchedLog:
             value = None
         if not isinstance(value, dict) or type(value.get("step")) is not int:
             start = line[:60].decode(errors="replace").rstrip("\n")
-            raise GradlabError(f'{self._path} is no log: expected lines of JSON with a "step", got {start!r}')
-        return require_form(value, _LINE, f"{self._path}: step {str(value['step'])[:20]}")
+            raise GradlabError(f'{self.path} is no log: expected lines of JSON with a "step", got {start!r}')
+        return require_form(value, _LINE, f"{self.path}: step {str(value['step'])[:20]}")
 
     def to_json(self) -> dict[str, Any]:
         """The last numbers, what rules found, and how the run ended."""
@@ -105,22 +130,15 @@ class WatchedLog:
         recent = list(self.rows)[-RECENT:]
         return seconds_between(recent[0], recent[-1]) if recent else None
 
-    def drawn(self) -> Group:
-        """Draw the numbers, the layers with the largest errors, and rules that fired."""
+    def lines(self) -> list[str]:
+        """How far the run is, in one line."""
         step = int(self.last.get("step") or 0)
         state = {None: "running", "ended": "ended"}.get(self.end, f"ended with an error: {self.end}")
-        head = f"step {step}, {state}, {format_seconds(self.step_seconds)} a step"
-        parts = (text(str(self._path)), text(head, style="bold"), numbers(self.series()))
-        return Group(*parts, *self._layers(), *last_lines("rules that fired:", self.rules))
+        return [f"step {step}, {state}, {format_seconds(self.step_seconds)} a step"]
 
-    def series(self) -> list[Series]:
-        """The numbers of the run as a whole; what one's script gave comes first."""
-        names = [name for name in (self.rows[-1] if self.rows else {}) if name not in ("step", "time")]
-        names.sort(key=lambda name: name in _DERIVED or name.endswith(_OWN))
-        return [Series(name, [row.get(name) for row in self.rows]) for name in names]
-
-    def _layers(self) -> list[Group]:
-        """The layers whose error is largest, with the norms of their residuals."""
+    def tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+        """Titles, columns and cells: the numbers, and the layers whose error is largest with their residuals' norms."""
+        whole = ("", ("", "last", f"mean of {RECENT}", ""), [one.cells() for one in self.series()])
         errors, norms = by_layer(self.last, _ERROR), by_layer(self.last, _NORM)
         size = {name: math.inf if value is None else value for name, value in errors.items()}
         largest = sorted(errors, key=lambda name: -size[name])[:_LARGEST]
@@ -128,7 +146,17 @@ class WatchedLog:
         if len(errors) > _LARGEST:
             cells.append((f"and {len(errors) - _LARGEST} more", "", ""))
         columns = ("layer", "relative error", "residual norm")
-        return [rows("layers with the largest error", columns, cells)] if cells else []
+        return [whole, *([("layers with the largest error", columns, cells)] if cells else [])]
+
+    def remarks(self) -> tuple[str, Sequence[str]]:
+        """Title and lines: rules that fired."""
+        return "rules that fired:", self.rules
+
+    def series(self) -> list[Series]:
+        """The numbers of the run as a whole; what one's script gave comes first."""
+        names = [name for name in (self.rows[-1] if self.rows else {}) if name not in ("step", "time")]
+        names.sort(key=lambda name: name in _DERIVED or name.endswith(_OWN))
+        return [Series(name, [row.get(name) for row in self.rows]) for name in names]
 
 
 def summary(line: Numbers, before: Numbers) -> dict[str, float | None]:
