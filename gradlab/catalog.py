@@ -6,7 +6,9 @@ Tables and the page of methods are made of it, so that they cannot be out of dat
 from __future__ import annotations
 
 import inspect
+import math
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from statistics import fmean
 from typing import Any
@@ -21,12 +23,19 @@ from gradlab.collectives import Request, observed, run_lockstep
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
 from gradlab.layout import Layer
-from gradlab.plan import default_wrappers
+from gradlab.plan import Plan, default_wrappers, saving_of_sent
+from gradlab.plan.recipes import METHODS, Method
+from gradlab.plan.traffic import refused
 
 RANKS = (2, 8, 32)  # at which bytes on the wire are counted
 LAYER = Layer("weight", (64, 64), "linear")  # whose bytes are counted; CONVOLUTION for GradiVeQ, which is made for them
 CONVOLUTION = Layer("weight", (64, 64, 3, 3), "convolution")
 LARGE = Layer("weight", (1024, 1024), "linear")  # whose guarantees are shown
+
+CODEC_COLUMNS = (
+    "codec", "family", "linear", "unbiased", "delta", "feedback", "collectives", "bits/value", "sent at 2, 8, 32 ranks",
+    "grows with N", "paper",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,3 +209,81 @@ def _exchange(codec: Codec, layer: Layer, ranks: int) -> tuple[list[str], float,
     results = run_lockstep([observed(coroutines[0], seen), *coroutines[1:]])
     kinds = list(dict.fromkeys(type(request).__name__ for request in seen))
     return kinds, fmean(r.payload_bytes for r in results), fmean(r.wire_bytes for r in results)
+
+
+def sent_shares(codec: str, ranks: Sequence[int], settings: Mapping[str, Any]) -> dict[int, float | None]:
+    """Return the bytes that a rank sends over those of plain DDP, by number of ranks, of four layers of 256 x 256.
+    None: the codec refuses so many ranks."""
+    shape, role = ((256, 256, 3, 3), "convolution") if codec == "gradiveq" else ((256, 256), "linear")
+    plan = Plan.uniform([Layer(f"layer{number}", shape, role) for number in range(4)], codec, **settings)
+    return {n: None if refused(plan, n) else 1 / (saving_of_sent(plan, n).ratio or math.inf) for n in ranks}
+
+
+def row_of(facts: CodecFacts) -> tuple[str, ...]:
+    """Return the cells of a codec under `CODEC_COLUMNS`."""
+    wire = list(facts.wire_bits.values())
+    return (
+        facts.name,
+        facts.family,
+        _yes(facts.linear),
+        _yes(facts.unbiased),
+        "-" if facts.delta is None else f"{facts.delta:.3g}",
+        "both ways" if facts.two_way else _yes(facts.error_feedback),
+        ", ".join(facts.collectives) or "none",
+        f"{facts.bits:.3g}",
+        ", ".join(f"{bits:.3g}" for bits in wire),
+        _yes(wire[-1] > 2 * wire[1]),
+        facts.paper,
+    )
+
+
+def taken_by(facts: WrapperFacts) -> str:
+    """Codecs that a wrapper takes, with default settings: "all codecs", or "2 of 18: qsgd, sign"."""
+    if not facts.refused:
+        return "all codecs"
+    return f"{len(facts.around)} of {len(facts.around) + len(facts.refused)}: {', '.join(facts.around)}"
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "-"
+
+
+def described(facts: CodecFacts | WrapperFacts) -> str:
+    """A codec or wrapper in lines: its docstring, settings, and the codecs that it takes, or bytes and paper."""
+    lines = [f"{facts.name}: {facts.title}", "", facts.text, "", "Settings:"]
+    for row in facts.settings_table:
+        lines += [f"  {row.name} = {row.default!r}: {row.values}", f"      {meaning_of(row)}".rstrip()]
+    lines += [] if facts.settings_table else ["  none"]
+    if isinstance(facts, WrapperFacts):
+        lines += ["", f"Around: {taken_by(facts)}"]
+        lines += [f"  refused: {reason}" for reason in facts.refused.values()]
+    if isinstance(facts, CodecFacts):
+        lines += ["", f"Payload in bytes, n elements, N ranks: {facts.formula}", f"Paper: {facts.paper}"]
+    return "\n".join(lines)
+
+
+def by_name() -> dict[str, str]:
+    """Describe in a line what each method of `gradlab.plan.recipes` is made of, by its name."""
+    return {name: _made_of(method) for name, method in METHODS.items()}
+
+
+def _made_of(method: Method) -> str:
+    around = [*([method.momentum] if method.momentum else []), *method.wrappers]
+    parts = [called(wrap.name, wrap.settings) for wrap in around]
+    where = [
+        text
+        for text, holds in (("one group of all layers", method.one_block), ("every tensor", method.every_tensor))
+        if holds
+    ]
+    text = " around ".join([*parts, called(method.codec, method.settings)])
+    return f"{text}; {', '.join(where)}" if where else text
+
+
+def called(name: str, settings: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in settings.items())})" if settings else name
+
+
+def meaning_of(row: SettingRow) -> str:
+    """A setting's unit, meaning, and symbol in the paper."""
+    symbol = f"({row.symbol})" if row.symbol else ""
+    return " ".join(part for part in (row.unit, row.help, symbol) if part)

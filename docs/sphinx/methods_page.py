@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradlab import codecs, wrappers
-from gradlab.catalog import CodecFacts, WrapperFacts, codec_facts, wrapper_facts
-from gradlab.cli.methods import CODEC_COLUMNS, by_name, called, meaning_of, row_of, taken_by
+from gradlab.catalog import (
+    CODEC_COLUMNS,
+    CodecFacts,
+    WrapperFacts,
+    by_name,
+    called,
+    codec_facts,
+    meaning_of,
+    row_of,
+    taken_by,
+    wrapper_facts,
+)
 
 MARK = "```{methods}\n```\n"
 

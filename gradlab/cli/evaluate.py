@@ -24,6 +24,7 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.corpus.judgements import judge_methods
 from gradlab.analysis.corpus.manifest import is_corpus
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
@@ -32,8 +33,7 @@ from gradlab.analysis.replay.cycle import training_cycle
 from gradlab.analysis.replay.named_method import NamedMethod, named_methods, plans_for, replays_of
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
-from gradlab.cli.console import Answer, command_line, print_json, progress_bars
-from gradlab.cli.evaluate_corpus import evaluate_corpus
+from gradlab.cli.console import OUT, Answer, command_line, print_json, print_table, progress_bars
 from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.options import AsJson, AverageRanks, Overwrite, SharedBy, workers_of
 from gradlab.errors import GradlabError
@@ -73,7 +73,7 @@ def evaluate(
     if is_corpus(trace):
         _refuse_of_corpus(trace, start=start, stop=stop, out=out, cycle=cycle, average_ranks=average_ranks)
         few = 1 if workers is None else sharing  # replays take less time than processes to start
-        evaluate_corpus(trace, named_methods(methods, not_in=trace), few, as_json)
+        _evaluate_corpus(trace, named_methods(methods, not_in=trace), few, as_json)
         return
     if out is not None:
         require_free(out, overwrite, contents=REPORT_FILES)
@@ -84,7 +84,16 @@ def evaluate(
     named = named_methods(methods)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         replays = _replayed(opened, named, start, stop, sharing, progress, cycle)
-        page = out and _written(opened, out, replays, overwrite, sharing, progress)
+        page = out and write_trace_report(
+            opened,
+            out,
+            Examination(replays=replays),
+            overwrite=overwrite,
+            full=True,
+            repeat=command_line(),
+            workers=sharing,
+            progress=progress,
+        )
     if as_json:
         print_json(replays)
         return
@@ -110,22 +119,6 @@ def _replayed(
     return {one.title: found[one.words] for one in named}
 
 
-def _written(
-    trace: Trace, out: Path, replays: dict[str, Replay], overwrite: bool, workers: int, progress: Progress
-) -> Path:
-
-    return write_trace_report(
-        trace,
-        out,
-        Examination(replays=replays),
-        overwrite=overwrite,
-        full=True,
-        repeat=command_line(),
-        workers=workers,
-        progress=progress,
-    )
-
-
 def _required(plans: Mapping[str, Plan | GradlabError]) -> dict[str, Plan]:
     """The plans, all of which have to fit the recording."""
     fitting: dict[str, Plan] = {}
@@ -134,6 +127,20 @@ def _required(plans: Mapping[str, Plan | GradlabError]) -> dict[str, Plan]:
             raise GradlabError(f"{words}: {plan}")
         fitting[words] = plan
     return fitting
+
+
+def _evaluate_corpus(path: Path, methods: Sequence[NamedMethod], workers: int, as_json: bool) -> None:
+    """Judge methods by a corpus's folder, and print their figures beside its own methods'."""
+    with progress_bars() as progress:
+        found = judge_methods(path, methods, workers=workers, progress=progress)
+    if as_json:
+        print_json(found.to_json())
+        return
+    judged, *of_recordings = found.tables()
+    Answer((), found.warnings, [judged]).print()
+    for table in of_recordings:
+        OUT.print()
+        print_table(table)
 
 
 def _refuse_of_corpus(path: Path, **options: object) -> None:

@@ -13,6 +13,8 @@ from gradlab.runtime.engine.statistics import StepRecord
 
 GLOSSARY = Path(__file__).parents[2] / "docs" / "glossary.md"
 PACKAGES = (
+    "gradlab",
+    "gradlab.analysis.corpus",
     "gradlab.cli",
     "gradlab.cli.fit",
     "gradlab.analysis.questions",

@@ -14,11 +14,11 @@ import numpy as np
 
 from campaigns.fuzzed.case import Case, Format, altered_json, damaged
 from campaigns.fuzzed.trace import pack
+from gradlab.analysis.corpus.judgements import outcome_cells
 from gradlab.analysis.corpus.manifest import FORMAT, MANIFEST, ROWS, Source, describe, read_corpus
 from gradlab.analysis.corpus.manifest import write_manifest as write
 from gradlab.analysis.corpus.outcome import Outcome, written
 from gradlab.analysis.forecast.endings import EndingRange
-from gradlab.cli.evaluate_corpus import _outcome_cells
 from gradlab.trace.schema import read_document, write_document
 from support.recorded import random_gradients, record
 
@@ -33,7 +33,7 @@ def read_packed(path: Path) -> str:
             archive.extractall(folder)
         found = read_corpus(Path(folder))
         for one in found.outcomes:
-            _outcome_cells(one)
+            outcome_cells(one)
         return hashlib.sha256(repr((found.recordings, found.outcomes)).encode()).hexdigest()
 
 
