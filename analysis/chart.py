@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from gradlab.analysis.figures.style import BLACK, GREY, layer_colors, name_layers, panels, write_below
+from gradlab.analysis.figures.style import BLACK, GREY, drawing, layer_colors, name_layers, panels, render, write_below
+from gradlab.files import write_whole
 
 Numbers = Sequence[Any] | np.ndarray
 _POINTS_PER_INCH = 72
@@ -308,3 +310,11 @@ def _axis(label: str, scale: str, limits: tuple[float, float]) -> dict[str, Any]
     low, high = (float(limit) for limit in limits)
     known = math.isfinite(low) and math.isfinite(high)
     return {"label": label, "scale": scale, "low": low if known else 0.0, "high": high if known else 1.0}
+
+
+def write_chart(chart: Chart, out: Path) -> None:
+    """Draw a chart and write it in the format of the file's ending, whole or not at all."""
+    with drawing():
+        files = render(draw(chart), out.stem)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, files[out.suffix.removeprefix(".")])

@@ -10,6 +10,7 @@ from gradlab.errors import GradlabError
 
 # What makes a folder a report.
 REPORT_FILES = ("report.html", "report.json", "figures")
+FIGURES = (".svg", ".pdf")
 
 
 def require_free(
@@ -28,3 +29,10 @@ def require_free(
     if there and not overwrite:
         raise GradlabError(f"{there[0]} exists already: choose another name or ask to overwrite it (--overwrite)")
     return path
+
+
+def require_figure(out: Path, overwrite: bool) -> None:
+    """Refuse a name that no figure can have, or that is taken."""
+    if out.suffix not in FIGURES:
+        raise GradlabError(f"{out}: a figure is written as {' or '.join(FIGURES)}")
+    require_free(out, overwrite)

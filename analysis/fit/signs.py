@@ -1,17 +1,20 @@
-"""Fit a plan of signs: block sizes that keep much energy of gradients, checked on later ones."""
+"""Fit a plan of signs: block sizes that keep much energy of gradients, checked on later ones; and the method that goes
+with an optimizer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.measure.sign_blocks import gather_statistics, share_out_blocks, sizes_of
 from gradlab.analysis.replay.sampled import require_whole
+from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
-from gradlab.plan import Group, Plan
+from gradlab.plan import Group, Plan, recipes
+from gradlab.plan.optimizer_rules import applied_by
 from gradlab.progress import Progress
 
 if TYPE_CHECKING:
@@ -133,3 +136,46 @@ def _runs(
 def _sound(name: str, size: int, sizes: Mapping[str, int], numels: Mapping[str, int]) -> bool:
     """Whether blocks of `size` cut a layer into the blocks that it was given."""
     return sizes[name] == size or (sizes[name] >= numels[name] and size >= numels[name])
+
+
+def sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
+    """The method given, or the one that trains under the optimizer, with a note on the choice."""
+    if name is not None:
+        return recipes.known_name(name, recipes.SIGN_METHODS), []
+    if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
+        return "dist-EF-blockSGDM", []
+    note = (
+        f"made by method dist-EF-blockSGD, without momentum in the plan: {optimizer.name} has momentum of its own "
+        f"({optimizer.momentum})"
+    )
+    return "dist-EF-blockSGD", [note]
+
+
+def residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
+    """Whether residuals follow the rate: as in the papers, but not where the optimizer keeps momentum of its own."""
+    if optimizer is None or not optimizer.momentum:
+        return True
+    return None if optimizer.adaptive or recipes.METHODS[method].momentum is None else True
+
+
+def decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
+    """A note on weight decay that the optimizer applies after the plan's momentum."""
+    momentum, decay = applied_by(plan)
+    if optimizer is None or momentum is None or decay or optimizer.adaptive:
+        return None
+    if optimizer.weight_decay is None:
+        return None
+    _, _, rate = optimizer.weight_decay.rpartition(" ")
+    return (
+        f"the optimizer's {optimizer.weight_decay} does not pass through the plan's momentum, and is (1 - momentum) as "
+        f"strong; --weight-decay {rate} puts it into the plan (then set the optimizer's to 0)"
+    )
+
+
+def require_blocks(method: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a method without blocks, or settings that choose the blocks too."""
+    chosen = recipes.METHODS[method]
+    if chosen.codec != "sign" or chosen.one_block or chosen.settings.get("scale") == "one":
+        raise GradlabError(f"--scales shares out the scales of blocks, and {method} has none: use dist-EF-blockSGD(M)")
+    if given := sorted(set(settings) & {"block_size", "across_layers", "scale"}):
+        raise GradlabError(f"--scales chooses blocks by measured energy, and -s {given[0]} chooses them too: use one")

@@ -1,14 +1,17 @@
-"""An artifact of a plan that needed no fit, with the replay that speaks for it."""
+"""Plans that need no fit: wrappers by text, and an artifact with the replay that speaks for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gradlab import wrappers
 from gradlab.analysis.replay.result import Replay
 from gradlab.artifact import Artifact
+from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
-from gradlab.plan import Plan
+from gradlab.plan import Plan, Wrap
+from gradlab.setting_texts import parse_settings, split_settings
 
 
 def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
@@ -26,3 +29,11 @@ def uniform_artifact(plan: Plan, replay: Replay, **metadata: Any) -> Artifact:
         "replay": plain(replay.summary()),
     } | {key: plain(value) for key, value in metadata.items() if value is not None}
     return Artifact(plan, provenance)
+
+
+def parse_wrapper(text: str) -> Wrap:
+    """Read NAME[:KEY=VALUE,...] as a wrapper of a plan."""
+    name, _, rest = text.partition(":")
+    settings = parse_settings(split_settings(rest), f"--wrap {name}")
+    build_settings(wrappers.get(name), settings)
+    return Wrap(name, settings)

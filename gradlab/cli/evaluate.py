@@ -24,9 +24,10 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.chart import write_chart
 from gradlab.analysis.corpus.judgements import judge_methods
 from gradlab.analysis.corpus.manifest import is_corpus
-from gradlab.analysis.outputs import REPORT_FILES, require_free
+from gradlab.analysis.outputs import REPORT_FILES, require_figure, require_free
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.questions.slices import cycle_chart
 from gradlab.analysis.replay.cycle import training_cycle
@@ -34,7 +35,6 @@ from gradlab.analysis.replay.named_method import NamedMethod, named_methods, pla
 from gradlab.analysis.replay.result import Replay
 from gradlab.analysis.report.trace_report import Examination, write_trace_report
 from gradlab.cli.console import OUT, Answer, command_line, print_json, print_table, progress_bars
-from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.options import AsJson, AverageRanks, Overwrite, SharedBy, workers_of
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan

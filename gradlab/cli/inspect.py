@@ -18,11 +18,12 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.chart import write_chart
+from gradlab.analysis.outputs import require_figure
 from gradlab.analysis.replay import methods_of
 from gradlab.artifact import Artifact
 from gradlab.chrome_trace import read_step
 from gradlab.cli.console import Answer, Table, print_json
-from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.options import AsJson, Overwrite
 from gradlab.collectives import ring_sends
 from gradlab.errors import GradlabError

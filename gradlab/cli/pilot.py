@@ -26,13 +26,13 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.analysis.forecast.link import parse_seconds
 from gradlab.analysis.forecast.to_try import ChosenPlans, chosen_plans
 from gradlab.analysis.outputs import require_free
 from gradlab.analysis.replay.named_method import loaded_plans
 from gradlab.artifact import Artifact
 from gradlab.cli.console import Answer, print_json, say
-from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.cli.options import MAX_LOSS_TEXT, AsJson, MaxLoss, Overwrite, Plans, TraceFolder, share_of_loss
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole

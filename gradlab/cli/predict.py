@@ -41,16 +41,17 @@ from typing import Annotated
 
 import typer
 
+from gradlab.analysis.chart import write_chart
 from gradlab.analysis.forecast import Forecast, Network, forecast
 from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import profile_of
 from gradlab.analysis.forecast.plans import pays_text
+from gradlab.analysis.outputs import require_figure
 from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, progress_bars
-from gradlab.cli.figures import require_figure, write_chart
 from gradlab.formatting import format_bytes, format_counted, format_ratio, format_seconds
 
 

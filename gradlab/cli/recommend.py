@@ -31,6 +31,7 @@ from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import HALF_PLAN, without
 from gradlab.analysis.forecast.decide import HALF, NOTHING
 from gradlab.analysis.forecast.frontier import Tried
+from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation, require_computing
 from gradlab.analysis.forecast.recommendation import recommend as choose
 from gradlab.analysis.outputs import require_free
@@ -40,7 +41,6 @@ from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, print_json, progress_bars
-from gradlab.cli.lines_to_paste import lines_to_paste, where_to_paste
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from gradlab import codecs, wrappers
+from gradlab.analysis.fit.uniform import parse_wrapper
 from gradlab.artifact import Artifact
 from gradlab.catalog import setting_rows
-from gradlab.cli.fit.options import parse_wrapper
 from gradlab.codec import Codec, Gradients
 from gradlab.codec.registry import CODECS, listed
 from gradlab.codec.settings import Setting, build_settings, fields_of

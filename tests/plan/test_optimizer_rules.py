@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradlab.cli.fit.options import optimizer_of_training, require_trainable
+from gradlab.analysis.fit.trained_with import optimizer_of_training, require_trainable
 from gradlab.ddp.optimizers import (
     HeldLayers,
     OptimizerSettings,

@@ -14,9 +14,9 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from gradlab import codecs
-from gradlab.analysis.outputs import require_free
+from gradlab.analysis.chart import write_chart
+from gradlab.analysis.outputs import require_figure, require_free
 from gradlab.cli.console import print_json, progress_bars
-from gradlab.cli.figures import require_figure, write_chart
 from gradlab.cli.fit.methods import METHODS, Job, Made, Method
 from gradlab.cli.options import AsJson, Overwrite, Settings, SharedBy, TraceFolder, workers_of
 from gradlab.codec.settings import Field, built, check_ranges, fields_of

@@ -11,8 +11,16 @@ from gradlab.analysis.chart import Chart
 from gradlab.analysis.fit.ecsq import earlier_half, with_fitted_tables
 from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED, GradiveqOptions, fit_gradiveq
 from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
-from gradlab.analysis.fit.signs import fit_block_sizes, with_block_sizes
-from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.fit.signs import (
+    decay_after_momentum,
+    fit_block_sizes,
+    require_blocks,
+    residuals_follow,
+    sign_method,
+    with_block_sizes,
+)
+from gradlab.analysis.fit.trained_with import optimizer_of_training, require_trainable
+from gradlab.analysis.fit.uniform import parse_wrapper, uniform_artifact
 from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
 from gradlab.analysis.layer_plan.costs import Cost
 from gradlab.analysis.layer_plan.grids import candidates_of_grid
@@ -24,12 +32,11 @@ from gradlab.artifact import Artifact
 from gradlab.cli.console import Answer
 from gradlab.cli.evaluate import answer_of
 from gradlab.cli.fit import printing
-from gradlab.cli.fit.options import optimizer_of_training, parse_wrapper, require_trainable
 from gradlab.codec.settings import build_settings, setting
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
-from gradlab.plan import FEEDBACK, Plan, Wrap, method_plan, recipes
+from gradlab.plan import FEEDBACK, Plan, Wrap, method_plan
 from gradlab.plan.optimizer_rules import applied_by
 from gradlab.progress import Progress
 from gradlab.trace import Trace
@@ -257,13 +264,13 @@ class Signs(PlanMethod):
             form = f"weight_decay_form = {self.weight_decay_form}"
             raise GradlabError(f"{form} says how --weight-decay works, which is 0")
         optimizer, blocks = self.optimizer(job), None
-        method, notes = _sign_method(self.method, optimizer)
+        method, notes = sign_method(self.method, optimizer)
         plan = self._plan(job, method, optimizer)
         remedy = "use --weight-decay 0" if applied_by(plan)[0] is None else "use --method dist-EF-blockSGD"
         notes += [require_trainable(optimizer, *applied_by(plan), remedy)]
-        notes += [_decay_after_momentum(plan, optimizer)]
+        notes += [decay_after_momentum(plan, optimizer)]
         if self.scales != 1:
-            _require_blocks(method, job.settings)
+            require_blocks(method, job.settings)
             half = min(100, max(1, len(job.trace.steps) // 2)) if self.samples is None else self.samples
             blocks = fit_block_sizes(job.trace, self.scales, half, workers=job.workers, progress=job.progress)
             plan = with_block_sizes(plan, blocks.block_sizes)
@@ -280,7 +287,7 @@ class Signs(PlanMethod):
             weight_decay_form=self.weight_decay_form or "gradient",
             server=self.server,
             warmup_steps=self.warmup_steps or 0,
-            step_size_ratio=_residuals_follow(method, optimizer),
+            step_size_ratio=residuals_follow(method, optimizer),
             seed=self.seed,
             **job.settings,
         )
@@ -512,49 +519,6 @@ def _between(text: str | None) -> tuple[float, float] | None:
         return float(most), float(least)
     except ValueError:
         raise GradlabError(f"accordion {text[:80]!r}, expected two values, as 2:8") from None
-
-
-def _sign_method(name: str | None, optimizer: OptimizerSettings | None) -> tuple[str, list[str | None]]:
-    """The method given, or the one that trains under the optimizer, with a note on the choice."""
-    if name is not None:
-        return recipes.known_name(name, recipes.SIGN_METHODS), []
-    if optimizer is None or not (optimizer.adaptive and optimizer.momentum):
-        return "dist-EF-blockSGDM", []
-    note = (
-        f"made by method dist-EF-blockSGD, without momentum in the plan: {optimizer.name} has momentum of its own "
-        f"({optimizer.momentum})"
-    )
-    return "dist-EF-blockSGD", [note]
-
-
-def _residuals_follow(method: str, optimizer: OptimizerSettings | None) -> bool | None:
-    """Whether residuals follow the rate: as in the papers, but not where the optimizer keeps momentum of its own."""
-    if optimizer is None or not optimizer.momentum:
-        return True
-    return None if optimizer.adaptive or recipes.METHODS[method].momentum is None else True
-
-
-def _decay_after_momentum(plan: Plan, optimizer: OptimizerSettings | None) -> str | None:
-    """A note on weight decay that the optimizer applies after the plan's momentum."""
-    momentum, decay = applied_by(plan)
-    if optimizer is None or momentum is None or decay or optimizer.adaptive:
-        return None
-    if optimizer.weight_decay is None:
-        return None
-    _, _, rate = optimizer.weight_decay.rpartition(" ")
-    return (
-        f"the optimizer's {optimizer.weight_decay} does not pass through the plan's momentum, and is (1 - momentum) as "
-        f"strong; --weight-decay {rate} puts it into the plan (then set the optimizer's to 0)"
-    )
-
-
-def _require_blocks(method: str, settings: Mapping[str, Any]) -> None:
-
-    chosen = recipes.METHODS[method]
-    if chosen.codec != "sign" or chosen.one_block or chosen.settings.get("scale") == "one":
-        raise GradlabError(f"--scales shares out the scales of blocks, and {method} has none: use dist-EF-blockSGD(M)")
-    if given := sorted(set(settings) & {"block_size", "across_layers", "scale"}):
-        raise GradlabError(f"--scales chooses blocks by measured energy, and -s {given[0]} chooses them too: use one")
 
 
 def _beyond_the_trace(plan: Plan, last: int) -> str | None:

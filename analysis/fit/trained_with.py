@@ -1,14 +1,11 @@
-"""Texts of commands that name an optimizer, roles or a wrapper."""
+"""The optimizer that a plan will be trained with: named or recorded, and whether the plan goes with it."""
 
 from __future__ import annotations
 
 import torch
 
-from gradlab import wrappers
-from gradlab.codec.settings import build_settings
 from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
 from gradlab.errors import GradlabError
-from gradlab.plan import Wrap
 from gradlab.plan.optimizer_rules import conflict_between
 from gradlab.setting_texts import parse_settings, split_settings
 from gradlab.trace import Trace
@@ -58,11 +55,3 @@ def require_trainable(
         return f"to train with it, {conflict.remedy}: {conflict.message}"
     options = f"{remedy}, or -s trained_with=SGD if training will use that"
     raise GradlabError(f"{conflict}; {options.removeprefix(', ')}")
-
-
-def parse_wrapper(text: str) -> Wrap:
-    """Read NAME[:KEY=VALUE,...] as a wrapper of a plan."""
-    name, _, rest = text.partition(":")
-    settings = parse_settings(split_settings(rest), f"--wrap {name}")
-    build_settings(wrappers.get(name), settings)
-    return Wrap(name, settings)
