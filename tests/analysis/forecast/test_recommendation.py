@@ -159,7 +159,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     def families(trace: Trace, look: Look) -> dict[str, Family]:
         return {name: one for name, one in families_of(trace, look).items() if name in ("blocks", "16 bits")}
 
-    monkeypatch.setattr("gradlab.cli.recommend.families_of", families)
+    monkeypatch.setattr("gradlab.analysis.report.recommended.families_of", families)
 
 
 def pasted_on_nodes(printed: str, folder: Path, nodes: int, ranks: int) -> list[dict[str, Any]]:
