@@ -28,11 +28,13 @@ from gradlab.collectives import (
     broadcast_wire_bytes,
     by_fusion_key,
 )
+from gradlab.collectives.requests import LENGTH_BYTES
 from gradlab.collectives.ring import RingCode, ring_wire_bytes
 from gradlab.errors import GradlabError
 
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _TIMES = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+MESSAGE_SECONDS = 50e-6  # a small message of an all-to-all, in Gloo at 16 to 64 ranks
 _NUMBER = r"(\d+(?:\.\d+)?|\.\d+)"
 
 
@@ -69,10 +71,16 @@ class Link:
         """Seconds per byte of a stream: the link's or the processors', whichever is larger, as both work at once."""
         return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
 
+    @property
+    def message_seconds(self) -> float:
+        """Seconds of a sender for one message more to another rank: no more than a ring's step takes."""
+        return min(self.latency_seconds, MESSAGE_SECONDS)
+
     def busy_seconds(self, transfer: Transfer) -> float:
         """Compute the seconds in which a collective keeps the link from others."""
         factor = self.gather_factor if transfer.gathered else 1.0
-        return self.collective_seconds + factor * transfer.path_bytes * self.seconds_per_byte
+        sending = transfer.queued * self.message_seconds
+        return self.collective_seconds + sending + factor * transfer.path_bytes * self.seconds_per_byte
 
     def delay_seconds(self, transfer: Transfer) -> float:
         """Compute the seconds that a collective takes beyond `busy_seconds`, as messages wait for each other."""
@@ -84,12 +92,14 @@ class Transfer:
     """One collective: bytes that this rank sends, bytes on the busiest link, and messages that follow one another.
 
     gathered: whether it is a gather or an all-to-all, which pass messages on whole.
+    queued: messages that wait until their sender has sent others, of no later round.
     """
 
     wire_bytes: int
     path_bytes: int
     rounds: int
     gathered: bool = False
+    queued: int = 0
 
 
 def all_reduce(nbytes: int, world_size: int) -> Transfer:
@@ -115,14 +125,19 @@ def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
     """Describe an all-to-all: every rank sends sizes[j] bytes to rank j."""
     received = max(sizes) * (len(sizes) - 1)
     sent, most_sent = (sum(sizes) - own for own in (sizes[rank], min(sizes)))
-    return Transfer(sent, max(most_sent, received), 1 if len(sizes) > 1 else 0, gathered=True)
+    return Transfer(sent, max(most_sent, received), 1 if len(sizes) > 1 else 0, gathered=True, queued=_queued(sizes))
 
 
 def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
     """Describe a gather: every rank sends sizes[rank] bytes to all. The largest part slows its sender's link."""
     others = len(sizes) - 1
     path = max(others * max(sizes), sum(sizes) - min(sizes))
-    return Transfer(others * sizes[rank], path, 1 if others else 0, gathered=True)
+    return Transfer(others * sizes[rank], path, 1 if others else 0, gathered=True, queued=_queued(sizes))
+
+
+def _queued(sizes: Sequence[int]) -> int:
+    """Return how many messages to other ranks wait for the first one; none where no rank sends anything."""
+    return max(0, len(sizes) - 2) if any(sizes) else 0
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
@@ -143,7 +158,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
     if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
         values = _all_to_all_of(together, rank, world_size)
         varying = isinstance(first, AllToAll) and first.varying
-        told = all_to_all([8 * len(together)] * world_size, rank)
+        told = all_to_all([LENGTH_BYTES * len(together)] * world_size, rank)
         return _after(told, values) if varying else values
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
@@ -154,7 +169,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
         return broadcast(nbytes, rank, first.root, world_size)
     if not first.varying:
         return all_gather(nbytes, world_size)
-    return _after(all_gather(8 * len(together), world_size), all_gather(nbytes, world_size))
+    return _after(all_gather(LENGTH_BYTES * len(together), world_size), all_gather(nbytes, world_size))
 
 
 def _after(lengths: Transfer, values: Transfer) -> Transfer:
@@ -164,6 +179,7 @@ def _after(lengths: Transfer, values: Transfer) -> Transfer:
         lengths.path_bytes + values.path_bytes,
         lengths.rounds + values.rounds,
         gathered=True,
+        queued=lengths.queued + values.queued,
     )
 
 
@@ -181,6 +197,7 @@ def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size:
         scattered.path_bytes + gathered.path_bytes,
         max(scattered.rounds, gathered.rounds),
         gathered=True,
+        queued=max(scattered.queued, gathered.queued),
     )
 
 

@@ -23,6 +23,7 @@ from gradlab.collectives.ring import RingCode, ring_wire_bytes
 from gradlab.errors import BadMessage, GradlabError
 
 Result = TypeVar("Result")
+LENGTH_BYTES = 4  # of a length that is told before a vector of varying length, int32
 MOST_BYTES = 2**28  # of a vector of varying length, where a request does not say
 
 
@@ -450,7 +451,7 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
         rank: number of the rank, from 0.
         world_size: number of ranks N.
         longest: largest rank's size in bytes in a varying gather, to which all are padded. None: this rank's size.
-            Each size that varies travels too, in 8 bytes.
+            Each size that varies travels too, in 4 bytes.
 
     Returns:
         Bytes.
@@ -460,13 +461,13 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
     if isinstance(request, Broadcast):
         return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
     if isinstance(request, AllToAll):
-        return all_to_all_wire_bytes([size + 8 * request.varying for size in request.sizes], rank)
+        return all_to_all_wire_bytes([size + LENGTH_BYTES * request.varying for size in request.sizes], rank)
     if isinstance(request, Ring):
         return ring_wire_bytes(request.sizes, rank)
     if not request.varying:
         return all_gather_wire_bytes(request.tensor.nbytes, world_size)
     padded = request.tensor.nbytes if longest is None else longest
-    return all_gather_wire_bytes(padded + 8, world_size)
+    return all_gather_wire_bytes(padded + LENGTH_BYTES, world_size)
 
 
 # --- lockstep -----------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from gradlab.codec.wrapper import (
 )
 from gradlab.codecs.chunk_topk import ChunkTopK
 from gradlab.collectives import Broadcast, Coroutine, Gather, ring_sends
+from gradlab.collectives.requests import LENGTH_BYTES
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -296,9 +297,11 @@ class TwoWay(Wrapper):
         answered = self._bytes(self.answering, layers, world_size, selected=False)
         positions = sent.positions + answered.positions / world_size
         both = sent.payload + answered.payload
-        lengths = 16.0 * (world_size - 1) * self.compressor.traits.selects  # of values and positions for each shard
+        told = 2.0 * LENGTH_BYTES * self.compressor.traits.selects  # of values and of positions, for each shard
         return Bytes(
-            sent.payload + answered.payload / world_size, lengths + ring_sends(world_size) * both / 2, positions
+            sent.payload + answered.payload / world_size,
+            told * (world_size - 1) + ring_sends(world_size) * both / 2,
+            positions,
         )
 
     def _bytes(self, compressor: Compressor, layers: Sequence[Layer], world_size: int, selected: bool) -> Bytes:

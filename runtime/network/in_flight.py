@@ -140,7 +140,7 @@ class _VaryingGather(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
         self._communicator, self._requests = communicator, requests
         self._tensors = [request.tensor for request in requests]
-        lengths = torch.tensor([tensor.numel() for tensor in self._tensors], device=self._tensors[0].device)
+        lengths = _lengths(self._tensors, self._tensors[0].device)
         self._lengths, self._work = communicator.all_gather(lengths)
 
     def answers(self) -> list[Any]:
@@ -205,10 +205,9 @@ class _VaryingAllToAll(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
         self._communicator, self._requests = communicator, requests
         self._by_rank = list(zip(*(request.tensors for request in requests), strict=True))
-        lengths = [tensor.numel() for parts in self._by_rank for tensor in parts]
-        device = requests[0].tensors[0].device
+        every = [tensor for parts in self._by_rank for tensor in parts]
         counts = [len(requests)] * communicator.world_size
-        self._lengths, self._work = communicator.all_to_all(torch.tensor(lengths, device=device), counts)
+        self._lengths, self._work = communicator.all_to_all(_lengths(every, every[0].device), counts)
 
     def answers(self) -> list[Any]:
         communicator = self._communicator
@@ -226,6 +225,14 @@ class _VaryingAllToAll(Fused):
         rows = zip(out.split(incoming), like, strict=True)
         by_rank = [_unpack(row, tensors, communicator) for row, tensors in rows]
         return [refused.get(at, list(tensors)) for at, tensors in enumerate(zip(*by_rank, strict=True))]
+
+
+def _lengths(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the numbers of elements that receivers are told, int32 (tensors,)."""
+    lengths = [tensor.numel() for tensor in tensors]
+    if max(lengths) > torch.iinfo(torch.int32).max:
+        raise GradlabError(f"a message of {max(lengths)} elements, expected less than 2^31: use smaller groups")
+    return torch.tensor(lengths, dtype=torch.int32, device=device)
 
 
 def _checked_lengths(

@@ -142,7 +142,7 @@ def test_payload_is_what_a_rank_contributes() -> None:
 def test_a_varying_gather_is_padded_to_the_longest_and_tells_sizes() -> None:
     short, long = torch.zeros(3), torch.zeros(10)
     results = run_lockstep([asking(Gather(t, varying=True)) for t in (short, long, short)])
-    assert [result.wire_bytes for result in results] == [2 * (40 + 8)] * 3
+    assert [result.wire_bytes for result in results] == [2 * (40 + 4)] * 3
     assert [result.payload_bytes for result in results] == [12, 40, 12]
 
 
@@ -157,7 +157,7 @@ def test_parts_whose_lengths_differ_between_ranks(lengths: list[list[int]], of_a
         (received,) = result.value
         assert all(torch.equal(part, cut[source][rank]) for source, part in enumerate(received))
         assert result.payload_bytes == 4 * sum(lengths[rank])
-        assert result.wire_bytes == sum(4 * lengths[rank][to] + 8 for to in range(3) if to != rank)
+        assert result.wire_bytes == sum(4 * lengths[rank][to] + 4 for to in range(3) if to != rank)
 
 
 # --- lockstep -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 const gradlabForecast = (() => {
   const SPEED_NOISE = 0.05;
   const BACKWARD_SHARE = 2 / 3;
+  const LENGTH_BYTES = 4, MESSAGE_SECONDS = 50e-6;
   const FULL_MESSAGE = 1 / 32, LEAST_MESSAGE = 1 / 256;
 
   const sum = (values) => values.reduce((total, value) => total + value, 0);
@@ -31,17 +32,19 @@ const gradlabForecast = (() => {
     return { wire: nbytes * sends, path: depth * nbytes, rounds: depth };
   }
 
+  const queued = (sizes) => (sizes.some((size) => size > 0) ? Math.max(0, sizes.length - 2) : 0);
+
   function allToAll(sizes) {
     const received = largest(sizes) * (sizes.length - 1), all = sum(sizes);
     const mostSent = all - Math.min(...sizes);
     const rounds = sizes.length > 1 ? 1 : 0;
-    return { wire: all - sizes[0], path: Math.max(mostSent, received), rounds, gathered: true };
+    return { wire: all - sizes[0], path: Math.max(mostSent, received), rounds, gathered: true, queued: queued(sizes) };
   }
 
   function gatherOfLengths(sizes) {
     const others = sizes.length - 1;
     const path = Math.max(others * largest(sizes), sum(sizes) - Math.min(...sizes));
-    return { wire: others * sizes[0], path, rounds: others ? 1 : 0, gathered: true };
+    return { wire: others * sizes[0], path, rounds: others ? 1 : 0, gathered: true, queued: queued(sizes) };
   }
 
   function ring(sizes) {
@@ -56,6 +59,7 @@ const gradlabForecast = (() => {
     path: lengths.path + values.path,
     rounds: lengths.rounds + values.rounds,
     gathered: true,
+    queued: (lengths.queued || 0) + (values.queued || 0),
   });
 
   const expanded = (runs) => runs.flatMap(([size, count]) => new Array(count).fill(size));
@@ -75,16 +79,17 @@ const gradlabForecast = (() => {
         path: scattered.path + gathered.path,
         rounds: Math.max(scattered.rounds, gathered.rounds),
         gathered: true,
+        queued: Math.max(scattered.queued, gathered.queued),
       };
       if (name === "parts") return values;
-      return after(allToAll(new Array(ranks).fill(8 * together.length)), values);
+      return after(allToAll(new Array(ranks).fill(LENGTH_BYTES * together.length)), values);
     }
     if (name === "ring") return ring(elementwise(together.map((request) => expanded(request[1]))));
     const nbytes = sum(together.map((request) => request[1]));
     if (name === "mean" || name === "sum") return allReduce(nbytes, ranks);
     if (name === "broadcast") return broadcast(nbytes, Number(root), ranks);
     if (name === "gather") return allGather(nbytes, ranks);
-    return after(allGather(8 * together.length, ranks), allGather(nbytes, ranks));
+    return after(allGather(LENGTH_BYTES * together.length, ranks), allGather(nbytes, ranks));
   }
 
   function transfers(requests, ranks) {
@@ -103,7 +108,8 @@ const gradlabForecast = (() => {
 
   function busySeconds(link, transfer) {
     const factor = transfer.gathered ? link.gather_factor : 1;
-    return link.collective_seconds + factor * transfer.path * secondsPerByte(link);
+    const sending = (transfer.queued || 0) * Math.min(link.latency_seconds, MESSAGE_SECONDS);
+    return link.collective_seconds + sending + factor * transfer.path * secondsPerByte(link);
   }
 
   const delaySeconds = (link, transfer) => transfer.rounds * link.latency_seconds;
