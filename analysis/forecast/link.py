@@ -158,8 +158,7 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
     if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
         values = _all_to_all_of(together, rank, world_size)
         varying = isinstance(first, AllToAll) and first.varying
-        told = all_to_all([LENGTH_BYTES * len(together)] * world_size, rank)
-        return _after(told, values) if varying else values
+        return _after(_lengths_of(together, rank), values) if varying else values
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
@@ -170,6 +169,12 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
     if not first.varying:
         return all_gather(nbytes, world_size)
     return _after(all_gather(LENGTH_BYTES * len(together), world_size), all_gather(nbytes, world_size))
+
+
+def _lengths_of(together: Sequence[AllToAll], rank: int) -> Transfer:
+    """All-to-alls of lengths, which go where vectors do."""
+    sizes = zip(*(request.sizes for request in together), strict=True)
+    return all_to_all([LENGTH_BYTES * sum(map(bool, of_rank)) for of_rank in sizes], rank)
 
 
 def _after(lengths: Transfer, values: Transfer) -> Transfer:

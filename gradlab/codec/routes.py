@@ -120,20 +120,32 @@ def exchanged_at(
 
 
 def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "") -> Shards:
-    """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or all of it on one rank.
+    """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or none where blocks are few.
 
-    A vector of one block cannot be cut. Its rank follows from the group's name, so that groups have different ones.
+    The ranks that serve then follow from the group's name, so that groups have different ones.
     """
-    if codec.blocks(numel) > 1:
-        key = (numel, world_size, "equal")
-        return codec.cached(key, lambda: Shards(codec, pairwise(codec.bounds(numel, world_size))))
-    return shards_on(codec, zlib.crc32(group.encode()) % world_size, numel, world_size)
+
+    def made() -> tuple[Shard, ...]:
+        bounds = codec.bounds(numel, world_size) if codec.blocks(numel) > 1 else [0, numel]
+        return tuple((start, stop) for start, stop in pairwise(bounds) if stop > start)
+
+    cut = codec.cached((numel, world_size, "cut"), made)
+    first = zlib.crc32(group.encode()) % world_size if len(cut) < world_size else 0
+    return codec.cached((numel, world_size, first), lambda: Shards(codec, _dealt(cut, world_size, first)))
+
+
+def _dealt(cut: Sequence[Shard], world_size: int, first: int) -> Iterator[Shard]:
+    """Yield each rank's shard, of shards that lie as far apart as can be; first: the rank that serves a lone one."""
+    of_rank = {(place * world_size + first) // len(cut): shard for place, shard in enumerate(cut)}
+    end = 0
+    for rank in range(world_size):
+        start, end = of_rank.get(rank, (end, end))
+        yield start, end
 
 
 def shards_on(codec: Compressor, root: int, numel: int, world_size: int) -> Shards:
     """Return each rank's shard (start, stop) of a vector (numel,) of which rank `root` has all."""
-    of_ranks = ((0 if rank == root else numel, numel) for rank in range(world_size))
-    return codec.cached((numel, world_size, root), lambda: Shards(codec, of_ranks))
+    return codec.cached((numel, world_size, root, "one"), lambda: Shards(codec, _dealt([(0, numel)], world_size, root)))
 
 
 def can_be_cut(codec: Compressor, bounds: Sequence[int]) -> bool:
@@ -183,7 +195,7 @@ class Shards(Sequence[Shard]):
 
     bounds: N + 1 positions at which the vector is cut.
     whole: whether payloads of the whole vector can be cut there.
-    occupied: the ranks whose shards are not empty.
+    occupied, served: the ranks whose shards are not empty, in order and as a set.
     alike: the ranks whose shards have one size, for each size.
     """
 
@@ -192,6 +204,7 @@ class Shards(Sequence[Shard]):
         self._lengths: list[tuple[int, ...]] = []
         self.bounds = [0, *(stop for _, stop in self._of_ranks)]
         self.occupied = [rank for rank, (start, stop) in enumerate(self._of_ranks) if stop > start]
+        self.served = frozenset(self.occupied)
         of_size: dict[int, list[int]] = {}
         for rank, (start, stop) in enumerate(self._of_ranks):
             of_size.setdefault(stop - start, []).append(rank)
@@ -307,7 +320,8 @@ class Sharded(Shardwise):
     def average(self) -> Coroutine[torch.Tensor]:
         """Send every rank its shard, and average what comes for this rank's: (elements of the shard,)."""
         most = most_bytes(self._vector.numel())
-        received = yield tuple(AllToAll(part, self._varying, most) for part in self._parts())
+        served = self._shards.served if self._varying else None
+        received = yield tuple(AllToAll(part, self._varying, most, served) for part in self._parts())
         start, stop = self._shards[self._context.rank]
         average = self._context.memory.like(self._vector[start:stop])
         if start == stop:

@@ -134,7 +134,7 @@ class ChunkTopK(Compressor):
 
     def compressed_bytes(self, numel: int) -> int:
         bits, sent = self.settings.bits, self._sent(numel)
-        values = 4 * sent if bits is None else packed_bytes(sent, bits) + 2 * 2**bits
+        values = 4 * sent if bits is None or not sent else packed_bytes(sent, bits) + 2 * 2**bits
         return values + self.compressed_position_bytes(numel)
 
     def compressed_position_bytes(self, numel: int) -> int:
@@ -149,10 +149,10 @@ def _unpacked(rows: Sequence[torch.Tensor], width: int, count: int) -> torch.Ten
 
 def quantized(values: torch.Tensor, bins: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sort values (k,) into bins of equal width of their magnitudes: twice the bin's number, plus 1 for a negative one,
-    (k,), uint8, and the mean magnitude of each bin, (bins,), float32, 0 of an empty one."""
+    (k,), uint8, and the mean magnitude of each bin, (bins,), float32, 0 of an empty one; no bins without values."""
     magnitudes = values.abs()
     if not values.numel():
-        return values.to(torch.uint8), values.new_zeros(bins, dtype=torch.float32)
+        return values.to(torch.uint8), values.float()
     least, largest = magnitudes.aminmax()
     # Magnitudes that are all alike are in the first bin, and so is NaN.
     places = (magnitudes - least) / (largest - least).clamp_min(torch.finfo(values.dtype).tiny) * bins

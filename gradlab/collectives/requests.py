@@ -142,6 +142,8 @@ class AllToAll:
         `Parts` of a vector cost less where many ranks are in one process.
     varying: whether the tensors are vectors whose lengths differ between ranks, too; lengths then travel first.
     most: bytes of a vector of varying length at most, as for `Gather`.
+    served: ranks to which vectors of varying length are sent, the same on all ranks; the others are told no lengths.
+        None: all ranks.
 
     >>> from gradlab.collectives import AllToAll, run_lockstep
     >>> def exchange(rank):
@@ -153,6 +155,11 @@ class AllToAll:
     tensors: Sequence[torch.Tensor]
     varying: bool = False
     most: int = MOST_BYTES
+    served: frozenset[int] | None = None
+
+    def tells(self, rank: int) -> bool:
+        """Return whether a rank is told lengths."""
+        return self.varying and (self.served is None or rank in self.served)
 
     @property
     def sizes(self) -> list[int]:
@@ -267,7 +274,8 @@ def signature(request: Request) -> tuple[Any, ...]:
         A tuple to compare.
     """
     if isinstance(request, AllToAll) and request.varying:
-        return ("AllToAll", "varying", *((str(t.dtype), t.ndim) for t in request.tensors))
+        served = None if request.served is None else tuple(sorted(request.served))
+        return ("AllToAll", "varying", served, *((str(t.dtype), t.ndim) for t in request.tensors))
     if isinstance(request, AllToAll) and isinstance(request.tensors, Parts):
         return ("AllToAll", request.tensors.lengths, str(request.tensors.whole.dtype))
     if isinstance(request, AllToAll):
@@ -461,7 +469,8 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
     if isinstance(request, Broadcast):
         return broadcast_wire_bytes(request.tensor.nbytes, rank, request.root, world_size)
     if isinstance(request, AllToAll):
-        return all_to_all_wire_bytes([size + LENGTH_BYTES * request.varying for size in request.sizes], rank)
+        told = [LENGTH_BYTES * request.tells(to) for to in range(world_size)]
+        return all_to_all_wire_bytes([size + own for size, own in zip(request.sizes, told, strict=True)], rank)
     if isinstance(request, Ring):
         return ring_wire_bytes(request.sizes, rank)
     if not request.varying:
@@ -531,6 +540,10 @@ def _check_all_to_all(request: AllToAll, world_size: int) -> None:
         raise GradlabError(f"AllToAll of a vector of {numel} elements: the lengths of its parts add up to {together}")
     if request.varying and (others := [list(tensor.shape) for tensor in request.tensors if tensor.ndim != 1]):
         raise GradlabError(f"a varying AllToAll takes vectors, not shape {others[0]}")
+    if request.varying and (lost := [to for to, size in enumerate(request.sizes) if size and not request.tells(to)]):
+        raise GradlabError(
+            f"a varying AllToAll that serves ranks {sorted(request.served or ())} has a vector for {lost}"
+        )
 
 
 def _check_gather(request: Gather, world_size: int) -> None:

@@ -184,9 +184,13 @@ class TwoWay(Wrapper):
 
     def _shards_of(self, codec: Compressor, numel: int, world_size: int, group: str) -> Shards:
         """Return the shards of a vector (numel,), of which this is the compressor."""
-        if self.settings.server == "sharded":
-            return shards_of(codec, numel, world_size, group)
-        return shards_on(codec, _SERVER, numel, world_size)
+        if self.settings.server == "rank":
+            return shards_on(codec, _SERVER, numel, world_size)
+        if codec.traits.selects and codec.block < self.answering.block > numel // world_size:
+            # A server of less than a chunk would answer little but what each answer begins with.
+            cut = shards_of(self.answering, numel, world_size, group)
+            return codec.cached(("cut for answers", cut), lambda: Shards(codec, cut))
+        return shards_of(codec, numel, world_size, group)
 
     def _answers(self, grads: Batch, shards: Shards, context: Context) -> Shardwise:
         """Return what servers answer by another compressor than the one of the ranks' messages, for the same shards."""
@@ -297,7 +301,9 @@ class TwoWay(Wrapper):
         answered = self._bytes(self.answering, layers, world_size, selected=False)
         positions = sent.positions + answered.positions / world_size
         both = sent.payload + answered.payload
-        told = 2.0 * LENGTH_BYTES * self.compressor.traits.selects  # of values and of positions, for each shard
+        servers = len(self.shards(layers, world_size).occupied)
+        # Lengths of values and of positions, for each shard but one's own.
+        told = 2 * LENGTH_BYTES * self.compressor.traits.selects * (servers > 1) * servers / world_size
         return Bytes(
             sent.payload + answered.payload / world_size,
             told * (world_size - 1) + ring_sends(world_size) * both / 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,14 +206,19 @@ class _VaryingAllToAll(Fused):
     def __init__(self, communicator: Communicator, requests: Sequence[AllToAll]) -> None:
         self._communicator, self._requests = communicator, requests
         self._by_rank = list(zip(*(request.tensors for request in requests), strict=True))
-        every = [tensor for parts in self._by_rank for tensor in parts]
-        counts = [len(requests)] * communicator.world_size
-        self._lengths, self._work = communicator.all_to_all(_lengths(every, every[0].device), counts)
+        told = [[one.tells(rank) for one in requests] for rank in range(communicator.world_size)]
+        self._told = told[communicator.rank]
+        every = [
+            tensor for parts, of_rank in zip(self._by_rank, told, strict=True) for tensor in compress(parts, of_rank)
+        ]
+        lengths = _lengths(every, requests[0].tensors[0].device)
+        self._lengths, self._work = communicator.all_to_all(lengths, list(map(sum, told)))
 
     def answers(self) -> list[Any]:
         communicator = self._communicator
         communicator.wait(self._work)
-        mine, lengths = self._by_rank[communicator.rank], self._lengths.view(communicator.world_size, -1).tolist()
+        mine, told = self._by_rank[communicator.rank], iter(self._lengths.tolist())
+        lengths = [[next(told) if one else 0 for one in self._told] for _ in self._by_rank]
         lengths, refused = _checked_lengths(self._requests, mine, lengths)
         like = [[tensor.new_empty(n) for tensor, n in zip(mine, row, strict=True)] for row in lengths]
         incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
@@ -230,7 +236,7 @@ class _VaryingAllToAll(Fused):
 def _lengths(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the numbers of elements that receivers are told, int32 (tensors,)."""
     lengths = [tensor.numel() for tensor in tensors]
-    if max(lengths) > torch.iinfo(torch.int32).max:
+    if max(lengths, default=0) > torch.iinfo(torch.int32).max:
         raise GradlabError(f"a message of {max(lengths)} elements, expected less than 2^31: use smaller groups")
     return torch.tensor(lengths, dtype=torch.int32, device=device)
 

@@ -155,8 +155,28 @@ def test_ranks_and_steps_share_what_follows_from_shapes() -> None:
     codec = compressor("qsgd", {})
     assert shards_of(codec, 4096, 4) is shards_of(codec, 4096, 4)
     assert shards_of(codec, 4096, 4) is not shards_of(codec, 4096, 5)
-    assert list(shards_on(codec, 1, 8, 3)) == [(8, 8), (0, 8), (8, 8)]
+    assert list(shards_on(codec, 1, 8, 3)) == [(0, 0), (0, 8), (8, 8)]
     assert shards_on(codec, 1, 8, 3).occupied == [1]
+
+
+@law(st.sampled_from(CUTTABLE), st.integers(1, 300), st.integers(1, 60), st.text(max_size=3))
+def test_shards_make_up_the_vector_and_few_of_them_are_far_apart(
+    case: tuple[str, dict[str, Any]], numel: int, ranks: int, group: str
+) -> None:
+    codec = compressor(*case)
+    shards = shards_of(codec, numel, ranks, group)
+    assert len(shards) == ranks
+    assert shards.bounds == [0, *(stop for _, stop in shards)]
+    assert [start for start, _ in shards] == shards.bounds[:-1]
+    assert shards.bounds[-1] == numel
+    assert len(shards.occupied) == min(ranks, codec.blocks(numel))
+    apart = [b - a for a, b in pairwise([*shards.occupied, shards.occupied[0] + ranks])]
+    assert max(apart) - min(apart) <= 1
+
+
+def test_groups_of_one_size_have_other_servers() -> None:
+    served = [shards_of(compressor("natural", {}), 24, 64, f"layer {n}").occupied for n in range(16)]
+    assert len({rank for ranks in served for rank in ranks}) > 24
 
 
 @law(

@@ -146,18 +146,23 @@ def test_a_varying_gather_is_padded_to_the_longest_and_tells_sizes() -> None:
     assert [result.payload_bytes for result in results] == [12, 40, 12]
 
 
-@law(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=3, max_size=3), st.booleans())
-def test_parts_whose_lengths_differ_between_ranks(lengths: list[list[int]], of_a_vector: bool) -> None:
-    """lengths[i][j] values go from rank i to rank j. Each length travels too, and nothing is padded."""
+@law(
+    st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=3, max_size=3), st.booleans(), st.booleans()
+)
+def test_parts_whose_lengths_differ_between_ranks(lengths: list[list[int]], of_a_vector: bool, only: bool) -> None:
+    """lengths[i][j] values go from rank i to rank j. Each length travels too, and nothing is padded. only: ranks that
+    are sent nothing are told no lengths."""
     vectors = [torch.arange(float(sum(row))) + 100 * rank for rank, row in enumerate(lengths)]
     cut = [vector.split(row) for vector, row in zip(vectors, lengths, strict=True)]
     parts = [Parts(v, tuple(row)) for v, row in zip(vectors, lengths, strict=True)] if of_a_vector else cut
-    results = run_lockstep([asking(AllToAll(one, varying=True)) for one in parts])
+    served = frozenset(to for to in range(3) if any(row[to] for row in lengths)) if only else None
+    results = run_lockstep([asking(AllToAll(one, varying=True, served=served)) for one in parts])
     for rank, result in enumerate(results):
         (received,) = result.value
         assert all(torch.equal(part, cut[source][rank]) for source, part in enumerate(received))
         assert result.payload_bytes == 4 * sum(lengths[rank])
-        assert result.wire_bytes == sum(4 * lengths[rank][to] + 4 for to in range(3) if to != rank)
+        told = range(3) if served is None else served
+        assert result.wire_bytes == sum(4 * lengths[rank][to] + 4 * (to in told) for to in range(3) if to != rank)
 
 
 # --- lockstep -------------------------------------------------------------------------------------------------------
@@ -336,6 +341,7 @@ A, B = torch.zeros(4), torch.zeros(2, 2)
         (Gather(A, varying=True), Gather(A.double(), varying=True)),
         (AllToAll((A, A)), AllToAll((A, A), varying=True)),
         (AllToAll((A, A), varying=True), AllToAll((A, A.double()), varying=True)),
+        (AllToAll((A, A), varying=True), AllToAll((A, A), varying=True, served=frozenset({0, 1}))),
         (Broadcast(A, 0), Broadcast(A, 1)),
         (Broadcast(A, 0), Broadcast(B, 0)),
         (AllToAll((A, A)), AllToAll((A, B))),
@@ -381,6 +387,7 @@ def test_a_yield_of_anything_else_is_refused(step: Any) -> None:
         (Gather(B, varying=True), r"takes vectors, not shape \[2, 2\]"),
         (Gather(torch.tensor(1.0), varying=True), r"takes vectors, not shape \[\]"),
         (AllToAll((A, B), varying=True), r"a varying AllToAll takes vectors, not shape \[2, 2\]"),
+        (AllToAll((A, A), True, served=frozenset({1})), r"serves ranks \[1\] has a vector for \[0\]"),
     ],
 )
 def test_requests_no_process_group_could_serve_are_refused(request_: Request, message: str) -> None:

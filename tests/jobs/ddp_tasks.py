@@ -241,14 +241,17 @@ def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]
     lengths = tuple(range(world_size))
     answers += yield AllToAll(Parts(torch.arange(float(sum(lengths))) + 100 * rank, lengths))
     # Rank 0 sends nothing, and the last rank is sent nothing: alone they take part without a byte.
-    ragged, pairs = yield (
+    last = tuple(torch.arange(rank * (to == world_size - 1)) for to in range(world_size))
+    ragged, pairs, lone = yield (
         AllToAll(
             tuple(torch.arange(float(rank * (world_size - 1 - to))) + 10 * rank for to in range(world_size)),
             varying=True,
         ),
         AllToAll(tuple(torch.full((rank,), to, dtype=torch.uint8) for to in range(world_size)), varying=True),
+        AllToAll(last, varying=True, served=frozenset({world_size - 1})),
     )
-    answers += [*ragged, *pairs]
+    answers += [*ragged, *pairs, *lone]
+    answers += yield AllToAll(last, varying=True, served=frozenset({world_size - 1}))
     answers += yield from _large_parts(rank, world_size)
     answers.append((yield Mean(torch.empty(0))))
     return answers

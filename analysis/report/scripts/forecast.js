@@ -82,7 +82,8 @@ const gradlabForecast = (() => {
         queued: Math.max(scattered.queued, gathered.queued),
       };
       if (name === "parts") return values;
-      return after(allToAll(new Array(ranks).fill(LENGTH_BYTES * together.length)), values);
+      const told = elementwise(parts.map((sizes) => sizes.map((size) => (size ? LENGTH_BYTES : 0))));
+      return after(allToAll(told), values);
     }
     if (name === "ring") return ring(elementwise(together.map((request) => expanded(request[1]))));
     const nbytes = sum(together.map((request) => request[1]));
