@@ -1031,8 +1031,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/forecast/link.py",
-        old="_after(all_gather(8 * len(together), world_size),",
-        new="_after(all_gather(8, world_size),",
+        old="_after(all_gather(LENGTH_BYTES * len(together), world_size),",
+        new="_after(all_gather(LENGTH_BYTES, world_size),",
         tests=("tests/analysis/forecast/test_step_time.py",),
         what="Several varying gathers are forecast with one length.",
         select="of_a_kind or tells_a_length",

@@ -34,11 +34,7 @@ class Liar:
         self.kind = ""
         self._left, self._draw, self._lengths = request, draw, draw.random() < 0.2
         self._issue, self._gather = communicator.issue, communicator.all_gather
-        self._exchange, self._rank, self._world_size = (
-            communicator.all_to_all,
-            communicator.rank,
-            communicator.world_size,
-        )
+        self._exchange, self._rank = communicator.all_to_all, communicator.rank
         for name in ("issue", "all_gather", "all_to_all"):
             setattr(communicator, name, getattr(self, name))
 
@@ -55,15 +51,17 @@ class Liar:
         return self._gather(self._announced(message, range(len(message))))
 
     def all_to_all(self, parts: torch.Tensor, *sizes: Any) -> Any:
-        each = len(parts) // self._world_size  # of these the rank's own do not travel
-        others = [at for at in range(len(parts)) if at // max(1, each) != self._rank]
+        for_ranks = [rank for rank, size in enumerate(sizes[0]) for _ in range(size)]
+        others = [at for at, rank in enumerate(for_ranks) if rank != self._rank]  # one's own do not travel
         return self._exchange(self._announced(parts, others), *sizes)
 
     def _announced(self, lengths: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-        if not self._lengths or self.kind or lengths.dtype != torch.int64:
+        if not self._lengths or self.kind or lengths.dtype != torch.int32 or not places:
             return lengths
         self.kind, lengths = "announced lengths", lengths.clone()
-        lengths[places[int(self._draw.integers(len(places)))]] = int(self._draw.choice([-1, -(2**62), 2**40, 2**62, 0]))
+        lengths[places[int(self._draw.integers(len(places)))]] = int(
+            self._draw.choice([-1, -(2**31), 2**30, 2**31 - 1, 0])
+        )
         return lengths
 
 
