@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from gradlab.analysis.replay.many_ranks import CosineAt, RankProducts, cosine_at
 from gradlab.analysis.replay.windows import Window
 from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
@@ -99,8 +100,8 @@ class ReplaySummary(MedianErrors):
     over the steps that the plan was fitted on; compression_ratio: dense payload over payload; ratio_to_16_bits: the
     same, of the dense payload in 16 bits; windows: of every length that the judged steps hold once, the shortest first;
     memory: whether the plan applies gradients of earlier steps; judged_length, judged_cosine: what plans are judged by,
-    see `Replay.judgement`; caution: where the judged steps are few, or early; unsent: median; rules: what a run's rules
-    (`gradlab.executor.rules`) would find in these gradients.
+    see `Replay.judgement`; at_nodes: see `Replay.at_nodes`; caution: where the judged steps are few, or early; unsent:
+    median; rules: what a run's rules (`gradlab.executor.rules`) would find in these gradients.
     """
 
     methods: tuple[str, ...]
@@ -119,6 +120,7 @@ class ReplaySummary(MedianErrors):
     judged_length: int | None
     judged_cosine: float | None
     nodes: int | None
+    at_nodes: CosineAt | None
     caution: str | None
     codec_seconds: float | None
     codec_seconds_range: tuple[float, float] | None
@@ -136,7 +138,8 @@ class Replay:
     dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing. fitted_on:
     iterations of this trace that the plan was fitted on; only later ones count as a prediction. windows: sums of
     several steps, see `gradlab.analysis.replay.windows`. memory: whether the plan applies gradients of earlier steps.
-    nodes: number of ranks whose form of the plan was replayed, on `world_size` recorded ones.
+    nodes: number of ranks whose form of the plan was replayed, on `world_size` recorded ones. products: what these say
+    of `nodes`, see `gradlab.analysis.replay.many_ranks`.
     """
 
     steps: tuple[ReplayStep, ...]
@@ -152,6 +155,7 @@ class Replay:
     windows: tuple[Window, ...] = ()
     memory: bool = False
     nodes: int | None = None
+    products: tuple[RankProducts, ...] = ()
 
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
         """The same replay, judged on iterations later than those that the plan was fitted on.
@@ -213,6 +217,13 @@ class Replay:
         return next((one for one in self.window_errors if one.length == length and one.windows >= fewest), None)
 
     @property
+    def at_nodes(self) -> CosineAt | None:
+        """The cosine that plans are judged by, between `nodes` ranks, estimated from the recorded ones; None if these
+        are as many, or too few."""
+        last = max(self.fitted_on, default=-1)
+        return cosine_at([window for window in self.products if window.first > last], self.nodes or self.world_size)
+
+    @property
     def caution(self) -> str | None:
         """A caution about the judged steps: that they are few, or of the beginning of training."""
         steps = [step.iteration for step in self.judged]
@@ -222,7 +233,8 @@ class Replay:
         span = f"iterations {first} to {last}"
         found = []
         if self.nodes not in (None, self.world_size):
-            found.append(f"{self.world_size} recorded ranks are judged, for {self.nodes}")
+            beyond = "" if (at := self.at_nodes) is None else f": there a cosine of {at} is estimated"
+            found.append(f"{self.world_size} recorded ranks are judged, for {self.nodes}{beyond}")
         if count < _FEW:
             found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):
@@ -327,6 +339,7 @@ class Replay:
             judged_length=judged.length if judged else None,
             judged_cosine=judged.cosine if judged else None,
             nodes=self.nodes,
+            at_nodes=self.at_nodes,
             caution=self.caution,
             codec_seconds=_median(step.codec_seconds for step in steps),
             codec_seconds_range=_range(step.codec_seconds for step in steps),

@@ -17,7 +17,8 @@ import torch
 from gradlab import codecs, wrappers
 from gradlab.analysis.gradients import step_gradients
 from gradlab.analysis.parallel import one_thread, share_out
-from gradlab.analysis.replay.result import Replay, ReplayStep
+from gradlab.analysis.replay.many_ranks import FEWEST, RankProducts, RankSums, joined_products
+from gradlab.analysis.replay.result import JUDGED_LENGTH, Replay, ReplayStep
 from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remark
 from gradlab.analysis.replay.windows import Overlap, RunningSums, WindowSums, added, joined, overlap
 from gradlab.codec import Tensors
@@ -29,6 +30,7 @@ from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost, LockstepPlan, LockstepWatch, StepResult, learning_rates
 from gradlab.executor.rules import Finding
 from gradlab.plan import Group, Plan, Wrap
+from gradlab.plan.optimizer_rules import applied_by
 from gradlab.plan.plan import ANSWER, between, check_model
 from gradlab.plan.refresh import Refresh
 from gradlab.progress import Progress
@@ -106,10 +108,10 @@ def replay_plans(
     nodes = nodes or trace.world_size
     works = {name: _work_of(trace, plan, start, stop, nodes) for name, plan in plans.items()}
     jobs = [work for work in works.values() if isinstance(work, _Work)]
-    calls = [(trace.source, work.held, part, start, stop) for work in jobs for part in work.parts]
+    calls = [(trace.source, work.held, part, start, stop, work.sum_ranks) for work in jobs for part in work.parts]
     if len(calls) == 1:
         with one_thread():
-            done = [_attempt(trace, jobs[0].held, None, start, stop, progress)]
+            done = [_attempt(trace, jobs[0].held, None, start, stop, jobs[0].sum_ranks, progress)]
     else:
         trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
         sizes = [size for work in jobs for size in work.sizes]
@@ -124,7 +126,7 @@ def replay_plans(
 @dataclass(frozen=True)
 class _Work:
     """A plan to replay. form: as it is between `nodes` ranks; held: of the layers as the trace holds them; parts:
-    groups replayed together; sizes: values."""
+    groups replayed together; sizes: values; sum_ranks: steps over which what each rank sends is summed; 0: none."""
 
     plan: Plan
     nodes: int
@@ -132,6 +134,8 @@ class _Work:
     held: Plan
     parts: tuple[tuple[str, ...] | None, ...]
     sizes: tuple[int, ...]
+    memory: bool
+    sum_ranks: int
 
 
 def _work_of(trace: Trace, plan: Plan, start: int, stop: int, nodes: int) -> _Work | GradlabError:
@@ -145,7 +149,10 @@ def _work_of(trace: Trace, plan: Plan, start: int, stop: int, nodes: int) -> _Wo
     numels = {group.name: sum(layer.numel for layer in held.members(group)) for group in held.groups}
     sizes = tuple(sum(numels[name] for name in part) for part in parts)
     # The whole plan reads the layers that it sends dense, too, where they may be unused.
-    return _Work(plan, nodes, form, held, tuple(parts) if len(parts) > 1 else (None,), sizes)
+    memory = any(applies_earlier_gradients(form.build(group)) for group in form.compressed_groups)
+    shown = nodes != trace.world_size >= FEWEST and not any(applied_by(form)) and plan.refresh is None
+    length = (JUDGED_LENGTH if memory else 1) if shown else 0
+    return _Work(plan, nodes, form, held, tuple(parts) if len(parts) > 1 else (None,), sizes, memory, length)
 
 
 def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError]) -> Replay | GradlabError:
@@ -175,15 +182,22 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
         remarks=tuple(remarks),
         rules=tuple({one.key: one for part in parts for one in part.findings}.values()),
         windows=joined([part.windows for part in parts]),
-        memory=any(applies_earlier_gradients(form.build(group)) for group in form.compressed_groups),
+        memory=work.memory,
+        products=joined_products([part.products for part in parts]),
     )
 
 
 def _attempt(
-    trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None = None
+    trace: Trace,
+    plan: Plan,
+    part: tuple[str, ...] | None,
+    start: int,
+    stop: int,
+    sum_ranks: int,
+    progress: Progress | None = None,
 ) -> _Part | GradlabError:
     try:
-        return _replay_part(trace, plan, part, start, stop, progress)
+        return _replay_part(trace, plan, part, start, stop, sum_ranks, progress)
     except GradlabError as error:
         return error
 
@@ -253,38 +267,48 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a plan: its sums by step and by window, remarks, and what the rules found."""
+    """A part of a plan: its sums by step and by window, ranks' products, remarks, and what the rules found."""
 
     steps: list[_Sums]
     windows: list[WindowSums]
+    products: list[RankProducts]
     remarks: list[str]
     findings: tuple[Finding, ...]
 
 
 def _replay_in_worker(
-    source: TraceSource, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int
+    source: TraceSource, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, sum_ranks: int
 ) -> _Part | GradlabError:
     read = None if part is None else {name for group in plan.groups if group.name in part for name in group.layers}
     try:
         with source.open(read) as trace:
-            return _attempt(trace, plan, part, start, stop)
+            return _attempt(trace, plan, part, start, stop, sum_ranks)
     except GradlabError as error:
         return error
 
 
 def _replay_part(
-    trace: Trace, plan: Plan, part: tuple[str, ...] | None, start: int, stop: int, progress: Progress | None
+    trace: Trace,
+    plan: Plan,
+    part: tuple[str, ...] | None,
+    start: int,
+    stop: int,
+    sum_ranks: int,
+    progress: Progress | None,
 ) -> _Part:
     lockstep, weights = lockstep_of(trace, plan, part), layer_weights(trace)
     watch, steps, sums = LockstepWatch(lockstep), [], RunningSums(weights)
+    of_ranks = RankSums(weights, sum_ranks)
     for done, (result, gradients) in enumerate(replay_steps(trace, lockstep, start, stop)):
+        if sum_ranks and result.compressing:
+            of_ranks.add(result.iteration, _of_ranks(result, gradients) if result.finite else None)
         steps.append(_sums(result, gradients, weights, sums))
         if result.finite:  # of others the recording says itself in which iterations they were
             watch.see(result, gradients)
         del result, gradients  # before the next step makes its own
         if progress:
             progress("replay", done + 1, stop - start)
-    return _Part(steps, sums.windows, list(_remarks(trace, lockstep, start, stop)), watch.findings)
+    return _Part(steps, sums.windows, of_ranks.windows, list(_remarks(trace, lockstep, start, stop)), watch.findings)
 
 
 def lockstep_of(trace: Trace, plan: Plan, only: tuple[str, ...] | None = None) -> LockstepPlan:
@@ -423,6 +447,14 @@ def _means(result: StepResult, gradients: list[Tensors]) -> tuple[Tensors, Tenso
     """The applied and the true mean of a step, by layer, over the layers of groups."""
     applied = {name: mean for ranks in result.exchanged.values() for name, mean in ranks[0].mean.items()}
     return applied, {name: sum_in_rank_order([rank[name] for rank in gradients]) for name in applied}
+
+
+def _of_ranks(result: StepResult, gradients: list[Tensors]) -> list[Tensors]:
+    """Return ranks' contributions, their gradients, and the applied mean, by layer, over the layers of groups."""
+    applied, _ = _means(result, gradients)
+    exchanged = zip(*result.exchanged.values(), strict=True)
+    sent = [{name: one for done in of_rank for name, one in done.own.items()} for of_rank in exchanged]
+    return [*sent, *({name: rank[name] for name in applied} for rank in gradients), applied]
 
 
 def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:

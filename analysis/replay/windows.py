@@ -90,8 +90,8 @@ class RunningSums:
             if applied is None or true is None:
                 window.finite = False
             elif window.finite:
-                _accumulate(window.applied, applied)
-                _accumulate(window.true, true)
+                accumulate(window.applied, applied)
+                accumulate(window.true, true)
             if window.steps == length:
                 self.windows.append(self._closed(length, window, iteration))
                 self._open[length] = _Open()
@@ -112,7 +112,7 @@ class _Open:
     true: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def _accumulate(total: dict[str, torch.Tensor], more: Tensors) -> None:
+def accumulate(total: dict[str, torch.Tensor], more: Tensors) -> None:
     """Add to sums of at least float32, in place."""
     for name, value in more.items():
         if name in total:
