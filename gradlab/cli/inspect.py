@@ -28,9 +28,9 @@ from gradlab.cli.options import AsJson, Overwrite
 from gradlab.collectives import ring_sends
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_seconds
-from gradlab.plan import Plan, most_ranks, pays_up_to, saving_of_sent, sent_bytes
+from gradlab.plan import Plan, most_ranks, saving_of_sent, sent_bytes
 from gradlab.plan.plan import forecast_group
-from gradlab.plan.traffic import varying_codecs
+from gradlab.plan.traffic import remarks_on_ranks, varying_codecs
 from gradlab.saving import Saving
 
 
@@ -80,8 +80,7 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
         f"{format_bytes(ring_sends(ranks) * dense)}, {saving.text('fewer')}, after {plan.schedule.warmup_steps} dense "
         f"steps; made by {loaded.provenance.get('method', 'hand')}"
     ]
-    if limit := pays_up_to(plan):
-        notes.append(f"this plan {limit}")
+    notes += remarks_on_ranks(plan)
     if varying := varying_codecs(plan):
         notes.append(
             f"messages of {', '.join(varying)} vary in size with the gradients: their bytes are an estimate, "

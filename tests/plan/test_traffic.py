@@ -1,12 +1,14 @@
 """What plans send at N ranks, and up to how many they pay."""
 
+from typing import Any
+
 import pytest
 
 from gradlab import Plan
 from gradlab.collectives import ring_sends
 from gradlab.layout import Layer
 from gradlab.plan import Wrap, most_ranks, pays_up_to, saving_of_sent, sent_bytes
-from gradlab.plan.traffic import excess_of
+from gradlab.plan.traffic import excess_of, remarks_on_ranks
 
 LAYERS = [Layer(f"layer{n}", (256, 256)) for n in range(4)]
 DENSE = 4 * 4 * 256 * 256
@@ -49,6 +51,15 @@ def test_plans_that_never_send_more_say_nothing_and_others_a_number() -> None:
     assert "between any number of ranks" in pays_up_to(gathered)
     integers = Plan.uniform(LAYERS, "intsgd")
     assert (most_ranks(integers), pays_up_to(integers)) == (127, "works between up to 127 ranks")
+
+
+def test_where_rounding_means_once_more_costs_much_the_plan_says_so() -> None:
+    def of(*args: str, **kwargs: Any) -> list[str]:
+        return remarks_on_ranks(Plan.uniform(LAYERS, *args, **kwargs))
+
+    assert [line[:44] for line in of("chunk_topk")] == ["means come back compressed from 5 ranks on; "]
+    assert "compressed; sign lost 2.5 to 6.7 %" in of("sign", wrappers=[Wrap("error_feedback"), Wrap("two_way")])[0]
+    assert of("block_scaled", dtype="int4") == of("ecsq") == of("topk", wrappers=[Wrap("error_feedback")])[1:] == []
 
 
 def test_groups_that_send_too_much_are_named_where_they_matter() -> None:

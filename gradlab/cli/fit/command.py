@@ -21,7 +21,7 @@ from gradlab.cli.fit.methods import METHODS, Job, Made, Method
 from gradlab.cli.options import AsJson, Overwrite, Settings, SharedBy, TraceFolder, workers_of
 from gradlab.codec.settings import Field, built, check_ranges, fields_of
 from gradlab.errors import GradlabError
-from gradlab.plan import pays_up_to
+from gradlab.plan.traffic import remarks_on_ranks
 from gradlab.setting_texts import parse_settings
 from gradlab.trace import Trace
 
@@ -178,6 +178,5 @@ def _split(method: type[Method], values: Mapping[str, Any]) -> tuple[Method, dic
 
 def _print(made: Made, paths: list[Path]) -> None:
     """Print the answer, with the number of ranks up to which the plan pays, and the files."""
-    limit = pays_up_to(made.artifact.plan)
-    pays = [f"this plan {limit}"] if limit else []
-    dataclasses.replace(made.answer, notes=[*made.answer.notes, *pays, *map(str, paths)]).print()
+    remarks = remarks_on_ranks(made.artifact.plan)
+    dataclasses.replace(made.answer, notes=[*made.answer.notes, *remarks, *map(str, paths)]).print()
