@@ -187,17 +187,9 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
     )
 
 
-def _attempt(
-    trace: Trace,
-    plan: Plan,
-    part: tuple[str, ...] | None,
-    start: int,
-    stop: int,
-    sum_ranks: int,
-    progress: Progress | None = None,
-) -> _Part | GradlabError:
+def _attempt(*call: Any) -> _Part | GradlabError:
     try:
-        return _replay_part(trace, plan, part, start, stop, sum_ranks, progress)
+        return _replay_part(*call)
     except GradlabError as error:
         return error
 
@@ -294,7 +286,7 @@ def _replay_part(
     start: int,
     stop: int,
     sum_ranks: int,
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> _Part:
     lockstep, weights = lockstep_of(trace, plan, part), layer_weights(trace)
     watch, steps, sums = LockstepWatch(lockstep), [], RunningSums(weights)
