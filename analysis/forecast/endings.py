@@ -180,15 +180,16 @@ def standing(cosine: float | None, length: int | None, memory: bool) -> tuple[fl
     return math.inf if ended is None else ended.middle, -cosine
 
 
-def judgement_text(cosine: float | None, length: int | None, memory: bool) -> str:
-    """Write a plan's judgement in prose: its cosine, and what trainings like that ended at."""
+def judgement_text(cosine: float | None, length: int | None, memory: bool, elsewhere: str = "") -> str:
+    """Write a plan's judgement in prose: its cosine, and what trainings like that ended at. elsewhere: a remark on the
+    cosine between other ranks than the recorded ones."""
     if cosine is None or length is None:
         return (
             "too few steps with an error were replayed to judge it" if memory else "what its update keeps is not known"
         )
     near = ended_at(cosine, length, memory)
     over = "" if length == 1 else f" summed over {length} steps"
-    keeps = f"its update{over} has a cosine of {cosine:.2f} with the true mean as replayed"
+    keeps = f"its update{over} has a cosine of {cosine:.2f} with the true mean as replayed{elsewhere}"
     if near is None:
         return f"{keeps}, and trainings like that are too few to tell what it ends at"
     return f"{keeps}, and nine tenths of our trainings like that ended {near.text} in loss"

@@ -16,6 +16,7 @@ from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import NOT_MEASURED, CodecTime, Network
 from gradlab.analysis.forecast.plans import Forecast, forecast, pays_text
 from gradlab.analysis.forecast.step_time import Comparison
+from gradlab.analysis.replay.many_ranks import CosineAt
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_seconds
 from gradlab.jsonable import Jsonable, plain
@@ -81,6 +82,7 @@ class Judged(Jsonable):
     memory: whether the plan applies gradients of earlier steps.
     ended: range that trainings with similar cosines ended in; None without a cosine.
     caution: limit of the replay.
+    at_nodes: cosine between as many nodes as were asked for; None if that is the recorded ranks'.
     """
 
     cosine: float | None = None
@@ -88,6 +90,7 @@ class Judged(Jsonable):
     memory: bool = False
     ended: EndingRange | None = None
     caution: str | None = None
+    at_nodes: CosineAt | None = None
 
     @classmethod
     def of(cls, replay: Replay) -> Judged:
@@ -95,7 +98,7 @@ class Judged(Jsonable):
         summary = replay.summary()
         cosine, length, memory = summary.judged_cosine, summary.judged_length, summary.memory
         ended = None if cosine is None or length is None else ended_at(cosine, length, memory)
-        return cls(cosine, length, memory, ended, summary.caution)
+        return cls(cosine, length, memory, ended, summary.caution, summary.at_nodes)
 
     def within(self, max_loss: float) -> bool:
         """Whether all trainings with similar cosines ended at most so far above dense: a share of its loss."""
@@ -109,7 +112,9 @@ class Judged(Jsonable):
     @property
     def text(self) -> str:
         """In prose, after the plan's name."""
-        return judgement_text(self.cosine, self.length, self.memory)
+        at = self.at_nodes
+        elsewhere = "" if at is None else f", {at} as estimated between {at.nodes} nodes"
+        return judgement_text(self.cosine, self.length, self.memory, elsewhere)
 
     @property
     def known_text(self) -> str:

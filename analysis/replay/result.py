@@ -233,8 +233,7 @@ class Replay:
         span = f"iterations {first} to {last}"
         found = []
         if self.nodes not in (None, self.world_size):
-            beyond = "" if (at := self.at_nodes) is None else f": there a cosine of {at} is estimated"
-            found.append(f"{self.world_size} recorded ranks are judged, for {self.nodes}{beyond}")
+            found.append(f"{self.world_size} recorded ranks are judged, for {self.nodes}")
         if count < _FEW:
             found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):

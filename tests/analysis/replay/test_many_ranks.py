@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from gradlab.analysis.forecast.speed import Judged
 from gradlab.analysis.replay.many_ranks import RankSums, cosine_at, joined_products
 from gradlab.analysis.replay.run import replay_plans
 from gradlab.plan import Plan, Wrap
@@ -74,7 +75,7 @@ def test_a_replay_for_more_nodes_says_what_its_ranks_say(tmp_path, wrappers: lis
     assert few.at_nodes is None
     assert many.at_nodes is not None
     assert (many.at_nodes.nodes, many.summary().at_nodes) == (32, many.at_nodes)
-    assert f"for 32: there a cosine of {many.at_nodes} is estimated" in many.caution
+    assert f"as replayed, {many.at_nodes} as estimated between 32 nodes" in Judged.of(many).text
     assert many.at_nodes.at_most == (not exact)
     rounded = [window.rounded for window in many.products]
     assert len(rounded) == 4
