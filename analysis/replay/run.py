@@ -445,7 +445,10 @@ def _of_ranks(result: StepResult, gradients: list[Tensors]) -> list[Tensors]:
     """Return ranks' contributions, their gradients, and the applied mean, by layer, over the layers of groups."""
     applied, _ = _means(result, gradients)
     exchanged = zip(*result.exchanged.values(), strict=True)
-    sent = [{name: one for done in of_rank for name, one in done.own.items()} for of_rank in exchanged]
+    sent = [
+        {name: applied[name] if name in result.held else one for done in of_rank for name, one in done.own.items()}
+        for of_rank in exchanged
+    ]
     return [*sent, *({name: rank[name] for name in applied} for rank in gradients), applied]
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -40,6 +41,9 @@ class Table(tuple[Layer, ...]):
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Table.of, (tuple(self),)  # hashes of names differ between processes
 
     @cached_property
     def _hash(self) -> int:

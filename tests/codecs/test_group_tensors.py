@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -114,6 +115,14 @@ def test_equal_layers_have_one_table() -> None:
     assert table.numel == 24
     assert table.numels == (20, 4)
     assert table.names == ("w", "b")
+
+
+def test_a_table_from_another_process_is_the_one_here() -> None:
+    """Its hash is of names, whose hashes differ between processes."""
+    table = Table.of([Layer("w", (4, 5)), Layer("b", (4,))])
+    assert hash(table) == hash(tuple(table))
+    assert copy.deepcopy(table) is table  # made anew from its layers, as a pickled one is
+    assert table.__reduce__() == (Table.of, (tuple(table),))
 
 
 @pytest.mark.parametrize("codec", ["sign", "one_bit", "qsgd"])

@@ -1,5 +1,7 @@
 """What plans send at N ranks, and up to how many they pay."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ from gradlab import Plan
 from gradlab.collectives import ring_sends
 from gradlab.layout import Layer
 from gradlab.plan import Wrap, most_ranks, pays_up_to, saving_of_sent, sent_bytes
-from gradlab.plan.traffic import excess_of, remarks_on_ranks
+from gradlab.plan.traffic import _LOST, excess_of, remarks_on_ranks
 
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "many-ranks.jsonl"
 LAYERS = [Layer(f"layer{n}", (256, 256)) for n in range(4)]
 DENSE = 4 * 4 * 256 * 256
 INT4 = Plan.uniform(LAYERS, "block_scaled", dtype="int4", wrappers=[Wrap("error_feedback")])
@@ -60,6 +63,22 @@ def test_where_rounding_means_once_more_costs_much_the_plan_says_so() -> None:
     assert [line[:44] for line in of("chunk_topk")] == ["means come back compressed from 5 ranks on; "]
     assert "compressed; sign lost 2.5 to 6.7 %" in of("sign", wrappers=[Wrap("error_feedback"), Wrap("two_way")])[0]
     assert of("block_scaled", dtype="int4") == of("ecsq") == of("topk", wrappers=[Wrap("error_feedback")])[1:] == []
+
+
+def test_what_rounding_cost_is_what_the_rows_of_trainings_say() -> None:
+    """The rows' plans whose losses are apart by more than .3 % in the mean are those that are told of, and no other."""
+    losses: dict[str, dict[tuple[Any, ...], dict[str, float]]] = {}
+    for row in map(json.loads, ROWS.read_text(encoding="utf-8").splitlines()):
+        if row["ranks"] >= 8:
+            key = (row["task"], row["ranks"], row["seed"])
+            losses.setdefault(row["plan"], {}).setdefault(key, {})[row["form"]] = row["loss"]
+    told = {}
+    for plan, runs in losses.items():
+        both = [forms for forms in runs.values() if {"shards", "gather"} <= {*forms}]
+        more = [100 * (forms["shards"] / forms["gather"] - 1) for forms in both]
+        if sum(more) > 0.3 * len(more):
+            told[{"top-k": "topk", "signs": "sign"}.get(plan, plan)] = f"{min(more):.1f} to {max(more):.1f} %"
+    assert told == _LOST
 
 
 def test_groups_that_send_too_much_are_named_where_they_matter() -> None:

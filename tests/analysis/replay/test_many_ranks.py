@@ -70,7 +70,11 @@ def test_windows_that_are_not_finite_or_of_two_ranks_tell_nothing() -> None:
 def test_a_replay_for_more_nodes_says_what_its_ranks_say(tmp_path, wrappers: list[Wrap], exact: bool) -> None:
     """Plans that gather apply the mean of what recorded ranks sent."""
     plan = Plan.uniform(LAYERS, "topk", minimum_numel=1, density=0.1, wrappers=wrappers)
-    with record(tmp_path / "t", random_gradients(0, 16, 4)) as trace:
+    gradients = random_gradients(0, 16, 4)
+    for step in gradients[4:9]:  # a layer without a gradient is held, with its residual
+        for rank in step:
+            rank[LAYERS[0].name][:] = 0.0
+    with record(tmp_path / "t", gradients, metadata={"find_unused_parameters": True}) as trace:
         few, many = (replay_plans(trace, {"": plan}, nodes=nodes)[""] for nodes in (4, 32))
     assert few.at_nodes is None
     assert many.at_nodes is not None
