@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from gradlab.codec.abilities import kinds
 from gradlab.codec.batch import Table
+from gradlab.codec.blocks import WHOLE, Blocks, block_sizes
 from gradlab.codec.compressor import Compressor
 from gradlab.codec.routes import join
 from gradlab.coding.bits import PIECE
 from gradlab.layout import Layer
 
-WHOLE = 2**62  # elements of a block that has no end
 CACHED = PIECE  # elements worked on at a time
 _ROWS_CACHED = 2**18
 _WORTH_A_ROW = 32  # elements of a block from which the largest of a row is found faster than that of a run
@@ -28,7 +29,7 @@ _MANY = 6  # ranks whose small payloads are decoded as one
 _MOST_ON_DEVICE = 2**26  # elements that a GPU decodes at once, where calls cost more than memory: 256 MiB in float32
 Span = tuple[int, int]
 Self = TypeVar("Self", bound="PiecewiseCompressor")
-Blocks = TypeVar("Blocks", bound="BlockCompressor")
+SomeBlocks = TypeVar("SomeBlocks", bound="BlockCompressor")
 
 
 class PiecewiseCompressor(Compressor):
@@ -59,7 +60,7 @@ class PiecewiseCompressor(Compressor):
         payloads = list(payloads)
         together = out.numel() * len(payloads)
         fewest, most = (_MANY, CACHED) if out.device.type == "cpu" else (2, _MOST_ON_DEVICE)
-        if len(payloads) >= fewest and 0 < together <= most and self.kinds() and not out.numel() % 8:
+        if len(payloads) >= fewest and 0 < together <= most and kinds(self) and not out.numel() % 8:
             # As one vector of all ranks', which takes as many calls as one rank's.
             values = out.new_empty(len(payloads), out.numel())
             joined = join(self, [tuple(one) for one in payloads])
@@ -107,9 +108,7 @@ class BlockCompressor(PiecewiseCompressor):
     blocks where layers end.
     """
 
-    block: int = WHOLE
-    _sizes: np.ndarray | None = None  # of the blocks, where they are not all alike; and where they begin
-    _starts: np.ndarray = np.zeros(1, np.int64)
+    blocks = Blocks(WHOLE)
 
     @abstractmethod
     def block_of(self, layer: Layer) -> int:
@@ -118,65 +117,40 @@ class BlockCompressor(PiecewiseCompressor):
         More elements than the layer has mean one block for the whole layer.
         """
 
-    def for_layers(self: Blocks, layers: Sequence[Layer]) -> Blocks:
-        def made() -> Blocks:
+    def for_layers(self: SomeBlocks, layers: Sequence[Layer]) -> SomeBlocks:
+        def made() -> SomeBlocks:
             if len(table) == 1:
-                return self._relative(block=self.block_of(table[0]))
+                return self._with(Blocks(self.block_of(table[0])))
             sizes = [size for layer in table for size in block_sizes(layer.numel, self.block_of(layer))]
-            return self._of_sizes(np.array(sizes, np.int64))
+            return self._with(Blocks(self.blocks.size, sizes))
 
         table = Table.of(layers)
         return self.cached(table, made)
 
-    def repeated(self: Blocks, numel: int, times: int) -> Blocks:
-        def made() -> Blocks:
-            size = min(self.block, numel)
-            if self._sizes is None and numel % size == 0:
-                return self._relative(block=size)
-            sizes = block_sizes(numel, self.block) if self._sizes is None else self._sizes
-            return self._of_sizes(np.tile(np.array(sizes, np.int64), times))
+    def repeated(self: SomeBlocks, numel: int, times: int) -> SomeBlocks:
+        return self.cached(("repeated", numel, times), lambda: self._with(self.blocks.repeated(numel, times)))
 
-        return self.cached(("repeated", numel, times), made)
-
-    def part(self: Blocks, start: int, stop: int) -> Blocks:
-        sizes = self._sizes
-        if sizes is None:
+    def part(self: SomeBlocks, start: int, stop: int) -> SomeBlocks:
+        if self.blocks.sizes is None:
             return self
-        first, last = np.searchsorted(self._starts, [start, stop])
-        return self.cached(("part", start, stop), lambda: self._of_sizes(sizes[first:last]))
+        return self.cached(("part", start, stop), lambda: self._with(self.blocks.part(start, stop)))
 
-    def _of_sizes(self: Blocks, sizes: np.ndarray) -> Blocks:
-        relative = self._relative(block=self.block)
-        relative._sizes, relative._starts = sizes, np.concatenate([[0], np.cumsum(sizes)])
-        return relative
-
-    def _relative(self: Blocks, block: int) -> Blocks:
+    def _with(self: SomeBlocks, blocks: Blocks) -> SomeBlocks:
         relative = type(self)(self.settings)
-        relative.block = block
+        relative.blocks = blocks
         return relative
-
-    def blocks(self, numel: int) -> int:
-        return super().blocks(numel) if self._sizes is None else len(self._sizes)
-
-    def bounds(self, numel: int, parts: int) -> list[int]:
-        if self._sizes is None:
-            return super().bounds(numel, parts)
-        # The start nearest to where equal shards would begin.
-        wanted = np.arange(parts + 1) * numel / parts
-        above = np.searchsorted(self._starts, wanted).clip(1, None)
-        below, above = self._starts[above - 1], self._starts[above]
-        return [int(edge) for edge in np.where(wanted - below < above - wanted, below, above)]
 
     def rows(self, vector: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the blocks of a vector (numel,) in order, as views (m, n): m blocks of n elements each."""
         if not vector.numel():
             return
-        if self._sizes is None:
-            yield from pieces(vector, min(self.block, vector.numel()))
+        sizes, starts = self.blocks.sizes, self.blocks.starts
+        if sizes is None or starts is None:
+            yield from pieces(vector, min(self.blocks.size, vector.numel()))
             return
-        for first, last in _alike(self._sizes):
-            if size := int(self._sizes[first]):
-                yield from pieces(vector[self._starts[first] : self._starts[last]], size)
+        for first, last in _alike(sizes):
+            if size := int(sizes[first]):
+                yield from pieces(vector[starts[first] : starts[last]], size)
 
     def reduced(
         self,
@@ -205,7 +179,7 @@ class BlockCompressor(PiecewiseCompressor):
 
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""
-        if self._sizes is None and _WORTH_A_ROW <= self.block <= CACHED and vector.device.type == "cpu":
+        if self.blocks.sizes is None and _WORTH_A_ROW <= self.blocks.size <= CACHED and vector.device.type == "cpu":
             parts = [largest_of_rows(rows) for rows in self.rows(vector)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.reduced(vector, largest_of_rows, largest_of_blocks)
@@ -213,24 +187,15 @@ class BlockCompressor(PiecewiseCompressor):
     def _runs(self, numel: int) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
         """Cut a vector (numel,) into runs of blocks that fit the cache: start, stop, its blocks' starts and sizes. A
         larger block is a run by itself."""
-        if self._sizes is None:
-            return _runs_of(np.arange(0, numel, min(self.block, numel)), numel)
-        return self.cached("runs", lambda: list(_runs_of(self._starts[:-1], numel)))
+        if (starts := self.blocks.starts) is None:
+            return _runs_of(np.arange(0, numel, min(self.blocks.size, numel)), numel)
+        return self.cached("runs", lambda: list(_runs_of(starts[:-1], numel)))
 
     def blocks_of(self, start: int, stop: int) -> Span:
         """Return the indices of the first and the last block of the elements from start to stop."""
-        if self._sizes is None:
-            return start // self.block, (stop - 1) // self.block
-        return self._counts(start, stop)[:2]
-
-    def _counts(self, start: int, stop: int) -> tuple[int, int, np.ndarray]:
-        """Return the first and the last block of the elements from start to stop, and how many of these each has."""
-
-        def made() -> tuple[int, int, np.ndarray]:
-            first, last = (int(at) for at in np.searchsorted(self._starts, [start, stop - 1], "right") - 1)
-            return first, last, np.diff(self._starts[first : last + 2].clip(start, stop))
-
-        return self.cached(("counts", start, stop), made)
+        if self.blocks.starts is None:
+            return self.blocks.between(start, stop)
+        return self.cached(("between", start, stop), lambda: self.blocks.between(start, stop))
 
     def scale(
         self, values: torch.Tensor, factors: torch.Tensor, start: int, out: torch.Tensor | None = None
@@ -277,10 +242,11 @@ class BlockCompressor(PiecewiseCompressor):
         first, last = self.blocks_of(start, start + numel)
         if first == last:
             return function(values, numbers[first], out=out)
-        if self._sizes is None:
-            _blockwise(function, values, numbers, start, self.block, out)
+        if (starts := self.blocks.starts) is None:
+            _blockwise(function, values, numbers, start, self.blocks.size, out)
             return out
-        *_, counts = self._counts(start, start + numel)
+        stop = start + numel  # of the elements, of which each block has so many
+        counts = self.cached(("of blocks", start, stop), lambda: np.diff(starts[first : last + 2].clip(start, stop)))
         if numbers.device.type == "cpu":
             return function(values, torch.from_numpy(numbers.numpy()[first : last + 1].repeat(counts)), out=out)
         # A GPU repeats a number by 32 threads, however often. And it would have to be given the counts.
@@ -313,12 +279,6 @@ def _runs_of(starts: np.ndarray, numel: int) -> Iterator[tuple[int, int, np.ndar
         end = int(edges[last])
         yield begin, end, starts[first:last] - begin, np.diff(edges[first : last + 1])
         first = last
-
-
-def block_sizes(numel: int, block: int) -> list[int]:
-    """List the sizes of a layer's blocks, in elements. The last one may be smaller than the others."""
-    size = min(block, max(1, numel))
-    return [size] * (numel // size) + ([numel % size] if numel % size else [])
 
 
 def pieces(vector: torch.Tensor, size: int) -> list[torch.Tensor]:

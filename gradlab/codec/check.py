@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradlab.codec.abilities import for_layers
 from gradlab.codec.batch import Batch, Table, Tensors
 from gradlab.codec.compressor import Compressor
 from gradlab.codec.context import Context
@@ -118,7 +119,7 @@ class _Check:
         """Compress a vector, and add half of what it stands for to a vector of ones."""
         if not isinstance(self._method, Compressor):
             return
-        codec, vector = self._method.for_layers(self.table), Batch(self._gradients(0)[0], self.table).vector
+        codec, vector = for_layers(self._method, self.table), Batch(self._gradients(0)[0], self.table).vector
         with self._named(0):
             payload = codec.compress(vector.clone(), torch.Generator().manual_seed(_SEEDS["codec"]))
         sound = isinstance(payload, tuple) and all(isinstance(one, torch.Tensor) and one.ndim == 1 for one in payload)

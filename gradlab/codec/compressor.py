@@ -10,18 +10,19 @@ from typing import TypeVar
 
 import torch
 
+from gradlab.codec.abilities import for_layers, part_of, position_bytes
 from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.blocks import Blocks
 from gradlab.codec.context import Context
 from gradlab.codec.contract import Bytes, Codec, Traits
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.exchanged import Exchanged
-from gradlab.codec.routes import Kind, average, shards_of, sums_in_shards
+from gradlab.codec.routes import average, shards_of, sums_in_shards
 from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
 from gradlab.collectives import Coroutine, ring_sends
 from gradlab.layout import Layer
 
-SomeCompressor = TypeVar("SomeCompressor", bound="Compressor")
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
 
 
@@ -29,44 +30,15 @@ class Compressor(Codec):
     """A codec whose C(x) each rank computes from its own gradient alone.
 
     `gradlab.codec.routes` averages all ranks' C(x), by a gather or in shards. The sizes of a payload depend on the
-    length of the vector alone, unless the codec is `varying`.
+    length of the vector alone, unless the codec is `varying`. `gradlab.codec.abilities` says what it may do besides.
     """
 
-    block: int = 1  # elements that must stay together when a vector is cut into shards
+    blocks = Blocks(1)  # that stay whole when a vector is cut into shards
 
     @cached_property
     def traits(self) -> Traits:
         own = getattr(self.settings, "aggregation", "gather") == "shards"
         return replace(super().traits, frees_gradients=True, own_exchange=own)
-
-    def for_layers(self: SomeCompressor, layers: Sequence[Layer]) -> SomeCompressor:
-        """Return the compressor of a vector that concatenates these layers, made once for a `Table`."""
-        return self
-
-    def part(self, start: int, stop: int) -> Compressor:
-        """Return the compressor of the shard vector[start:stop], whose ends `bounds` has chosen."""
-        return self
-
-    def blocks(self, numel: int) -> int:
-        """Return how many pieces a vector (numel,) can be cut into."""
-        return -(-numel // self.block)
-
-    def bounds(self, numel: int, parts: int) -> list[int]:
-        """Choose where to cut a vector (numel,) into shards of whole blocks, as equal as possible.
-
-        Returns:
-            Ascending positions 0, ..., numel, one more than there are parts.
-        """
-        blocks = self.blocks(numel)
-        return [min(numel, self.block * (blocks * n // parts)) for n in range(parts + 1)]
-
-    def kinds(self) -> tuple[Kind, ...]:
-        """Return what each part of a payload holds, so that it can be cut; nothing if it cannot.
-
-        A number stands for packed codes of so many bits, `BYTES` for a byte per element. `OF_BLOCKS` is a number per
-        block, `PAIRS_OF_BLOCKS` first one of each block and then another of each. `NOTHING` is no number at all.
-        """
-        return ()
 
     @abstractmethod
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -85,17 +57,13 @@ class Compressor(Codec):
         """Return the payload bytes of a float32 vector (numel,); an estimate if the codec is `varying`."""
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
-        codec, numel = self.for_layers(layers), sum(layer.numel for layer in layers)
-        positions = codec.compressed_position_bytes(numel)
+        codec, numel = for_layers(self, layers), sum(layer.numel for layer in layers)
+        positions = position_bytes(codec, numel)
         if not sums_in_shards(codec, world_size):
             payload = codec.compressed_bytes(numel)
             return Bytes(payload, payload * (world_size - 1), positions)
-        shards = sum(codec.part(a, b).compressed_bytes(b - a) for a, b in shards_of(codec, numel, world_size))
+        shards = sum(part_of(codec, a, b).compressed_bytes(b - a) for a, b in shards_of(codec, numel, world_size))
         return Bytes(shards * (1 + 1 / world_size), shards * ring_sends(world_size), positions)
-
-    def compressed_position_bytes(self, numel: int) -> int:
-        """Return how many of `compressed_bytes` name the elements whose values are sent."""
-        return 0
 
     @abstractmethod
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
@@ -106,20 +74,8 @@ class Compressor(Codec):
         scale: the factor.
         """
 
-    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
-        """Overwrite a vector (numel,) with scale times the sum of C(x) of several ranks, in their order; return it."""
-        out.zero_()
-        for payload in payloads:
-            self.add_decompressed(out, payload, scale)
-        return out
-
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        return (yield from average(self.for_layers(grads.table), grads, context))
-
-
-def decompress(codec: Compressor, payload: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Decode a payload to C(x), a vector of the length and dtype of `like`."""
-    return codec.average_into(torch.empty_like(like), [payload], 1.0)
+        return (yield from average(for_layers(self, grads.table), grads, context))
 
 
 class Sparsifier(Compressor):
@@ -155,9 +111,9 @@ class Sparsifier(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
-        if self._each is not None and self._each.numel == vector.numel():
-            positions = self._each.select(vector)
-            encoded = self._each.encode(positions)
+        if (each := self._each_of(vector.numel())) is not None:
+            positions = each.select(vector)
+            encoded = each.encode(positions)
         else:
             positions, coding = self.select(vector, generator), self.settings.index_coding
             if in_order(coding, len(positions), vector.numel()):
@@ -170,9 +126,8 @@ class Sparsifier(Compressor):
     def selected(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return the positions (count,), int64, ascending, of what is sent of a whole vector (numel,) in parts. Shares
         of its own for each part would send small values of one in place of large ones of another."""
-        each = self._each
-        known = each is not None and each.numel == vector.numel()
-        return (each.select(vector) if each is not None and known else self.select(vector, generator)).sort().values
+        each = self._each_of(vector.numel())
+        return (self.select(vector, generator) if each is None else each.select(vector)).sort().values
 
     def messages_at(
         self, vector: torch.Tensor, positions: torch.Tensor, parts: Sequence[tuple[int, int]]
@@ -217,23 +172,26 @@ class Sparsifier(Compressor):
 
         If the size of the coding depends on the positions, random positions stand for them.
         """
-        known = self._each is not None and self._each.numel == numel
-        count = self._each.count if self._each is not None and known else count_of(self.settings.density, numel)
-        return 4 * count + self.compressed_position_bytes(numel)
+        each = self._each_of(numel)
+        return 4 * (count_of(self.settings.density, numel) if each is None else each.count) + self.position_bytes(numel)
 
     def _decoded(self, payloads: Sequence[Sequence[torch.Tensor]], numel: int) -> list[torch.Tensor]:
         """Return the positions of each payload, those of as many values in one pass."""
         if self._sent is not None and len(payloads) == 1 and payloads[0][1] is self._sent[0]:
             (_, positions), self._sent = self._sent, None
             return [positions]
-        if self._each is not None and self._each.numel == numel:
-            return self._each.decode([encoded for _, encoded in payloads])
+        if (each := self._each_of(numel)) is not None:
+            return each.decode([encoded for _, encoded in payloads])
         coding, counts = self.settings.index_coding, {len(values) for values, _ in payloads}
         if len(counts) == 1:
             return decode_all([encoded for _, encoded in payloads], counts.pop(), numel, coding)
         return [decode(encoded, len(values), numel, coding) for values, encoded in payloads]
 
-    def compressed_position_bytes(self, numel: int) -> int:
-        if self._each is not None and self._each.numel == numel:
-            return self._each.nbytes
+    def position_bytes(self, numel: int) -> int:
+        if (each := self._each_of(numel)) is not None:
+            return each.nbytes
         return index_bytes(self.settings.index_coding, count_of(self.settings.density, numel), numel)
+
+    def _each_of(self, numel: int) -> EachLayer | None:
+        """Return how each layer's share of a vector (numel,) is chosen; None of a part, and of a selection of all."""
+        return self._each if self._each is not None and self._each.numel == numel else None

@@ -2,7 +2,7 @@
 
 A gather sends every rank all payloads. In shards, every rank averages one part of the vector, and sends it to all.
 Compressed as a whole, a vector takes as many calls as one shard would. So its payload is cut where shards end, if the
-codec can do that (`Compressor.kinds`); else every shard is compressed by itself.
+codec can do that (`gradlab.codec.abilities.kinds`); else every shard is compressed by itself.
 
 Every rank decodes what a gather or a broadcast brings, so that all refuse a bad message. A rank that is sent one alone,
 as in an all-to-all, refuses it alone: the executor tells the others.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradlab.codec.abilities import Kind, average_into, kinds, part_of
 from gradlab.codec.batch import Batch, Tensors
 from gradlab.codec.context import Context
 from gradlab.codec.exchanged import Deferred, Exchanged
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 Shard = tuple[int, int]
 Payload = tuple[torch.Tensor, ...]
-Kind = int | str
 BYTES, OF_BLOCKS, PAIRS_OF_BLOCKS, NOTHING = "bytes", "numbers of blocks", "pairs of numbers of blocks", "nothing"
 AGGREGATIONS = ("auto", "gather", "shards")
 BOTH_WAYS_FROM = 5  # ranks: a gather of theirs sends more than means that come back, about as many times as fine
@@ -77,7 +77,7 @@ def average(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exch
 
     own = Deferred(
         grads,
-        lambda: grads.cut(codec.average_into(context.memory.like(vector), [payload], 1.0)),
+        lambda: grads.cut(average_into(codec, context.memory.like(vector), [payload], 1.0)),
         lambda: grads.cut(residual(codec, context.memory.copy(vector), payload)),
     )
     return Exchanged(context.once(mean), own)
@@ -126,7 +126,7 @@ def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "") -
     """
 
     def made() -> tuple[Shard, ...]:
-        bounds = codec.bounds(numel, world_size) if codec.blocks(numel) > 1 else [0, numel]
+        bounds = codec.blocks.bounds(numel, world_size) if codec.blocks.count(numel) > 1 else [0, numel]
         return tuple((start, stop) for start, stop in pairwise(bounds) if stop > start)
 
     cut = codec.cached((numel, world_size, "cut"), made)
@@ -150,32 +150,32 @@ def shards_on(codec: Compressor, root: int, numel: int, world_size: int) -> Shar
 
 def can_be_cut(codec: Compressor, bounds: Sequence[int]) -> bool:
     """Return whether payloads can be cut where vectors are cut, at these positions."""
-    return bool(codec.kinds()) and not any(bound % 8 for bound in bounds[:-1])
+    return bool(kinds(codec)) and not any(bound % 8 for bound in bounds[:-1])
 
 
 def cut(codec: Compressor, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
     """Cut a payload into those of parts of the vector, at ascending positions 0, ..., numel for which `can_be_cut`."""
-    columns = [_cut(codec, part, kind, bounds) for part, kind in zip(payload, codec.kinds(), strict=True)]
+    columns = [_cut(codec, part, kind, bounds) for part, kind in zip(payload, kinds(codec), strict=True)]
     return list(zip(*columns, strict=True))
 
 
 def join(codec: Compressor, payloads: Sequence[Payload]) -> Payload:
     """Invert `cut`."""
-    kinds = codec.kinds()
-    return tuple(_join(parts, kind) for parts, kind in zip(zip(*payloads, strict=True), kinds, strict=True))
+    columns = zip(zip(*payloads, strict=True), kinds(codec), strict=True)
+    return tuple(_join(parts, kind) for parts, kind in columns)
 
 
-def _cut(codec: Compressor, part: torch.Tensor, kind: Kind, bounds: Sequence[int]) -> list[torch.Tensor]:
+def _cut(codec: Compressor, column: torch.Tensor, kind: Kind, bounds: Sequence[int]) -> list[torch.Tensor]:
     if kind == BYTES:
-        return list(part.split([b - a for a, b in pairwise(bounds)]))
+        return list(column.split([b - a for a, b in pairwise(bounds)]))
     if kind == NOTHING:
-        return [part for _ in bounds[1:]]
+        return [column for _ in bounds[1:]]
     if isinstance(kind, int):
-        return bits.cut(part, kind, bounds)
-    counts = [codec.part(a, b).blocks(b - a) if b > a else 0 for a, b in pairwise(bounds)]
+        return bits.cut(column, kind, bounds)
+    counts = [part_of(codec, a, b).blocks.count(b - a) if b > a else 0 for a, b in pairwise(bounds)]
     if kind == OF_BLOCKS:
-        return list(part.split(counts))
-    halves = [half.split(counts) for half in part.chunk(2)]
+        return list(column.split(counts))
+    halves = [half.split(counts) for half in column.chunk(2)]
     return [torch.cat(pair) for pair in zip(*halves, strict=True)]
 
 
@@ -219,7 +219,7 @@ class Shards(Sequence[Shard]):
 
     def part(self, rank: int) -> Compressor:
         """Return the compressor of a rank's shard."""
-        return self._codec.part(*self._of_ranks[rank])
+        return part_of(self._codec, *self._of_ranks[rank])
 
     def cut(self, payload: Payload) -> list[Payload]:
         """Cut a payload of the whole vector into the shards' payloads."""
@@ -262,7 +262,7 @@ class Shardwise:
         """Decode one answer per shard, by layer."""
         out = self._context.memory.for_mean(self._vector, grads)
         if self._shards.whole:
-            return grads.cut(self._codec.average_into(out, [join(self._codec, answers)], 1.0))
+            return grads.cut(average_into(self._codec, out, [join(self._codec, answers)], 1.0))
         return grads.cut(self._decoded_into(out, answers))
 
     def _decoded_into(self, out: torch.Tensor, payloads: Sequence[Payload]) -> torch.Tensor:
@@ -270,7 +270,7 @@ class Shardwise:
             return out
         for rank in self._shards.occupied:
             with sent_by(rank):
-                self._shards.part(rank).average_into(out[slice(*self._shards[rank])], [payloads[rank]], 1.0)
+                average_into(self._shards.part(rank), out[slice(*self._shards[rank])], [payloads[rank]], 1.0)
         return out
 
     def _add_together(self, total: torch.Tensor, payloads: Sequence[Payload], scale: float) -> bool:
@@ -354,7 +354,7 @@ class Sharded(Shardwise):
             if (places := self._selected) is not None:
                 return grads.cut(out.zero_().index_copy_(0, places, self._vector[places]))
             if self._shards.whole:
-                return grads.cut(self._codec.average_into(out, [self._payload], 1.0))
+                return grads.cut(average_into(self._codec, out, [self._payload], 1.0))
             return grads.cut(self._decoded_into(out, self.sent))
 
         return Deferred(grads, decoded, lambda: grads.cut(self._residual()))
@@ -424,13 +424,13 @@ def sent_by(rank: int) -> Iterator[None]:
 def average_of_ranks(
     codec: Compressor, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float
 ) -> torch.Tensor:
-    """Decode and average payloads in rank order as `Compressor.average_into`; a refused one raises BadMessage with its
+    """Decode and average payloads in rank order as `average_into`; a refused one raises BadMessage with its
     rank."""
     every = list(payloads)
     try:
-        return codec.average_into(out, every, scale)
+        return average_into(codec, out, every, scale)
     except GradlabError:
         for rank, payload in enumerate(every):  # apart, to see whose it was
             with sent_by(rank):
-                codec.average_into(out, [payload], 1.0)
+                average_into(codec, out, [payload], 1.0)
         raise

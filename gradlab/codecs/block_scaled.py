@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
+from gradlab.codec.blocks import Blocks
 from gradlab.codec.blockwise import BlockCompressor
 from gradlab.codec.routes import BYTES, OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import setting
@@ -84,7 +85,7 @@ class BlockScaled(BlockCompressor):
         super().__init__(settings, learned)
         feedback = self.settings.dtype == "int4" and not self.settings.stochastic
         self.about = replace(type(self).about, defaults=PlanDefaults(error_feedback=feedback))
-        self.block = self._block
+        self.blocks = Blocks(self._block)
         self.bits = INTEGERS.get(self.settings.dtype, 8)
         whole = self.settings.dtype in INTEGERS
         self.largest = float(2 ** (self.bits - 1) - 1) if whole else torch.finfo(FLOATS[self.settings.dtype]).max
@@ -216,7 +217,7 @@ class BlockScaled(BlockCompressor):
             np.take(table, codes.numpy(), out=values.numpy(), mode="clip")
 
     def compressed_bytes(self, numel: int) -> int:
-        scales = self.blocks(numel) if self.settings.scale is None else min(1, numel)
+        scales = self.blocks.count(numel) if self.settings.scale is None else min(1, numel)
         return 4 * scales + (numel if self.bits == 8 else packed_bytes(numel, self.bits))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Compressor, Guarantees
+from gradlab.codec.blocks import Blocks
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import join, pack, packed_bytes, unpack
 from gradlab.coding.positions import below
@@ -57,7 +58,7 @@ class ChunkTopK(Compressor):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.block = self.settings.chunk
+        self.blocks = Blocks(self.settings.chunk)
 
     def guarantees(self, layers: Sequence[Layer]) -> Guarantees:
         share, sent = min(1.0, self.settings.count / self.settings.chunk), self._sent(sum(one.numel for one in layers))
@@ -135,9 +136,9 @@ class ChunkTopK(Compressor):
     def compressed_bytes(self, numel: int) -> int:
         bits, sent = self.settings.bits, self._sent(numel)
         values = 4 * sent if bits is None or not sent else packed_bytes(sent, bits) + 2 * 2**bits
-        return values + self.compressed_position_bytes(numel)
+        return values + self.position_bytes(numel)
 
-    def compressed_position_bytes(self, numel: int) -> int:
+    def position_bytes(self, numel: int) -> int:
         return packed_bytes(self._sent(numel), self._width)
 
 

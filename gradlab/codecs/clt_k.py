@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Traits
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import average_into, decompress
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.routes import exchanged_at, sent_by
 from gradlab.codec.settings import setting
@@ -127,7 +127,7 @@ class CLTK(Codec):
             return mean, values
         payload = _INT8.compress(values, context.random.of_rank())
         answers = yield tuple(Gather(part) for part in payload)
-        mean = _INT8.average_into(torch.empty_like(values), zip(*answers, strict=True), 1.0 / context.world_size)
+        mean = average_into(_INT8, torch.empty_like(values), zip(*answers, strict=True), 1.0 / context.world_size)
         return mean, decompress(_INT8, payload, values)
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:

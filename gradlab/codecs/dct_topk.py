@@ -18,6 +18,7 @@ import torch
 
 from gradlab.codec import About, Batch, Compressor, Context, Exchanged, Guarantees, Table, Tensors, Traits
 from gradlab.codec.batch import stacks_apart
+from gradlab.codec.blocks import WHOLE, Blocks
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.coding.positions import below
@@ -65,7 +66,7 @@ class DCTTopK(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._chunks: list[AlikeChunks] | None = None
-        self.block = 2**62  # a chunk is no run of elements: it cannot be shared out
+        self.blocks = Blocks(WHOLE)  # a chunk is no run of elements: it cannot be shared out
 
     def for_layers(self, layers: Sequence[Layer]) -> DCTTopK:
         def made() -> DCTTopK:
@@ -151,9 +152,9 @@ class DCTTopK(Compressor):
 
     def compressed_bytes(self, numel: int) -> int:
         values = sum(4 * alike.count * self._kept(alike.size) for alike in self._layout(numel))
-        return values + self.compressed_position_bytes(numel)
+        return values + self.position_bytes(numel)
 
-    def compressed_position_bytes(self, numel: int) -> int:
+    def position_bytes(self, numel: int) -> int:
         total = 0
         for alike in self._layout(numel):
             kept = self._kept(alike.size)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults
+from gradlab.codec.blocks import Blocks
 from gradlab.codec.blockwise import PiecewiseCompressor
 from gradlab.codec.routes import BYTES, Kind, aggregation_setting
 from gradlab.codecs.sign import pack_signs, write_signs
@@ -53,7 +54,7 @@ class Natural(PiecewiseCompressor):
         candidates=({},),
         defaults=PlanDefaults(error_feedback=False),
     )
-    block = 8  # whole bytes of signs
+    blocks = Blocks(8)  # whole bytes of signs
 
     @dataclass(frozen=True)
     class Settings:

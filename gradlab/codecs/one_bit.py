@@ -17,7 +17,8 @@ import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Table
 from gradlab.codec.batch import stacks_apart
-from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.blocks import WHOLE
+from gradlab.codec.blockwise import CACHED, BlockCompressor
 from gradlab.codec.routes import PAIRS_OF_BLOCKS, Kind
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
@@ -91,7 +92,7 @@ class OneBit(BlockCompressor):
         return self.shift(self.scale(values, half, start), middle, start)
 
     def compressed_bytes(self, numel: int) -> int:
-        return 8 * self.blocks(numel) + packed_bytes(numel, 1)
+        return 8 * self.blocks.count(numel) + packed_bytes(numel, 1)
 
 
 def two_means(rows: torch.Tensor) -> torch.Tensor:

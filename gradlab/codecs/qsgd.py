@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
+from gradlab.codec.abilities import decompress
+from gradlab.codec.blocks import Blocks
 from gradlab.codec.blockwise import BlockCompressor, largest_of_rows
-from gradlab.codec.compressor import decompress
 from gradlab.codec.routes import OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
@@ -36,7 +37,7 @@ class BucketQuantizer(BlockCompressor):
 
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
-        self.block = self.settings.bucket_size
+        self.blocks = Blocks(self.settings.bucket_size)
         self.levels = max(1, (1 << self.settings.bits - 1) - 1)  # beside zero
 
     def block_of(self, layer: Layer) -> int:
@@ -77,7 +78,7 @@ class BucketQuantizer(BlockCompressor):
         return (OF_BLOCKS, self.settings.bits)
 
     def compressed_bytes(self, numel: int) -> int:
-        return 4 * self.blocks(numel) + packed_bytes(numel, self.settings.bits)
+        return 4 * self.blocks.count(numel) + packed_bytes(numel, self.settings.bits)
 
 
 class QSGD(BucketQuantizer):

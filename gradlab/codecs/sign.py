@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
-from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.blocks import WHOLE, Blocks
+from gradlab.codec.blockwise import CACHED, BlockCompressor
 from gradlab.codec.routes import NOTHING, OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import fold_by_torch, packed_bytes
@@ -79,7 +80,7 @@ class Sign(BlockCompressor):
         defaults = replace(about.defaults, error_feedback=self.settings.scale == "mean")
         self.about = replace(about, defaults=defaults)
         # Without scales it may be cut anywhere, in whole bytes.
-        self.block = self.settings.block_size or (8 if self.settings.scale == "one" else WHOLE)
+        self.blocks = Blocks(self.settings.block_size or (8 if self.settings.scale == "one" else WHOLE))
 
     @cached_property
     def traits(self) -> Traits:
@@ -138,7 +139,7 @@ class Sign(BlockCompressor):
         return self.scale(write_signs(values, packed, 1.0), factors, start)
 
     def compressed_bytes(self, numel: int) -> int:
-        return (4 * self.blocks(numel) if self.settings.scale == "mean" else 0) + packed_bytes(numel, 1)
+        return (4 * self.blocks.count(numel) if self.settings.scale == "mean" else 0) + packed_bytes(numel, 1)
 
 
 def mean_magnitudes(rows: torch.Tensor) -> torch.Tensor:

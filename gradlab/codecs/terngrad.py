@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
-from gradlab.codec.blockwise import CACHED, WHOLE, BlockCompressor
+from gradlab.codec.blocks import WHOLE
+from gradlab.codec.blockwise import CACHED, BlockCompressor
 from gradlab.codec.routes import OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.codecs.qsgd import byte_bounds
@@ -157,13 +158,13 @@ class TernGrad(BlockCompressor):
         return replace(super().traits, own_exchange=self.settings.shared_scale)
 
     def compressed_bytes(self, numel: int) -> int:
-        return 4 * self.blocks(numel) + packed_bytes(numel, 2)
+        return 4 * self.blocks.count(numel) + packed_bytes(numel, 2)
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         if not self.settings.shared_scale:
             return super().forecast(layers, world_size, state)
         numel = sum(layer.numel for layer in layers)
-        scales, bits = 4 * self.for_layers(layers).blocks(numel), (2 * world_size).bit_length()
+        scales, bits = 4 * self.for_layers(layers).blocks.count(numel), (2 * world_size).bit_length()
         sizes = [b - a for a, b in pairwise(byte_bounds(numel, world_size))]
         codes = sum(packed_bytes(size, 2) for size in sizes)
         payload = scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size

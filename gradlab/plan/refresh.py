@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradlab.codec.compressor import Compressor
 from gradlab.codec.wrapper import innermost
 from gradlab.errors import GradlabError
 
@@ -85,7 +86,8 @@ class Refresh:
                 raise GradlabError(f"refresh: {name} is not a compressed group of one layer in this plan")
             if group.codec == "identity" or plan.learned.get(name):
                 raise GradlabError(f"refresh: group {name}: {group.codec} has nothing that could be chosen anew")
-            blocks = {getattr(innermost(plan.build(replace(group, settings=one))), "block", 0) for one in choices}
+            codecs = [innermost(plan.build(replace(group, settings=one))) for one in choices]
+            blocks = {codec.blocks.size for codec in codecs if isinstance(codec, Compressor)}
             if len(blocks) > 1 and "two_way" in (wrap.name for wrap in group.wrappers):
                 raise GradlabError(
                     f"refresh: group {name}: servers of two_way would have other shards under each setting"

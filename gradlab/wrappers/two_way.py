@@ -27,7 +27,7 @@ from gradlab.codec import (
     Tensors,
     concatenate,
 )
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress, for_layers, part_of, position_bytes
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
 from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry, Kept, for_any
@@ -120,14 +120,14 @@ class TwoWay(Wrapper):
             )
         self.compressor = codec
         self.answering = finer(codec, self.settings.answer)
-        if self.answering.block != codec.block and not isinstance(codec, _SELECTIONS):
+        if self.answering.blocks.size != codec.blocks.size and not isinstance(codec, _SELECTIONS):
             raise GradlabError(f"two_way around {codec.name}: answer = {self.settings.answer} would cut other shards")
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         if context.dense or context.world_size < self.settings.from_ranks:
             return (yield from self._one_way(grads, state, context))
         compressor, learned = yield from self._settled(grads, state, context)
-        vector, whole = grads.vector, compressor.for_layers(grads.table)
+        vector, whole = grads.vector, for_layers(compressor, grads.table)
         shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
         step, server_step = (float(state.get(_key(grads, what), 0.0)) for what in ("step", "server_step"))
         sharded = Sharded(whole, vector, shards, context, step)
@@ -180,13 +180,13 @@ class TwoWay(Wrapper):
 
     def shards(self, layers: Sequence[Layer], world_size: int, group: str = "") -> Shards:
         """Return each rank's shard (start, stop) of layers: whole blocks, or all on one rank."""
-        return self._shards_of(self.compressor.for_layers(layers), Table.of(layers).numel, world_size, group)
+        return self._shards_of(for_layers(self.compressor, layers), Table.of(layers).numel, world_size, group)
 
     def _shards_of(self, codec: Compressor, numel: int, world_size: int, group: str) -> Shards:
         """Return the shards of a vector (numel,), of which this is the compressor."""
         if self.settings.server == "rank":
             return shards_on(codec, _SERVER, numel, world_size)
-        if codec.traits.selects and codec.block < self.answering.block > numel // world_size:
+        if codec.traits.selects and codec.blocks.size < self.answering.blocks.size > numel // world_size:
             # A server of less than a chunk would answer little but what each answer begins with.
             cut = shards_of(self.answering, numel, world_size, group)
             return codec.cached(("cut for answers", cut), lambda: Shards(codec, cut))
@@ -194,7 +194,7 @@ class TwoWay(Wrapper):
 
     def _answers(self, grads: Batch, shards: Shards, context: Context) -> Shardwise:
         """Return what servers answer by another compressor than the one of the ranks' messages, for the same shards."""
-        whole = self.answering.for_layers(grads.table)
+        whole = for_layers(self.answering, grads.table)
         answers = whole.cached((grads.table.numel, *shards.bounds), lambda: Shards(whole, shards))
         return Shardwise(whole, grads.vector, answers, context)
 
@@ -312,16 +312,16 @@ class TwoWay(Wrapper):
 
     def _bytes(self, compressor: Compressor, layers: Sequence[Layer], world_size: int, selected: bool) -> Bytes:
         """Return the bytes of messages to all shards. selected: whether what they hold is chosen from all together."""
-        codec, found = compressor.for_layers(layers), Bytes(0, 0)
+        codec, found = for_layers(compressor, layers), Bytes(0, 0)
         for a, b in self.shards(layers, world_size):
-            part = codec.part(a, b)
-            positions = found.positions + part.compressed_position_bytes(b - a)
+            part = part_of(codec, a, b)
+            positions = found.positions + position_bytes(part, b - a)
             found = Bytes(found.payload + part.compressed_bytes(b - a), 0, positions)
         values, numel = found.payload - found.positions, Table.of(layers).numel
         if not (selected and isinstance(codec, Sparsifier) and values):
             return found
         # Shards have values of one selection, not each its own share, which is rounded up.
-        share = (codec.compressed_bytes(numel) - codec.compressed_position_bytes(numel)) / values
+        share = (codec.compressed_bytes(numel) - position_bytes(codec, numel)) / values
         return Bytes(found.payload * share, 0, found.positions * share)
 
 

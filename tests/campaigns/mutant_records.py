@@ -197,7 +197,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/qsgd.py",
-        old="return 4 * self.blocks(numel) +",
+        old="return 4 * self.blocks.count(numel) +",
         new="return 4 * (numel // self.settings.bucket_size) +",
         tests=("tests/codecs/test_qsgd.py",),
         what="The norm of a last, shorter bucket is not counted.",
@@ -212,9 +212,9 @@ MUTANTS: tuple[Mutant, ...] = (
         select="forecast or nearest",
     ),
     Mutant(
-        file="gradlab/codec/blockwise.py",
-        old="return start // self.block, (stop - 1) // self.block",
-        new="return start // self.block, start // self.block",
+        file="gradlab/codec/blocks.py",
+        old="return start // self.size, (stop - 1) // self.size",
+        new="return start // self.size, start // self.size",
         tests=("tests/codecs/test_sign.py",),
         what="All of a piece is scaled as its first block is.",
         select="piece_by_piece or equation_1",

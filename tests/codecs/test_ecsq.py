@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab.codec import Context, Exchanged, Table, Tensors, exchange_group
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress
 from gradlab.codecs.ecsq import ECSQ
 from gradlab.coding.level_tables import DEAD_ZONE
 from gradlab.collectives import LockstepResult, Request, observed, run_lockstep

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradlab import codecs
 from gradlab.codec import Batch, Layer, Table, Tensors, concatenate, separate
+from gradlab.codec.abilities import for_layers
 from gradlab.codec.batch import consecutive, stacked
 from gradlab.codec.exchanged import means_of
 from gradlab.codec.measures import all_finite
@@ -130,11 +131,11 @@ def test_a_compressor_follows_other_layers(codec: str) -> None:
     """One that was asked for some layers is not taken for others of the same number of elements."""
     compressor = codecs.make(codec)
     first, second = (Table.of_shapes(shapes) for shapes in ([(8, 32), (8,)], [(4, 64), (8,)]))
-    assert compressor.for_layers(first) is compressor.for_layers(Table.of_shapes(layer.shape for layer in first))
+    assert for_layers(compressor, first) is for_layers(compressor, Table.of_shapes(layer.shape for layer in first))
     vector = torch.randn(264)
     for table in (second, first):
         pair = [
-            one.for_layers(table).compress(vector, torch.Generator().manual_seed(1))
+            for_layers(one, table).compress(vector, torch.Generator().manual_seed(1))
             for one in (compressor, codecs.make(codec))
         ]
         assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gradlab.codec import Context, Table, Tensors, exchange_group
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress
 from gradlab.codecs.qsgd import QSGD, norms_of_rows
 from gradlab.coding.bits import pack, unpack
 from gradlab.coding.random_bits import RandomBits

@@ -11,7 +11,7 @@ from hypothesis import example
 from hypothesis import strategies as st
 
 from gradlab.codec import Codec, Compressor, Context, Tensors, exchange_group
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.codecs.natural import Natural
 from gradlab.codecs.one_bit import OneBit, two_means, two_means_of_blocks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradlab import codecs
 from gradlab.codec import Compressor, Context, Table, exchange_group, routes
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import average_into, decompress, for_layers, part_of
 from gradlab.codec.routes import Payload, Sharded, Shards, can_be_cut, cut, join, shards_of, shards_on, sums_in_shards
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.collectives import AllToAll, run_lockstep
@@ -52,13 +52,13 @@ def test_a_payload_cut_at_shards_decodes_to_the_parts_of_the_whole(
 ) -> None:
     shapes = list(SHAPES.values()) if grouped else [(48, 24)]
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    codec, vector = compressor(*case).for_layers(Table.of_shapes(shapes)), draw(numel, seed)
-    bounds = codec.bounds(numel, ranks)
+    codec, vector = for_layers(compressor(*case), Table.of_shapes(shapes)), draw(numel, seed)
+    bounds = codec.blocks.bounds(numel, ranks)
     assume(can_be_cut(codec, bounds))
     payload = codec.compress(vector, torch.Generator().manual_seed(seed))
     whole, parts = decompress(codec, payload, vector), cut(codec, payload, bounds)
     for (a, b), part in zip(pairwise(bounds), parts, strict=True):
-        alone = codec.part(a, b)
+        alone = part_of(codec, a, b)
         assert sum(one.nbytes for one in part) == alone.compressed_bytes(b - a)
         if b > a:
             assert torch.equal(decompress(alone, part, vector[a:b]), whole[a:b])
@@ -72,7 +72,7 @@ def test_small_payloads_of_many_ranks_are_added_up_in_rank_order(
     """As one vector of all of them, and bit for bit what adding one after another gives."""
     shapes = list(SHAPES.values())
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    codec = compressor(*case).for_layers(Table.of_shapes(shapes))
+    codec = for_layers(compressor(*case), Table.of_shapes(shapes))
     generator = torch.Generator().manual_seed(seed)
     payloads = [codec.compress(draw(numel, seed + rank), generator) for rank in range(ranks)]
     total = torch.zeros(numel)
@@ -80,7 +80,7 @@ def test_small_payloads_of_many_ranks_are_added_up_in_rank_order(
         decoded = torch.zeros(numel)
         codec.add_decompressed(decoded, payload, 0.25)
         total = decoded if at == 0 else total + decoded
-    assert torch.equal(codec.average_into(torch.empty(numel), payloads, 0.25), total)
+    assert torch.equal(average_into(codec, torch.empty(numel), payloads, 0.25), total)
 
 
 def sharded_of(
@@ -110,7 +110,7 @@ def averages_apart(ranks: list[Sharded]) -> list[torch.Tensor]:
 
 def draws_of(codec: Compressor, vector: torch.Tensor, shards: Shards, generator: torch.Generator) -> list[Payload]:
     """Every shard's payload, compressed one after another."""
-    return [codec.part(a, b).compress(vector[a:b], generator) for a, b in shards]
+    return [part_of(codec, a, b).compress(vector[a:b], generator) for a, b in shards]
 
 
 # Sizes that are multiples of eight, so that payloads are cut, and others, so that shards are compressed apart.
@@ -123,7 +123,7 @@ def test_ranks_in_one_process_average_the_whole_with_the_bits_of_its_shards(
 ) -> None:
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     codec, vectors = (
-        compressor(*case).for_layers(Table.of_shapes(shapes)),
+        for_layers(compressor(*case), Table.of_shapes(shapes)),
         [draw(numel, seed + rank) for rank in range(ranks)],
     )
     together = run_lockstep([one.average() for one in sharded_of(codec, vectors, seed=seed)])
@@ -169,7 +169,7 @@ def test_shards_make_up_the_vector_and_few_of_them_are_far_apart(
     assert shards.bounds == [0, *(stop for _, stop in shards)]
     assert [start for start, _ in shards] == shards.bounds[:-1]
     assert shards.bounds[-1] == numel
-    assert len(shards.occupied) == min(ranks, codec.blocks(numel))
+    assert len(shards.occupied) == min(ranks, codec.blocks.count(numel))
     apart = [b - a for a, b in pairwise([*shards.occupied, shards.occupied[0] + ranks])]
     assert max(apart) - min(apart) <= 1
 

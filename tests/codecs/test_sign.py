@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab.codec import Codec, Compressor, Context, Exchanged, Table, Tensors, Training, exchange_group
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress
 from gradlab.codecs.sign import Sign, pack_signs, write_signs
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.ddp.optimizers import HeldLayers
@@ -378,7 +378,7 @@ def test_across_layers_is_equation_1_of_the_model() -> None:
 @law(st.lists(st.integers(1, 300), min_size=2, max_size=9), st.integers(1, 6))
 def test_shards_end_where_blocks_end(numels: list[int], parts: int) -> None:
     codec = sign().for_layers(Table.of_shapes([(numel,) for numel in numels]))
-    bounds = codec.bounds(sum(numels), parts)
+    bounds = codec.blocks.bounds(sum(numels), parts)
     assert (bounds[0], bounds[-1], len(bounds)) == (0, sum(numels), parts + 1)
     assert bounds == sorted(bounds)
     ends = {0, *np.cumsum(numels).tolist()}

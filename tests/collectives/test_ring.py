@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import transfers
 from gradlab.codec import Context, exchange_group
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress
 from gradlab.codec.settings import build_settings
 from gradlab.codecs.gradiveq import GradiVeQ
 from gradlab.codecs.qsgd import QSGD

@@ -269,7 +269,7 @@ def formula_at(ranks: int, name: str, settings: dict[str, Any]) -> None:
     if where:
         names["k"] = count_of(codec.settings.density, NUMEL)
     if "blocks" in formula:
-        names["blocks"] = codec.for_layers(Table.of_shapes(SHAPES.values())).blocks(NUMEL)  # type: ignore[attr-defined]
+        names["blocks"] = codec.for_layers(Table.of_shapes(SHAPES.values())).blocks.count(NUMEL)  # type: ignore[attr-defined]
     # The formula is that of one rank's codes; on shards their means' travel too, a shard from each rank.
     rounds = 1 + 1 / ranks if isinstance(codec, Compressor) and sums_in_shards(codec, ranks) else 1
     assert codec.forecast(LAYERS, ranks).payload == pytest.approx(rounds * value_of(formula, names))

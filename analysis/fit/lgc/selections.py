@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gradlab.analysis.replay import lockstep_of, replay_steps
 from gradlab.codec import Context, concatenate
+from gradlab.codec.abilities import average_into
 from gradlab.codec.wrapper import innermost
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.coding.bits import packed_bytes
@@ -220,7 +221,7 @@ def _quantized(codec: BlockScaled) -> Callable[[Selections], torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         totals = torch.zeros_like(selections.values)
         for total, values in zip(totals.flatten(0, 1), selections.values.flatten(0, 1), strict=True):
-            codec.average_into(total, [codec.compress(values, generator)], 1.0)
+            average_into(codec, total, [codec.compress(values, generator)], 1.0)
         return totals
 
     return decoded

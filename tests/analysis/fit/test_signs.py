@@ -75,7 +75,7 @@ def test_layers_are_cut_as_they_were_to_be(numels: list[int], choice: np.random.
         codec = Sign(Sign.Settings(group.settings.get("block_size")))
         members = plan.members(group)
         wanted = sum(len(blocks) for name, blocks in cut(plan).items() if name in group.layers)
-        assert codec.for_layers(members).blocks(sum(layer.numel for layer in members)) == wanted
+        assert codec.for_layers(members).blocks.count(sum(layer.numel for layer in members)) == wanted
 
 
 def test_scales_go_to_the_rows_that_differ_and_hold_later(tmp_path: Path) -> None:

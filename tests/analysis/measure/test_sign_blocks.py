@@ -24,7 +24,7 @@ from gradlab.analysis.measure.sign_blocks import (
     variation,
 )
 from gradlab.analysis.questions.signs import sign_drawings
-from gradlab.codec.compressor import decompress
+from gradlab.codec.abilities import decompress
 from gradlab.codecs.sign import Sign
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
