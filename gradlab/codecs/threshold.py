@@ -88,7 +88,7 @@ class Threshold(Sparsifier):
         level = float(known[0])
         if not 0 < level < torch.inf:
             return self, {}
-        return Threshold(replace(self.settings, threshold=level)), {key: known}
+        return self.cached(level, lambda: Threshold(replace(self.settings, threshold=level))), {key: known}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         return for_any(layers, "threshold", Kept((2,), least=0.0))
