@@ -20,7 +20,7 @@ from gradlab.analysis.forecast.simulator import Exchange, Turn
 from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.kept import running_state
 from gradlab.codec.measures import is_finite
-from gradlab.codec.wrapper import innermost, served, sizes_vary
+from gradlab.codec.wrapper import innermost, served, sizes_vary, wrappers_of
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import AllToAll, Gather, Request, Ring, answer_for, as_requests
 from gradlab.collectives.ring import RingCode
@@ -84,9 +84,7 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
     inner = innermost(codec)
     varying = sizes_vary(codec, context.world_size)
     if varying and served(codec, context.world_size):
-        # Shards of the same sizes: who stands for all ranks decodes one rank's message as every other's.
-        numel = -(-sum(layer.numel for layer in layers) // context.world_size) * context.world_size
-        layers = [replace(layers[0], shape=(numel,), role="other")]
+        layers, context = _as_server(codec, layers, context)
     grads = _gradients(layers, context.seed)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
     context = replace(context, memory=Memory(workspace))
@@ -103,6 +101,15 @@ def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats:
         for same in zip(*(item.turns for item in runs), strict=True)
     ]
     return replace(runs[-1], turns=tuple(turns), apply_seconds=median(item.apply_seconds for item in runs))
+
+
+def _as_server(codec: Codec, layers: Sequence[Layer], context: Context) -> tuple[list[Layer], Context]:
+    """Return one layer whose shards have one size, and the context of a rank that serves: who stands for all ranks
+    decodes one rank's message as every other's."""
+    two_way = next(one for one in wrappers_of(codec) if one.effects.server_residual)
+    servers = two_way.shards(layers, context.world_size, context.group).occupied  # type: ignore[attr-defined]
+    numel = sum(layer.numel for layer in layers) // len(servers) * len(servers)
+    return [replace(layers[0], shape=(numel,), role="other")], replace(context, rank=servers[0])
 
 
 def _gradients(layers: Sequence[Layer], seed: int) -> Batch:

@@ -119,19 +119,22 @@ def exchanged_at(
     return Exchanged(average, Deferred(grads, lambda: spread(own, context.memory.like(vector)), error))
 
 
-def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "") -> Shards:
+def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "", least: int = 1) -> Shards:
     """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or none where blocks are few.
 
     The ranks that serve then follow from the group's name, so that groups have different ones.
+
+    least: elements that a shard is worth; fewer ranks serve where there are fewer.
     """
+    parts = max(1, min(world_size, numel // least))
 
     def made() -> tuple[Shard, ...]:
-        bounds = codec.blocks.bounds(numel, world_size) if codec.blocks.count(numel) > 1 else [0, numel]
+        bounds = codec.blocks.bounds(numel, parts) if codec.blocks.count(numel) > 1 else [0, numel]
         return tuple((start, stop) for start, stop in pairwise(bounds) if stop > start)
 
-    cut = codec.cached((numel, world_size, "cut"), made)
+    cut = codec.cached((numel, parts, "cut"), made)
     first = zlib.crc32(group.encode()) % world_size if len(cut) < world_size else 0
-    return codec.cached((numel, world_size, first), lambda: Shards(codec, _dealt(cut, world_size, first)))
+    return codec.cached((numel, parts, world_size, first), lambda: Shards(codec, _dealt(cut, world_size, first)))
 
 
 def _dealt(cut: Sequence[Shard], world_size: int, first: int) -> Iterator[Shard]:

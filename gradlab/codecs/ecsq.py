@@ -348,7 +348,10 @@ class ECSQ(Compressor):
     ) -> tuple[list[torch.Tensor], float]:
         """Return each piece's message, and by how many octaves the step is too fine for all of them."""
         quantized = [part._quantized(piece, step) for part, piece in pieces]
-        messages = [part._message_of(piece, one) for (part, piece), one in zip(pieces, quantized, strict=True)]
+        messages = [
+            part._message_of(piece, one) if len(piece) else _message(piece, b"")
+            for (part, piece), one in zip(pieces, quantized, strict=True)
+        ]
         missed = 0.0
         if self.settings.error is not None:
             lost = sum(one.missed * _square(piece) for one, (_, piece) in zip(quantized, pieces, strict=True) if one)
@@ -425,7 +428,8 @@ class ECSQ(Compressor):
         return min(1.0, max(0.0, whole - sent + left) / whole) if whole > 0 else 0.0
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        self._decoded(payload, total, self._sizes or (total.numel(),)).added_to(total, scale)
+        if total.numel():
+            self._decoded(payload, total, self._sizes or (total.numel(),)).added_to(total, scale)
 
     def _decoded(
         self,

@@ -226,9 +226,8 @@ def _sizes(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
         yield from ((total, total - own) for own in sizes)
         return
     payload = [payload_bytes(request, rank) for rank, request in enumerate(requests)]
-    longest, ranks = max(payload), len(requests)
     for rank, request in enumerate(requests):
-        yield payload[rank], wire_bytes(request, rank, ranks, longest)
+        yield payload[rank], wire_bytes(request, rank, len(requests), payload)
 
 
 def observed(coroutine: Coroutine[Result], seen: list[Request]) -> Coroutine[Result]:

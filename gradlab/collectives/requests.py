@@ -446,7 +446,7 @@ def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
     return sum(nbytes for destination, nbytes in enumerate(sizes) if destination != rank)
 
 
-def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None = None) -> int:
+def wire_bytes(request: Request, rank: int, world_size: int, sizes: Sequence[int] | None = None) -> int:
     """Count the bytes that a rank sends for one request on its own, not fused with others.
 
     >>> from gradlab.collectives import Gather, Mean, wire_bytes
@@ -458,8 +458,8 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
         request: the rank's.
         rank: number of the rank, from 0.
         world_size: number of ranks N.
-        longest: largest rank's size in bytes in a varying gather, to which all are padded. None: this rank's size.
-            Each size that varies travels too, in 4 bytes.
+        sizes: all ranks' bytes in a varying gather, see `are_padded`. None: as many as this rank's. Each size that
+            varies travels too, in 4 bytes.
 
     Returns:
         Bytes.
@@ -475,8 +475,20 @@ def wire_bytes(request: Request, rank: int, world_size: int, longest: int | None
         return ring_wire_bytes(request.sizes, rank)
     if not request.varying:
         return all_gather_wire_bytes(request.tensor.nbytes, world_size)
-    padded = request.tensor.nbytes if longest is None else longest
-    return all_gather_wire_bytes(padded + LENGTH_BYTES, world_size)
+    nbytes = max(sizes) if sizes is not None and are_padded(sizes) else request.tensor.nbytes
+    return all_gather_wire_bytes(nbytes + LENGTH_BYTES, world_size)
+
+
+def are_padded(sizes: Sequence[int]) -> bool:
+    """Return whether vectors of these bytes, one per rank, are gathered as if all were as long as the longest.
+
+    Where that would be more than twice as many bytes, as few ranks have any, each is sent as it is.
+
+    >>> from gradlab.collectives.requests import are_padded
+    >>> are_padded([90, 100, 80]), are_padded([0, 0, 100])
+    (True, False)
+    """
+    return max(sizes) * len(sizes) <= 2 * sum(sizes)
 
 
 # --- lockstep -----------------------------------------------------------------------------------------------------

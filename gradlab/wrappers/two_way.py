@@ -56,6 +56,7 @@ from gradlab.layout import Layer
 _SERVER = 0  # the rank that serves all, where there is one
 _SOME = 2**16  # values, to see whether a setting makes messages longer
 _SELECTIONS = Sparsifier, ChunkTopK
+_CHUNKS, _LEAST = 8, 2**13  # of answers that a server is worth, or values: each answer begins with some bytes
 _CHUNK, _BITS = 1024, 4  # of answers to selections, most of whose bytes would be values of 32 bits
 
 
@@ -186,11 +187,19 @@ class TwoWay(Wrapper):
         """Return the shards of a vector (numel,), of which this is the compressor."""
         if self.settings.server == "rank":
             return shards_on(codec, _SERVER, numel, world_size)
-        if codec.traits.selects and codec.blocks.size < self.answering.blocks.size > numel // world_size:
-            # A server of less than a chunk would answer little but what each answer begins with.
-            cut = shards_of(self.answering, numel, world_size, group)
+        least = self._least
+        if numel // world_size < least:
+            grid = max(codec, self.answering, key=lambda one: one.blocks.size)
+            cut = shards_of(grid, numel, world_size, group, least)
             return codec.cached(("cut for answers", cut), lambda: Shards(codec, cut))
         return shards_of(codec, numel, world_size, group)
+
+    @property
+    def _least(self) -> int:
+        """Values of a shard below which fewer ranks serve."""
+        if isinstance(self.answering, ChunkTopK):
+            return min(_LEAST, _CHUNKS * self.answering.blocks.size)
+        return _LEAST if self.answering.traits.varying and not self.answering.traits.selects else 1
 
     def _answers(self, grads: Batch, shards: Shards, context: Context) -> Shardwise:
         """Return what servers answer by another compressor than the one of the ranks' messages, for the same shards."""
@@ -313,7 +322,7 @@ class TwoWay(Wrapper):
     def _bytes(self, compressor: Compressor, layers: Sequence[Layer], world_size: int, selected: bool) -> Bytes:
         """Return the bytes of messages to all shards. selected: whether what they hold is chosen from all together."""
         codec, found = for_layers(compressor, layers), Bytes(0, 0)
-        for a, b in self.shards(layers, world_size):
+        for a, b in filter(lambda shard: shard[1] > shard[0], self.shards(layers, world_size)):
             part = part_of(codec, a, b)
             positions = found.positions + position_bytes(part, b - a)
             found = Bytes(found.payload + part.compressed_bytes(b - a), 0, positions)

@@ -311,6 +311,14 @@ class Communicator:
         self.wait(work)
         return list(out)
 
+    def gather_parts(self, message: torch.Tensor, incoming: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Gather a message from every rank, in rank order; incoming: elements from each, which all ranks know. What is
+        longer than was announced is cut off."""
+        own, ranks = message[: incoming[self.rank]], self.world_size
+        out, work = self.all_to_all(own.repeat(ranks), [own.numel()] * ranks, incoming, max(incoming))
+        self.wait(work)
+        return out.split(list(incoming))
+
     def _compare(self, signatures: Sequence[Any]) -> None:
         digest = hashlib.sha256(repr(signatures).encode()).digest()
         counted = self.wire_bytes

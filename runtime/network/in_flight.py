@@ -23,6 +23,7 @@ from gradlab.collectives import (
     fusion_key,
     sum_in_rank_order,
 )
+from gradlab.collectives.requests import are_padded
 from gradlab.errors import BadMessage, GradlabError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class _FusedGather(Fused):
 
 
 class _VaryingGather(Fused):
-    """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, padded."""
+    """Several Gathers of varying lengths: an all-gather of the lengths, then one of the bytes, see `are_padded`."""
 
     def __init__(self, communicator: Communicator, requests: Sequence[Gather]) -> None:
         self._communicator, self._requests = communicator, requests
@@ -149,10 +150,13 @@ class _VaryingGather(Fused):
         communicator.wait(self._work)
         lengths, refused = _checked_lengths(self._requests, self._tensors, self._lengths.tolist())
         sizes = [tensor.element_size() for tensor in self._tensors]
-        longest = max(sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths)
+        incoming = [sum(n * size for n, size in zip(row, sizes, strict=True)) for row in lengths]
         packed = _pack(self._tensors, communicator)
-        padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
-        rows = communicator.gather_bytes(padded)
+        rows: Sequence[torch.Tensor]
+        if are_padded(incoming):
+            rows = communicator.gather_bytes(torch.nn.functional.pad(packed, (0, max(incoming) - packed.numel())))
+        else:
+            rows = communicator.gather_parts(packed, incoming)
         by_rank = [
             _unpack(row, [tensor.new_empty(n) for tensor, n in zip(self._tensors, counts, strict=True)], communicator)
             for row, counts in zip(rows, lengths, strict=True)

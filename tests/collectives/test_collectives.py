@@ -144,6 +144,8 @@ def test_a_varying_gather_is_padded_to_the_longest_and_tells_sizes() -> None:
     results = run_lockstep([asking(Gather(t, varying=True)) for t in (short, long, short)])
     assert [result.wire_bytes for result in results] == [2 * (40 + 4)] * 3
     assert [result.payload_bytes for result in results] == [12, 40, 12]
+    results = run_lockstep([asking(Gather(t, varying=True)) for t in (short[:1], long, short[:1])])
+    assert [result.wire_bytes for result in results] == [2 * (4 + 4), 2 * (40 + 4), 2 * (4 + 4)]  # half of it or less
 
 
 @law(

@@ -228,6 +228,8 @@ def _asks_everything(rank: int, world_size: int) -> Coroutine[list[torch.Tensor]
         Gather(torch.full((rank + 1,), 0.5, dtype=torch.bfloat16), varying=True),
     )
     answers += [*ragged, *none, *halves]
+    for count in (5, LEAST_BYTES):  # of one rank alone: between three it is not padded
+        answers += yield Gather(torch.full((count * (rank == root),), 7, dtype=torch.uint8), varying=True)
     lengths = tuple(2 * to for to in range(world_size))
     known, pairs = yield (
         Gather(torch.full((lengths[rank],), float(rank), dtype=torch.float64), lengths=lengths),

@@ -189,7 +189,7 @@ def test_requests_of_a_kind_travel_as_one() -> None:
     joined = transfers(requests, rank=0, world_size=3)
     assert joined[:3] == [all_reduce(48, 3), all_gather(24, 3), all_reduce(12, 3)]
     assert joined[3:5] == [broadcast(12, 0, 1, 3), all_to_all([12, 12, 12], 0)]
-    assert joined[5].wire_bytes == wire_bytes(requests[-1], 0, 3, longest=12)
+    assert joined[5].wire_bytes == wire_bytes(requests[-1], 0, 3, [12, 12, 12])
     assert transfers([Mean(torch.empty(0))], 0, 3) == []
 
 
