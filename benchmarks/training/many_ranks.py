@@ -4,11 +4,12 @@
         [--ranks 8 16] [--seeds 0 1] [--forms gather shards]
     python benchmarks many_ranks --rows ROWS.jsonl --table
 
-image: CIFAR-10 halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum), 128 images a step. text: a file
-by characters and a transformer (104,320 parameters, AdamW), 32 rows a step. The ranks share the batch, run in lockstep,
-and keep feedback. "gather": every rank decodes every message. "shards": `two_way` as plans have it from 5 ranks on.
-"same": its answers have messages' settings. A row has the mean loss of the last 50 steps, and the loss of 2,000 test
-samples, in nats; bytes are of the mean rank and step.
+image: CIFAR-10 halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum), 128 images a step that the ranks
+share. text: a file by characters and a transformer (104,320 parameters, AdamW), 32 rows a step. each_image, each_text:
+as many ranks have one image or row each. They run in lockstep, and keep feedback. "gather": every rank decodes every
+message; PowerSGD's and plain averages are of this form. "shards": `two_way` as plans have it from 5 ranks on. "same":
+its answers have messages' settings. A row has the mean loss of the last 50 steps, and the loss of 2,000 test samples,
+in nats; bytes are of the mean rank and step. The tables: of shards over the gather, and of all over plain averages.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "ecsq_1": ("ecsq", {"bits": 1.0}),
     "qsgd_4": ("qsgd", {"bits": 4, "aggregation": "gather"}),
     "signs": ("sign", {}),
+    "powersgd_4": ("powersgd", {"rank": 4}),
+    "plain": ("identity", {}),
 }
 
 
 def task_of(name: str, ranks: int) -> emulated.Task:
-    """Return a task whose ranks share one batch, whatever their number."""
-    if name == "image":
-        recipe = replace(get("cifar10").recipe, batch_size=128 // ranks, steps=STEPS, warmup_steps=WARMUP)
+    """Return a task whose ranks share one batch, whatever their number, or have one sample each."""
+    batch = {"image": 128 // ranks, "text": 32 // ranks}.get(name, 1)
+    if name.endswith("image"):
+        recipe = replace(get("cifar10").recipe, batch_size=batch, steps=STEPS, warmup_steps=WARMUP)
         return resnet8(replace(recipe, schedule="cosine"), ranks)
     text = TextChars(context=48, width=64, layers=2)
-    recipe = replace(text.recipe, learning_rate=2e-3, batch_size=32 // ranks, steps=STEPS, warmup_steps=WARMUP)
+    recipe = replace(text.recipe, learning_rate=2e-3, batch_size=batch, steps=STEPS, warmup_steps=WARMUP)
     return emulated.Task(text, recipe, ranks)
 
 
@@ -80,15 +84,38 @@ def table(rows: Sequence[Row]) -> str:
     return markdown(heads, [(*case, *line) for case, of_case in sorted(cases.items()) for line in cells(of_case)])
 
 
+def over_plain(rows: Sequence[Row]) -> str:
+    """Training losses over those of plain averages between as many ranks, in per cent, mean over seeds."""
+    plain = {(row["task"], row["ranks"], row["seed"]): row["loss"] for row in rows if row["plan"] == "plain"}
+    more = [
+        row | {"more": 100 * (row["loss"] / plain[key] - 1)}
+        for row in rows
+        if row["plan"] != "plain" and (key := (row["task"], row["ranks"], row["seed"])) in plain
+    ]
+    ranks = sorted({row["ranks"] for row in more})
+    cases = grouped(more, lambda row: (row["task"], row["plan"], row["form"]))
+    lines = [
+        (*case, *(f"{mean(found, 'more'):+.1f}" if (found := of_ranks.get(n)) else "" for n in ranks))
+        for case, of_case in sorted(cases.items())
+        for of_ranks in [grouped(of_case, lambda row: row["ranks"])]
+    ]
+    return markdown(("task", "plan", "form", *map(str, ranks)), lines)
+
+
 def main() -> None:
     """Train the runs that the rows lack, or show the table."""
     wanted = options(
         __doc__,
-        **{"data": Path, "rows": Path, "task": {"image": 0, "text": 0}, "table": False},
+        **{
+            "data": Path,
+            "rows": Path,
+            "task": {"image": 0, "text": 0, "each_image": 0, "each_text": 0},
+            "table": False,
+        },
         **{"plans": list(PLANS), "ranks": (8, 16, 4, 32), "seeds": (0, 1), "forms": ["gather", "shards"]},
     )
     if wanted.table:
-        print(table(read(wanted.rows)))
+        print(table(read(wanted.rows)), over_plain(read(wanted.rows)), sep="\n\n")
         return
     torch.set_num_threads(1)
     names = ("seed", "ranks", "plan", "form")

@@ -482,7 +482,7 @@ def wire_bytes(request: Request, rank: int, world_size: int, sizes: Sequence[int
 def are_padded(sizes: Sequence[int]) -> bool:
     """Return whether vectors of these bytes, one per rank, are gathered as if all were as long as the longest.
 
-    Where that would be more than twice as many bytes, as few ranks have any, each is sent as it is.
+    Each is sent as it is instead if that would be more than twice as many bytes, because few ranks have any.
 
     >>> from gradlab.collectives.requests import are_padded
     >>> are_padded([90, 100, 80]), are_padded([0, 0, 100])

@@ -312,8 +312,8 @@ class Communicator:
         return list(out)
 
     def gather_parts(self, message: torch.Tensor, incoming: Sequence[int]) -> Sequence[torch.Tensor]:
-        """Gather a message from every rank, in rank order; incoming: elements from each, which all ranks know. What is
-        longer than was announced is cut off."""
+        """Gather a message from every rank, in rank order; incoming: elements from each, which all ranks know. Those
+        beyond what this rank announced are cut off."""
         own, ranks = message[: incoming[self.rank]], self.world_size
         out, work = self.all_to_all(own.repeat(ranks), [own.numel()] * ranks, incoming, max(incoming))
         self.wait(work)
