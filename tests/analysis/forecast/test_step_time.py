@@ -182,6 +182,19 @@ def test_parts_of_any_sizes_against_a_list_of_all_messages(sizes: list[int]) -> 
         assert {describe(sizes, rank).path_bytes for rank in ranks} == {max(*sent, *received)}
 
 
+@law(st.integers(2, 4096), st.sampled_from((1e-6, 5e-5, 1e-3)))
+def test_messages_of_an_all_to_all_leave_one_after_another(ranks: int, latency: float) -> None:
+    """All but the first cost their sender 50 us each, or a latency if that is less, so that an all-to-all of nothing
+    but latency takes no longer than the ring that it replaces."""
+    link, empty = Link(1e12, latency, header_share=0.0), all_to_all([0] * ranks, rank=0)
+    assert link.busy_seconds(empty) == 0
+    transfer = all_to_all([1] * ranks, rank=0)
+    assert transfer.queued == gather_of_lengths([1] * ranks, 0).queued == ranks - 2
+    seconds = link.busy_seconds(transfer) - transfer.path_bytes * link.seconds_per_byte
+    assert seconds == pytest.approx((ranks - 2) * min(latency, 50e-6), abs=1e-12)
+    assert seconds + link.delay_seconds(transfer) <= link.delay_seconds(all_gather(1, ranks)) + 1e-12
+
+
 def test_requests_of_a_kind_travel_as_one() -> None:
     half = torch.empty(6, dtype=torch.float16)
     requests: list[Request] = [Mean(torch.empty(5)), Gather(half), Mean(torch.empty(7)), Mean(half), Gather(half)]
