@@ -25,6 +25,7 @@ COMMANDS = {  # module and short help, in the order of the list
     "train": ("train", "Train a workload: plain, recorded or compressed"),
     "analyze": ("analyze", "Write a report on a recording: will it pay?"),
     "compare": ("compare", "Set two reports side by side"),
+    "doctor": ("doctor", "Measure what connects your ranks, without a model"),
     "recommend": ("recommend", "Choose one plan for your network, or none"),
     "pilot": ("pilot", "Try plans on your own training command"),
     "evaluate": ("evaluate", "Replay methods on recorded gradients"),

@@ -70,11 +70,12 @@ def workers_of(text: str | None) -> int:
 
 
 def links_of(rates: str, latency: str) -> list[Link]:
-    """Read link speeds with commas between them."""
+    """Read link speeds with commas between them; a name that ends with .json is a file of `gradlab doctor`."""
+    from gradlab.analysis.forecast.diagnosis import read_link
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
 
-    delay = parse_seconds(latency)
-    return [Link(parse_bandwidth(rate), delay) for rate in rates.split(",")]
+    delay, words = parse_seconds(latency), rates.split(",")
+    return [read_link(word) if word.endswith(".json") else Link(parse_bandwidth(word), delay) for word in words]
 
 
 def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], Node | None]:

@@ -1,0 +1,181 @@
+"""Turn what `gradlab doctor` measured into links, and into what a model of so many parameters would wait for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from gradlab.analysis.forecast.calibration import ALL_GATHER, ALL_REDUCE, Observation
+from gradlab.analysis.forecast.link import Link, spell_rate
+from gradlab.analysis.forecast.local_steps import forecast_local_steps
+from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
+from gradlab.analysis.forecast.plans import forecast
+from gradlab.analysis.forecast.simulator import Node
+from gradlab.errors import GradlabError
+from gradlab.formatting import format_counted, format_percent, format_seconds
+from gradlab.jsonable import read_json
+from gradlab.layout import Layer
+from gradlab.plan import Plan
+
+#: Plans that a model's step is forecast with, beside plain DDP and 16 bits: codec and settings.
+PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "int8": ("block_scaled", {}),
+    "int4": ("block_scaled", {"dtype": "int4"}),
+    "top-k 1 %": ("topk", {"density": 0.01}),
+    "PowerSGD 4": ("powersgd", {"rank": 4}),
+}
+LOCAL_STEPS = 30
+PLAIN, HALF, LOCAL = "plain DDP", "16 bits", f"int4 every {LOCAL_STEPS} steps"
+_BLOCKS = 12  # of the transformer that stands for a model of so many parameters
+_SLOW = 1.25  # times the median of the ranks' work, or of latencies, beyond which a rank or a pair is named
+_FORM = "what gradlab doctor --out writes"
+_COSTS = ("bits_per_second", "latency_seconds", "collective_seconds", "gather_factor")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A step of a model under several plans, in seconds by name; computing: the part that is no exchange."""
+
+    parameters: int
+    computing: float
+    seconds: Mapping[str, float]
+
+
+def link_of(measured: Mapping[str, Any]) -> Link:
+    """Take a link from collectives whose speed nobody knows: a byte takes as long as it took between the smallest and
+    the largest size.
+
+    measured: a `gradlab.runtime.doctor.Measured`, as JSON.
+    """
+    latency = median(float(one["latency_seconds"]) for one in measured["messages"])
+    reduced, gathered = (_slope(measured, kind) for kind in (ALL_REDUCE, ALL_GATHER))
+    smallest = _observations(measured, ALL_REDUCE)[0]
+    fixed = max(0.0, smallest.seconds - smallest.transfer.rounds * latency - smallest.transfer.path_bytes * reduced)
+    link = Link(math.inf, latency, collective_seconds=fixed, gather_factor=max(1.0, gathered / reduced))
+    return replace(link, bits_per_second=8 * (1 + link.header_share) / reduced)
+
+
+def _observations(measured: Mapping[str, Any], kind: str) -> list[Observation]:
+    """Return the collectives of a kind, by size."""
+    seen = [
+        Observation(int(measured["ranks"]), int(one["nbytes"]), math.inf, float(one["seconds"]), kind)
+        for one in measured["timed"]
+        if one["collective"] == kind
+    ]
+    return sorted(seen, key=lambda one: one.nbytes)
+
+
+def _slope(measured: Mapping[str, Any], kind: str) -> float:
+    """Return the seconds per byte on the busiest link of a kind of collective."""
+    seen = _observations(measured, kind)
+    seconds, path = seen[-1].seconds - seen[0].seconds, seen[-1].transfer.path_bytes - seen[0].transfer.path_bytes
+    if not (seconds > 0 and path > 0):
+        raise GradlabError(f"the measured {kind}s take no longer for more bytes: measure for longer (--seconds)")
+    return seconds / path
+
+
+def link_to_json(link: Link) -> dict[str, float]:
+    """Write what was fitted, in bits per second and seconds."""
+    return {name: getattr(link, name) for name in _COSTS}
+
+
+def read_link(path: str | os.PathLike[str]) -> Link:
+    """Read the link between nodes, or inside the one that there was, from what `gradlab doctor --out` wrote."""
+    written = read_json(path, _FORM)
+    costs = written.get("link") if isinstance(written, dict) else None
+    if not isinstance(costs, dict) or not all(isinstance(costs.get(name), (int, float)) for name in _COSTS):
+        raise GradlabError(f"{path}: holds no link with {', '.join(_COSTS)}: expected {_FORM}")
+    try:
+        return Link(**{name: float(costs[name]) for name in _COSTS})
+    except (GradlabError, OverflowError) as error:
+        raise GradlabError(f"{path}: {error}") from None
+
+
+def waiting(
+    parameters: int, computing: float | None, link: Link, nodes: int, node: Node | None, names: Sequence[str] = ()
+) -> Waiting:
+    """Forecast a step of a transformer of so many parameters. computing: seconds, None: the exchange alone."""
+    width = max(16, round((parameters / (12 * _BLOCKS)) ** 0.5 / 16) * 16)
+    shapes = {"qkv": (3 * width, width), "proj": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+    layers = [Layer(f"{n}.{name}", shape, "linear") for n in range(_BLOCKS) for name, shape in shapes.items()]
+    profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
+    network, found = Network([link], [nodes], profile, node=node), dict[str, float]()
+    for name in names or PLANS:
+        codec, settings = PLANS[name]
+        plan = Plan.uniform(layers, codec, **settings)
+        made = forecast(plan, network)
+        [(_, pair)] = made.comparisons
+        found |= {PLAIN: pair.dense.seconds, HALF: pair.half.seconds, name: pair.compressed.seconds}
+        if name == "int4" and computing is not None:
+            [local] = forecast_local_steps(plan, network, made)
+            found[LOCAL] = local.seconds(LOCAL_STEPS)
+    return Waiting(parameters, profile.compute_seconds, found)
+
+
+def slow_ranks(work_seconds: Sequence[float]) -> dict[int, float]:
+    """Return the ranks that take much longer than the median for the same work, with how many times as long."""
+    usual = median(work_seconds)
+    return {rank: took / usual for rank, took in enumerate(work_seconds) if took > _SLOW * usual}
+
+
+def slow_messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the pairs of ranks whose messages are much slower than the median's."""
+    usual = median(float(one["bits_per_second"]) for one in messages)
+    return [
+        f"ranks {one['ranks'][0]} and {one['ranks'][1]}: {spell_rate(_round(float(one['bits_per_second'])))}, where "
+        f"{spell_rate(_round(usual))} is usual"
+        for one in messages
+        if float(one["bits_per_second"]) * _SLOW < usual
+    ]
+
+
+def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequence[Waiting]) -> list[str]:
+    """Say what was found: the links, what models wait, and who is slow.
+
+    checkup: a `gradlab.runtime.doctor.Checkup`, as JSON.
+    links: those "between" nodes and "inside" them.
+    """
+    ranks, nodes = len(checkup["nodes"]), len(set(checkup["nodes"]))
+    said = [f"{format_counted(ranks, 'rank')} on {format_counted(nodes, 'node')}."]
+    for where, link in links.items():
+        rate, late = spell_rate(_round(link.bits_per_second)), format_seconds(link.latency_seconds, 2)
+        nominal = checkup["interface_bits_per_second"] if where == "between" else 0
+        of = f" of the {spell_rate(nominal)} of {checkup['interface']}" if nominal else ""
+        said.append(f"{'Between nodes' if where == 'between' else 'Inside a node'}: {rate}{of}, {late} one way.")
+    said += [_step_text(one) for one in steps]
+    for rank, times in slow_ranks(checkup["work_seconds"]).items():
+        host = checkup["hosts"][rank]
+        said.append(f"Rank {rank} ({host}) takes {times:.2g} times as long as the others for the same work.")
+    said += [f"Slow messages between {line}." for where in links for line in slow_messages(checkup[where]["messages"])]
+    return said
+
+
+def _step_text(step: Waiting) -> str:
+    """Say how long a step takes plainly, in 16 bits, by the fastest plan that sends gradients, and by local steps."""
+    plain, model = step.seconds[PLAIN], f"A model of {_spelled(step.parameters)} parameters"
+    if step.computing == NOT_MEASURED.compute_seconds:
+        text = f"{model} exchanges for {format_seconds(plain, 2)} a step"
+    else:
+        waits = format_percent(1 - step.computing / plain, 0)
+        computes = format_seconds(step.computing, 2)
+        text = f"{model} that computes {computes} takes {format_seconds(plain, 2)} a step, {waits} of it waiting"
+    best = min((name for name in PLANS if name in step.seconds), key=lambda name: step.seconds[name])
+    others = [name for name in (HALF, best, LOCAL) if step.seconds.get(name, plain) < plain]
+    return "; ".join([text, *(f"{name} {format_seconds(step.seconds[name], 2)}" for name in others)]) + "."
+
+
+def _spelled(count: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return str(count)
+
+
+def _round(rate: float) -> float:
+    """Round a rate to two digits, which is what was measured of it."""
+    digits = 10 ** (math.floor(math.log10(rate)) - 1)
+    return round(rate / digits) * digits

@@ -1,0 +1,191 @@
+"""`gradlab doctor`: links from measured times, what models wait, and the command on real ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from gradlab.analysis.forecast.diagnosis import (
+    HALF,
+    PLAIN,
+    link_of,
+    link_to_json,
+    read_link,
+    sentences,
+    slow_messages,
+    slow_ranks,
+    waiting,
+)
+from gradlab.analysis.forecast.link import Link, all_gather, all_reduce
+from gradlab.cli.doctor import _count_of, _take_names_of_launchers
+from gradlab.cli.options import links_of
+from gradlab.errors import GradlabError
+from gradlab.runtime.doctor import _interface, _local_size
+from support.command_line import Command
+from support.laws import law
+from support.process_pool import ProcessPool
+
+
+def times_on(link: Link, ranks: int) -> dict[str, Any]:
+    """Times of a link as they would be measured without noise."""
+    timed = []
+    for kind, describe in (("all-reduce", all_reduce), ("all-gather", all_gather)):
+        for nbytes in (4096, 2**18, 2**24):
+            transfer = describe(nbytes, ranks)
+            seconds = link.busy_seconds(transfer) + link.delay_seconds(transfer)
+            timed.append({"collective": kind, "nbytes": nbytes, "seconds": seconds})
+    message = {"ranks": [0, 1], "latency_seconds": link.latency_seconds, "bits_per_second": link.bits_per_second}
+    return {"ranks": ranks, "timed": timed, "messages": [message]}
+
+
+@law(st.integers(2, 64), st.floats(1e6, 1e12), st.floats(0, 1e-2), st.floats(0, 1e-2), st.floats(1, 3))
+def test_a_link_is_found_again_from_the_times_that_it_makes(
+    ranks: int, rate: float, latency: float, fixed: float, gathers: float
+) -> None:
+    link = Link(rate, latency, collective_seconds=fixed, gather_factor=gathers)
+    found = link_of(times_on(link, ranks))
+    assert found.bits_per_second == pytest.approx(rate, rel=1e-4)
+    assert found.latency_seconds == latency
+    assert found.gather_factor == pytest.approx(gathers, rel=1e-4)
+    assert found.collective_seconds == pytest.approx(fixed, rel=1e-6, abs=1e-9 + 1e-6 * latency * ranks)
+
+
+def test_times_that_do_not_grow_with_bytes_are_refused() -> None:
+    measured = times_on(Link(1e9), 2)
+    for one in measured["timed"]:
+        one["seconds"] = 1e-3
+    with pytest.raises(GradlabError, match=r"take no longer for more bytes: measure for longer \(--seconds\)"):
+        link_of(measured)
+
+
+def test_a_measured_link_is_taken_in_place_of_a_speed(tmp_path: Path) -> None:
+    link = Link(2e8, 1e-3, collective_seconds=1e-4, gather_factor=1.5)
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps({"link": link_to_json(link)}))
+    assert read_link(path) == link
+    assert links_of(f"1gbit,{path}", "1ms") == [Link(1e9, 1e-3), link]
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["[]", "{}", '{"link": 3}', '{"link": {"bits_per_second": 1e9}}', '{"link": {"bits_per_second": "fast"}}'],
+)
+def test_other_files_are_no_links(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(written)
+    with pytest.raises(GradlabError, match="holds no link with bits_per_second"):
+        read_link(path)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e400, math.nan])
+def test_impossible_speeds_are_refused(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    costs = link_to_json(Link(1e9)) | {"bits_per_second": value, "latency_seconds": value}
+    path.write_text(json.dumps({"link": costs}))
+    with pytest.raises(GradlabError, match=r"link\.json: "):
+        read_link(path)
+
+
+def test_slow_ranks_and_pairs_are_named() -> None:
+    assert slow_ranks([1.0, 1.1, 2.0, 0.9]) == {2: pytest.approx(2.0 / 1.05)}
+    usual = [{"ranks": [n, n + 1], "bits_per_second": 1e9, "latency_seconds": 1e-4} for n in range(3)]
+    slow = {"ranks": [3, 0], "bits_per_second": 1e8, "latency_seconds": 1e-4}
+    assert slow_messages([*usual, slow]) == ["ranks 3 and 0: 100 Mbit/s, where 1 Gbit/s is usual"]
+
+
+def test_a_step_that_waits_is_told_in_one_line() -> None:
+    step = waiting(1_000_000, 0.1, Link(1e8, 1e-4), 4, None, ["int4"])
+    assert step.seconds["int4"] < step.seconds[HALF] < step.seconds[PLAIN]
+    times = times_on(Link(1e8, 1e-4), 4)
+    checkup = {"nodes": [0, 1, 2, 3], "hosts": ["a"] * 4, "work_seconds": [1.0] * 4, "between": times, "inside": None}
+    checkup |= {"interface": "eth0", "interface_bits_per_second": 1e9}
+    first, link, text = sentences(checkup, {"between": link_of(times)}, [step])
+    assert (first, link) == (
+        "4 ranks on 4 nodes.",
+        "Between nodes: 100 Mbit/s of the 1 Gbit/s of eth0, 100 µs one way.",
+    )
+    assert text.startswith("A model of 1M parameters that computes 100 ms takes 5")
+    assert "% of it waiting; 16 bits 2" in text
+    assert "; int4 every 30 steps 10" in text
+
+
+def test_the_interface_is_the_named_one_or_the_default_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    assert _interface(tmp_path) == ("", 0.0)
+    (tmp_path / "proc/net").mkdir(parents=True)
+    (tmp_path / "proc/net/route").write_text("Iface Destination\nib0 0000000A\neth7 00000000\n")
+    for name, speed in (("eth7", "25000"), ("ib0", "-1")):
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "speed").write_text(f"{speed}\n")
+    assert _interface(tmp_path) == ("eth7", 25e9)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert _interface(tmp_path) == ("", 0.0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "../../secret")
+    assert _interface(tmp_path) == ("", 0.0)
+
+
+def test_names_of_other_launchers_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with pytest.raises(GradlabError, match=r"RANK, WORLD_SIZE, MASTER_ADDR is not set: start it by torchrun"):
+        _take_names_of_launchers()
+    for name, value in {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    _take_names_of_launchers()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("3", "8", "1")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    assert (_local_size(8), _local_size(7)) == (2, 1)
+    assert [_count_of(text) for text in ("124M", "1.3b", "4096")] == [124_000_000, 1_300_000_000, 4096]
+    for text in ("", "12", "1e9", "2T", "-3M"):
+        with pytest.raises(GradlabError, match="expected numbers from 1k to 1000B"):
+            _count_of(text)
+
+
+def test_it_is_started_by_a_launcher(gradlab: Command) -> None:
+    code, out, err = gradlab("doctor")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "gradlab doctor measures between ranks" in err
+
+
+def test_nodes_of_two_ranks_are_measured_inside_and_between(pool: ProcessPool) -> None:
+    results = pool.run("jobs.doctor_tasks:checkup", 4, local=2)
+    assert all(one == results[0] for one in results)
+    found = results[0]
+    assert found["nodes"] == [0, 0, 1, 1]
+    assert [one["ranks"] for one in found["inside"]["messages"]] == [[0, 1], [2, 3]]
+    assert [one["ranks"] for one in found["between"]["messages"]] == [[0, 2]]
+    assert found["inside"]["ranks"] == found["between"]["ranks"] == 2
+    assert min(one["seconds"] for one in found["between"]["timed"]) > 0
+    assert len(found["work_seconds"]) == len(found["copy_bytes_per_second"]) == 4
+
+
+def test_an_odd_ring_is_measured_all_round(pool: ProcessPool) -> None:
+    [found, *_] = pool.run("jobs.doctor_tasks:checkup", 3, local=1)
+    assert [one["ranks"] for one in found["between"]["messages"]] == [[0, 1], [1, 2], [2, 0]]
+    assert found["inside"] is None
+
+
+def test_two_ranks_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "link.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradlab"]
+    asked = ["doctor", "--seconds", "1s", "--parameters", "100k", "--out", str(out)]
+    done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "2 ranks on 1 node."
+    written = json.loads(out.read_text())
+    kinds = {one["collective"] for one in written["checkup"]["inside"]["timed"]}
+    assert kinds == {"all-reduce", "all-gather", "reduce-scatter"}
+    assert [one["ranks"] for one in written["checkup"]["inside"]["messages"]] == [[0, 1]]
+    assert len(written["checkup"]["work_seconds"]) == 2
+    assert read_link(out).bits_per_second > 1e6
+    assert written["observations"][0]["nodes"] == 2
