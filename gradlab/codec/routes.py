@@ -119,14 +119,14 @@ def exchanged_at(
     return Exchanged(average, Deferred(grads, lambda: spread(own, context.memory.like(vector)), error))
 
 
-def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "", least: int = 1) -> Shards:
+def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "", most: int | None = None) -> Shards:
     """Return each rank's shard (start, stop) of a vector (numel,): whole blocks, or none where blocks are few.
 
     The ranks that serve then follow from the group's name, so that groups have different ones.
 
-    least: elements that a shard is worth; fewer ranks serve where there are fewer.
+    most: number of shards at most; None: that of ranks.
     """
-    parts = max(1, min(world_size, numel // least))
+    parts = world_size if most is None else min(world_size, most)
 
     def made() -> tuple[Shard, ...]:
         bounds = codec.blocks.bounds(numel, parts) if codec.blocks.count(numel) > 1 else [0, numel]

@@ -187,10 +187,12 @@ class TwoWay(Wrapper):
         """Return the shards of a vector (numel,), of which this is the compressor."""
         if self.settings.server == "rank":
             return shards_on(codec, _SERVER, numel, world_size)
-        least = self._least
-        if numel // world_size < least:
+        most = max(1, numel // self._least)
+        if most < world_size:
+            if self.answering.traits.varying:  # answers of more than half of the ranks would be padded to all of them
+                most = max(1, min(most, world_size // 2))
             grid = max(codec, self.answering, key=lambda one: one.blocks.size)
-            cut = shards_of(grid, numel, world_size, group, least)
+            cut = shards_of(grid, numel, world_size, group, most)
             return codec.cached(("cut for answers", cut), lambda: Shards(codec, cut))
         return shards_of(codec, numel, world_size, group)
 
