@@ -53,6 +53,8 @@ def link_of(measured: Mapping[str, Any]) -> Link:
     """
     latency = median(float(one["latency_seconds"]) for one in measured["messages"])
     reduced, gathered = (_slope(measured, kind) for kind in (ALL_REDUCE, ALL_GATHER))
+    if not reduced > 0:
+        raise GradlabError("the measured all-reduces take no longer for more bytes: measure for longer (--seconds)")
     smallest = _observations(measured, ALL_REDUCE)[0]
     fixed = max(0.0, smallest.seconds - smallest.transfer.rounds * latency - smallest.transfer.path_bytes * reduced)
     link = Link(math.inf, latency, collective_seconds=fixed, gather_factor=max(1.0, gathered / reduced))
@@ -72,10 +74,8 @@ def _observations(measured: Mapping[str, Any], kind: str) -> list[Observation]:
 def _slope(measured: Mapping[str, Any], kind: str) -> float:
     """Return the seconds per byte on the busiest link of a kind of collective."""
     seen = _observations(measured, kind)
-    seconds, path = seen[-1].seconds - seen[0].seconds, seen[-1].transfer.path_bytes - seen[0].transfer.path_bytes
-    if not (seconds > 0 and path > 0):
-        raise GradlabError(f"the measured {kind}s take no longer for more bytes: measure for longer (--seconds)")
-    return seconds / path
+    more = seen[-1].transfer.path_bytes - seen[0].transfer.path_bytes
+    return (seen[-1].seconds - seen[0].seconds) / more if more else 0.0
 
 
 def link_to_json(link: Link) -> dict[str, float]:

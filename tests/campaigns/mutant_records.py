@@ -1529,7 +1529,7 @@ MUTANTS += (
             "--workers is ignored.",
         ),
         ("int(text) < 1", "int(text) < 0", "", "--workers 0 is taken."),
-        ('for rate in rates.split(",")', 'for rate in rates.split(";")', "", "Only one link speed is read."),
+        ('latency), rates.split(",")', 'latency), rates.split(";")', "", "Only one link speed is read."),
         ("if fsdp and ranks == 1", "if fsdp and ranks > 1", "", "--fsdp without ranks is taken."),
         (
             "SHARDS if fsdp else BETWEEN",
