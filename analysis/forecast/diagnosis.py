@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, median_high, median_low
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import ALL_GATHER, ALL_REDUCE, Observation
@@ -118,13 +118,13 @@ def waiting(
 
 def slow_ranks(work_seconds: Sequence[float]) -> dict[int, float]:
     """Return the ranks that take much longer than the median for the same work, with how many times as long."""
-    usual = median(work_seconds)
+    usual = median_low(work_seconds)  # of two ranks, the faster one's
     return {rank: took / usual for rank, took in enumerate(work_seconds) if took > _SLOW * usual}
 
 
 def slow_messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name the pairs of ranks whose messages are much slower than the median's."""
-    usual = median(float(one["bits_per_second"]) for one in messages)
+    usual = median_high(float(one["bits_per_second"]) for one in messages)
     return [
         f"ranks {one['ranks'][0]} and {one['ranks'][1]}: {spell_rate(_round(float(one['bits_per_second'])))}, where "
         f"{spell_rate(_round(usual))} is usual"
