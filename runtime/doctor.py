@@ -108,10 +108,11 @@ def measure(device: torch.device, seconds: float = 20.0, group: dist.ProcessGrou
     ranks = Ranks(group, device)
     if ranks.size < 2:
         raise GradlabError("gradlab doctor measures between ranks, and there is one: start one on each node or more")
-    local = _local_size(ranks.size)
+    local = _local_size()
     everyone = ranks.gather([socket.gethostname(), local])
-    if any(size != local for _, size in everyone):
-        raise GradlabError(f"nodes of {sorted({size for _, size in everyone})} ranks, expected as many on each")
+    sizes = sorted({size for _, size in everyone})
+    if len(sizes) > 1 or ranks.size % local:
+        raise GradlabError(f"{ranks.size} ranks on nodes of {sizes} ranks, expected as many on each node")
     first = ranks.rank // local * local
     node, firsts = list(range(first, first + local)), list(range(0, ranks.size, local))
     share = seconds * (0.5 if 1 < local < ranks.size else 1.0)
@@ -130,11 +131,11 @@ def measure(device: torch.device, seconds: float = 20.0, group: dist.ProcessGrou
     )
 
 
-def _local_size(world_size: int) -> int:
+def _local_size() -> int:
     """Return how many ranks this node has, as torchrun, Slurm or Open MPI tell."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         text = os.environ.get(name, "")
-        if text.isdecimal() and int(text) > 0 and world_size % int(text) == 0:
+        if text.isdecimal() and int(text) > 0:
             return int(text)
     return 1
 

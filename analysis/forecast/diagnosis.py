@@ -30,7 +30,7 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 LOCAL_STEPS = 30
 PLAIN, HALF, LOCAL = "plain DDP", "16 bits", f"int4 every {LOCAL_STEPS} steps"
-_BLOCKS = 12  # of the transformer that stands for a model of so many parameters
+_BLOCKS, _WIDEST = 12, 4096  # of the transformer that stands for a model of so many parameters; larger ones are deeper
 _SLOW = 1.25  # times the median of the ranks' work, or of latencies, beyond which a rank or a pair is named
 _FORM = "what gradlab doctor --out writes"
 _COSTS = ("bits_per_second", "latency_seconds", "collective_seconds", "gather_factor")
@@ -99,9 +99,10 @@ def waiting(
     parameters: int, computing: float | None, link: Link, nodes: int, node: Node | None, names: Sequence[str] = ()
 ) -> Waiting:
     """Forecast a step of a transformer of so many parameters. computing: seconds, None: the exchange alone."""
-    width = max(16, round((parameters / (12 * _BLOCKS)) ** 0.5 / 16) * 16)
+    width = min(_WIDEST, max(16, round((parameters / (12 * _BLOCKS)) ** 0.5 / 16) * 16))
+    blocks = max(_BLOCKS, round(parameters / (12 * width**2))) if width == _WIDEST else _BLOCKS
     shapes = {"qkv": (3 * width, width), "proj": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
-    layers = [Layer(f"{n}.{name}", shape, "linear") for n in range(_BLOCKS) for name, shape in shapes.items()]
+    layers = [Layer(f"{n}.{name}", shape, "linear") for n in range(blocks) for name, shape in shapes.items()]
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
     network, found = Network([link], [nodes], profile, node=node), dict[str, float]()
     for name in names or PLANS:
