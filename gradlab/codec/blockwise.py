@@ -24,7 +24,7 @@ from gradlab.layout import Layer
 
 CACHED = PIECE  # elements worked on at a time
 _ROWS_CACHED = 2**18
-_WORTH_A_ROW = 32  # elements of a block from which the largest of a row is found faster than that of a run
+_WORTH_A_ROW = 16  # elements of a block from which the largest of a row is found faster than that of a run
 _MANY = 6  # ranks whose small payloads are decoded as one
 _MOST_ON_DEVICE = 2**26  # elements that a GPU decodes at once, where calls cost more than memory: 256 MiB in float32
 Span = tuple[int, int]

@@ -257,6 +257,20 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A fixed scale cuts off at -7 in place of -8.",
     ),
     Mutant(
+        file="gradlab/codecs/block_scaled.py",
+        old="factor = 2 / self.largest if up else",
+        new="factor = 1 / self.largest if up else",
+        tests=("tests/codecs/test_quantizers.py",),
+        what="Under stochastic rounding a microscaling block's largest values are cut off.",
+    ),
+    Mutant(
+        file="gradlab/codecs/block_scaled.py",
+        old="masked_fill_(exponents == 0, 1 << 22)",
+        new="masked_fill_(exponents == 0, 0)",
+        tests=("tests/codecs/test_quantizers.py",),
+        what="The smallest scale of one byte, 2^-127, is read as zero.",
+    ),
+    Mutant(
         file="gradlab/codecs/one_bit.py",
         old="others = (rows.shape[1] - count).clamp(min=1)",
         new="others = count.clamp(min=1)",

@@ -1,7 +1,8 @@
-"""TernGrad, 1-bit SGD, natural compression, int8, int4 and fp8, each against a direct reading of its paper in numpy."""
+"""TernGrad, 1-bit SGD, natural compression, int8, int4, fp8 and MX, each against its paper in numpy."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from gradlab.codecs.terngrad import TernGrad
 from gradlab.coding.bits import unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import run_lockstep
+from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.two_way import TwoWay
@@ -296,6 +298,124 @@ def test_a_fixed_scale_cuts_off_at_the_ends() -> None:
     assert codes.numel() == 500
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert not returned(codec, torch.tensor([1.0, bad])).isfinite().all()
+
+
+# --- scales of one byte ---------------------------------------------------------------------------------------------
+
+MX = {
+    "mxfp8": FORMATS["float8_e4m3fn"],
+    "mxfp8_e5m2": FORMATS["float8_e5m2"],
+    "mxfp4": np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),  # by code, as all of them
+}
+of_mx = st.sampled_from(sorted(MX))
+
+
+def made(dtype: str, **settings: Any) -> BlockScaled:
+    return BlockScaled(BlockScaled.Settings(dtype, **settings))
+
+
+def nearest_values(values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """The nearest of a format's values to each place; of two as near, that with the even code; else the last one."""
+    gaps = np.abs(np.abs(places)[:, None] - values)
+    odd = np.arange(len(values)) % 2
+    return np.copysign(values[np.lexsort((np.broadcast_to(odd, gaps.shape), gaps), axis=1)[:, 0]], places)
+
+
+@law(of_mx, st.integers(1, 200), st.one_of(st.integers(-150, -110), st.integers(-109, 120)), seeds)
+@example("mxfp4", 33, -126, 0)
+@example("mxfp8", 200, -119, 0)
+def test_mx_is_the_specifications_conversion(dtype: str, numel: int, exponent: int, seed: int) -> None:
+    """OCP MX 1.0, section 6.3: 2^(floor(log2 max) - emax), values over it to the nearest or cut off. Bit for bit."""
+    vector = torch.randn(numel, generator=generator(seed)) * 2.0**exponent
+    vector[::3] = vector.abs().max() * torch.randint(-64, 65, vector[::3].shape, generator=generator(seed)) / 64
+    scales, packed = made(dtype).compress(vector, generator())
+    received, emax = returned(made(dtype), vector).double().numpy(), math.frexp(MX[dtype][-1])[1] - 1
+    assert (scales.dtype, len(scales)) == (torch.uint8, -(-numel // 32))
+    for block, code in enumerate(scales.tolist()):
+        values = vector[32 * block : 32 * block + 32].double().numpy()
+        largest = np.abs(values).max()
+        assert code == max(0, math.frexp(largest)[1] - 1 - emax + 127 if largest else 0)
+        expected = nearest_values(MX[dtype], values / 2.0 ** (code - 127)) * 2.0 ** (code - 127)
+        np.testing.assert_array_equal(received[32 * block : 32 * block + 32], expected)
+    if hasattr(torch, "float8_e8m0fnu") and dtype != "mxfp4":  # torch's own reading of both
+        element = torch.float8_e4m3fn if dtype == "mxfp8" else torch.float8_e5m2
+        factors = scales.view(torch.float8_e8m0fnu).double().repeat_interleave(32)[:numel]
+        np.testing.assert_array_equal(received, (packed.view(element).double() * factors).numpy())
+
+
+def test_e2m1_has_its_eight_magnitudes_and_their_codes() -> None:
+    """Sixteenths from -7 to 7, ties among them; two codes to a byte, the first in the low bits."""
+    places = torch.arange(-112, 113) / 16
+    blocks = torch.cat([torch.tensor([7.0] * len(places))[:, None], places[:, None].expand(-1, 31)], 1)
+    scales, packed = made("mxfp4").compress(blocks.reshape(-1), generator())
+    assert set(scales.tolist()) == {127}
+    codes = unpack(packed, 4).view(-1, 32)[:, 1].numpy()
+    values = np.concatenate([MX["mxfp4"], -MX["mxfp4"]])[codes]
+    np.testing.assert_array_equal(values, nearest_values(MX["mxfp4"], places.numpy()))
+    assert (codes[places == -1.5], codes[places == 0.5], codes[places == 6.0]) == (11, 1, 7)
+    assert packed[:16].tolist() == [0xF7, *[0xFF] * 15]
+
+
+@law(st.integers(1, 300), st.integers(-100, 100), seeds)
+def test_nvfp4_has_scales_in_e4m3_and_a_float32(numel: int, exponent: int, seed: int) -> None:
+    """NVIDIA, appendix C: t = max / (6 * 448), E4M3(max of 16 / 6 t), values over both to the nearest."""
+    vector = torch.randn(numel, generator=generator(seed)) ** 5 * 2.0**exponent
+    unit, scales, _ = made("nvfp4").compress(vector, generator())
+    received, largest = returned(made("nvfp4"), vector).double().numpy(), vector.abs().max().double()
+    assert float(unit) == pytest.approx(float(largest) / 2688, rel=1e-6)
+    for block, code in enumerate(scales.view(torch.float8_e4m3fn).double().tolist()):
+        values = vector[16 * block : 16 * block + 16].double().numpy()
+        wanted = np.abs(values).max() / 6 / float(unit)
+        assert np.abs(FORMATS["float8_e4m3fn"] - wanted).min() >= abs(code - wanted) - 1e-6 * wanted
+        s = float(np.float32(code) * np.float32(unit.item()))
+        sent = received[16 * block : 16 * block + 16]
+        gaps = np.abs(np.abs(values)[:, None] - s * MX["mxfp4"]).min(1)
+        assert (np.abs(values - sent) <= gaps + 1e-6 * np.abs(values)).all()
+
+
+@law(st.sampled_from([*sorted(MX), "nvfp4"]), st.integers(1, 300), st.integers(-100, 100), seeds)
+def test_at_random_scales_of_one_byte_cut_nothing_off(dtype: str, numel: int, exponent: int, seed: int) -> None:
+    """Each place becomes one of the two values beside it, also at the end of the format."""
+    vector = torch.randn(numel, generator=generator(seed)) ** 3 * 2.0**exponent
+    codec = made(dtype, stochastic=True)
+    *numbers, _ = codec.compress(vector, generator(seed))
+    values, size = MX.get(dtype, MX["mxfp4"]), codec.blocks.size
+    s = codec._factors(numbers).double().repeat_interleave(size)[:numel].numpy()
+    places, sent = (np.abs(one.double().numpy()) / s for one in (vector, returned(codec, vector, seed)))
+    assert places.max() <= values[-1] * (1 + 1e-6)
+    above = np.searchsorted(values, places).clip(1, len(values) - 1)
+    near = np.minimum(np.abs(sent - values[above]), np.abs(sent - values[above - 1]))
+    assert (near <= 1e-5 * values[above]).all()
+
+
+@pytest.mark.parametrize("dtype", [*sorted(MX), "nvfp4"])
+@pytest.mark.parametrize("chance", [False, True])
+def test_scales_of_one_byte_at_the_ends(dtype: str, chance: bool) -> None:
+    """Zeros, subnormal numbers, the largest ones, none, float64; and what is not finite shows, in its block."""
+    codec, size = made(dtype, stochastic=chance), made(dtype).blocks.size
+    for numel in (0, 1, size - 1, size + 1):
+        assert not returned(codec, torch.zeros(numel)).any()
+        payload = codec.compress(torch.ones(numel), generator())
+        assert sum(part.nbytes for part in payload) == codec.compressed_bytes(numel)
+    for kind in (torch.float32, torch.float64):
+        for value in (1e-36, 1e-20, 1.0, 1e38 if chance else 3.4e38):
+            received = returned(codec, torch.tensor([value, -value], dtype=kind))
+            assert received.dtype == kind
+            assert (received.double().abs() / value - 1).abs().max() <= 1 / 3
+    assert returned(codec, torch.tensor([1e-44, -1e-44])).abs().max() <= 2.0**-127
+    assert not returned(codec, torch.tensor([1e-60], dtype=torch.float64)).any()
+    for bad in (torch.nan, torch.inf, -torch.inf, -torch.nan):
+        received = returned(codec, torch.cat([torch.ones(size), torch.tensor([1.0, bad, 4.0])]))
+        assert not received[size:].isfinite().any()
+        assert received[:size].isfinite().all() == (dtype != "nvfp4")  # whose float32 is of the vector
+
+
+def test_formats_with_blocks_of_their_own_refuse_others() -> None:
+    assert made("mxfp4", block_size=32).blocks.size == made("mxfp4").blocks.size == 32
+    with pytest.raises(GradlabError, match="block_size = 64, expected the default or 16, as nvfp4 has it"):
+        made("nvfp4", block_size=64)
+    with pytest.raises(GradlabError, match=r"scale = 2\.0, expected None with mxfp8"):
+        made("mxfp8", scale=2.0)
 
 
 # --- LoCo -----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ CUTTABLE: list[tuple[str, dict[str, Any]]] = [
     ("qsgd", {"bits": 4}),
     ("block_scaled", {"block_size": 8}),
     ("block_scaled", {"dtype": "int4"}),
+    ("block_scaled", {"dtype": "mxfp4"}),
     ("natural", {}),
 ]
 SHAPES = {"a": (16, 24), "b": (40,), "c": (64, 8)}

@@ -53,6 +53,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("block_scaled", {"dtype": "int4"}),
     ("block_scaled", {"dtype": "float8_e4m3fn"}),
+    ("block_scaled", {"dtype": "nvfp4"}),
     ("qsgd", {"bits": 8, "norm": "l2"}),
     ("sign", {"group_bytes": 0}),
     ("sign", {"block_size": 64}),

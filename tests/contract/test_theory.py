@@ -32,7 +32,7 @@ MORE: dict[str, list[dict[str, Any]]] = {
     "sign": [{"scale": "one"}, {"across_layers": True}],
     "block_scaled": [
         {"dtype": dtype, "stochastic": chance}
-        for dtype in ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
+        for dtype in ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4")
         for chance in (False, True)
     ],
     "dct_topk": [{"chunk": 5, "count": 3}],
@@ -250,6 +250,7 @@ def in_words(codec: Codec) -> bool:
     words |= {"intsgd", "lgc_ring", "lgc_server"}
     chosen = vars(codec.settings)
     other_form = {"ring": True, "shared_scale": True, "values": "int8", "scale": 3.0}
+    words |= {codec.name} if str(chosen.get("dtype")).startswith(("mx", "nv")) else set()  # scales of one byte
     return codec.name in words or any(chosen.get(name) == value for name, value in other_form.items())
 
 

@@ -52,6 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},
     "block_scaled, fp8": {"dtype": "float8_e4m3fn", "stochastic": True},
     "block_scaled, int4": {"dtype": "int4", "scale": 3.0},
+    "block_scaled, mxfp4": {"dtype": "mxfp4"},
+    "block_scaled, nvfp4": {"dtype": "nvfp4", "stochastic": True},
     # Within four steps they learn, twice, and compress with that.
     "lgc_ring": {**LEARNS_QUICKLY, "normalise": "layer", "index_coding": "packed"},
     "lgc_ring, by value": {**LEARNS_QUICKLY, "order": "value"},
