@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
+from torch import nn
+
 from gradlab.layout import Layer
 
 
@@ -49,6 +51,19 @@ _ROLES = {1: "normalization", 2: "linear", 4: "convolution"}
 def small_layers(count: int) -> list[Layer]:
     shapes = [_SMALL[at % len(_SMALL)] for at in range(count)]
     return [Layer(f"layer{at:04d}", shape, _ROLES[len(shape)]) for at, shape in enumerate(shapes)]
+
+
+_MODULES: dict[str, Callable[..., nn.Module]] = {
+    "linear": lambda outputs, inputs: nn.Linear(inputs, outputs, bias=False, device="meta"),
+    "convolution": lambda outputs, inputs, *kernel: nn.Conv2d(inputs, outputs, kernel, bias=False, device="meta"),
+    "embedding": lambda *shape: nn.Embedding(*shape, device="meta"),
+}
+
+
+def on_device(layers: list[Layer]) -> nn.Module:
+    """Make a model of these layers, under other names and without memory, for which plans are as for one on a GPU."""
+    made = [_MODULES.get(one.role, lambda *shape: nn.LayerNorm(shape, bias=False, device="meta")) for one in layers]
+    return nn.ModuleList(make(*one.shape) for make, one in zip(made, layers, strict=True))
 
 
 LISTS: dict[str, Callable[[], list[Layer]]] = {

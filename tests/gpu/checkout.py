@@ -1,7 +1,8 @@
 """Make the checkout importable as it is installed: `gradlab`, `gradlab.capture`, ..., by links and without installing.
 
 pyproject.toml says which folder is which package. The links lie in build/gpu, so that `capture` or `datasets` at the
-root, or another gradlab that the interpreter has, are not what is imported.
+root, or another gradlab that the interpreter has, are not what is imported. `python tests/gpu/checkout.py SCRIPT
+[ARGUMENTS]` runs a script of the checkout with it.
 """
 
 from __future__ import annotations
@@ -51,3 +52,8 @@ def _link(place: Path, target: Path) -> None:
     new = place.with_name(f".{place.name}.{os.getpid()}")
     new.symlink_to(target)
     new.replace(place)
+
+
+if __name__ == "__main__":
+    make_importable()
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])

@@ -1,18 +1,24 @@
-"""The checks that need a GPU (`make gpu`): all where there is one; on the CPU, that they can pass and fail."""
+"""The checks that need a GPU (`make gpu`): all where there is one; on the CPU, that they can pass and fail.
+
+Benchmarks of one GPU (`make gpu-speed`, `make gpu-loss`) run here on the CPU, with tiny models.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gradlab import codecs
+from support.benchmark_modules import benchmark_modules
 from support.warm_python import torch_python
 
 RUNNER = Path(__file__).parents[1] / "gpu"
@@ -109,3 +115,71 @@ def test_a_failure_is_a_row_and_the_other_checks_go_on(launch: Any) -> None:
     assert rows["missing"].found == "needs a_package_that_is_not_there"
     assert rows["alone"].found == "ValueError: on rank 1"
     assert rows["dies"].found.startswith("rank 0 ended with exit code 7")
+
+
+def benchmark(name: str, folder: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    """Run a benchmark of one GPU on the CPU; its output, and its rows, of which another folder has a copy."""
+    rows = folder / "kept" / "rows.jsonl"
+    options = ["--device", "cpu", "--tiny", "--rows", str(rows), "--out", str(folder / "out"), *arguments]
+    command = [torch_python(), str(RUNNER / "checkout.py"), str(RUNNER.parents[1] / "benchmarks"), name, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = rows.with_stem("rows-tiny").read_text()
+    assert (folder / "out" / "rows-tiny.jsonl").read_text() == text
+    assert (folder / "out" / "rows-tiny.md").read_text() in done.stdout
+    return done.stdout, [json.loads(line) for line in text.splitlines()]
+
+
+def test_speeds_are_kept_row_by_row_and_go_on_after_a_failure(tmp_path: Path) -> None:
+    """The bf16 hook wants NCCL: that is its row, and what comes after it is measured in another process."""
+    ways = ("plain", "PyTorch bf16 hook", "block_scaled, dtype int4")
+    wanted = ["--only", *(f"step of GPT-2 small: {way}" for way in ways), "300 small layers: sign"]
+    text, rows = benchmark("gpu_speed", tmp_path, *wanted)
+    assert [row.get("way", row.get("case")) for row in rows] == [*ways, "sign"]
+    assert "BF16 all reduce" in rows[1].pop("failed")
+    assert min(rows[2]["seconds"], rows[2]["plain"], rows[3]["copy"], rows[3]["encode"]) > 0
+    assert "| GPT-2 small | plain |" in text
+    assert "GPT-2 small: PyTorch bf16 hook: TypeError" in text
+    assert benchmark("gpu_speed", tmp_path, *wanted)[1][2:] == rows[2:]
+
+
+def test_losses_are_kept_run_by_run(tmp_path: Path) -> None:
+    wanted = ["--steps", "10", "--plans", "dense", "int4", "--ranks", "8", "--seeds", "0"]
+    text, (dense, int4) = benchmark("gpu_loss", tmp_path, "--work", str(tmp_path), "--text", __file__, *wanted)
+    assert [step for step, _, _ in dense["curve"]] == list(range(1, 11))
+    assert dense["curve"][-1][1] < dense["curve"][0][1] < 6
+    assert [one == other for one, other in zip(dense["curve"], int4["curve"], strict=True)] == [True, *[False] * 9]
+    assert int4["wire"] < dense["wire"] / 3
+    assert "| int4 | 8 | 0 |" in text
+
+
+@pytest.mark.parametrize("plan", ["int4", "ecsq 1", "PowerSGD 4"])
+def test_a_run_that_was_cut_off_is_the_one_that_was_not(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = {"plan": plan, "ranks": 2, "seed": 1, "steps": 10, "text": ""}
+    with benchmark_modules("gpu_loss") as modules:
+        loss = modules["gpu_loss"]
+        tokens = [torch.from_numpy(one) for one in loss.tokens_of(Path(__file__).read_bytes(), 300)]
+        task = loss.Task(loss.TINY, loss.replace(loss.RECIPE, batch_size=2, steps=10, warmup_steps=2), *tokens)
+        clock = iter(range(1000))
+        fake = SimpleNamespace(time=lambda: next(clock), perf_counter=lambda: 0.0)
+        monkeypatch.setattr(loss, "time", fake)
+
+        def run(name: str, seconds: float) -> dict[str, Any]:
+            begun = loss.Run(task, key, tmp_path / name, torch.device("cpu"))
+            return begun.until(fake.time() + seconds)
+
+        whole, parts = run("whole", 900), [run("cut", 9) for _ in range(3)]
+    assert [part.get("steps") for part in parts] == [4, 8, None]
+    assert parts[2] == whole
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_text_that_is_always_there_has_frequent_pieces_and_bytes() -> None:
+    with benchmark_modules("gpu_loss") as modules:
+        text = modules["gpu_loss"].read_text(None, 10_000)
+        train, held = modules["gpu_loss"].tokens_of(text, 300)
+    assert len(text) == 10_000
+    assert len(text) > len(train) > 15 * len(held) > 0
+    assert (min(train) < 128, max(train)) == (True, 299)
