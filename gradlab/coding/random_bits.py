@@ -39,7 +39,7 @@ class RandomBits:
 
     def sixteen(self, like: torch.Tensor) -> torch.Tensor:
         """Draw uniform integers in [-2^15, 2^15), int16, in the shape of `like`, 64 bits at a time."""
-        count = -(-like.numel() // 4)
+        count = -(-like.numel() // 4) or 1
         if self._fast is not None:
             words = torch.from_numpy(self._fast.random_raw(count).view(np.int64))
         else:

@@ -292,6 +292,13 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("tests/codecs/test_cast.py",),
         what="The loss scale stays on what was cast.",
     ),
+    Mutant(
+        file="gradlab/codecs/cast.py",
+        old="torch.where(grad.isfinite(), cut, grad.bfloat16(), out=out)",
+        new="out.copy_(cut)",
+        tests=("tests/codecs/test_cast.py",),
+        what="NaN becomes zero where bfloat16 is rounded at random.",
+    ),
     # codecs: low rank and learned
     Mutant(
         file="gradlab/codecs/powersgd.py",

@@ -60,6 +60,24 @@ def test_the_mean_travels_in_16_bits(dtype: str, kind: torch.dtype) -> None:
             assert result.value.mean[name].dtype == kind
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_at_random_it_is_one_of_the_two_beside_it(kind: torch.dtype) -> None:
+    """Upwards as often as a value is near to the one above; what bfloat16 has stays, from zero to infinity."""
+    at_random = Cast(Cast.Settings("bfloat16", stochastic=True))
+    shares = torch.tensor([0.0, 2.0**-16, 0.3, 0.5, 0.9], dtype=kind)[:, None]
+    for below, step in ((1.0, 2.0**-7), (-3.0, -(2.0**-6)), (2.0**-126, 2.0**-133), (0.0, 2.0**-133)):
+        sent = at_random.apply((below + shares * step).expand(5, 20_000).contiguous()).decoded
+        up = (sent - below) / step
+        assert set(up.unique().tolist()) <= {0.0, 1.0}
+        assert ((up.mean(1) - shares[:, 0]).abs() <= 5 * (shares[:, 0] / 20_000).sqrt()).all()
+    exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, math.inf, -math.inf], dtype=kind)
+    assert torch.equal(at_random.apply(exact).decoded, exact)
+    nan = torch.tensor([0x7FFFFFFF, -1, 0x7F800001] * 100, dtype=torch.int32).view(torch.float32).to(kind)
+    assert at_random.apply(nan).decoded.isnan().all()
+    with pytest.raises(GradlabError, match="cast: setting stochastic = True, expected False with float16"):
+        Cast(Cast.Settings(stochastic=True))
+
+
 def test_overflow_is_infinite_and_reaches_every_rank() -> None:
     """No value is clipped to the largest float16."""
     assert own("float16", [65504.0, 65520.0, -1e6]).tolist() == [65504.0, math.inf, -math.inf]

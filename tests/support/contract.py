@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "intsgd, running": {"bits": 32, "scale": "running", "random": False},
     "topk, smallest coding": {"density": 0.07, "index_coding": "smallest"},
     "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},
+    "cast, stochastic": {"dtype": "bfloat16", "stochastic": True},
     "block_scaled, fp8": {"dtype": "float8_e4m3fn", "stochastic": True},
     "block_scaled, int4": {"dtype": "int4", "scale": 3.0},
     "block_scaled, mxfp4": {"dtype": "mxfp4"},
