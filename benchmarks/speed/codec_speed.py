@@ -42,9 +42,9 @@ ITERATIONS_BEFORE = {"lgc_ring": 3, "lgc_server": 3, "gradiveq": 2}
 _HALF = {"ratio": 20.0, "complement": 0.5, "whitening": False, "pooled": 32, "sample_steps": 2, "compressed_steps": 0}
 CASES: dict[str, list[dict[str, Any]]] = {
     "identity": [{}],
-    "cast": [{"dtype": "float16"}],
+    "cast": [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "stochastic": True}],
     "natural": [{}],
-    "block_scaled": [{"dtype": "int8"}, {"dtype": "int4"}, {"dtype": "float8_e4m3fn"}],
+    "block_scaled": [{"dtype": one} for one in ("int8", "int4", "float8_e4m3fn", "mxfp8", "mxfp4", "nvfp4")],
     "qsgd": [{"bits": 4}, {"bits": 8}],
     "nuqsgd": [{"bits": 4}],
     "intsgd": [{}],
@@ -204,9 +204,8 @@ def table(rows: Sequence[Row]) -> str:
         title = row.get("layers", "one tensor")
         aim = 3 if "device" in row else 20 if title == "GPT-2 small" else 10
         slowest = max(row["encode"], row["decode"])
-        speed = (
-            f"{4e-9 * row['values'] / row['encode'] / row['copy']:.0f}" if row.get("values") and row["encode"] else ""
-        )
+        gigabytes, encoding = 4e-9 * row.get("values", 0), row["encode"] * row["copy"]
+        speed = f"{gigabytes / encoding:.3g}" if gigabytes and encoding else ""
         times = (f"{row['copy'] * 1e3:.3g}", *(f"{row[key]:.1f}" for key in ("encode", "decode", "own")))
         counted = (row["launches"], sum(row["waits"].values())) if "launches" in row else ("", "")
         missed = "" if slowest <= aim else ", missed"
