@@ -245,6 +245,8 @@ def _step_lines(report: RunReport) -> list[str]:
     if at := report.place.topology:
         inside = f", inside the node {means.inside_wire_bytes_per_step:,.0f} B"
         where = [f"node {at.node} of {len(at.nodes)}, local rank {at.local_rank} of {at.local_ranks}"]
+    if below := report.place.relay_below:
+        where.append(f"all-to-alls whose parts are below {below:,} B go in two hops")
     return [
         *where,
         f"payload {means.payload_bytes_per_step:,.0f} B, wire {means.wire_bytes_per_step:,.0f} B{saving}{inside}",

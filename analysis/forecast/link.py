@@ -25,9 +25,11 @@ from gradlab.collectives import (
     Sum,
     all_gather_wire_bytes,
     all_reduce_wire_bytes,
+    all_to_all_wire_bytes,
     broadcast_wire_bytes,
     by_fusion_key,
 )
+from gradlab.collectives.relay import LEAST_RANKS, grid, relay_below
 from gradlab.collectives.requests import LENGTH_BYTES
 from gradlab.collectives.ring import RingCode, ring_wire_bytes
 from gradlab.errors import GradlabError
@@ -76,6 +78,14 @@ class Link:
         """Seconds of a sender for one message more to another rank: no more than a ring's step takes."""
         return min(self.latency_seconds, MESSAGE_SECONDS)
 
+    def relay_below(self, ranks: int) -> int:
+        """Compute the bytes of an all-to-all's largest part below which it goes in two hops. 0: never."""
+        if ranks < LEAST_RANKS:
+            return 0
+        queued, each = sum(grid(ranks)) - 4, self.message_seconds
+        relayed = queued * each + self.latency_seconds
+        return relay_below(ranks, (ranks - 2) * each, relayed, self.gather_factor * self.seconds_per_byte)
+
     def busy_seconds(self, transfer: Transfer) -> float:
         """Compute the seconds in which a collective keeps the link from others."""
         factor = self.gather_factor if transfer.gathered else 1.0
@@ -121,23 +131,21 @@ def broadcast(nbytes: int, rank: int, root: int, world_size: int) -> Transfer:
     return Transfer(wire, depth * nbytes, depth)
 
 
-def all_to_all(sizes: Sequence[int], rank: int) -> Transfer:
-    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j."""
-    received = max(sizes) * (len(sizes) - 1)
-    sent, most_sent = (sum(sizes) - own for own in (sizes[rank], min(sizes)))
-    return Transfer(sent, max(most_sent, received), 1 if len(sizes) > 1 else 0, gathered=True, queued=_queued(sizes))
+def all_to_all(sizes: Sequence[int], rank: int, lengths: Sequence[int] | None = None, below: int = 0) -> Transfer:
+    """Describe an all-to-all: every rank sends sizes[j] bytes to rank j, and its own of `lengths` to all.
 
-
-def gather_of_lengths(sizes: Sequence[int], rank: int) -> Transfer:
-    """Describe a gather: every rank sends sizes[rank] bytes to all. The largest part slows its sender's link."""
-    others = len(sizes) - 1
-    path = max(others * max(sizes), sum(sizes) - min(sizes))
-    return Transfer(others * sizes[rank], path, 1 if others else 0, gathered=True, queued=_queued(sizes))
-
-
-def _queued(sizes: Sequence[int]) -> int:
-    """Return how many messages to other ranks wait for the first one; none where no rank sends anything."""
-    return max(0, len(sizes) - 2) if any(sizes) else 0
+    The largest part slows its sender's or its receiver's link. below: bytes of that part below which it goes in two
+    hops.
+    """
+    ranks, lengths = len(sizes), lengths or [0] * len(sizes)
+    largest = max(sizes) + max(lengths)
+    rows, columns = grid(ranks) if 0 < largest < below else (1, ranks)
+    in_columns = [sum(sizes[column::columns]) for column in range(columns)]
+    in_rows = [sum(lengths[first : first + columns]) for first in range(0, ranks, columns)]
+    path = (columns - 1) * (max(in_columns) + max(lengths)) + (rows - 1) * (columns * max(sizes) + max(in_rows))
+    queued = sum(max(0, side - 2) for side in (rows, columns)) if largest else 0
+    hops = (rows > 1) + (columns > 1)
+    return Transfer(all_to_all_wire_bytes(sizes, rank, lengths, rows), path, hops, gathered=True, queued=queued)
 
 
 def ring(sizes: Sequence[int], rank: int) -> Transfer:
@@ -146,19 +154,20 @@ def ring(sizes: Sequence[int], rank: int) -> Transfer:
     return Transfer(ring_wire_bytes(sizes, rank), rounds * max(sizes, default=0), rounds)
 
 
-def transfers(requests: Sequence[Request], rank: int, world_size: int) -> list[Transfer]:
-    """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one."""
+def transfers(requests: Sequence[Request], rank: int, world_size: int, below: int = 0) -> list[Transfer]:
+    """List the collectives that serve simultaneous requests: those of a kind, a root and a dtype travel as one.
+    below: a link's `relay_below`."""
     alike = ([requests[position] for position in positions] for positions in by_fusion_key(requests))
-    fused = [_fused(together, rank, world_size) for together in alike]
+    fused = [_fused(together, rank, world_size, below) for together in alike]
     return [transfer for transfer in fused if transfer.path_bytes]
 
 
-def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
+def _fused(together: Sequence[Any], rank: int, world_size: int, below: int) -> Transfer:
     first = together[0]
+    if isinstance(first, AllToAll) and first.varying:
+        return _after(_lengths_of(together, rank, below), _all_to_all_of(together, rank, world_size, 0))
     if isinstance(first, AllToAll) or (isinstance(first, Gather) and first.lengths is not None):
-        values = _all_to_all_of(together, rank, world_size)
-        varying = isinstance(first, AllToAll) and first.varying
-        return _after(_lengths_of(together, rank), values) if varying else values
+        return _all_to_all_of(together, rank, world_size, below)
     if isinstance(first, Ring):
         return ring([sum(sizes) for sizes in zip(*(r.sizes for r in together), strict=True)], rank)
     nbytes = sum(request.tensor.nbytes for request in together)
@@ -171,10 +180,10 @@ def _fused(together: Sequence[Any], rank: int, world_size: int) -> Transfer:
     return _after(all_gather(LENGTH_BYTES * len(together), world_size), all_gather(nbytes, world_size))
 
 
-def _lengths_of(together: Sequence[AllToAll], rank: int) -> Transfer:
+def _lengths_of(together: Sequence[AllToAll], rank: int, below: int) -> Transfer:
     """All-to-alls of lengths, which go where vectors do."""
     sizes = zip(*(request.sizes for request in together), strict=True)
-    return all_to_all([LENGTH_BYTES * sum(map(bool, of_rank)) for of_rank in sizes], rank)
+    return all_to_all([LENGTH_BYTES * sum(map(bool, of_rank)) for of_rank in sizes], rank, below=below)
 
 
 def _after(lengths: Transfer, values: Transfer) -> Transfer:
@@ -188,22 +197,13 @@ def _after(lengths: Transfer, values: Transfer) -> Transfer:
     )
 
 
-def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size: int) -> Transfer:
+def _all_to_all_of(together: Sequence[AllToAll | Gather], rank: int, world_size: int, below: int) -> Transfer:
     """All-to-alls, and gathers of known lengths, as one all-to-all."""
-    parts = [request for request in together if isinstance(request, AllToAll)]
+    parts = [request.sizes for request in together if isinstance(request, AllToAll)]
     gathers = [request for request in together if isinstance(request, Gather)]
-    ranks = range(world_size)
-    sizes = [request.sizes for request in parts]
-    scattered = all_to_all([sum(of_request[j] for of_request in sizes) for j in ranks], rank)
-    lengths = [sum((r.lengths or ())[j] * r.tensor.element_size() for r in gathers) for j in ranks]
-    gathered = gather_of_lengths(lengths, rank)
-    return Transfer(
-        scattered.wire_bytes + gathered.wire_bytes,
-        scattered.path_bytes + gathered.path_bytes,
-        max(scattered.rounds, gathered.rounds),
-        gathered=True,
-        queued=max(scattered.queued, gathered.queued),
-    )
+    sizes = [sum(of_request[j] for of_request in parts) for j in range(world_size)]
+    lengths = [sum((r.lengths or ())[j] * r.tensor.element_size() for r in gathers) for j in range(world_size)]
+    return all_to_all(sizes, rank, lengths, below)
 
 
 def weightless(request: Request) -> Request:

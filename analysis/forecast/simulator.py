@@ -269,12 +269,12 @@ def simulate(
     _check(compute_seconds, world_size, speed)
     clock = Clock(compute_seconds, speed)
     wire = Wire(link, clock)
-    inside = Inside(within, clock)
+    inside, below = Inside(within, clock), link.relay_below(world_size)
     compressing = any(bucket.exchanges for bucket in buckets)
     in_place: list[tuple[int, float]] = []  # bytes of a bucket, and the moment at which its average is there
 
     def issue(requests: Sequence[Request]) -> Arriving:
-        together = transfers(requests, rank, world_size)
+        together = transfers(requests, rank, world_size, below)
         ends = [wire.send(transfer, clock.now) for transfer in together]
         return Arriving(max(ends, default=0.0), len(requests), clock)
 

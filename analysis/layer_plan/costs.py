@@ -85,7 +85,8 @@ def _cost(layer: Layer, candidate: Candidate, runs: DryRuns, cost: Cost) -> floa
         plan = _alone(layer, candidate)
         return plan.build(plan.groups[0]).forecast([layer], runs.world_size).payload
     exchange = candidate_exchange(layer, candidate, runs)
-    moved: list[Transfer] = [t for turn in exchange.turns for t in transfers(turn.requests, 0, runs.world_size)]
+    below = cost.link.relay_below(runs.world_size) if cost.link else 0
+    moved: list[Transfer] = [t for turn in exchange.turns for t in transfers(turn.requests, 0, runs.world_size, below)]
     if cost.link is None:
         return float(sum(transfer.path_bytes for transfer in moved))
     network = sum(cost.link.busy_seconds(t) + cost.link.delay_seconds(t) for t in moved)

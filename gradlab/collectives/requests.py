@@ -324,12 +324,12 @@ def by_fusion_key(requests: Sequence[Request]) -> list[list[int]]:
         requests: requests of one step.
 
     Returns:
-        Positions of the requests, collective by collective.
+        Positions of the requests, collective by collective; in an all-to-all what goes to all ranks comes last.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for position, request in enumerate(requests):
         alike.setdefault(fusion_key(request), []).append(position)
-    return list(alike.values())
+    return [sorted(positions, key=lambda at: isinstance(requests[at], Gather)) for positions in alike.values()]
 
 
 # --- byte rules ---------------------------------------------------------------------------------------------------
@@ -429,8 +429,10 @@ def broadcast_wire_bytes(nbytes: int, rank: int, root: int, world_size: int) -> 
     return nbytes * sum(relative + (1 << i) < world_size for i in rounds)
 
 
-def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
+def all_to_all_wire_bytes(sizes: Sequence[int], rank: int, lengths: Sequence[int] | None = None, rows: int = 1) -> int:
     """Count the bytes that a rank sends in an all-to-all: sizes[j] to each other rank j, nothing to itself.
+
+    In two hops (`gradlab.collectives.relay`) it sends its row what is for their columns, then its column the row's.
 
     >>> from gradlab.collectives import all_to_all_wire_bytes
     >>> all_to_all_wire_bytes([10, 20, 30], rank=1)
@@ -439,11 +441,17 @@ def all_to_all_wire_bytes(sizes: Sequence[int], rank: int) -> int:
     Args:
         sizes: bytes for each rank.
         rank: rank whose bytes are counted.
+        lengths: bytes that each rank sends to every other, beside these. None: 0.
+        rows: rows of the grid of two hops. 1: one hop.
 
     Returns:
         Bytes.
     """
-    return sum(nbytes for destination, nbytes in enumerate(sizes) if destination != rank)
+    columns, lengths = len(sizes) // rows, lengths or [0] * len(sizes)
+    row, column = divmod(rank, columns)
+    in_column, in_row = sum(sizes[column::columns]), sum(lengths[row * columns :][:columns])
+    first = sum(sizes) - in_column + (columns - 1) * lengths[rank]
+    return first + columns * (in_column - sizes[rank]) + (rows - 1) * in_row
 
 
 def wire_bytes(request: Request, rank: int, world_size: int, sizes: Sequence[int] | None = None) -> int:

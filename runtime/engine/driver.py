@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from gradlab.runtime.engine.statistics import Place, Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import InPlaceMean
+from gradlab.runtime.network.relay import measured
 
 Result = TypeVar("Result")
 
@@ -184,7 +185,8 @@ class StepDriver:
     ) -> None:
         self.run = run
         self.communicator = communicator
-        self.place = place
+        communicator.relay_below = measured(communicator)
+        self.place = replace(place, relay_below=communicator.relay_below)
         self.everyone = everyone or communicator
         self.beside = beside
         self.statistics = Statistics(around.options.history)

@@ -34,7 +34,7 @@ from gradlab.plan import Plan
 from gradlab.runtime.engine.driver import Iteration, Part, StepDriver
 from gradlab.runtime.engine.options import Surroundings
 from gradlab.runtime.engine.statistics import Place, StepRecord
-from gradlab.runtime.network.communicator import Communicator, Messages
+from gradlab.runtime.network.communicator import Communicator, Work
 
 LAG = 2  # parts that come in before a complete one has to be spread: codecs of two rounds have ended by then
 
@@ -50,7 +50,7 @@ class Addends:
 
     sizes: list[int]
     received: torch.Tensor
-    work: dist.Work | Messages | None
+    work: Work | None
 
 
 @dataclass(eq=False)

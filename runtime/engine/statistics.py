@@ -36,6 +36,7 @@ class Place:
     half_payload_bytes: bytes of them in plain 16-bit reduction.
     topology: its node and local rank; None where every rank stands for itself.
     sharded: whether the ranks of a node hold shards of every layer, and share out no whole ones.
+    relay_below: bytes of an all-to-all's largest part below which it goes in two hops. 0: never.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Place:
     half_payload_bytes: int
     topology: Topology | None = None
     sharded: bool = False
+    relay_below: int = 0
 
     @classmethod
     def of(

@@ -6,6 +6,7 @@ The order of collectives follows from the requests' kinds and shapes alone.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,10 +27,12 @@ from gradlab.collectives import (
     payload_bytes,
     signature,
 )
+from gradlab.collectives.relay import grid
 from gradlab.ddp.groups import Ranks, destroy
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse
+from gradlab.runtime.network.relay import Relay
 from gradlab.runtime.timeline import Timeline
 from gradlab.workspace import Workspace
 
@@ -81,6 +84,10 @@ class Messages:
         return all(work.is_completed() for work in self._works)
 
 
+#: A collective on its way.
+Work = dist.Work | Messages | Relay
+
+
 @dataclass(frozen=True)
 class Transfer:
     """A message on its way to the next rank of the ring, and one from the rank before.
@@ -106,6 +113,8 @@ class Communicator:
         group: the process group; None after `close`.
         payload_bytes, wire_bytes: since the last `take_counts`, in bytes.
         wait_seconds: time spent waiting for collectives so far.
+        relay_below: bytes of an all-to-all's largest part below which it goes in two hops, the same on all ranks. 0:
+            never.
 
     Args:
         group: the process group.
@@ -140,6 +149,7 @@ class Communicator:
         self.payload_bytes = 0
         self.wire_bytes = 0
         self.wait_seconds = 0.0
+        self.relay_below = 0
         self.device = device or torch.device("cpu")
         self._owned = owned
         self._backends = dist.get_backend_config(group).split(",")  # "cpu:gloo", ...
@@ -180,7 +190,7 @@ class Communicator:
         self.payload_bytes += buffer.nbytes
         return InPlaceMean(self, buffer)
 
-    def wait(self, work: dist.Work | Messages | None) -> None:
+    def wait(self, work: Work | None) -> None:
         """Wait for a collective (None: for nothing), and note how long that took; a CommunicationError if it failed."""
         if work is not None:
             start = time.perf_counter()
@@ -211,26 +221,26 @@ class Communicator:
         return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
 
     def all_to_all(
-        self,
-        parts: torch.Tensor,
-        sizes: Sequence[int],
-        incoming: Sequence[int] | None = None,
-        largest: int | None = None,
-    ) -> tuple[torch.Tensor, dist.Work | Messages | None]:
+        self, parts: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int] | None = None, shared: int | None = 0
+    ) -> tuple[torch.Tensor, Work | None]:
         """Start sending `parts`, one after another, to ranks; return the vector to be filled, and what to wait for.
 
         sizes, incoming: elements for and from each rank. None: as many as `sizes` has for this rank.
-        largest: at least the elements of any part of any rank, the same on all ranks. None: that of `sizes`.
+        shared: elements at the end of each part that are the same for all ranks. The others' number depends on who is
+            sent them alone. None: numbers vary, and no rank knows the largest.
         """
         incoming = [sizes[self.rank]] * self.world_size if incoming is None else list(incoming)
         out = self.workspace.empty((sum(incoming),), parts)
-        self.wire_bytes += all_to_all_wire_bytes([n * parts.element_size() for n in sizes], self.rank)
-        largest = max(sizes) if largest is None else largest
-        if (
-            "cpu:gloo" in self._backends
-            and parts.device.type == "cpu"
-            and largest * parts.element_size() >= LEAST_BYTES
-        ):
+        for_one = [n - (shared or 0) for n in sizes]
+        for_all = [n - for_one[self.rank] for n in incoming]
+        # What varies is sent as if it were large, as all have to send alike.
+        largest = sys.maxsize if shared is None else (max(for_one) + max(for_all)) * parts.element_size()
+        relayed = 0 < largest < self.relay_below and self.sends(parts)
+        rows = grid(self.world_size)[0] if relayed else 1
+        self.wire_bytes += parts.element_size() * all_to_all_wire_bytes(for_one, self.rank, for_all, rows)
+        if relayed:
+            return out, Relay(self, out, parts, for_one, for_all)
+        if largest >= LEAST_BYTES and parts.device.type == "cpu" and self.sends(parts):
             return out, self._send_parts(out, parts, incoming, sizes)
         # Left out only where no rank sends anything: one that neither sends nor is sent anything takes part.
         nbytes = parts.nbytes or out.nbytes or largest
@@ -241,44 +251,38 @@ class Communicator:
         self, out: torch.Tensor, parts: torch.Tensor, incoming: Sequence[int], sizes: Sequence[int]
     ) -> Messages:
         """Start an all-to-all as messages between pairs, of which the first begins with the next rank."""
-        if self.group is None:
-            raise CommunicationError("all-to-all could not start: the process group is closed")
         received, sent = out.split(list(incoming)), parts.split(list(sizes))
         received[self.rank].copy_(sent[self.rank])
         before, after = (
             [(self.rank + step * i) % self.world_size for i in range(1, self.world_size)] for step in (-1, 1)
         )
-        return self._send(
-            self.group, "all-to-all", {rank: received[rank] for rank in before}, {rank: sent[rank] for rank in after}
-        )
+        return self.send("all-to-all", {rank: received[rank] for rank in before}, {rank: sent[rank] for rank in after})
 
-    def _send(
-        self,
-        group: dist.ProcessGroup,
-        name: str,
-        received: Mapping[int, torch.Tensor],
-        sent: Mapping[int, torch.Tensor],
-    ) -> Messages:
+    def sends(self, message: torch.Tensor) -> bool:
+        """Say whether the backend sends a tensor from where it is: Gloo's collectives do on a GPU, its messages not."""
+        kind = message.device.type
+        return f"{kind}:{'gloo' if kind == 'cpu' else 'nccl'}" in self._backends
+
+    def send(self, name: str, received: Mapping[int, torch.Tensor], sent: Mapping[int, torch.Tensor]) -> Messages:
+        """Start messages between this rank and others: vectors to fill, and vectors to send."""
+        if self.group is None:
+            raise CommunicationError(f"{name} could not start: the process group is closed")
         try:
-            return Messages(group, name, received, sent, self.timeline)
+            return Messages(self.group, name, received, sent, self.timeline)
         except RuntimeError as error:
             raise CommunicationError(f"{name} could not start: {error}") from error
 
     def pass_on(self, message: torch.Tensor, expected: int) -> Transfer:
         """Start sending (bytes,) uint8 to the next rank, and receiving `expected` bytes from the rank before."""
-        group = self.group
-        if group is None:
-            raise CommunicationError("a ring could not go on: the process group is closed")
         device = message.device
-        if device.type != "cpu" and f"{device.type}:nccl" not in self._backends:
-            message = message.cpu()  # Gloo's collectives copy it there by themselves, its send and receive do not
+        message = message if self.sends(message) else message.cpu()
         incoming = self.workspace.empty((expected,), message)
         self.wire_bytes += message.nbytes if self.world_size > 1 else 0
         if self.world_size > 1:
             after, before = ((self.rank + i) % self.world_size for i in (1, -1))
-            messages = self._send(group, "ring", {before: incoming}, {after: message})
+            messages = self.send("ring", {before: incoming}, {after: message})
         else:
-            messages = self._send(group, "ring", {}, {})
+            messages = self.send("ring", {}, {})
         return Transfer(incoming, messages, device)
 
     def arrived(self, transfer: Transfer) -> torch.Tensor:
@@ -315,7 +319,7 @@ class Communicator:
         """Gather a message from every rank, in rank order; incoming: elements from each, which all ranks know. Those
         beyond what this rank announced are cut off."""
         own, ranks = message[: incoming[self.rank]], self.world_size
-        out, work = self.all_to_all(own.repeat(ranks), [own.numel()] * ranks, incoming, max(incoming))
+        out, work = self.all_to_all(own.repeat(ranks), [own.numel()] * ranks, incoming, own.numel())
         self.wait(work)
         return out.split(list(incoming))
 

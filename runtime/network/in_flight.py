@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from gradlab.codec.batch import cut_like
 from gradlab.collectives import (
@@ -27,7 +25,7 @@ from gradlab.collectives.requests import are_padded
 from gradlab.errors import BadMessage, GradlabError
 
 if TYPE_CHECKING:
-    from gradlab.runtime.network.communicator import Communicator, Messages, Transfer
+    from gradlab.runtime.network.communicator import Communicator, Transfer, Work
 
 
 _NEW_TENSORS_BEGIN = 64  # bytes: at multiples of it, on the CPU
@@ -60,7 +58,7 @@ class InPlaceMean(Fused):
     def __init__(self, communicator: Communicator, buffer: torch.Tensor, scaled: bool = False) -> None:
         self._communicator, self._buffer = communicator, buffer
         self._received: torch.Tensor | None = None
-        self._work: dist.Work | Messages | None = None
+        self._work: Work | None = None
         if communicator.deterministic and buffer.numel():
             self._scatter()
         elif buffer.numel():
@@ -181,7 +179,7 @@ class _FusedBroadcast(Fused):
 class _FusedAllToAll(Fused):
     """Several AllToAlls, and Gathers of lengths that all ranks know, as one all-to-all of bytes.
 
-    Destination j's parts of all requests lie together. A gathered message goes to all destinations.
+    Destination j's parts of all requests lie together. Gathered messages, which go to all destinations, come last.
     """
 
     def __init__(self, communicator: Communicator, requests: Sequence[AllToAll | Gather]) -> None:
@@ -193,9 +191,8 @@ class _FusedAllToAll(Fused):
         self._like = [[_part_from(request, j, communicator.rank) for request in requests] for j in ranks]
         self._sizes = [sum(tensor.nbytes for tensor in like) for like in self._like]
         sizes = [part.numel() for part in packed]
-        self._out, self._work = communicator.all_to_all(
-            _joined(packed, communicator), sizes, self._sizes, sum(map(_largest, requests))
-        )
+        shared = sum(request.tensor.nbytes for request in requests if isinstance(request, Gather))
+        self._out, self._work = communicator.all_to_all(_joined(packed, communicator), sizes, self._sizes, shared)
 
     def answers(self) -> list[Any]:
         self._communicator.wait(self._work)
@@ -227,10 +224,8 @@ class _VaryingAllToAll(Fused):
         like = [[tensor.new_empty(n) for tensor, n in zip(mine, row, strict=True)] for row in lengths]
         incoming = [sum(tensor.nbytes for tensor in tensors) for tensors in like]
         packed = [_pack(parts, communicator) for parts in self._by_rank]
-        # No rank knows the largest part of all, and all have to send alike: as if it were large.
-        out, work = communicator.all_to_all(
-            _joined(packed, communicator), [part.numel() for part in packed], incoming, sys.maxsize
-        )
+        sizes = [part.numel() for part in packed]
+        out, work = communicator.all_to_all(_joined(packed, communicator), sizes, incoming, None)
         communicator.wait(work)
         rows = zip(out.split(incoming), like, strict=True)
         by_rank = [_unpack(row, tensors, communicator) for row, tensors in rows]
@@ -262,13 +257,6 @@ def _checked_lengths(
 def _check_length(request: AllToAll | Gather, rank: int) -> None:
     if isinstance(request, Gather) and request.lengths and request.lengths[rank] != request.tensor.numel():
         raise GradlabError(f"Gather of {request.tensor.numel()} elements, announced {request.lengths[rank]}")
-
-
-def _largest(request: AllToAll | Gather) -> int:
-    """Bytes of the largest part that any rank sends another of a request, as all ranks know them."""
-    if isinstance(request, AllToAll):
-        return max(request.sizes)
-    return max(request.lengths or ()) * request.tensor.element_size()
 
 
 def _part_for(request: AllToAll | Gather, destination: int) -> torch.Tensor:

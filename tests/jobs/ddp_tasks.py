@@ -194,11 +194,12 @@ def _give_first_q(
     state.load_state_dict(sealed(saved))
 
 
-def every_request(group: dist.ProcessGroup, deterministic: bool) -> dict[str, Any]:
+def every_request(group: dist.ProcessGroup, deterministic: bool, relay_below: int) -> dict[str, Any]:
     """A coroutine that asks for every kind of collective, several at once: process group against lockstep."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     expected = run_lockstep([_asks_everything(r, world_size) for r in range(world_size)])[rank]
     communicator = Communicator(group, deterministic=deterministic, check_requests=True)
+    communicator.relay_below = relay_below
     answers = drive(_asks_everything(rank, world_size), communicator)
     for answer, wanted in zip(answers, expected.value, strict=True):
         # The order of a sum is the backend's: the bound is N eps sum|g| / N, with |g| below 5 here.

@@ -86,12 +86,13 @@ def test_powersgd_equals_pytorchs_hook(pool: ProcessPool, ranks: int, rank: int)
         assert max(differences) < 1e-3
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_every_request_on_a_process_group(pool: ProcessPool, ranks: int) -> None:
-    for result in pool.run("jobs.ddp_tasks:every_request", ranks, deterministic=True):
+@pytest.mark.parametrize(("ranks", "below"), [(1, 0), (4, 0), (4, 2**40)])
+def test_every_request_on_a_process_group(pool: ProcessPool, ranks: int, below: int) -> None:
+    """All-to-alls with parts below so many bytes in two hops."""
+    for result in pool.run("jobs.ddp_tasks:every_request", ranks, deterministic=True, relay_below=below):
         assert result["equal"]
         assert result["payload"][0] == result["payload"][1]
-    for result in pool.run("jobs.ddp_tasks:every_request", ranks, deterministic=False):
+    for result in pool.run("jobs.ddp_tasks:every_request", ranks, deterministic=False, relay_below=below):
         assert result["payload"][0] == result["payload"][1]
 
 

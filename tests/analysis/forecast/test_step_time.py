@@ -28,7 +28,6 @@ from gradlab.analysis.forecast.link import (
     all_reduce,
     all_to_all,
     broadcast,
-    gather_of_lengths,
     parse_bandwidth,
     parse_seconds,
     transfers,
@@ -175,11 +174,13 @@ def test_a_server_that_all_send_to_is_the_busiest_link() -> None:
 @law(st.lists(st.integers(0, 9), min_size=1, max_size=12), examples=60)
 def test_parts_of_any_sizes_against_a_list_of_all_messages(sizes: list[int]) -> None:
     ranks = range(len(sizes))
-    for describe, nbytes in ((all_to_all, lambda _, j: sizes[j]), (gather_of_lengths, lambda i, _: sizes[i])):
+    nothing = [0 for _ in ranks]
+    for form, nbytes in (((sizes, nothing), lambda _, j: sizes[j]), ((nothing, sizes), lambda i, _: sizes[i])):
         sent = [sum(nbytes(i, j) for j in ranks if i != j) for i in ranks]
         received = [sum(nbytes(i, j) for i in ranks if i != j) for j in ranks]
-        assert [describe(sizes, rank).wire_bytes for rank in ranks] == sent
-        assert {describe(sizes, rank).path_bytes for rank in ranks} == {max(*sent, *received)}
+        described = [all_to_all(form[0], rank, form[1]) for rank in ranks]
+        assert [one.wire_bytes for one in described] == sent
+        assert {one.path_bytes for one in described} == {max(*sent, *received)}
 
 
 @law(st.integers(2, 4096), st.sampled_from((1e-6, 5e-5, 1e-3)))
@@ -189,7 +190,7 @@ def test_messages_of_an_all_to_all_leave_one_after_another(ranks: int, latency: 
     link, empty = Link(1e12, latency, header_share=0.0), all_to_all([0] * ranks, rank=0)
     assert link.busy_seconds(empty) == 0
     transfer = all_to_all([1] * ranks, rank=0)
-    assert transfer.queued == gather_of_lengths([1] * ranks, 0).queued == ranks - 2
+    assert transfer.queued == all_to_all([0] * ranks, 0, [1] * ranks).queued == ranks - 2
     seconds = link.busy_seconds(transfer) - transfer.path_bytes * link.seconds_per_byte
     assert seconds == pytest.approx((ranks - 2) * min(latency, 50e-6), abs=1e-12)
     assert seconds + link.delay_seconds(transfer) <= link.delay_seconds(all_gather(1, ranks)) + 1e-12
