@@ -20,6 +20,7 @@ from support.warm_python import LIBRARIES, python, share, started_python
 
 # Ranks and scripts that tests start import `support` and `jobs`, as the tests do (pythonpath in pyproject.toml).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+os.environ["TRITON_INTERPRET"] = "1"  # kernels run on a CPU; triton looks when it is imported
 settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins

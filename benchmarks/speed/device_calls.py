@@ -14,6 +14,7 @@ are every step's: whether the gradients of all ranks were finite, and whether th
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,15 +27,17 @@ from codec_speed import BEFORE, CASES, ITERATIONS_BEFORE, case_title
 from layer_lists import LISTS
 from rows import Row, keep, markdown, options, read
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from gradlab import kernels
 from gradlab.codec import Tensors
 from gradlab.collectives import Coroutine, run_lockstep
 from gradlab.executor import PlanRun, RunSettings
 from gradlab.layout import Layer
 from gradlab.plan import Plan
 
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 CPU, FAR = torch.device("cpu"), torch.device("meta")
 # Operations whose result's value or size the host needs before it goes on.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount", "is_nonzero")
@@ -124,6 +127,8 @@ class Device(TorchDispatchMode):
         asked_near = name == "_to_copy" and kwargs.get("device") is not None and not asked_far
         near_args, near_kwargs = tree_map(brought, (args, kwargs))
         result = operation(*near_args, **near_kwargs)
+        if name.startswith(("empty", "new_empty")) and result.is_floating_point():
+            result.zero_()  # a part of it no kernel may fill
         if not seen and not asked_far:
             return result
         if self.counting and not operation.is_view and name not in FREE:
@@ -209,16 +214,30 @@ def step(runs: Sequence[PlanRun], gradients: Sequence[dict[str, torch.Tensor]], 
 
 
 @contextmanager
-def far_device() -> Iterator[Device]:
+def far_device(programs: int = 2**31, triton: bool = True) -> Iterator[Device]:
+    """Count while the context lasts. programs: of a kernel that are run at most, in Triton's interpreter, if at all."""
+    real = kernels.start
     with far_generators(), torch.no_grad(), Device() as device, _Made():
-        yield device
+
+        def start(kernel: Any, asked: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+            device.work[kernel.__name__] += device.counting
+            with _disable_current_modes():
+                real(kernel, min(asked, programs), tuple(map(near, arguments)), constants)
+
+        kernels.start = start
+        kernels.DEVICES.update({FAR.type} if triton else ())
+        try:
+            yield device
+        finally:
+            kernels.start = real
+            kernels.DEVICES.discard(FAR.type)
 
 
 def count(codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], ranks: int, **grouping: int) -> Row:
     plan = Plan.uniform(layers, codec, **{**BEFORE.get(codec, {}), **settings, **grouping})
     generator = torch.Generator().manual_seed(0)
     values = [{layer.name: torch.randn(layer.shape, generator=generator) for layer in layers} for _ in range(ranks)]
-    with far_device() as device:
+    with far_device(programs=4) as device:  # what is counted does not depend on values
         far = [{name: FarTensor(value) for name, value in mine.items()} for mine in values]
         runs = [PlanRun(plan, rank, ranks, RunSettings(device=FAR)) for rank in range(ranks)]
         for _ in range(2 + ITERATIONS_BEFORE.get(codec, 1)):

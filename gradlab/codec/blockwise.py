@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,12 @@ from gradlab.codec.blocks import WHOLE, Blocks, block_sizes
 from gradlab.codec.compressor import Compressor
 from gradlab.codec.routes import join
 from gradlab.coding.bits import PIECE
+from gradlab.coding.random_bits import RandomBits
+from gradlab.kernels import Form, usable
 from gradlab.layout import Layer
+
+if TYPE_CHECKING:
+    from gradlab.kernels.blocks import BlockTable
 
 CACHED = PIECE  # elements worked on at a time
 _ROWS_CACHED = 2**18
@@ -30,6 +35,21 @@ _MOST_ON_DEVICE = 2**26  # elements that a GPU decodes at once, where calls cost
 Span = tuple[int, int]
 Self = TypeVar("Self", bound="PiecewiseCompressor")
 SomeBlocks = TypeVar("SomeBlocks", bound="BlockCompressor")
+
+
+class Reduction(NamedTuple):
+    """How blocks are reduced to a number or a few each.
+
+    of_rows: reduces equal blocks, (m, n) -> (..., m); for large blocks, and on a GPU.
+    of_blocks: reduces blocks of any sizes on the CPU: values (n,), the blocks' first positions (m,), as numpy's
+        `reduceat` takes them, and their sizes (m,), to (..., m). Many small layers thus take few calls, and a block
+        gives the same bits alone and among others.
+    kernel: its name in `gradlab.kernels.blocks`.
+    """
+
+    of_rows: Callable[[torch.Tensor], torch.Tensor]
+    of_blocks: Callable[[torch.Tensor, np.ndarray, np.ndarray], np.ndarray]
+    kernel: str
 
 
 class PiecewiseCompressor(Compressor):
@@ -58,6 +78,8 @@ class PiecewiseCompressor(Compressor):
 
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
         payloads = list(payloads)
+        if self.by_kernels(out):
+            return self.summed(out, payloads, scale)
         together = out.numel() * len(payloads)
         fewest, most = (_MANY, CACHED) if out.device.type == "cpu" else (2, _MOST_ON_DEVICE)
         if len(payloads) >= fewest and 0 < together <= most and kinds(self) and not out.numel() % 8:
@@ -79,9 +101,46 @@ class PiecewiseCompressor(Compressor):
         return out
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
+        if self.by_kernels(total):
+            self.summed(total, [payload], scale, add=True)
+            return
         prepared, scratch = self.prepared(payload, total, scale), self._scratch(total)
         for start, stop in self.spans(total):
             total[start:stop] += self.fill(scratch[: stop - start], prepared, start)
+
+    def form(self) -> Form | None:
+        """Return the codes that kernels of a GPU write and read; None: there are none."""
+        return None
+
+    def by_kernels(self, vector: torch.Tensor) -> bool:
+        """Return whether kernels do the work on a vector."""
+        return usable(vector) and self.form() is not None
+
+    def summed(
+        self, out: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float, add: bool = False
+    ) -> torch.Tensor:
+        """Overwrite a vector with the sum of all payloads by a kernel, or add to it."""
+        from gradlab.kernels.codes import average
+
+        form = self.form()
+        assert form is not None
+        return average(out, self.operands(payloads), self.block_table(out), form, scale, add)
+
+    def operands(self, payloads: Sequence[Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], ...]:
+        """Return what kernels read of several payloads: their blocks' numbers, float32, and packed codes."""
+        return tuple(zip(*payloads, strict=True))
+
+    @property
+    def numbered(self) -> Blocks:
+        """The blocks that have a number, or two, in a payload."""
+        return self.blocks
+
+    def block_table(self, vector: torch.Tensor) -> BlockTable:
+        """Return where blocks lie, on the vector's device."""
+        from gradlab.kernels.blocks import table_of
+
+        size, starts, numel = self.numbered.size, self.numbered.starts, vector.numel()
+        return self.cached(("table", numel, vector.device), lambda: table_of(size, starts, numel, vector.device))
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty(min(self.span(like), like.numel()))
@@ -152,37 +211,42 @@ class BlockCompressor(PiecewiseCompressor):
             if size := int(sizes[first]):
                 yield from pieces(vector[starts[first] : starts[last]], size)
 
-    def reduced(
-        self,
-        vector: torch.Tensor,
-        of_rows: Callable[[torch.Tensor], torch.Tensor],
-        of_blocks: Callable[[torch.Tensor, np.ndarray, np.ndarray], np.ndarray],
-    ) -> torch.Tensor:
-        """Reduce each block of a vector to a number or a few: (..., blocks).
+    def reduced(self, vector: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        """Reduce each block of a vector (numel,) to a number or a few: (..., blocks)."""
+        if usable(vector):
+            from gradlab.kernels.blocks import reduced
 
-        Args:
-            vector: (numel,).
-            of_rows: reduces equal blocks, (m, n) -> (..., m); for large blocks, and on a GPU.
-            of_blocks: reduces blocks of any sizes on the CPU: values (n,), the blocks' first positions (m,), as
-                numpy's `reduceat` takes them, and their sizes (m,), to (..., m). Many small layers thus take few calls,
-                and a block gives the same bits alone and among others.
-        """
+            return reduced(vector, self.block_table(vector), reduction.kernel)
         if vector.device.type != "cpu":
-            return torch.cat([of_rows(rows) for rows in self.rows(vector)], -1)
+            return torch.cat([reduction.of_rows(rows) for rows in self.rows(vector)], -1)
         parts = []
         for begin, end, starts, sizes in self._runs(vector.numel()):
             values = vector[begin:end]
             small = end - begin <= CACHED or len(starts) > 1
-            reduced = torch.from_numpy(of_blocks(values, starts, sizes)) if small else of_rows(values.view(1, -1))
-            parts.append(reduced)
+            numbers = reduction.of_blocks(values, starts, sizes) if small else None
+            parts.append(reduction.of_rows(values.view(1, -1)) if numbers is None else torch.from_numpy(numbers))
         return torch.cat(parts, -1)
+
+    def encoded(self, vector: torch.Tensor, numbers: torch.Tensor, bits: RandomBits | None) -> torch.Tensor | None:
+        """Return a vector's packed codes from a kernel; None where there is none for it.
+
+        numbers: of blocks, (blocks,), float32.
+        bits: random numbers of the rounding; None: there are none.
+        """
+        form = self.form()
+        if form is None or not usable(vector) or (bits is not None and bits.seed is None):
+            return None
+        from gradlab.kernels.codes import encode
+
+        return encode(vector, numbers, self.block_table(vector), form, None if bits is None else bits.seed)
 
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""
-        if self.blocks.sizes is None and _WORTH_A_ROW <= self.blocks.size <= CACHED and vector.device.type == "cpu":
+        on_cpu = vector.device.type == "cpu" and not usable(vector)
+        if self.blocks.sizes is None and _WORTH_A_ROW <= self.blocks.size <= CACHED and on_cpu:
             parts = [largest_of_rows(rows) for rows in self.rows(vector)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.reduced(vector, largest_of_rows, largest_of_blocks)
+        return self.reduced(vector, LARGEST)
 
     def _runs(self, numel: int) -> Iterable[tuple[int, int, np.ndarray, np.ndarray]]:
         """Cut a vector (numel,) into runs of blocks that fit the cache: start, stop, its blocks' starts and sizes. A
@@ -268,6 +332,9 @@ def largest_of_blocks(vector: torch.Tensor, starts: np.ndarray, sizes: np.ndarra
     """Return the largest magnitude of each block, for `BlockCompressor.reduced`: (n,), (m,), (m,) -> (m,)."""
     values = vector.numpy()
     return np.maximum(np.maximum.reduceat(values, starts), -np.minimum.reduceat(values, starts))
+
+
+LARGEST = Reduction(largest_of_rows, largest_of_blocks, "largest")
 
 
 def _runs_of(starts: np.ndarray, numel: int) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:

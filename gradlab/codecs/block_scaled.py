@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
-from gradlab.codec.blocks import Blocks
+from gradlab.codec.blocks import WHOLE, Blocks
 from gradlab.codec.blockwise import BlockCompressor
 from gradlab.codec.routes import BYTES, OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
+from gradlab.kernels import Form
 from gradlab.layout import Layer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -174,9 +175,11 @@ class BlockScaled(BlockCompressor):
         mxfp8 and mxfp4 have scales of one byte, uint8; so has nvfp4, after t, (1,), float32.
         """
         bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
-        packer = Packer(vector.numel(), self.bits, vector.device)
-        numbers, scratch = self._scales(vector), self._scratch(vector)
+        numbers = self._scales(vector)
         scales = self._factors(numbers)
+        if (codes := self.encoded(vector, scales, bits)) is not None:
+            return *numbers, codes[: vector.numel()] if self.bits == 8 else codes
+        packer, scratch = Packer(vector.numel(), self.bits, vector.device), self._scratch(vector)
         divisors = scales.masked_fill(scales == 0, 1.0).to(vector.dtype)
         quick, zero = self._rounds_in_a_sum(divisors), _WHOLE_NUMBERS + (8 if self.bits == 4 else 0)
         for start, stop in self.spans(vector):
@@ -188,6 +191,21 @@ class BlockScaled(BlockCompressor):
                 codes = self._codes(self._divided(values, divisors, start, room), bits)
             packer.write(start, codes.view(torch.uint8))
         return *numbers, packer.packed[: vector.numel()] if self.bits == 8 else packer.packed
+
+    def form(self) -> Form:
+        if self.format.element is None:
+            return Form("integer", self.bits, -self.largest - (self.settings.scale is not None), self.largest)
+        return Form("minifloat", self.bits, -int(math.log2(self.format.relative)), self.largest)
+
+    def operands(self, payloads: Sequence[Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], ...]:
+        *numbers, packed = zip(*payloads, strict=True)
+        if self.format.scales == "float32":
+            return *numbers, packed
+        return self._factors([torch.stack(of_ranks) for of_ranks in numbers]).unbind(), packed
+
+    @property
+    def numbered(self) -> Blocks:
+        return self.blocks if self.settings.scale is None else Blocks(WHOLE)
 
     def _rounds_in_a_sum(self, divisors: torch.Tensor) -> bool:
         """Return whether values / divisors may be rounded by adding `_WHOLE_NUMBERS`, as none comes out too large."""

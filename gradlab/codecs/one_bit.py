@@ -18,10 +18,11 @@ import torch
 from gradlab.codec import About, Guarantees, PlanDefaults, Table
 from gradlab.codec.batch import stacks_apart
 from gradlab.codec.blocks import WHOLE
-from gradlab.codec.blockwise import CACHED, BlockCompressor
+from gradlab.codec.blockwise import CACHED, BlockCompressor, Reduction
 from gradlab.codec.routes import PAIRS_OF_BLOCKS, Kind
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
+from gradlab.kernels import Form
 from gradlab.layout import Layer
 
 _LEAST = 16  # weights into a unit that are worth two values of their own
@@ -74,7 +75,12 @@ class OneBit(BlockCompressor):
         >= 0 come first, then those of elements < 0."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32), pack_signs(vector)
-        return self.reduced(vector, two_means, two_means_of_blocks).reshape(-1), pack_signs(vector)
+        means = self.reduced(vector, TWO_MEANS).reshape(-1)
+        codes = self.encoded(vector, means, None)
+        return means, pack_signs(vector) if codes is None else codes
+
+    def form(self) -> Form:
+        return Form("one_bit", 1)
 
     def kinds(self) -> tuple[Kind, ...]:
         return (PAIRS_OF_BLOCKS, 1)
@@ -120,6 +126,9 @@ def two_means_of_blocks(values: torch.Tensor, starts: np.ndarray, sizes: np.ndar
         np.divide(above, np.maximum(count, 1), out=means[0], casting="same_kind")
         np.divide(below, np.maximum(sizes - count, 1), out=means[1], casting="same_kind")
     return means
+
+
+TWO_MEANS = Reduction(two_means, two_means_of_blocks, "two means")
 
 
 def _sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

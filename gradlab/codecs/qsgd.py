@@ -26,6 +26,7 @@ from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Ring
 from gradlab.collectives.ring import RingCode, segment_bounds
+from gradlab.kernels import Form
 from gradlab.layout import Layer
 
 NORMS = ("max", "l2")
@@ -47,10 +48,12 @@ class BucketQuantizer(BlockCompressor):
         """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.uint8, device=vector.device)
-        norms = self.norms(vector)
+        norms, bits = self.norms(vector), RandomBits(generator, vector.device)
+        if (codes := self.encoded(vector, norms, bits)) is not None:
+            return norms, codes
         units = self.units(norms.to(vector.dtype))
         units = units.masked_fill(units == 0, 1.0)
-        bits, packer = RandomBits(generator, vector.device), Packer(vector.numel(), self.settings.bits, vector.device)
+        packer = Packer(vector.numel(), self.settings.bits, vector.device)
         scratch = self._scratch(vector)
         for start, stop in self.spans(vector):
             places = self.divide(vector[start:stop], units, start, scratch[: stop - start])
@@ -146,6 +149,9 @@ class QSGD(BucketQuantizer):
         middle, last = 0.5 + self.levels / self._stride + 2.0**-17, 2 * self.levels // self._stride
         moved = places.add_(drawn, alpha=2.0**-16).add_(middle).clamp_(0.0, last + 0.5)
         return moved.to(torch.int16).to(torch.uint8)  # that conversion is the fast one
+
+    def form(self) -> Form:
+        return Form("levels", self.settings.bits, float(self.levels), float(self._stride))
 
     @cached_property
     def traits(self) -> Traits:

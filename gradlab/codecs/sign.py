@@ -18,10 +18,11 @@ import torch
 
 from gradlab.codec import About, Guarantees, PlanDefaults, Traits
 from gradlab.codec.blocks import WHOLE, Blocks
-from gradlab.codec.blockwise import CACHED, BlockCompressor
+from gradlab.codec.blockwise import CACHED, BlockCompressor, Reduction
 from gradlab.codec.routes import NOTHING, OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import fold_by_torch, packed_bytes
+from gradlab.kernels import Form
 from gradlab.layout import Layer
 
 SCALES = ("mean", "one")
@@ -109,10 +110,14 @@ class Sign(BlockCompressor):
         """Return scales (blocks,), float32, none with scale = "one", and signs (ceil(numel / 8),), uint8."""
         scales = torch.empty(0, dtype=torch.float32, device=vector.device)
         if self.settings.scale == "mean" and vector.numel():
-            scales = self.reduced(vector, mean_magnitudes, mean_magnitudes_of_blocks)
+            scales = self.reduced(vector, MEAN_MAGNITUDES)
         if self.settings.zeros == "random":
             vector = _tossed(vector, generator)
-        return scales, pack_signs(vector)
+        codes = self.encoded(vector, scales, None)
+        return scales, pack_signs(vector) if codes is None else codes
+
+    def form(self) -> Form:
+        return Form("sign", 1)
 
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
         if self.settings.scale == "mean":
@@ -164,6 +169,9 @@ def mean_magnitudes_of_blocks(values: torch.Tensor, starts: np.ndarray, sizes: n
         if not np.isfinite(total).all():  # a sum of finite numbers may be too large for float32, not their mean
             total = np.add.reduceat(magnitudes, starts, dtype=np.float64)
         return (total / sizes).astype(np.float32)
+
+
+MEAN_MAGNITUDES = Reduction(mean_magnitudes, mean_magnitudes_of_blocks, "mean magnitude")
 
 
 def pack_signs(vector: torch.Tensor) -> torch.Tensor:

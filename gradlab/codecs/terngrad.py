@@ -17,7 +17,7 @@ import torch
 
 from gradlab.codec import About, Batch, Bytes, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
 from gradlab.codec.blocks import WHOLE
-from gradlab.codec.blockwise import CACHED, BlockCompressor
+from gradlab.codec.blockwise import CACHED, BlockCompressor, Reduction
 from gradlab.codec.routes import OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.codecs.qsgd import byte_bounds
@@ -85,7 +85,7 @@ class TernGrad(BlockCompressor):
             return vector.new_empty(0, dtype=torch.float32)
         largest = self.largest_magnitudes(vector)
         if self.settings.clip:
-            limits = self.reduced(vector, root_mean_squares, root_mean_squares_of_blocks).mul_(self.settings.clip)
+            limits = self.reduced(vector, ROOT_MEAN_SQUARES).mul_(self.settings.clip)
             # NaN stays; where squares over- or underflow there is no limit.
             usable = limits.isfinite() & (limits > 0)
             largest = torch.where(usable & (limits < largest), limits, largest)
@@ -191,3 +191,6 @@ def root_mean_squares_of_blocks(vector: torch.Tensor, starts: np.ndarray, sizes:
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.add.reduceat(np.square(values, dtype=np.float64), starts)
     return np.sqrt(squares / sizes).astype(values.dtype)
+
+
+ROOT_MEAN_SQUARES = Reduction(root_mean_squares, root_mean_squares_of_blocks, "root mean square")

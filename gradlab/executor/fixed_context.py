@@ -14,6 +14,7 @@ import torch
 from gradlab.codec.context import Context, Streams, alone
 from gradlab.coding.random_bits import Redrawn, next_seed
 from gradlab.errors import GradlabError
+from gradlab.kernels import on_device
 
 _RANDOM_NUMBERS = "random numbers that are drawn anew"
 _OTHERWISE = "its random numbers are drawn in another way from step to step"
@@ -50,7 +51,7 @@ class _ChangingStream(_Changing, Redrawn):
         self._draws, self._number = draws, number
 
     def on(self, device: torch.device) -> torch.Generator:
-        if device.type == "cpu":  # numpy draws there, which no graph repeats
+        if device.type == "cpu" or on_device(device):  # the host seeds numpy there, or kernels
             self._refuse()
         return self._draws.next(self._number, device)
 

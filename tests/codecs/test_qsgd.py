@@ -266,13 +266,13 @@ def test_many_buckets_and_a_large_one() -> None:
 
 
 GOLDEN = {
-    (1, "max"): "aeea51097594d7f2",
-    (2, "max"): "122f12b8b53f3458",
-    (3, "l2"): "a8b33d31d296c762",
-    (4, "max"): "bc36af57d80b028f",
-    (4, "l2"): "6a37938560c08e7e",
-    (7, "max"): "52d75f2123bb71c0",
-    (8, "l2"): "58554fa308f165ac",
+    (1, "max"): "5c089182e30e7c2d",
+    (2, "max"): "609aed28513cdb03",
+    (3, "l2"): "55c3679831856ffd",
+    (4, "max"): "2e06b7727ceaf8e9",
+    (4, "l2"): "75f81bebdb834288",
+    (7, "max"): "077124611c690dac",
+    (8, "l2"): "cb0a5a3dffd767bd",
 }
 
 

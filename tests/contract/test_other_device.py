@@ -30,7 +30,7 @@ EVERY_STEP = {"tolist": 1, "_local_scalar_dense": 1}  # whether gradients were f
 # The different ones among numbers that were drawn, of each of two groups, are found on the device.
 WAITS = {"random_k": {"_unique2": 2}}
 # What draws its random numbers on the device, and another way there, has other rounding, not another mean.
-DRAWS = {"qsgd", "natural", "nuqsgd", "terngrad", "intsgd"}
+DRAWS = {"natural", "nuqsgd", "terngrad", "intsgd"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("cast", {"dtype": "float16"}),
     ("natural", {}),

@@ -1,0 +1,211 @@
+"""Numbers of blocks of a vector, such as scales: which block an element lies in, and reductions over blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from gradlab.kernels import launch
+
+_CHUNK, _TOGETHER = 4096, 1024  # elements that a program reduces at most, and of several small blocks
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Places of the blocks of a vector (numel,), on a device.
+
+    size: elements of all blocks but the last; 0: `starts` says.
+    widest: size of the largest chunk.
+    starts: first elements, and the vector's end, (blocks + 1,), int64.
+    chunks: beginnings of runs of at most `_CHUNK` elements that lie in one block, and the vector's end, int64.
+    of_blocks: first chunk of each block, and the number of chunks, (blocks + 1,), int64.
+    """
+
+    numel: int
+    size: int
+    widest: int
+    starts: torch.Tensor
+    chunks: torch.Tensor
+    of_blocks: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of a search for an element's block."""
+        return self.count.bit_length()
+
+
+def table_of(size: int, starts: np.ndarray | None, numel: int, device: torch.device) -> BlockTable:
+    """Bring the places of a vector's blocks to a device: of one size, or from `starts` and the end, (blocks + 1,)."""
+    size = 0 if starts is not None else min(size, max(1, numel))
+    edges = np.append(np.arange(0, numel, size), numel) if starts is None else starts
+    counts = -(-np.diff(edges) // _CHUNK)
+    firsts = np.append(0, np.cumsum(counts))
+    within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
+    chunks = np.append(np.repeat(edges[:-1], counts) + within * _CHUNK, numel)
+    widest = int(np.diff(chunks).max(initial=1))
+    return BlockTable(numel, size, widest, *(torch.from_numpy(one).to(device) for one in (edges, chunks, firsts)))
+
+
+@triton.jit
+def block_at(i, starts, count, steps, SIZE: tl.constexpr):
+    """Return the block of each element: the last one that begins at it or before."""
+    if SIZE > 0:
+        low = i // SIZE
+    else:
+        low = i * 0
+        high = low + count - 1
+        for _ in range(steps):
+            middle = (low + high + 1) // 2
+            right = tl.load(starts + middle) <= i
+            low = tl.where(right, middle, low)
+            high = tl.where(right, high, middle - 1)
+    return low
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Return |x| as a whole number that orders as magnitudes do, NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def of_largest(x, inside):
+    largest = tl.max(tl.where(inside, magnitude_bits(x), 0), 1).to(tl.float64)
+    return largest, largest, largest
+
+
+@triton.jit
+def of_magnitudes(x, inside):
+    total = tl.sum(tl.where(inside, tl.abs(x), 0.0).to(tl.float64), 1)
+    return total, total, total
+
+
+@triton.jit
+def of_squares(x, inside):
+    wide = tl.where(inside, x, 0.0).to(tl.float64)
+    total = tl.sum(wide * wide, 1)
+    return total, total, total
+
+
+@triton.jit
+def of_signs(x, inside):
+    wide = tl.where(inside, x, 0.0).to(tl.float64)
+    count = tl.sum((inside & (x >= 0)).to(tl.int32), 1).to(tl.float64)
+    # NaN is in both sums, as it is neither.
+    return tl.sum(tl.where(x < 0, 0.0, wide), 1), tl.sum(tl.where(x > 0, 0.0, wide), 1), count
+
+
+@triton.jit
+def largest_over(a, b, c, size, over):
+    largest = tl.div_rn(a.to(tl.int32).to(tl.float32, bitcast=True), over)
+    return largest, largest
+
+
+@triton.jit
+def mean(a, b, c, size, over):
+    found = (a / size).to(tl.float32)
+    return found, found
+
+
+@triton.jit
+def root_mean(a, b, c, size, over):
+    found = tl.sqrt(a / size).to(tl.float32)
+    return found, found
+
+
+@triton.jit
+def two_means(a, b, c, size, over):
+    return (a / tl.maximum(c, 1.0)).to(tl.float32), (b / tl.maximum(size - c, 1.0)).to(tl.float32)
+
+
+@triton.jit
+def _of_chunks(
+    x, chunks, out, count, over,
+    TERMS: tl.constexpr, FINISH: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    some = chunk < count
+    start, stop = tl.load(chunks + chunk, mask=some, other=0), tl.load(chunks + chunk + 1, mask=some, other=0)
+    i = start[:, None] + tl.arange(0, TILE)[None, :]
+    inside = i < stop[:, None]
+    a, b, c = TERMS(tl.load(x + i, mask=inside, other=0.0), inside)
+    if N == 0:  # chunks' own, to be added up
+        tl.store(out + chunk, a, mask=some)
+        tl.store(out + count + chunk, b, mask=some)
+        tl.store(out + 2 * count + chunk, c, mask=some)
+    else:
+        first, second = FINISH(a, b, c, (stop - start).to(tl.float64), over)
+        tl.store(out + chunk, first, mask=some)
+        if N == 2:
+            tl.store(out + count + chunk, second, mask=some)
+
+
+@triton.jit
+def _of_blocks(
+    parts,
+    starts,
+    of_blocks,
+    out,
+    count,
+    chunks,
+    over,
+    LARGEST: tl.constexpr,
+    FINISH: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    block = tl.program_id(0)
+    first, last = tl.load(of_blocks + block), tl.load(of_blocks + block + 1)
+    a = tl.zeros((TILE,), tl.float64)
+    b, c = a, a
+    for begin in range(first, last, TILE):
+        i = begin + tl.arange(0, TILE)
+        found = tl.load(parts + i, mask=i < last, other=0.0)
+        a = tl.maximum(a, found) if LARGEST else a + found
+        if N == 2:
+            b += tl.load(parts + chunks + i, mask=i < last, other=0.0)
+            c += tl.load(parts + 2 * chunks + i, mask=i < last, other=0.0)
+    size = (tl.load(starts + block + 1) - tl.load(starts + block)).to(tl.float64)
+    total = tl.max(a) if LARGEST else tl.sum(a)
+    one, other = FINISH(total, tl.sum(b), tl.sum(c), size, over)
+    tl.store(out + block, one)
+    if N == 2:
+        tl.store(out + count + block, other)
+
+
+REDUCTIONS: dict[str, tuple[Any, Any, int]] = {
+    "largest": (of_largest, largest_over, 1),
+    "mean magnitude": (of_magnitudes, mean, 1),
+    "root mean square": (of_squares, root_mean, 1),
+    "two means": (of_signs, two_means, 2),
+}
+
+
+def reduced(vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0) -> torch.Tensor:
+    """Reduce each block of a vector (numel,) to a number or two, (blocks,) or (2, blocks), float32.
+
+    kind: "largest" magnitude, divided by `over`, "mean magnitude", "root mean square", or "two means", of elements from
+        0 on and of those below.
+    """
+    terms, finish, n = REDUCTIONS[kind]
+    out, chunks = vector.new_empty(n, table.count), len(table.chunks) - 1
+    tile = triton.next_power_of_2(table.widest)
+    rows = max(1, _TOGETHER // tile)
+    constants = {"TERMS": terms, "FINISH": finish, "ROWS": rows, "TILE": tile}
+    if chunks == table.count:
+        launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, out, chunks, over, **constants, N=n)
+    else:
+        parts = vector.new_empty(3, chunks, dtype=torch.float64)
+        launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, parts, chunks, over, **constants, N=0)
+        given = (parts, table.starts, table.of_blocks, out, table.count, chunks, over)
+        launch(_of_blocks, table.count, *given, LARGEST=kind == "largest", FINISH=finish, N=n, TILE=1024)
+    return out if n > 1 else out[0]

@@ -1,0 +1,196 @@
+"""Elements of a vector as packed codes of a few bits, and back: encoded at once, and averaged over ranks at once.
+
+A pair of functions in `gradlab.kernels.formats` says what a code stands for. Packing is that of `gradlab.coding.bits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+
+from gradlab.coding.bits import packed_bytes
+from gradlab.kernels import Form, formats, launch
+from gradlab.kernels.blocks import BlockTable, block_at
+
+_TILE = 1024
+
+
+@triton.jit
+def _philox_round(a, b, c, d, k0, k1):
+    m0 = tl.full(a.shape, 0xD2E7470EE14C6C93, tl.uint64)
+    m1 = tl.full(a.shape, 0xCA5A826395121157, tl.uint64)
+    return tl.umulhi(m1, c) ^ b ^ k0, m1 * c, tl.umulhi(m0, a) ^ d ^ k1, m0 * a
+
+
+@triton.jit
+def sixteen(seed, first, TILE: tl.constexpr):
+    """Return the random numbers in [-2^15, 2^15) of elements first, first + 1, ..., int32 (TILE,), of numpy's Philox
+    4x64-10 with this key. first: a multiple of 16."""
+    a = (first // 16 + 1 + tl.arange(0, TILE // 16)).to(tl.uint64)
+    b = a * 0
+    c, d = b, b
+    k0, k1 = b + seed.to(tl.uint64), b
+    for _ in tl.static_range(10):
+        a, b, c, d = _philox_round(a, b, c, d, k0, k1)
+        k0 += tl.full(a.shape, 0x9E3779B97F4A7C15, tl.uint64)
+        k1 += tl.full(a.shape, 0xBB67AE8584CAA73B, tl.uint64)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE // 4, 1))  # a, b, c, d of each counter in turn
+    lanes = (words >> (16 * tl.arange(0, 4))[None, :].to(tl.uint64)) & 0xFFFF
+    return ((tl.reshape(lanes, (TILE,)).to(tl.int32)) ^ 0x8000) - 0x8000
+
+
+@triton.jit
+def _store_plane(packed, codes, first, groups, W: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
+    # Wider fields of a code are in planes before this one, and in lower bits.
+    per: tl.constexpr = 8 // W
+    before: tl.constexpr = BITS & ~(2 * W - 1)
+    field = tl.reshape((codes >> before) & (2**W - 1), (TILE // per, per))
+    joined = tl.sum(field << (W * tl.arange(0, per))[None, :], 1)
+    at = first // per + tl.arange(0, TILE // per)
+    tl.store(packed + groups * before + at, joined.to(tl.uint8), mask=at < groups * W)
+
+
+@triton.jit
+def store_codes(packed, codes, first, groups, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Pack codes, int32 (TILE,), of elements from `first` on. groups: of eight elements that the vector has."""
+    if BITS & 8:
+        _store_plane(packed, codes, first, groups, 8, BITS, TILE)
+    if BITS & 4:
+        _store_plane(packed, codes, first, groups, 4, BITS, TILE)
+    if BITS & 2:
+        _store_plane(packed, codes, first, groups, 2, BITS, TILE)
+    if BITS & 1:
+        _store_plane(packed, codes, first, groups, 1, BITS, TILE)
+
+
+@triton.jit
+def _load_plane(packed, i, inside, groups, W: tl.constexpr, BITS: tl.constexpr):
+    per: tl.constexpr = 8 // W
+    before: tl.constexpr = BITS & ~(2 * W - 1)
+    byte = tl.load(packed + groups * before + i // per, mask=inside, other=0).to(tl.int32)
+    return ((byte >> (W * (i % per)).to(tl.int32)) & (2**W - 1)) << before
+
+
+@triton.jit
+def load_codes(packed, i, inside, groups, BITS: tl.constexpr):
+    """Unpack the codes of elements i, int32."""
+    codes = (i * 0).to(tl.int32)
+    if BITS & 8:
+        codes |= _load_plane(packed, i, inside, groups, 8, BITS)
+    if BITS & 4:
+        codes |= _load_plane(packed, i, inside, groups, 4, BITS)
+    if BITS & 2:
+        codes |= _load_plane(packed, i, inside, groups, 2, BITS)
+    if BITS & 1:
+        codes |= _load_plane(packed, i, inside, groups, 1, BITS)
+    return codes
+
+
+@triton.jit
+def _encode(
+    x, numbers, starts, packed, numel, count, steps, groups, seed,
+    CODE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
+    N: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * TILE
+    i = first + tl.arange(0, TILE)
+    inside = i < numel
+    value = tl.load(x + i, mask=inside, other=0.0)
+    number = i * 0 + 1.0
+    if N > 0:
+        number = tl.load(numbers + block_at(i, starts, count, steps, SIZE), mask=inside, other=1.0)
+    drawn = sixteen(seed, first, TILE) if RANDOM else i.to(tl.int32)
+    store_codes(packed, tl.where(inside, CODE(value, number, drawn, P, Q, RANDOM), 0), first, groups, BITS, TILE)
+
+
+@triton.jit
+def _average(
+    out, numbers, packed, starts, numel, count, steps, groups, ranks, number_stride, packed_stride, scale,
+    VALUE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
+    N: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = i < numel
+    block = block_at(i, starts, count, steps, SIZE)
+    total = tl.load(out + i, mask=inside, other=0.0)
+    for rank in range(ranks):
+        code = load_codes(packed, i, inside, groups, BITS)
+        number = tl.load(numbers + block, mask=inside, other=0.0) if N > 0 else 1.0
+        other = tl.load(numbers + count + block, mask=inside, other=0.0) if N == 2 else number
+        value = VALUE(code, number, other, scale, P, Q)
+        total = total + value if ADD else tl.where(rank == 0, value, total + value)
+        packed += packed_stride
+        numbers += number_stride
+    tl.store(out + i, total, mask=inside)
+
+
+def encode(
+    vector: torch.Tensor, numbers: torch.Tensor, table: BlockTable, form: Form, seed: int | None = None
+) -> torch.Tensor:
+    """Pack the codes of a vector (numel,), each of an element and its block's number: (ceil(numel / 8) * bits,), uint8.
+
+    numbers: (blocks,), float32; or empty.
+    seed: the key of random numbers; None: it rounds without them.
+    """
+    numel, bits = vector.numel(), form.bits
+    packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=vector.device)
+    given = (vector, numbers, table.starts, packed, numel, table.count, table.steps, -(-numel // 8), seed or 0)
+    constants = {
+        "CODE": getattr(formats, f"{form.name}_code"),
+        "P": form.p,
+        "Q": form.q,
+        "BITS": bits,
+        "SIZE": table.size,
+    }
+    constants |= {"N": _numbers(numbers, table), "RANDOM": seed is not None, "TILE": _TILE}
+    launch(_encode, triton.cdiv(numel, _TILE), *given, **constants)
+    return packed
+
+
+def average(
+    out: torch.Tensor,
+    operands: Sequence[Sequence[torch.Tensor]],
+    table: BlockTable,
+    form: Form,
+    scale: float,
+    add: bool = False,
+) -> torch.Tensor:
+    """Sum what payloads stand for, in their order, times a factor, into a vector (numel,).
+
+    operands: the numbers of their blocks, and their packed codes.
+    add: whether the sum is added to what `out` has.
+    """
+    numel = out.numel()
+    (numbers, number_stride), (packed, packed_stride) = map(_rows, operands)
+    sizes = (numel, table.count, table.steps, -(-numel // 8), len(operands[0]), number_stride, packed_stride, scale)
+    constants = {
+        "VALUE": getattr(formats, f"{form.name}_value"),
+        "P": form.p,
+        "Q": form.q,
+        "BITS": form.bits,
+        "SIZE": table.size,
+    }
+    constants |= {"N": _numbers(operands[0][0], table), "ADD": add, "TILE": _TILE}
+    launch(_average, triton.cdiv(numel, _TILE), out, numbers, packed, table.starts, *sizes, **constants)
+    return out
+
+
+def _numbers(numbers: torch.Tensor, table: BlockTable) -> int:
+    return numbers.numel() // max(1, table.count)
+
+
+def _rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Return the first of vectors of one size, and the elements from one to the next; they are joined if unequal."""
+    first, size = tensors[0], tensors[0].element_size()
+    if len(tensors) == 1:
+        return first, 0
+    places = [tensor.data_ptr() for tensor in tensors]
+    step = places[1] - places[0]
+    alike = all(b - a == step for a, b in pairwise(places)) and step % size == 0
+    if alike and first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr():
+        return first, step // size
+    return torch.stack(list(tensors)), first.numel()

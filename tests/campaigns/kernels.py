@@ -1,0 +1,67 @@
+"""Compile every kernel for GPUs, on a machine without one: `make campaign NAME=kernels`.
+
+Every codec with kernels compresses, averages and subtracts a vector of several layers. What it would launch is compiled
+by Triton down to the GPU's code instead, for compute capabilities 8.0 and 9.0, and not run.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gradlab import codecs, kernels
+from gradlab.codec.abilities import for_layers
+from gradlab.layout import Layer
+from support.kernel_cases import CASES
+
+TYPES = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
+    torch.int64: "*i64", torch.bool: "*i1", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+}  # fmt: skip
+CAPABILITIES = (80, 90)
+compiled: dict[Any, int] = {}
+
+
+def type_of(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return TYPES[argument.dtype]
+    return "fp32" if isinstance(argument, float) else "i32" if -(2**31) <= argument < 2**31 else "i64"
+
+
+def compile_instead(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    names = [parameter.name for parameter in kernel.params]
+    signature = dict(zip(names, map(type_of, arguments), strict=False)) | dict.fromkeys(constants, "constexpr")
+    for capability in CAPABILITIES:
+        key = (
+            kernel.fn.__name__,
+            capability,
+            *signature.items(),
+            *((name, str(one)) for name, one in constants.items()),
+        )
+        if key not in compiled:
+            source = ASTSource(kernel, signature=signature, constexprs=constants)
+            made = triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
+            compiled[key] = len(made.asm["cubin"])
+
+
+def main() -> int:
+    kernels.DEVICES.add("cpu")
+    kernels.start = compile_instead
+    layers = [Layer(f"layer {at}", (size,)) for at, size in enumerate((300, 1, 9000, 777))]
+    x = torch.randn(sum(layer.numel for layer in layers))
+    for name, settings in CASES:
+        codec = for_layers(codecs.make(name, **settings), layers)
+        payload = codec.compress(x, torch.Generator())
+        codec.average_into(torch.empty_like(x), [payload, payload], 0.5)
+        codec.add_decompressed(x.clone(), payload, -1.0)
+    print(f"triton {triton.__version__}: {len(compiled)} kernels compiled for compute capabilities {CAPABILITIES}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Quantizers' kernels, run by Triton's interpreter, against the PyTorch and numpy lines that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradlab import codecs, kernels
+from gradlab.codec.abilities import for_layers
+from gradlab.layout import Layer
+from support.kernel_cases import CASES
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of NaN in the interpreter
+LAYERS = [300, 1, 8, 777]
+SPECIAL = {2: float("nan"), 99: float("inf"), 303: 1e-42, 305: -1e-42}  # by place
+
+
+@contextmanager
+def by_kernels() -> Iterator[list[str]]:
+    """Run kernels for tensors on the CPU too; the names of those that were started."""
+    real, started = kernels.start, []
+
+    def start(kernel: Any, *given: Any) -> None:
+        started.append(kernel.__name__)
+        real(kernel, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "start", start)
+        patch.setattr(kernels, "DEVICES", {"cpu"})
+        yield started
+
+
+def layered(name: str, options: dict[str, Any], sizes: list[int]) -> Any:
+    return for_layers(codecs.make(name, **options), [Layer(f"w{at}", (size,)) for at, size in enumerate(sizes)])
+
+
+def encoded(codec: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    return list(codec.compress(x, torch.Generator().manual_seed(3)))
+
+
+def decoded(codec: Any, x: torch.Tensor, payload: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of a payload that came three times, and what is left of x."""
+    left = x.clone()
+    codec.add_decompressed(left, payload, -1.0)
+    return codec.average_into(torch.empty_like(x), [payload] * 3, 1 / 3), left
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, where not NaN."""
+    return np.array_equal(a.numpy(), b.numpy(), equal_nan=True) and torch.equal(
+        torch.signbit(a.nan_to_num()), torch.signbit(b.nan_to_num())
+    )
+
+
+def check(name: str, options: dict[str, Any], sizes: list[int], x: torch.Tensor) -> None:
+    codec = layered(name, options, sizes)
+    wanted = encoded(codec, x)
+    with by_kernels():
+        found = encoded(codec, x)
+        results = decoded(codec, x, wanted)
+    for theirs, ours in zip(found[:-1], wanted[:-1], strict=True):
+        if name == "sign":  # means of float64 beside sums of float32 in numpy's order
+            torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=0.0, equal_nan=True)
+        else:
+            assert equal(theirs, ours)
+    if x.isfinite().all():  # codes of NaN differ in its sign
+        assert torch.equal(found[-1], wanted[-1])
+    assert all(map(equal, results, decoded(codec, x, wanted)))
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda one: one if isinstance(one, str) else str(one))
+def test_a_kernel_equals_the_lines_that_it_stands_for(name: str, options: dict[str, Any]) -> None:
+    sizes = [*LAYERS, 4500] if name in ("sign", "one_bit") else LAYERS
+    x = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(len(sizes)))
+    check(name, options, sizes, x * torch.logspace(-6, 2, len(x)))
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_what_is_not_finite_and_what_is_not_normal(case: tuple[str, dict[str, Any]]) -> None:
+    x = torch.randn(sum(LAYERS), generator=torch.Generator().manual_seed(0))
+    for place, special in SPECIAL.items():
+        x[place] = special
+    check(*case, LAYERS, x)
+
+
+@settings(max_examples=8)
+@given(
+    st.sampled_from(CASES),
+    st.lists(st.integers(1, 600), min_size=1, max_size=5),
+    st.floats(-30, 30),
+    st.integers(0, 2**32),
+)
+def test_any_layers(case: tuple[str, dict[str, Any]], sizes: list[int], magnitude: float, seed: int) -> None:
+    x = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)) * 10**magnitude
+    check(*case, sizes, x)
+
+
+@pytest.mark.parametrize("name", ["block_scaled", "sign", "one_bit", "qsgd"])
+def test_launches_do_not_grow_with_the_number_of_layers(name: str) -> None:
+    counts = []
+    for layers in (2, 300):
+        codec, x = layered(name, {}, [9] * layers), torch.ones(9 * layers)
+        with by_kernels() as started:
+            decoded(codec, x, encoded(codec, x))
+        counts.append(started)
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 4  # numbers, codes, mean and what is left

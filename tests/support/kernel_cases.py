@@ -1,0 +1,19 @@
+"""Codecs that have kernels, by name and settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradlab.codecs.block_scaled import FORMATS
+
+_SCALED: list[dict[str, Any]] = [
+    *({"dtype": dtype, "stochastic": at_random} for dtype in FORMATS for at_random in (False, True)),
+    *({"dtype": dtype, "scale": 100.0} for dtype in ("int8", "int4", "float8_e4m3fn")),
+]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *(("block_scaled", settings) for settings in _SCALED),
+    *(("sign", settings) for settings in ({}, {"scale": "one"}, {"block_size": 256})),
+    ("one_bit", {}),
+    *(("qsgd", {"bits": bits}) for bits in (1, 3, 4, 7, 8)),
+    ("qsgd", {"norm": "l2"}),
+]
