@@ -289,9 +289,9 @@ class ECSQ(Compressor):
             total += found.reshape(total.shape).astype(total.dtype)
 
     def _layers_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the layer at each position, (count,), int64."""
-        ends = torch.tensor(self._sizes, device=positions.device).cumsum(0)
-        return torch.bucketize(positions, ends, right=True)
+        """Return the layer at each of ascending positions, (count,), int64."""
+        counts = torch.searchsorted(positions, torch.tensor(np.cumsum([0, *self._sizes])).to(positions.device)).diff()
+        return torch.arange(len(counts)).to(counts.device).repeat_interleave(counts, output_size=len(positions))
 
     # --- one rank's message ---
 

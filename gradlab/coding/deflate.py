@@ -18,6 +18,7 @@ def _fastest() -> Any:
 
 
 _FASTEST: Any = _fastest()
+_MORE = bytes(8)  # an inflater looks ahead
 MATCHES, CODES_ALONE = zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY
 
 
@@ -54,3 +55,14 @@ def inflated(data: bytes, count: int, what: str) -> tuple[bytes, bytes]:
     if len(found) != count:
         raise GradlabError(f"{what}: {len(found)} bytes, expected {count}")
     return found, rest
+
+
+def inflated_alone(data: bytes, count: int, what: str) -> bytes:
+    """Decompress the first `count` bytes of deflated data that may go on or have no end; fewer are refused."""
+    try:
+        found = _FASTEST.decompressobj(-zlib.MAX_WBITS).decompress(data + _MORE, count) if count else b""
+    except _FASTEST.error as wrong:
+        raise GradlabError(f"{what}: not what was compressed: {wrong}") from wrong
+    if len(found) != count:
+        raise GradlabError(f"{what}: {len(found)} bytes, expected {count}")
+    return bytes(found)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
+from gradlab.coding.deflate import inflated_alone
 
 SYMBOLS = 256
-_END = SYMBOLS  # the symbol that ends a block
 _LONGEST = 15  # bits of a code, at most
 _SEEN = 16  # times the weight of a symbol that never occurred, at least, has one that occurred once
 _RAREST = 2**15  # a symbol counts as one in so many at least, so that every one has a code
@@ -23,68 +22,54 @@ _OF_TABLE, _OF_SYMBOL = 90, 5  # bits that DEFLATE takes for a table, about, and
 _NODES = 10  # bits of a tree's node
 _NODE = 2**_NODES - 1
 _REPEATED = 1024  # so many that are alike are not sent one by one
-_KNOWN = b"\2"  # what codes under a known table begin with; `deflated` begins with 0 or 1
+_EMPTY, _OF_EMPTY = 2, 10  # a DEFLATE block of nothing, and its bits: a table's beginning ends with a whole byte then
 
 
 @dataclass(frozen=True)
-class _Table:
-    """A code for every byte, and for the end.
+class Code:
+    """A code for every byte.
 
-    widths: widths of the codes in bits, (257,), int64.
-    codes: their bits, the first one lowest, (257,), uint64.
-    head: the whole bytes that a DEFLATE block with this table begins with.
-    rest, rest_width: the bits of that beginning that are left, and how many.
+    widths: widths of the codes in bits, (256,), uint8.
+    codes: their bits, the first one lowest, (256,), uint64.
+    head: beginning of DEFLATE data with this table.
     excess: bits of a code over the entropy, of bytes of just these frequencies.
     """
 
     widths: np.ndarray
     codes: np.ndarray
     head: bytes
-    rest: int
-    rest_width: int
     excess: float
 
+    def fits(self, counts: np.ndarray) -> bool:
+        """Whether bytes of these frequencies (256,) take no more bits than with a table of their own, about."""
+        count = int(counts.sum())
+        if counts.max() == count > _REPEATED:
+            return False
+        own = _OF_TABLE + _OF_SYMBOL * np.count_nonzero(counts) + max(count, self.excess * _entropy(counts))
+        return bool(int(counts @ self.widths) <= own)
 
-def coded(symbols: np.ndarray, frequencies: np.ndarray) -> bytes:
-    """Encode bytes (count,), uint8, by frequencies elsewhere (256,), whole numbers from 0, that both sides know, or
-    with a table of their own where that is shorter."""
-    if not len(symbols):
-        return deflated(symbols)
-    table, counts = _table_of(frequencies), np.bincount(symbols, minlength=SYMBOLS)
-    if counts.max() == len(symbols) > _REPEATED:
-        return deflated(symbols, CODES_ALONE)
-    own = _OF_TABLE + _OF_SYMBOL * np.count_nonzero(counts) + max(len(symbols), table.excess * _entropy(counts))
-    if int(counts @ table.widths[:SYMBOLS]) > own:
-        return deflated(symbols, CODES_ALONE)
-    return _KNOWN + _packed(symbols, table)
+    def decoded(self, data: bytes, count: int, what: str) -> np.ndarray:
+        """Decode codes of `count` bytes, uint8; bytes that follow are not looked at. Errors are those of `inflated`."""
+        return np.frombuffer(inflated_alone(self.head + data, count, what), np.uint8)
 
 
-def uncoded(data: bytes, count: int, frequencies: np.ndarray, what: str) -> tuple[bytes, bytes]:
-    """Decode the result of `coded` under the same frequencies; arguments, result and errors are those of `inflated`."""
-    if data[:1] != _KNOWN:
-        return inflated(data, count, what)
-    return inflated(b"\1" + _table_of(frequencies).head + data[1:], count, what)
-
-
-def _table_of(frequencies: np.ndarray) -> _Table:
-    """Make the table of frequencies: the same one wherever these are the same."""
-    return _table(np.ascontiguousarray(frequencies, "<i8").tobytes())
+def code_of(frequencies: np.ndarray) -> Code:
+    """Make the code of frequencies (256,), whole numbers from 0: the same one wherever these are the same."""
+    return _code(np.ascontiguousarray(frequencies, "<i8").tobytes())
 
 
 @functools.lru_cache(maxsize=4096)
-def _table(frequencies: bytes) -> _Table:
+def _code(frequencies: bytes) -> Code:
     known = np.frombuffer(frequencies, "<i8")
     counts = [_SEEN * count for count in known.tolist()]
     rarest, widths = max(1, sum(counts) // _RAREST), [_LONGEST + 1]
     while max(widths) > _LONGEST:  # once, but for frequencies that are far apart
-        widths = _widths([*(max(rarest, count) for count in counts), rarest])
+        widths = _widths([*(max(rarest, count) for count in counts), rarest])  # the last one is the end's
         rarest *= 2
     beginning, bits = _beginning(widths)
-    whole = bits // 8
-    head = (beginning & (1 << 8 * whole) - 1).to_bytes(whole, "little")
-    lengths, codes = np.array(widths, np.int64), np.array(_codes(widths), np.uint64)
-    excess = float(known @ lengths[:SYMBOLS]) / max(1.0, _entropy(known))
-    return _Table(lengths, codes, head, beginning >> 8 * whole, bits % 8, max(1.0, excess))
+    head = (_EMPTY | beginning << _OF_EMPTY).to_bytes((_OF_EMPTY + bits) // 8, "little")
+    of_bytes, codes = np.array(widths[:SYMBOLS], np.uint8), np.array(_codes(widths)[:SYMBOLS], np.uint64)
+    return Code(of_bytes, codes, head, max(1.0, float(known @ of_bytes) / max(1.0, _entropy(known))))
 
 
 def _entropy(counts: np.ndarray) -> float:
@@ -138,27 +123,3 @@ def _beginning(widths: list[int]) -> tuple[int, int]:
     halves = bytes(_reversed_bits()[width] >> _LONGEST - 4 for width in (*widths, 1, 1, 0))
     bytewise = bytes(low | high << 4 for low, high in zip(halves[0::2], halves[1::2], strict=True))
     return written | int.from_bytes(bytewise, "little") << bits, bits + 4 * (len(widths) + 2)
-
-
-def _packed(symbols: np.ndarray, table: _Table) -> bytes:
-    """Write the codes of symbols and of the end, after the rest of the beginning. Four codes in a row make one number
-    of up to 60 bits, which lies in one or two words of 64 bits."""
-    padded = np.zeros((len(symbols) + 2 + 3) // 4 * 4, np.uint64)
-    widths = np.zeros(len(padded), np.int64)
-    padded[0], widths[0] = table.rest, table.rest_width
-    within = slice(1, len(symbols) + 1)
-    np.take(table.codes, symbols, out=padded[within])
-    np.take(table.widths, symbols, out=widths[within])
-    padded[within.stop], widths[within.stop] = table.codes[_END], table.widths[_END]
-    for _ in range(2):
-        padded = padded[0::2] | padded[1::2] << widths[0::2].astype(np.uint64)
-        widths = widths[0::2] + widths[1::2]
-    ends = np.cumsum(widths)
-    starts = ends - widths
-    words, shifts = starts >> 6, (starts & 63).astype(np.uint64)
-    firsts = np.flatnonzero(np.diff(words, prepend=-1))
-    out = np.zeros(len(firsts) + 1, "<u8")
-    out[:-1] = np.bitwise_or.reduceat(padded << shifts, firsts)
-    lasts = np.append(firsts[1:], len(words)) - 1  # only the last number of a word reaches into the next one
-    out[1:] |= padded[lasts] >> (np.uint64(63) - shifts[lasts]) >> np.uint64(1)
-    return out.tobytes()[: -(-int(ends[-1]) // 8)]

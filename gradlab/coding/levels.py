@@ -1,15 +1,16 @@
 """Encode whole numbers that are mostly zero as bytes, near their entropy.
 
 A layer in which at most two fifths of the numbers are other than zero is sent as gaps: how many zeros stand before each
-of these. The class of a gap's high part and the class of a magnitude are a byte that gets a Huffman code. Places
-within classes, low bits of gaps, and signs are nearly uniform and are sent as they are. The number of low bits follows
-from the layer's share of zeros, so that gaps of layers whose shares differ share one table. A denser layer is
-sent number by number: a byte of one number or two gets a Huffman code. Larger numbers are escaped and take four bytes.
+of these. The class of a gap's high part and the class of a magnitude are a byte, a symbol. The number of low bits
+follows from the layer's share of zeros, so that gaps of layers whose shares differ share one table. A symbol of a
+denser layer is two numbers or one. Symbols get Huffman codes. A second stream has what they leave open: signs, places
+in classes, low bits and large numbers, which are nearly uniform.
 
-Large layers are cut into parts, and parts and layers in a row make blocks that fit the cache and decode by themselves.
-Tables come with the bytes, as DEFLATE writes them anew for every 32 thousand codes or so. Nothing has to be known but
-the layers' sizes. If both sides know how often bytes occurred in each layer before, tables follow from that. A layer
-that its table does not fit is sent with its own (`gradlab.coding.huffman`).
+Large layers are cut into parts. A message begins with a table of parts: a part's numbers other than zero, and the bytes
+of its second stream. If both sides know how often symbols occurred in each layer before, codes follow from that
+(`gradlab.coding.huffman`). The bits of each 4,096 codes are sent before them, so that they are written and read side by
+side. Codes and second streams of each part begin with a byte. Parts that no table is known of, or whose table does not
+fit, come last, with tables as DEFLATE writes them anew for every 32 thousand symbols or so.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from gradlab.coding.deflate import CODES_ALONE, MATCHES, deflated, inflated
-from gradlab.coding.huffman import SYMBOLS, coded, uncoded
+from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
+from gradlab.coding.fields import ends_of, numbers_at_bytes, packed_fields, packed_together, padded, read_fields
+from gradlab.coding.huffman import SYMBOLS, Code, code_of
 from gradlab.coding.threads import each
 from gradlab.errors import GradlabError
 
@@ -30,24 +34,37 @@ LARGEST = 2**30  # magnitude
 _KEPT = 2  # binary digits of the mean gap that its high part has
 # The least number of each class, and how many bits say where in its class a number is; the last class has no end.
 _LEAST = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256], np.int32)
-_INSIDE = np.array([0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 3, 3, 5, 6, 7, 0], np.uint8)
+_INSIDE = np.array([0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 3, 3, 5, 6, 7, 0])
 _ENDLESS = len(_LEAST) - 1
 _ALONE = 8  # the first class that is not of one number alone
 _CLASS = (np.searchsorted(_LEAST, np.arange(_LEAST[-1] + 1), "right") - 1).astype(np.uint8)  # of 0 to 256
-_MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in four bytes
-_PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for a number in four bytes
+_MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in the second stream
+_PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for such a number
 _FEW = 200  # so many numbers up to 7 for each larger one, and two share a byte
 _OF_GAPS, _OF_PAIRS, _OF_NUMBERS = range(3)  # what bytes are codes of
 FREQUENCIES = (3, SYMBOLS)  # of the bytes of a layer, by what they are codes of
-_COUNT, _HEADER = struct.Struct("<I"), struct.Struct("<II")
-_PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that a block holds
+_COUNT = struct.Struct("<I")
+_PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that are worked on together
+_CODES = 4096  # of which a message tells the bits
+_TOGETHER = 4  # codes that make one field
+_OF_LEVEL = LARGEST.bit_length()  # bits of a level's sign and its magnitude, less one
+_OF_GAP = _PART.bit_length() - 1  # bits of a gap, at most
+_OF_CLASS, _SYMBOLS = np.arange(len(_LEAST)), np.arange(SYMBOLS)
+_IN_MORE = np.where(_OF_CLASS == _ENDLESS, _OF_LEVEL - 1, _INSIDE).astype(np.uint8)
+_SHIFTS = np.arange(_OF_GAP + 1)[:, None]
+# By the low bits of a layer's gaps and by symbol: the least gap, and the bits of its sign and its place, (19 * 256,).
+_LEAST_GAP = (_LEAST.astype(np.int64)[_SYMBOLS >> 4] << _SHIFTS).clip(0, _PART).astype(np.int32).reshape(-1)
+_IN_GAP = 1 + np.where(_SYMBOLS >> 4 == _ENDLESS, _OF_GAP, _INSIDE[_SYMBOLS >> 4] + _SHIFTS).clip(0, _OF_GAP)
+_IN_GAP = _IN_GAP.astype(np.uint8).reshape(-1)
+_MASKS = (2 ** np.arange(_OF_GAP + 2) - 1).astype(np.uint32)
+_LONGEST_REST = 7  # bytes of a number in the second stream, at most
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """How the numbers of a block's layers, or parts of layers, are sent.
+    """How the numbers of layers, or parts of layers, are sent.
 
-    edges: beginnings of layers in the block, and its end: (L + 1,).
+    edges: beginnings of layers, and the end: (L + 1,).
     counts: numbers other than zero of each layer, (L,).
     dense: whether a layer is sent number by number, (L,).
     low_bits: low bits of the gaps of each layer, (L,).
@@ -58,17 +75,63 @@ class _Layers:
     dense: np.ndarray
     low_bits: np.ndarray
 
-    @property
-    def in_dense(self) -> np.ndarray:
-        """Whether each number other than zero lies in a dense layer."""
-        return np.repeat(self.dense, self.counts)
-
 
 def _layers(edges: np.ndarray, counts: np.ndarray) -> _Layers:
     numels = np.diff(edges)
     mean_gap = np.maximum(1, numels // np.maximum(1, counts))
     low_bits = np.maximum(0, np.frexp(mean_gap.astype(np.float64))[1] - 1 - _KEPT).astype(np.uint8)
     return _Layers(edges, counts, 5 * counts > 2 * numels, low_bits)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """P parts as a message's table tells them.
+
+    layers: the parts as `gradlab.coding.levels` has them.
+    own: whether a part's codes come with their table, (P,), bool.
+    paired: whether a dense part has two numbers to a symbol, (P,), bool.
+    """
+
+    layers: _Layers
+    own: np.ndarray
+    paired: np.ndarray
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.layers.edges)
+
+    @cached_property
+    def kinds(self) -> np.ndarray:
+        return np.where(self.layers.dense, np.where(self.paired, _OF_PAIRS, _OF_NUMBERS), _OF_GAPS)
+
+    @cached_property
+    def symbols(self) -> np.ndarray:
+        """Count the symbols of each part, (P,)."""
+        of_dense = np.where(self.paired, (self.sizes + 1) // 2, self.sizes)
+        return np.where(self.layers.dense, of_dense, self.layers.counts)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """K parts of one kind as symbols.
+
+    parts: numbers of the parts, (K,).
+    symbols, ends: symbols of all, uint8, and counts of those before each part, and of all, (K + 1,).
+    fields, widths: numbers of the second stream, uint64, and their bits, uint8.
+    field_ends: counts of fields before each part, and of all, (K + 1,).
+    """
+
+    kind: int
+    parts: np.ndarray
+    symbols: np.ndarray
+    ends: np.ndarray
+    fields: np.ndarray
+    widths: np.ndarray
+    field_ends: np.ndarray
+
+    @cached_property
+    def of_parts(self) -> list[np.ndarray]:
+        return [self.symbols[first:last] for first, last in pairwise(self.ends.tolist())]
 
 
 def ones_and_all(frequencies: np.ndarray) -> tuple[int, int]:
@@ -81,76 +144,40 @@ def ones_and_all(frequencies: np.ndarray) -> tuple[int, int]:
     return int(gaps[:, 0].sum() + of_one), int(gaps.sum() + of_all)
 
 
-class _Codes:
-    """The coding of a block's bytes, and how often each occurred.
-
-    owners: the layer of each of the block's parts of layers, (P,).
-    known: frequencies that both sides know, by layer, each (3, 256); None: tables come with the bytes.
-    """
-
-    def __init__(self, owners: np.ndarray, known: Sequence[np.ndarray] | None) -> None:
-        self._owners, self._known = owners, known
-        self.seen: list[
-            tuple[int, int, np.ndarray]
-        ] = []  # layers, kinds and frequencies (256,), where tables are known
-
-    def written(self, codes: np.ndarray, ends: np.ndarray, kind: int) -> bytes:
-        """Write codes, uint8. ends: where each part's are over, (P,)."""
-        if self._known is None:
-            return deflated(codes, CODES_ALONE)
-        return b"".join(
-            coded(codes[first:last], self._known[layer][kind]) for layer, first, last in self._of_layers(ends)
-        )
-
-    def read(self, data: bytes, ends: np.ndarray, kind: int, what: str) -> tuple[np.ndarray, bytes]:
-        """Read what `written` wrote, and return what follows."""
-        if self._known is None:
-            found, rest = inflated(data, int(ends[-1]), what)
-            return np.frombuffer(found, np.uint8), rest
-        codes, rest = np.empty(int(ends[-1]), np.uint8), data
-        for layer, first, last in self._of_layers(ends):
-            found, rest = uncoded(rest, last - first, self._known[layer][kind], what)
-            codes[first:last] = np.frombuffer(found, np.uint8)
-            self.seen.append((layer, kind, np.bincount(codes[first:last], minlength=SYMBOLS)))
-        return codes, rest
-
-    def _of_layers(self, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """Yield layers that have codes, and where these begin and end."""
-        lasts = np.flatnonzero(np.diff(self._owners, append=-1))
-        for layer, (first, last) in zip(self._owners[lasts], pairwise([0, *ends[lasts].tolist()]), strict=True):
-            if last > first:
-                yield int(layer), first, last
-
-
 def encode_levels(
     positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int], known: Sequence[np.ndarray] | None = None
 ) -> bytes:
-    """Encode levels other than zero, int32 up to `LARGEST`, and ascending positions, int64, (count,) each, as blocks of
-    layers or parts of layers, after how many these are and its bytes.
+    """Encode levels other than zero, int32 up to `LARGEST`, and ascending positions, int64, (count,) each.
 
     known: frequencies that the decoder knows too, by layer, each of the shape `FREQUENCIES`, whole numbers from 0;
         None: tables come with the bytes.
     """
     edges, owners = _edges(sizes)
     ends = np.searchsorted(positions, edges)
+    parts = _Parts(_layers(edges, np.diff(ends)), *np.zeros((2, len(owners)), bool))
+    bits, codes, rests = ([b""] * len(owners) for _ in range(3))
 
-    def written(block: tuple[int, int]) -> bytes:
-        first, last = block
-        part, of_part = slice(ends[first], ends[last]), edges[first : last + 1] - edges[first]
-        data = _block(positions[part] - edges[first], levels[part], of_part, _Codes(owners[first:last], known))
-        return _HEADER.pack(last - first, len(data)) + data
+    def write(chosen: np.ndarray) -> bytes:
+        last = b""
+        for row in _rows(_joined(positions, chosen, ends), _joined(levels, chosen, ends), parts.layers, chosen):
+            fits = np.zeros(len(row.parts), bool)
+            if known is not None:
+                tables = [code_of(known[layer][row.kind]) for layer in owners[row.parts].tolist()]
+                fits[:] = [table.fits(_counted(one)) for table, one in zip(tables, row.of_parts, strict=True)]
+                coded = _codes_of(row, np.flatnonzero(fits), tables)
+                for part, *streams in zip(row.parts[fits].tolist(), *coded, strict=True):
+                    bits[part], codes[part] = streams
+            parts.own[row.parts], parts.paired[row.parts] = ~fits, row.kind == _OF_PAIRS
+            of_row = _cut(*packed_fields(row.fields, row.widths, row.field_ends))
+            for part, rest in zip(row.parts.tolist(), of_row, strict=True):
+                rests[part] = rest
+            if not fits.all():
+                own = deflated(_joined(row.symbols, np.flatnonzero(~fits), row.ends), CODES_ALONE)
+                last += _COUNT.pack(len(own)) + own
+        return last
 
-    return b"".join(each(written, list(_blocks(ends))))
-
-
-def _blocks(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Cut layers into blocks, [first, last) each, of as many as hold so many numbers together; `ends` counts the
-    numbers before each layer, and all of them."""
-    first = 0
-    while first < len(ends) - 1:
-        last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, "right")) - 1)
-        yield first, last
-        first = last
+    own = each(write, _chunks(parts.layers))
+    return b"".join([_table(parts, np.array([*map(len, rests)])), *bits, *codes, *rests, *own])
 
 
 def decode_levels(
@@ -165,33 +192,77 @@ def decode_levels(
     seen: counts by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
     """
     edges, owners = _edges(sizes)
+    parts, bits, code_cuts, rest_cuts = _from_table(data, edges)
+    ends = ends_of(parts.layers.counts)
+    positions, levels = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
 
-    def read(block: tuple[bytes, int, int]) -> tuple[np.ndarray, np.ndarray, _Codes]:
-        message, first, last = block
-        codes = _Codes(owners[first:last], known)
-        found, there = _from_block(message, edges[first : last + 1] - edges[first], codes)
-        return found + edges[first], there, codes
+    def read(row: tuple[np.ndarray, bytes]) -> list[tuple[int, int, np.ndarray]]:
+        chosen, last = row
+        kind, own, counts = int(parts.kinds[chosen[0]]), parts.own[chosen], parts.symbols[chosen]
+        symbols, noted = _inflated_alone(last, int(counts[own].sum())), list[tuple[int, int, np.ndarray]]()
+        if known is not None:
+            tables = [code_of(known[layer][kind]) for layer in owners[chosen].tolist()]
+            symbols, counted = _decoded(data, chosen, parts, code_cuts, tables, symbols)
+            widths = np.concatenate([table.widths for table in tables]).reshape(-1, SYMBOLS)
+            if (np.einsum("ps,ps->p", counted, widths, dtype=np.int64) != bits[chosen])[~own].any():
+                raise GradlabError("levels: codes of other widths than announced")
+            noted = [(layer, kind, one) for layer, one in zip(owners[chosen].tolist(), counted, strict=True)]
+        elif not own.all():
+            raise GradlabError("levels: codes under a table that is not known")
+        rest = _joined(np.frombuffer(data, np.uint8), chosen, rest_cuts)
+        numbers = _from_gaps if kind == _OF_GAPS else _from_dense
+        where, there = numbers(symbols, rest, np.diff(rest_cuts)[chosen], parts, chosen)
+        _put(positions, where, chosen, ends)
+        _put(levels, there, chosen, ends)
+        return noted
 
-    found = each(read, list(_cut(data, len(edges) - 1)))
-    if seen is not None:
-        for layer, kind, frequencies in (one for *_, codes in found for one in codes.seen):
-            seen[layer][kind] += frequencies
-    positions = np.concatenate([np.zeros(0, np.int64), *(there for there, _, _ in found)])
-    return positions, np.concatenate([np.zeros(0, np.int32), *(levels for _, levels, _ in found)])
+    for of_row in each(read, _cut_rows(data, int(rest_cuts[-1]), parts)):
+        if seen is not None:
+            for layer, kind, frequencies in of_row:
+                seen[layer][kind] += frequencies
+    return positions, levels
 
 
-def _cut(data: bytes, layers: int) -> Iterator[tuple[bytes, int, int]]:
-    """Cut a message into its blocks: the bytes of each, and the first and the last of its layers, exclusive."""
-    first = at = 0
-    while first < layers:
-        count, nbytes = _HEADER.unpack_from(data, at) if len(data) >= at + _HEADER.size else (0, 0)
-        if not 0 < count <= layers - first or len(data) < at + _HEADER.size + nbytes:
-            raise GradlabError(f"levels: a block of {count} layers, expected 1 to {layers - first}, and whole")
-        at += _HEADER.size
-        yield data[at : at + nbytes], first, first + count
-        first, at = first + count, at + nbytes
+def _decoded(
+    data: bytes, chosen: np.ndarray, parts: _Parts, cuts: np.ndarray, tables: Sequence[Code], own: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the symbols of some parts of one kind, beside those that came with their own tables, and count them,
+    (K, 256)."""
+    found, within = [], 0
+    for part, table, count in zip(chosen.tolist(), tables, parts.symbols[chosen].tolist(), strict=True):
+        if parts.own[part]:
+            found.append(own[within : within + count])
+            within += count
+        else:
+            found.append(table.decoded(data[cuts[part] : cuts[part + 1]], count, "levels: codes"))
+    counted = np.concatenate([*map(_counted, found)]).reshape(-1, SYMBOLS)
+    return found[0] if len(found) == 1 else np.concatenate(found), counted
+
+
+def _cut_rows(data: bytes, at: int, parts: _Parts) -> list[tuple[np.ndarray, bytes]]:
+    """Cut parts into rows of one kind that are worked on together, with the bytes from `at` of those that have their
+    own tables."""
+    rows = []
+    for chunk in _chunks(parts.layers):
+        for kind in (_OF_GAPS, _OF_PAIRS, _OF_NUMBERS):
+            chosen, nbytes = chunk[parts.kinds[chunk] == kind], 0
+            if parts.own[chosen].any():
+                _at_least(data, at + _COUNT.size)
+                nbytes, at = _COUNT.unpack_from(data, at)[0], at + _COUNT.size
+                _at_least(data, at + nbytes)
+            if len(chosen):
+                rows.append((chosen, data[at : at + nbytes]))
+            at += nbytes
     if at < len(data):
         raise GradlabError(f"levels: {len(data) - at} bytes more than there should be")
+    return rows
+
+
+def _inflated_alone(data: bytes, count: int) -> np.ndarray:
+    found, rest = inflated(data, count, "levels: codes") if data else (b"", b"")
+    if rest or len(found) != count:
+        raise GradlabError(f"levels: {len(found)} codes and {len(rest)} bytes, expected {count} codes alone")
+    return np.frombuffer(found, np.uint8)
 
 
 def _edges(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -202,225 +273,240 @@ def _edges(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]), owners
 
 
-def _block(positions: np.ndarray, levels: np.ndarray, edges: np.ndarray, codes: _Codes) -> bytes:
-    """Encode one block. edges: of its layers."""
-    layers = _layers(edges, np.diff(np.searchsorted(positions, edges)))
-    counts = deflated(np.ascontiguousarray(layers.counts.astype("<u4").view(np.uint8).reshape(-1, 4).T), MATCHES)
-    in_dense = layers.in_dense
-    if not in_dense.any():
-        return b"".join([counts, *_gaps(positions, levels, layers, codes)])
-    sparse, of_dense = ~in_dense, _numbers(positions[in_dense], levels[in_dense], layers, codes)
-    return b"".join([counts, *_gaps(positions[sparse], levels[sparse], layers, codes), *of_dense])
+# --- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _from_block(data: bytes, edges: np.ndarray, codes: _Codes) -> tuple[np.ndarray, np.ndarray]:
-    """Decode one block."""
+def _table(parts: _Parts, nbytes: np.ndarray) -> bytes:
+    """Write the table of parts. nbytes: of their second streams, (P,)."""
+    of_count, of_rest = _in_table(parts.sizes)
+    rows = parts.own | parts.paired << 1 | parts.layers.counts << 2 | nbytes << 2 + of_count
+    return packed_fields(rows.astype(np.uint64), (2 + of_count + of_rest).astype(np.uint8), np.array([0, len(rows)]))[0]
+
+
+def _in_table(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many bits of the table tell a part's count and the bytes of its second stream, (P,) each."""
+    of_count, of_rest = (np.frexp(most * sizes.astype(float))[1].astype(np.int64) for most in (1, _LONGEST_REST))
+    return of_count, of_rest
+
+
+def _from_table(data: bytes, edges: np.ndarray) -> tuple[_Parts, np.ndarray, np.ndarray, np.ndarray]:
+    """Read a message's parts, the bits of each one's codes, (P,), and where the first and the second streams begin and
+    end, (P + 1,) each, all within the message."""
     sizes = np.diff(edges)
-    planes, rest = inflated(data, 4 * len(sizes), "levels: counts")
-    counts = np.frombuffer(planes, np.uint8).reshape(4, -1).T.copy().view("<u4").reshape(-1).astype(np.int64)
+    of_count, of_rest = _in_table(sizes)
+    ends = ends_of(2 + of_count + of_rest)
+    at = -(-int(ends[-1]) // 8)
+    _at_least(data, at)
+    rows = read_fields(np.frombuffer(data, np.uint8, at), ends[:-1], np.diff(ends)).astype(np.int64)
+    counts = rows >> 2 & (1 << of_count) - 1
     if (counts > sizes).any():
         worst = int(np.argmax(counts - sizes))
-        raise GradlabError(f"levels: {counts[worst]} numbers in layer {worst}, expected at most {sizes[worst]}")
-    layers = _layers(edges, counts)
-    positions, levels, rest = _from_gaps(rest, layers, codes)
-    if layers.dense.any():
-        of_dense, levels_there, rest = _from_numbers(rest, layers, codes)
-        positions, levels = (
-            _merged(layers.in_dense, *pair) for pair in ((positions, of_dense), (levels, levels_there))
-        )
-    if rest:
-        raise GradlabError(f"levels: {len(rest)} bytes more in a block than there should be")
+        raise GradlabError(f"levels: {counts[worst]} numbers in part {worst}, expected at most {sizes[worst]}")
+    parts = _Parts(_layers(edges, counts), (rows & 1).astype(bool), (rows & 2).astype(bool))
+    of_blocks = ends_of(np.where(parts.own, 0, -(-parts.symbols // _CODES)))
+    _at_least(data, at + 2 * int(of_blocks[-1]))
+    blocks = np.frombuffer(data, "<u2", of_blocks[-1], at)
+    bits = np.diff(ends_of(blocks)[of_blocks])
+    code_cuts = at + blocks.nbytes + ends_of((bits + 7) >> 3)
+    rest_cuts = code_cuts[-1] + ends_of(rows >> 2 + of_count)
+    _at_least(data, int(rest_cuts[-1]))
+    return parts, bits, code_cuts, rest_cuts
+
+
+def _at_least(data: bytes, nbytes: int) -> None:
+    if len(data) < nbytes:
+        raise GradlabError(f"levels: {len(data)} bytes, expected {nbytes} or more")
+
+
+def _chunks(layers: _Layers) -> list[np.ndarray]:
+    """Cut the parts that are dense and those that are not, without empty ones, into rows of as many as are worked on
+    together."""
+    chunks = []
+    for dense in (False, True):
+        chosen = np.flatnonzero((layers.dense == dense) & (layers.counts > 0))
+        ends, first = ends_of(layers.counts[chosen]), 0
+        while first < len(chosen):
+            last = max(first + 1, int(np.searchsorted(ends, ends[first] + _BLOCK, "right")) - 1)
+            chunks.append(chosen[first:last])
+            first = last
+    return chunks
+
+
+def _joined(of_all: np.ndarray, chosen: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Lay what belongs to the chosen parts, ascending, end to end."""
+    if _in_a_row(chosen, ends):
+        return of_all[ends[chosen[0]] : ends[chosen[-1] + 1]]
+    return np.concatenate([of_all[ends[part] : ends[part + 1]] for part in chosen.tolist()])
+
+
+def _put(of_all: np.ndarray, joined: np.ndarray, chosen: np.ndarray, ends: np.ndarray) -> None:
+    """Invert `_joined`."""
+    if _in_a_row(chosen, ends):
+        of_all[ends[chosen[0]] : ends[chosen[-1] + 1]] = joined
+        return
+    cuts = pairwise(ends_of(np.diff(ends)[chosen]).tolist())
+    for part, (first, last) in zip(chosen.tolist(), cuts, strict=True):
+        of_all[ends[part] : ends[part + 1]] = joined[first:last]
+
+
+def _in_a_row(chosen: np.ndarray, ends: np.ndarray) -> bool:
+    """Whether nothing lies between what belongs to the chosen parts."""
+    return bool((ends[chosen + 1] - ends[chosen]).sum() == ends[chosen[-1] + 1] - ends[chosen[0]])
+
+
+def _counted(symbols: np.ndarray) -> np.ndarray:
+    return np.bincount(symbols, minlength=SYMBOLS)
+
+
+# --- symbols -------------------------------------------------------------------------------------------------------
+
+
+def _rows(positions: np.ndarray, levels: np.ndarray, layers: _Layers, chosen: np.ndarray) -> Iterator[_Row]:
+    """Make the numbers of some parts, all dense or none, symbols."""
+    ends = ends_of(layers.counts[chosen])
+    if not layers.dense[chosen[0]]:
+        yield _gaps(positions, levels, layers, chosen, ends)
+        return
+    large = np.diff(np.searchsorted(np.flatnonzero(np.abs(levels) > _PAIRED), ends))
+    paired = _FEW * large <= layers.counts[chosen]
+    for kind, which in ((_OF_PAIRS, paired), (_OF_NUMBERS, ~paired)):
+        if which.any():
+            some = np.flatnonzero(which)
+            yield _numbers(_joined(positions, some, ends), _joined(levels, some, ends), layers, chosen[some], kind)
+
+
+def _gaps(positions: np.ndarray, levels: np.ndarray, layers: _Layers, chosen: np.ndarray, ends: np.ndarray) -> _Row:
+    gaps = np.empty(len(positions), np.int32)
+    np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:], casting="unsafe")
+    gaps[ends[:-1]] = positions[ends[:-1]] - layers.edges[chosen]
+    shifts, magnitudes = _low_bits(layers, chosen), np.abs(levels)
+    of_more = _CLASS.take(magnitudes - 1, mode="clip")
+    symbols = _CLASS.take(gaps >> shifts, mode="clip") << 4 | of_more
+    at = _in_tables(symbols, shifts)
+    fields = ((gaps - _LEAST_GAP.take(at, mode="clip") << 1) + (levels < 0)).astype(np.uint64)
+    widths = _IN_GAP.take(at, mode="clip")
+    if len(wider := np.flatnonzero(of_more >= _ALONE)):
+        more = magnitudes[wider] - 1 - _LEAST[of_more[wider]]
+        fields[wider] |= more.astype(np.uint64) << widths[wider]
+        widths[wider] += _IN_MORE[of_more[wider]]
+    return _Row(_OF_GAPS, chosen, symbols, ends, fields, widths, ends)
+
+
+def _low_bits(layers: _Layers, chosen: np.ndarray) -> Any:
+    """List the low bits of each gap, uint8; one number if all are the same."""
+    low_bits = layers.low_bits[chosen]
+    return low_bits[0] if (low_bits == low_bits[0]).all() else np.repeat(low_bits, layers.counts[chosen])
+
+
+def _in_tables(symbols: np.ndarray, shifts: Any) -> np.ndarray:
+    """Return where symbols are in the tables by low bits and symbol."""
+    return symbols + shifts.astype(np.uint16) * np.uint16(SYMBOLS) if np.any(shifts) else symbols
+
+
+def _from_gaps(
+    symbols: np.ndarray, rest: np.ndarray, nbytes: np.ndarray, parts: _Parts, chosen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Invert `_gaps`, and refuse gaps that lead out of their part. rest: second streams; nbytes: of each, (K,)."""
+    layers, ends = parts.layers, ends_of(parts.layers.counts[chosen])
+    counts, firsts, edges = layers.counts[chosen], ends[:-1], layers.edges
+    at, levels = _in_tables(symbols, _low_bits(layers, chosen)), (symbols & 15).astype(np.int32)
+    in_gap = widths = _IN_GAP.take(at, mode="clip")
+    if len(wider := np.flatnonzero(levels >= _ALONE)):
+        widths = in_gap.copy()
+        widths[wider] += _IN_MORE[levels[wider]]
+    starts = _starts(widths, ends, nbytes)
+    fields = numbers_at_bytes(rest).take(starts >> 3, mode="clip") >> (starts.astype(np.uint8) & 7)
+    fields = (fields & _MASKS.take(in_gap, mode="clip")).view(np.int32)
+    if len(wider):
+        of_more = levels[wider]
+        more = read_fields(rest, starts[wider] + in_gap[wider], _IN_MORE[of_more]).astype(np.int64) + _LEAST[of_more]
+        if more.max() >= LARGEST:
+            raise GradlabError(f"levels: a magnitude beyond {LARGEST}")
+        levels[wider] = more
+    negative = -(fields & 1)
+    levels = (levels + 1 ^ negative) - negative
+    passed = np.cumsum((fields >> 1) + _LEAST_GAP.take(at, mode="clip") + 1, dtype=np.int64)
+    before = np.concatenate([[0], passed[firsts[1:] - 1]])
+    passed += np.repeat(edges[chosen] - before - 1, counts)
+    if (passed[ends[1:] - 1] >= edges[chosen + 1]).any():
+        raise GradlabError("levels: a position beyond the end of its layer")
+    return passed, levels
+
+
+def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers, chosen: np.ndarray, kind: int) -> _Row:
+    counts, begins = layers.counts[chosen], _laid(layers, chosen, kind)
+    middle, escape = (_PAIRED, 15) if kind == _OF_PAIRS else (_MIDDLE, 255)
+    codes, large = np.full(begins[-1], middle, np.uint8), np.flatnonzero(np.abs(levels) > middle)
+    shorter = levels.astype(np.int8).view(np.uint8) + np.uint8(middle)
+    shorter[large] = escape
+    codes[positions + np.repeat(begins[:-1] - layers.edges[chosen], counts)] = shorter
+    there = levels[large]
+    fields = ((np.abs(there) - 1 << 1) + (there < 0)).astype(np.uint64)
+    symbols, ends = (codes[0::2] << 4 | codes[1::2], begins // 2) if kind == _OF_PAIRS else (codes, begins)
+    widths = np.full(len(fields), _OF_LEVEL, np.uint8)
+    return _Row(kind, chosen, symbols, ends, fields, widths, np.searchsorted(large, ends_of(counts)))
+
+
+def _from_dense(
+    symbols: np.ndarray, rest: np.ndarray, nbytes: np.ndarray, parts: _Parts, chosen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Invert `_numbers`, with the arguments of `_from_gaps`."""
+    layers, kind = parts.layers, int(parts.kinds[chosen[0]])
+    begins = _laid(layers, chosen, kind)
+    middle, escape = (_PAIRED, 15) if kind == _OF_PAIRS else (_MIDDLE, 255)
+    codes = np.stack([symbols >> 4, symbols & 15], 1).reshape(-1) if kind == _OF_PAIRS else symbols
+    within = np.flatnonzero(codes != middle)
+    levels = codes.take(within).astype(np.int32) - middle
+    large, ends = np.flatnonzero(levels == escape - middle), np.searchsorted(within, begins)
+    odd = begins[1:] - begins[:-1] > parts.sizes[chosen]  # half of the last symbol is beyond the end
+    if (codes[begins[1:][odd] - 1] != middle).any() or (np.diff(ends) != layers.counts[chosen]).any():
+        raise GradlabError("levels: a dense layer has not as many numbers as it announces")
+    widths = np.full(len(large), _OF_LEVEL, np.uint8)
+    fields = read_fields(rest, _starts(widths, np.searchsorted(large, ends), nbytes), widths).astype(np.int64)
+    levels[large] = ((fields >> 1) + 1) * (1 - 2 * (fields & 1))
+    positions = within + np.repeat(layers.edges[chosen] - begins[:-1], layers.counts[chosen])
     return positions, levels
 
 
-def _merged(in_dense: np.ndarray, sparse: np.ndarray, dense: np.ndarray) -> np.ndarray:
-    """Put what belongs to dense layers where these are."""
-    merged = np.empty(len(in_dense), sparse.dtype)
-    merged[~in_dense], merged[in_dense] = sparse, dense
-    return merged
+def _laid(layers: _Layers, chosen: np.ndarray, kind: int) -> np.ndarray:
+    """Lay dense parts end to end, each from a whole symbol on: return where they begin, and the end, (K + 1,)."""
+    sizes = layers.edges[chosen + 1] - layers.edges[chosen]
+    return ends_of(sizes + (sizes & 1) if kind == _OF_PAIRS else sizes)
 
 
-# --- layers that are mostly zero -----------------------------------------------------------------------------------
+# --- streams -------------------------------------------------------------------------------------------------------
 
 
-def _gaps(positions: np.ndarray, levels: np.ndarray, layers: _Layers, codes: _Codes) -> list[bytes]:
-    gaps, shifts = _gaps_before(positions, layers), _low_bits(layers)
-    more = np.abs(levels) - 1
-    of_gaps, of_more = _classes(gaps >> shifts), _classes(more)  # numbers and shifts of 32 and 8 bits: half the time
-    return [
-        codes.written(of_gaps * np.uint8(16) + of_more, np.cumsum(_of_gaps(layers)), _OF_GAPS),
-        np.packbits(levels < 0).tobytes(),
-        *_in_classes(gaps, of_gaps, shifts),
-        *_in_classes(more, of_more, np.zeros_like(shifts)),
-    ]
+def _codes_of(row: _Row, kept: np.ndarray, tables: Sequence[Code]) -> tuple[list[bytes], list[bytes]]:
+    """Return the bits of each 4,096 codes, and the codes, of each of some parts. Four codes in a row make one field of
+    up to 60 bits."""
+    counts = np.diff(row.ends)[kept]
+    begins = padded(ends_of(counts), _TOGETHER)
+    codes, widths = np.zeros(begins[-1], np.uint64), np.zeros(begins[-1], np.uint8)
+    for at, first in zip(kept.tolist(), begins.tolist(), strict=False):
+        symbols = row.of_parts[at]
+        tables[at].codes.take(symbols, out=codes[first : first + len(symbols)], mode="clip")
+        tables[at].widths.take(symbols, out=widths[first : first + len(symbols)], mode="clip")
+    data, cuts, ends = packed_together(codes, widths, begins, _TOGETHER)
+    blocks, begins = -(-counts // _CODES), begins // _TOGETHER
+    of_blocks = ends_of(blocks)
+    within = np.arange(of_blocks[-1]) - np.repeat(of_blocks[:-1], blocks) + 1
+    lasts = np.minimum(np.repeat(begins[:-1], blocks) + within * (_CODES // _TOGETHER), np.repeat(begins[1:], blocks))
+    bits = np.diff(ends[lasts], prepend=0).astype("<u2").tobytes()
+    return _cut(bits, 2 * of_blocks), _cut(data, cuts)
 
 
-def _from_gaps(data: bytes, layers: _Layers, codes: _Codes) -> tuple[np.ndarray, np.ndarray, bytes]:
-    shifts = _low_bits(layers)
-    joined, rest = codes.read(data, np.cumsum(_of_gaps(layers)), _OF_GAPS, "levels: codes")
-    negative, rest = _bits(rest, len(shifts))
-    gaps, rest = _of_classes(rest, joined >> 4, shifts)
-    more, rest = _of_classes(rest, joined & 15, np.zeros_like(shifts))
-    if len(more) and (more.min() < 0 or more.max() >= LARGEST):
-        raise GradlabError(f"levels: a magnitude beyond {LARGEST}")
-    return _positions(gaps, layers), (more + 1) * (1 - 2 * negative.view(np.int8)), rest
+def _cut(data: bytes, cuts: np.ndarray) -> list[bytes]:
+    return [data[first:last] for first, last in pairwise(cuts.tolist())]
 
 
-def _classes(numbers: np.ndarray) -> np.ndarray:
-    """Return the class of each number, uint8."""
-    return _CLASS.take(numbers, mode="clip")
-
-
-def _in_classes(numbers: np.ndarray, classes: np.ndarray, shifts: np.ndarray) -> list[bytes]:
-    """Write where numbers are in the classes of their high parts, and those of the class without an end."""
-    told = (classes >= _ALONE) | (shifts > 0)
-    if not told.all():  # the class of the others says it all
-        return _in_classes(numbers[told], classes[told], shifts[told])
-    endless, widths = _widths(classes, shifts)
-    return [*_planes(numbers - (_LEAST.take(classes) << shifts), widths), *_escaped(numbers[endless])]
-
-
-def _of_classes(data: bytes, classes: np.ndarray, shifts: np.ndarray) -> tuple[np.ndarray, bytes]:
-    """Invert `_in_classes`, and return what follows."""
-    told = (classes >= _ALONE) | (shifts > 0)
-    if not told.all():
-        numbers, there = _LEAST.take(classes), np.flatnonzero(told)
-        numbers[there], data = _of_classes(data, classes[there], shifts[there])
-        return numbers, data
-    endless, widths = _widths(classes, shifts)
-    numbers = _LEAST.take(classes) << shifts
-    places = None  # of the numbers that have so many bits; None: all
-    for bit in range(int(widths.max(initial=0))):
-        has = widths > bit
-        if not has.all():
-            places = np.flatnonzero(has) if places is None else places[has]
-            widths = widths[has]
-        there, data = _bits(data, len(widths))
-        if places is None:
-            numbers |= there.astype(np.int32) << bit
-        else:
-            numbers[places] += there.astype(np.int32) << bit
-    return _unescaped(data, numbers, endless)
-
-
-def _widths(classes: np.ndarray, shifts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether numbers are of the class without an end, and how many bits the others have, uint8."""
-    endless, widths = classes == _ENDLESS, _INSIDE.take(classes) + shifts
-    widths[endless] = 0
-    return endless, widths
-
-
-def _of_gaps(layers: _Layers) -> np.ndarray:
-    """Count the numbers that are sent as gaps, by layer."""
-    return np.where(layers.dense, 0, layers.counts)
-
-
-def _low_bits(layers: _Layers) -> np.ndarray:
-    """List how many low bits each gap has."""
-    return np.repeat(layers.low_bits, _of_gaps(layers))
-
-
-def _gaps_before(positions: np.ndarray, layers: _Layers) -> np.ndarray:
-    """Count the zeros before each number, from the last one or the beginning of its layer."""
-    gaps = (np.diff(positions, prepend=-1) - 1).astype(np.int32)
-    counts = _of_gaps(layers)
-    firsts = np.concatenate([[0], np.cumsum(counts)])[:-1][counts > 0]
-    gaps[firsts] = positions[firsts] - layers.edges[:-1][counts > 0]
-    return gaps
-
-
-def _positions(gaps: np.ndarray, layers: _Layers) -> np.ndarray:
-    """Invert `_gaps_before`, and refuse gaps that lead out of their layer."""
-    counts = _of_gaps(layers)
-    passed = np.cumsum(gaps, dtype=np.int64) + np.arange(1, len(gaps) + 1)
-    lasts = np.cumsum(counts)
-    before = np.where(lasts - counts > 0, passed[np.maximum(0, lasts - counts) - 1] if len(passed) else 0, 0)
-    positions = passed - 1 + np.repeat(layers.edges[:-1] - before, counts)
-    ends = positions[lasts[counts > 0] - 1]
-    if (ends >= layers.edges[1:][counts > 0]).any() or (gaps < 0).any():
-        raise GradlabError("levels: a position beyond the end of its layer")
-    return positions
-
-
-def _planes(numbers: np.ndarray, widths: np.ndarray) -> list[bytes]:
-    """Write numbers below 2^width, bits of the same weight together."""
-    written = []
-    for bit in range(int(widths.max(initial=0))):
-        has = widths > bit
-        if not has.all():
-            numbers, widths = numbers[has], widths[has]
-        written.append(np.packbits((numbers >> bit & 1).astype(np.uint8)).tobytes())
-    return written
-
-
-def _bits(data: bytes, count: int) -> tuple[np.ndarray, bytes]:
-    """Read so many bits, bool, and return what follows."""
-    nbytes = -(-count // 8)
-    if len(data) < nbytes:
-        raise GradlabError(f"levels: {len(data)} bytes left, expected {nbytes} of bits")
-    return np.unpackbits(np.frombuffer(data, np.uint8, nbytes), count=count).view(bool), data[nbytes:]
-
-
-def _escaped(numbers: np.ndarray) -> list[bytes]:
-    """Write numbers below 2^31 that did not fit, and before them how many."""
-    return [_COUNT.pack(len(numbers)), numbers.astype("<i4").tobytes()]
-
-
-def _unescaped(data: bytes, numbers: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, bytes]:
-    """Put numbers that did not fit where they belong, and return what follows."""
-    count, nbytes = int(where.sum()), 4 * int(where.sum())
-    if len(data) < _COUNT.size + nbytes or _COUNT.unpack_from(data)[0] != count:
-        raise GradlabError(f"levels: not as many large numbers as {count} bytes announce")
-    if count:
-        numbers[where] = np.frombuffer(data, "<i4", count, _COUNT.size)
-    return numbers, data[_COUNT.size + nbytes :]
-
-
-# --- denser layers -------------------------------------------------------------------------------------------------
-
-
-def _moved(layers: _Layers) -> tuple[np.ndarray, np.ndarray, int]:
-    """Lay dense layers end to end: where each begins then, how far it is moved for that, and their elements."""
-    starts, lengths = layers.edges[:-1][layers.dense], np.diff(layers.edges)[layers.dense]
-    firsts = np.cumsum(lengths) - lengths
-    return firsts, starts - firsts, int(lengths.sum())
-
-
-def _ends(layers: _Layers, paired: bool) -> np.ndarray:
-    """Return where each layer's bytes are over. A byte of two layers is the first one's."""
-    ends = np.cumsum(np.where(layers.dense, np.diff(layers.edges), 0))
-    return -(-ends // 2) if paired else ends
-
-
-def _numbers(positions: np.ndarray, levels: np.ndarray, layers: _Layers, coding: _Codes) -> list[bytes]:
-    """Write dense layers: two numbers to a byte where next to all fit that, else one."""
-    _, moved, total = _moved(layers)
-    within = positions - np.repeat(moved, layers.counts[layers.dense])
-    paired = bool(_FEW * np.count_nonzero(np.abs(levels) > _PAIRED) <= len(levels))
-    middle, kind = (_PAIRED, np.uint8(15)) if paired else (_MIDDLE, np.uint8(255))
-    codes = np.full(total + (total & 1 if paired else 0), middle, np.uint8)
-    large = np.abs(levels) > middle
-    codes[within] = np.where(large, kind, levels + middle).astype(np.uint8)
-    written = codes[0::2] << 4 | codes[1::2] if paired else codes
-    coded_here = coding.written(written, _ends(layers, paired), _OF_PAIRS if paired else _OF_NUMBERS)
-    return [bytes([paired]), coded_here, *_escaped(levels[large])]
-
-
-def _from_numbers(data: bytes, layers: _Layers, coding: _Codes) -> tuple[np.ndarray, np.ndarray, bytes]:
-    (firsts, moved, total), paired = _moved(layers), data[:1] == b"\1"
-    kind = _OF_PAIRS if paired else _OF_NUMBERS
-    codes, rest = coding.read(data[1:], _ends(layers, paired), kind, "levels: dense codes")
-    if paired:
-        codes = np.stack([codes >> 4, codes & 15], 1).reshape(-1)[:total]
-    middle, large = (_PAIRED, 15) if paired else (_MIDDLE, 255)
-    other = codes != middle
-    within = np.flatnonzero(other)
-    levels = codes[within].astype(np.int32)
-    there = levels == large
-    levels, rest = _unescaped(rest, levels - middle, there)
-    if len(levels) and ((np.abs(levels.astype(np.int64)) > LARGEST).any() or (levels == 0).any()):
-        raise GradlabError(f"levels: a magnitude of 0 or beyond {LARGEST}")
-    counted = np.add.reduceat(other, firsts, dtype=np.int64)
-    if (counted != layers.counts[layers.dense]).any():
-        raise GradlabError("levels: a dense layer has not as many numbers as it announces")
-    return within + np.repeat(moved, counted), levels, rest
+def _starts(widths: np.ndarray, ends: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """Return the bit at which each field of several second streams begins, and refuse streams of other lengths than
+    announced. ends: how many fields come before each stream, and in all."""
+    before = ends_of(widths)
+    of_parts = before[ends]
+    if (np.diff(of_parts) + 7 >> 3 != nbytes).any():
+        raise GradlabError("levels: a part's second stream is not as long as announced")
+    if len(nbytes) == 1:
+        return before[:-1]
+    return before[:-1] + np.repeat(8 * ends_of(nbytes)[:-1] - of_parts[:-1], np.diff(ends))

@@ -373,9 +373,9 @@ MUTANTS: tuple[Mutant, ...] = (
         what="Nothing is learned from what was decoded.",
     ),
     Mutant(
-        file="gradlab/coding/huffman.py",
-        old="lasts = np.append(firsts[1:], len(words)) - 1",
-        new="lasts = firsts",
+        file="gradlab/coding/fields.py",
+        old="out[words[lasts] + 1] |= fields[lasts]",
+        new="out[words[firsts] + 1] |= fields[firsts]",
         tests=("tests/coding/test_huffman.py",),
         what="Bits that reach into the next word are lost.",
     ),
@@ -395,10 +395,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/coding/levels.py",
-        old="(ends >= layers.edges[1:][counts > 0]).any() or (gaps < 0).any()",
-        new="(gaps < 0).any()",
+        old="if (passed[ends[1:] - 1] >= edges[chosen + 1]).any():",
+        new="if False:",
         tests=("tests/coding/test_levels.py",),
         what="A damaged gap leads to another layer's elements.",
+    ),
+    Mutant(
+        file="gradlab/coding/levels.py",
+        old="bits = np.diff(ends[lasts], prepend=0)",
+        new="bits = np.diff(ends[lasts], prepend=1)",
+        tests=("tests/coding/test_levels.py",),
+        what="A message tells other lengths of codes than they have.",
     ),
     Mutant(
         file="gradlab/codec/method.py",

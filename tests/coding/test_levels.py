@@ -9,8 +9,9 @@ from hypothesis import example
 from hypothesis import strategies as st
 
 from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
+from gradlab.coding.huffman import code_of
 from gradlab.coding.level_tables import nothing_known
-from gradlab.coding.levels import LARGEST, decode_levels, encode_levels, ones_and_all
+from gradlab.coding.levels import _CODES, LARGEST, decode_levels, encode_levels, ones_and_all
 from gradlab.errors import GradlabError
 from support.laws import law
 
@@ -65,10 +66,37 @@ def test_what_is_decoded_is_what_was_encoded(
     np.testing.assert_array_equal(there, levels)
     ends = np.searchsorted(positions, np.cumsum([0, *sizes]))
     for frequencies, first, last in zip(seen if known else [], ends, ends[1:], strict=False):
-        # A byte of two numbers that lie in two layers is the first one's.
-        assert sum(ones_and_all(frequencies)) == pytest.approx(
-            np.count_nonzero(np.abs(levels[first:last]) == 1) + last - first, abs=4
-        )
+        assert ones_and_all(frequencies) == (np.count_nonzero(np.abs(levels[first:last]) == 1), last - first)
+
+
+@pytest.mark.parametrize(("share", "spread"), [(0.02, 0.7), (0.3, 30.0), (0.6, 0.5), (0.9, 9.0)])
+def test_blocks_of_codes_decode_by_themselves(share: float, spread: float) -> None:
+    """Bit by bit, from where the message says that each begins, without what comes before: the symbols of a layer, as
+    often as whoever decodes the whole notes them."""
+    sizes = [12_001]
+    positions, levels = drawn(3, sizes, [share], spread)
+    known, seen = noted(*drawn(4, sizes, [share], spread), sizes), nothing_known(1)
+    data = encode_levels(positions, levels, sizes, known)
+    decode_levels(data, sizes, known, seen)
+    (kind,) = np.flatnonzero(seen[0].sum(1))
+    code, count = code_of(known[0][kind]), int(seen[0].sum())
+    symbols = {
+        (int(width), int(bits)): at for at, (width, bits) in enumerate(zip(code.widths, code.codes, strict=True))
+    }
+    blocks, at = -(-count // _CODES), -(-(2 + 14 + 17) // 8)  # the table: two flags, a count, the second stream's bytes
+    lengths = np.frombuffer(data, "<u2", blocks, at)
+    stream = np.unpackbits(np.frombuffer(data, np.uint8)[at + 2 * blocks :], bitorder="little")
+    found = np.zeros(256, np.int64)
+    for start, length in zip(np.cumsum(lengths) - lengths, lengths, strict=True):
+        width = bits = 0
+        for bit in stream[start : start + length].tolist():
+            bits |= bit << width
+            width += 1
+            if (width, bits) in symbols:
+                found[symbols[width, bits]] += 1
+                width = bits = 0
+        assert width == 0
+    np.testing.assert_array_equal(found, seen[0][kind])
 
 
 def entropy(positions: np.ndarray, levels: np.ndarray, sizes: list[int]) -> float:
@@ -131,9 +159,26 @@ def test_a_small_message_takes_no_more_than_its_layer() -> None:
 
 
 def test_more_numbers_than_a_layer_has_are_refused() -> None:
-    data = encode_levels(np.array([0, 2]), np.array([1, -1], np.int32), [3])
-    with pytest.raises(GradlabError, match="levels: 2 numbers in layer 0, expected at most 1"):
-        decode_levels(data, [1])
+    """And as many as a layer of 10 million has, in few bytes."""
+    with pytest.raises(GradlabError, match="levels: 15 numbers in part 0, expected at most 8"):
+        decode_levels(b"\xfe" * 9, [8])
+    with pytest.raises(GradlabError, match=r"levels: 400 bytes, expected \d+ or more"):
+        decode_levels(b"\x00\x80" * 200, [10**7])
+
+
+def test_a_position_beyond_its_layer_is_refused() -> None:
+    """The last one of a layer of 20 elements, in one of 19, whose table of parts has as many bits."""
+    data = encode_levels(np.array([19]), np.array([1], np.int32), [20])
+    with pytest.raises(GradlabError, match="levels: a position beyond the end of its layer"):
+        decode_levels(data, [19])
+
+
+def test_codes_under_a_table_that_is_not_known_are_refused() -> None:
+    sizes = [5000]
+    positions, levels = drawn(1, sizes, [0.2], 0.7)
+    data = encode_levels(positions, levels, sizes, noted(*drawn(2, sizes, [0.2], 0.7), sizes))
+    with pytest.raises(GradlabError, match="levels: codes under a table that is not known"):
+        decode_levels(data, sizes)
 
 
 def test_threads_change_no_byte_and_hide_no_damage() -> None:
