@@ -123,15 +123,15 @@ class CompressionState(Exchange):
 
             driver = node_driver(plan, group, around, topology, owned=owned)
         del group
+        self.engine = Engine(driver, device)
         self._set_up(plan, driver)
         self._names: dict[torch.Tensor, str] = {parameter: layer.name for layer, parameter in pairs}
         self._layouts = BucketLayouts(ddp_model, rearrange=True)
-        self.engine = Engine(driver, device)
         self._unreached = UnreachedHook(ddp_model, list(self._names))
         self._averaged, self._not_come = averaged, set(self._names.values())
-        self._steps = OptimizerSteps(self._driver, parameters, ddp_model)
+        self._steps = OptimizerSteps(driver, parameters, ddp_model, self.engine)
         # Also when the state is dropped, and at exit: a script that forgets close() still ends, without a stray thread.
-        ends = self.engine, self._driver, self._unreached, averaged, self._steps
+        ends = self.engine, driver, self._unreached, averaged, self._steps
         self._finalizer = weakref.finalize(self, partial(_end, *ends))
         if running is not None:
             running.follow(self, chosen.scaler)
@@ -204,6 +204,23 @@ class CompressionState(Exchange):
     def _guarded(self) -> NoReturn:
         """Refuse `begin`, `add`, `finish` and `step`: the worker drives the steps."""
         raise GradlabError("a CompressionState is fed by DDP's hook; use Exchange to hand over gradients yourself")
+
+
+def _after_the_worker(name: str) -> Any:
+    """Make the property of an attribute that is read once the worker has ended the step at hand."""
+
+    def read(state: CompressionState) -> Any:
+        state.engine.wait()
+        return vars(state)[name]
+
+    def write(state: CompressionState, value: Any) -> None:
+        vars(state)[name] = value
+
+    return property(read, write)
+
+
+for _name in ("run", "statistics", "_driver"):
+    setattr(CompressionState, _name, _after_the_worker(_name))
 
 
 def _end(

@@ -293,6 +293,8 @@ class Step:
         self._empty: dict[str, bool] = {}  # by layer of an active group: whether its gradient is zero
         # Layers on a GPU with their largest magnitudes, which say both of it, once the GPU is waited for.
         self._unread: list[tuple[list[str], torch.Tensor]] = []
+        self._looked_at: tuple[list[str], torch.Tensor] = [], torch.zeros(0)
+        self._shares: torch.Tensor | None = None
         self._waiting = {name: len(run.groups[name].layers) for name in self.active}
 
     def add(self, gradients: Tensors, buffer: torch.Tensor | None = None) -> list[str]:
@@ -380,14 +382,36 @@ class Step:
     def agree(self, device: torch.device | str = "cpu", *, notice: bool = False) -> Coroutine[None]:
         """Learn whether gradients were finite on every rank, and which layers have none on any. `notice`: this rank has
         something to tell the others."""
-        unread, magnitudes = self._unread_of(device)
-        flags = self._flags(device, notice, unread, magnitudes)
-        mean = yield Mean(flags if self.order is None else torch.cat([flags, flags.new_tensor([self.order])]))
-        shares = mean.tolist()
+        yield from self.ask(device, notice=notice)
+        self.learn()
+
+    def ask(self, device: torch.device | str = "cpu", *, notice: bool = False) -> Coroutine[None]:
+        """Exchange what `learn` reads, without waiting for a GPU."""
+        self._looked_at = self._unread_of(device)
+        flags = self._flags(device, notice, *self._looked_at)
+        self._shares = yield Mean(flags if self.order is None else torch.cat([flags, flags.new_tensor([self.order])]))
+
+    @property
+    def least_share(self) -> float:
+        """The share of finite ranks above which all are: N times 1/N is not quite 1 in float32."""
+        return 1.0 - 0.5 / self._run.world_size
+
+    def sound(self, results: torch.Tensor) -> torch.Tensor:
+        """Say on the device, (), bool, whether gradients were finite on all ranks, and results are, after `ask`.
+
+        results: the largest magnitudes of these, (n,).
+        """
+        assert self._shares is not None
+        return (self._shares[0] > self.least_share) & results.isfinite().all()
+
+    def learn(self) -> None:
+        """Read what the ranks have told each other."""
+        assert self._shares is not None
+        (unread, magnitudes), shares = self._looked_at, self._shares.tolist()
         if self.order is not None:  # the least or the greatest is off by half at least, where not all are equal
             self.mixed = abs(shares.pop() - self.order) > 0.25 or self.mixed
         world_size = self._run.world_size
-        self.finite = shares[0] > 1.0 - 0.5 / world_size  # N times 1/N is not quite 1 in float32
+        self.finite = shares[0] > self.least_share
         self.noticed = shares[0] > 1.0 + 0.5 / world_size
         held = [*self._empty, *filter(self._is_asked, unread)]
         self.held = self._left_out | frozenset(

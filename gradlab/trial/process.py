@@ -28,8 +28,11 @@ _NEVER = 2**31  # steps in a row that are not finite: the command sees them in t
 class Exchanging(Protocol):
     """A compression state, of which only the number of ranks and the records of its exchanges are read."""
 
-    run: Any
-    statistics: Any
+    @property
+    def run(self) -> Any: ...
+
+    @property
+    def statistics(self) -> Any: ...
 
 
 def trial() -> Trial | None:

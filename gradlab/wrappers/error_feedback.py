@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, Traits, concatenate, separate
+from gradlab.codec.batch import consecutive
 from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
@@ -167,11 +168,13 @@ def add(grads: Tensors, residual: Tensors, context: Context) -> Tensors:
         total = context.memory.workspace.empty(
             (sum(grad.numel() for grad in grads.values()),), next(iter(grads.values()))
         )
-        if total.numel() >= _WORTH_A_CALL * len(grads):
+        if total.numel() >= _WORTH_A_CALL * len(grads) and total.device.type == "cpu":
             sums = separate(total, grads)
             return {name: torch.add(grad, residual[name], out=sums[name]) for name, grad in grads.items()}
-        torch.cat([grad.reshape(-1) for grad in grads.values()], out=total)
-        return separate(total.add_(concatenate({name: residual[name] for name in grads})), grads)
+        kept, vector = concatenate({name: residual[name] for name in grads}), consecutive(list(grads.values()))
+        if vector is None:
+            vector = torch.cat([grad.reshape(-1) for grad in grads.values()], out=total)
+        return separate(torch.add(vector, kept, out=total), grads)
     return {
         name: torch.add(grad, residual[name], out=context.memory.like(grad)) if name in residual else grad
         for name, grad in grads.items()

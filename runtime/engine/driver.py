@@ -24,7 +24,7 @@ import torch
 
 from gradlab.codec import Exchanged, Tensors
 from gradlab.codec.exchanged import described
-from gradlab.codec.measures import contribution_error, is_finite
+from gradlab.codec.measures import contribution_error, is_finite, largest_magnitudes
 from gradlab.collectives import Coroutine, Request, as_requests, payload_bytes, resumed
 from gradlab.collectives import Step as Requested
 from gradlab.errors import BadMessage, GradlabError
@@ -145,6 +145,7 @@ class Iteration:
 
     measured_groups: groups' sums for the rules, by name; empty in a step that is not measured.
     dense: means of whole buffers that travel, by number of the part.
+    results: largest magnitudes of results that were handed over before the host knows whether they count; or None.
     """
 
     step: Step
@@ -154,6 +155,7 @@ class Iteration:
     measured_groups: dict[str, GroupMeasures] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     dense: dict[int, InPlaceMean] = field(default_factory=dict)
+    results: torch.Tensor | None = None
 
     def abandon(self) -> None:
         """Let go of what holds collectives, because exchanges refer back to this object."""
@@ -257,8 +259,12 @@ class StepDriver:
     def finish(self) -> StepRecord:
         """End the step after its last part: commit it, or fill all of it with NaN if a gradient was not finite."""
         current = self._in_progress(None)
-        self._start_agreement(current)
+        ahead = self._may_hand_over(current.step)
+        self._start_agreement(current, ahead)
         self.drain()
+        if ahead:
+            self._hand_over(current)
+            current.step.learn()
         self._agree_beside(current)
         if current.step.mixed:
             raise GradlabError(
@@ -267,6 +273,22 @@ class StepDriver:
                 "that depend on a rank's batch)"
             )
         return self._commit(current)
+
+    def _may_hand_over(self, step: Step) -> bool:
+        """Return whether results may be handed over before the host knows whether they count: a worker whose device
+        decides it too."""
+        alone = self.beside is None and step.order is None and not self.run.settings.hold_unused
+        return step.active != frozenset() and alone and not self.around.device.shares_stream
+
+    def _hand_over(self, current: Iteration) -> None:
+        """Make the results NaN on the device unless everything was finite, and settle the parts: training goes on."""
+        memory = [tensor for part in current.parts for tensor in part.memory]
+        current.results = largest_magnitudes(memory)
+        factor = torch.where(current.step.sound(current.results), 1.0, torch.nan)
+        for tensor in memory:
+            tensor.mul_(factor.to(tensor.dtype))
+        for part in current.parts:
+            part.settle()
 
     def _issue(self, requests: Sequence[Request]) -> InFlight:
         """Start the collectives of a tick, which is called when the last one's results are written."""
@@ -287,12 +309,14 @@ class StepDriver:
             step.finite, step.noticed = not rows[1], bool(rows[2])
         return frozenset(name for name, held in zip(names, rows[3:], strict=True) if held)
 
-    def _start_agreement(self, current: Iteration) -> None:
-        """Let the ranks learn, beside the last part's exchange, whether all gradients were finite."""
+    def _start_agreement(self, current: Iteration, ahead: bool = False) -> None:
+        """Let the ranks learn, beside the last part's exchange, whether all gradients were finite. ahead: it is read
+        later."""
         current.step.require_whole()
         if current.step.active:
             last = current.parts[-1].index if current.parts else 0
-            agreement = current.step.agree(self.communicator.device, notice=bool(self.rules.pending))
+            begin = current.step.ask if ahead else current.step.agree
+            agreement = begin(self.communicator.device, notice=bool(self.rules.pending))
             with self._timed(current):
                 current.ticks.start(Running("finite flag", agreement, last, watch=self._watch), 0)
                 current.ticks.tick()
@@ -314,8 +338,8 @@ class StepDriver:
     def _commit(self, current: Iteration) -> StepRecord:
         step, record = current.step, current.record
         memory = [tensor for part in current.parts for tensor in part.memory]
-        self.run.end(step, memory)
-        if not step.finite:
+        self.run.end(step, memory if current.results is None else [current.results])
+        if not step.finite and current.results is None:
             for tensor in memory:  # all of it: DDP may throw away the results of one bucket
                 tensor.fill_(torch.nan)
         for layer in step.held & step.gradients.keys() if step.finite else ():

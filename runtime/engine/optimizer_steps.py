@@ -25,6 +25,7 @@ from gradlab.ddp.optimizer_steps import LocalPasses, at_each_step, call_alive
 from gradlab.executor import PlanRun
 from gradlab.executor.rules import LOCAL_GRADIENTS, finding, several_passes
 from gradlab.runtime.engine.driver import StepDriver
+from gradlab.runtime.engine.worker import Engine
 
 _WITHOUT_A_STEP = 8  # exchanges after which an optimizer that never stepped is taken for one that never will
 
@@ -33,6 +34,7 @@ class OptimizerSteps:
     """One rank's record of its optimizers' steps. Without optimizers each exchange is a step.
 
     model: DDP model, whose hook sees gradients that a pass has been added to; None without DDP.
+    engine: worker that drives the steps, if there is one: what it has ended is looked at, and nothing before.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class OptimizerSteps:
         driver: StepDriver,
         parameters: Mapping[str, torch.Tensor],
         model: nn.Module | None = None,
+        engine: Engine | None = None,
     ) -> None:
         optimizers = driver.held.holding
         self.runs: list[PlanRun] = [driver.run]
-        self._driver, self._parameters = driver, dict(parameters)
+        self._driver, self._parameters, self._engine = driver, dict(parameters), engine
         self._several = len(optimizers) > 1
         self._steps = self._dropped = self._unseen = 0
         self._forward_seen = model is None
@@ -75,6 +78,7 @@ class OptimizerSteps:
         """Look at gradients in the next backward pass, if some are open."""
         if torch.is_grad_enabled():
             self._forward_seen = True
+            self._wait()
             if self._is_open and not self._looking:
                 for name, parameter in self._parameters.items():
                     if parameter.requires_grad:
@@ -103,6 +107,7 @@ class OptimizerSteps:
 
     def before_exchange(self) -> None:
         """Learn what became of the last exchange's results. Called with the first gradients of a backward pass."""
+        self._wait()
         if not self._handles:
             return
         known, self._forward_seen = self._forward_seen, not self._in_ddp
@@ -160,13 +165,25 @@ class OptimizerSteps:
 
     # --- at an optimizer step ---
 
+    def _wait(self) -> None:
+        if self._engine is not None:
+            self._engine.wait()
+
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        local = self._local is not None and self._local.applied_by(optimizer)
+        held = self._held_by(optimizer) if self._several else None
+        if self._engine is None:
+            self._note(local, held)
+        else:  # without a wait for it: the optimizer's work is what the device has to do meanwhile
+            self._engine.after_step(partial(self._note, local, held))
+
+    def _note(self, local: bool, held: frozenset[str] | None) -> None:
+        """Note an optimizer step of some layers, or all. local: it applies what ranks did not average."""
         if self._driver.current is not None or self._driver.broken is not None:
             return  # a step within a backward pass: nothing is known of it
-        if self._local is not None and self._local.applied_by(optimizer):
+        if local:
             self._tell("local_gradients", LOCAL_GRADIENTS, 1, self._driver.run.iteration - 1)
         exchanges = self._driver.run.open_step.exchanges
-        held = self._held_by(optimizer) if self._several else None
         self._unseen = 0
         for run in self.runs:
             run.applied(None if held is None else [one for one in run.groups if held & set(run.groups[one].layers)])

@@ -63,7 +63,9 @@ class Engine:
         self._driver = driver
         self._device = device
         self._starting_here = False  # whether the hook issues the first collectives of the step that hands over buckets
-        self._queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Bucket | Callable[[], None] | None] = queue.SimpleQueue()
+        self._ends = 0  # of steps that the worker has not seen, and of what follows them
+        self._ended = threading.Condition()
         self._thread: threading.Thread | None = None
 
     # --- called from the training thread ---
@@ -85,9 +87,32 @@ class Engine:
             # A daemon, so that an interpreter that exits without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="gradlab-engine", daemon=True)
             self._thread.start()
-        self._queue.put(bucket)
+        if is_last:
+            self._put(bucket)
+        else:
+            self._queue.put(bucket)
         # Chained, because DDP would take an exception set from Python for the bucket's tensor.
         return bucket.future.then(lambda future: future.value())
+
+    def wait(self) -> None:
+        """Wait until the worker has ended the step whose last bucket it was given, if its results came before."""
+        if self._ends and threading.current_thread() is not self._thread:
+            with self._ended:
+                self._ended.wait_for(lambda: not self._ends)
+
+    def after_step(self, act: Callable[[], None]) -> None:
+        """Call a function once the worker has ended the step whose last bucket it was given. On a GPU, that may be
+        later, in the worker."""
+        if self._ends and not self._device.shares_stream:
+            self._put(act)
+        else:
+            self.wait()
+            act()
+
+    def _put(self, item: Bucket | Callable[[], None]) -> None:
+        with self._ended:
+            self._ends += 1
+        self._queue.put(item)
 
     def _starts_here(self, index: int) -> bool:
         """Whether the hook issues a bucket's first collective. The worker is idle when a step's first bucket comes."""
@@ -111,18 +136,29 @@ class Engine:
 
     @torch.no_grad()
     def _work(self) -> None:
-        while (bucket := self._queue.get()) is not None:
-            if self._driver.broken is not None:
-                bucket.reject(self._driver.broken)
-                continue
-            try:
-                with self._device.working():
-                    self._accept(bucket)
-                continue
-            except BaseException as error:  # whatever failed belongs to the training loop, by way of the futures
-                reason = self._driver.fail(error)
-            # Out here the traceback is gone. It holds collectives, and these the group that peers must see closed.
-            self._fail(bucket, reason)
+        while (item := self._queue.get()) is not None:
+            self._take(item)
+            if not isinstance(item, Bucket) or item.is_last:
+                with self._ended:
+                    self._ends -= 1
+                    self._ended.notify_all()
+
+    def _take(self, item: Bucket | Callable[[], None]) -> None:
+        if self._driver.broken is not None:
+            if isinstance(item, Bucket):
+                item.reject(self._driver.broken)
+            return
+        try:
+            with self._device.working():
+                if isinstance(item, Bucket):
+                    self._accept(item)
+                else:
+                    item()
+            return
+        except BaseException as error:  # whatever failed belongs to the training loop, by way of the futures
+            reason = self._driver.fail(error)
+        # Out here the traceback is gone. It holds collectives, and these the group that peers must see closed.
+        self._fail(item if isinstance(item, Bucket) else None, reason)
 
     def _accept(self, bucket: Bucket) -> None:
         assert bucket.buffer is not None
@@ -135,9 +171,9 @@ class Engine:
         if bucket.is_last:
             self._driver.finish()
 
-    def _fail(self, bucket: Bucket, reason: str) -> None:
+    def _fail(self, bucket: Bucket | None, reason: str) -> None:
         """Give the reason to the training loop, and let go of the group."""
-        for waiter in (*self._driver.abandon(), bucket):
+        for waiter in (*self._driver.abandon(), *filter(None, [bucket])):
             assert isinstance(waiter, Bucket)
             waiter.reject(reason)
         self._driver.close()

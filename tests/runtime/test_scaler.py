@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from support.process_pool import ProcessPool
 from support.stacks import valid_stacks
 
@@ -17,13 +19,14 @@ def spread(stacks: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [*chosen, ("identity", "Dion")]
 
 
-def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool, ahead: bool) -> None:
     """Every rank skips the step and halves its scale, no state moves, and the next step is as any other."""
-    stacks = spread(STACKS)
+    stacks = spread(STACKS)[-4 * ahead :]
     stateful = {f"matrix{n}" for n, (_, wrapping) in enumerate(stacks) if wrapping not in ("none", "two-way")}
-    for result in pool.run("jobs.scaler_tasks:overflow", 2, stacks=stacks, bad_rank=1):
+    for result in pool.run("jobs.scaler_tasks:overflow", 2, stacks=stacks, bad_rank=1, ahead=ahead):
         assert result["skipped"] == {
-            "not finite": True,
+            "nothing but NaN": True,
             "states changed": [],
             "parameters unchanged": True,
             "scale": 512.0,
