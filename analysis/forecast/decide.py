@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 #: A step must be shorter by this share before it is called faster.
 SPEED_NOISE = 0.05
 COMPRESS, HALF, NOTHING = "compress", "16 bits", "do not compress"
-# What is said of each decision: in full, in short, and of the fastest plan where that is another one.
+# Sentences on each decision: what to take, what that costs, all of it in short; and on the fastest plan, if it is
+# another one.
 WORDS: Mapping[str, str] = {
-    COMPRESS: "{where} compress with {plan}: a step takes {seconds} instead of {dense} ({saved} less; {half} in plain "
-    "16 bits), the fastest with {limit}; {judged}.",
-    HALF: "{where} reduce gradients in plain 16 bits: a step takes {half} instead of {dense}, and no plan with {limit} "
-    "is faster by more than forecasts err.",
-    NOTHING: "{where} do not compress: no plan with {limit} saves more than {noise} of {dense}.",
-    f"{COMPRESS}, in short": "{where} compress with {plan} ({saved} less).",
-    f"{HALF}, in short": "{where} plain 16 bits ({saved} less).",
+    COMPRESS: "{where} take {plan}: {seconds} a step instead of {dense} (16 bits: {half}), the fastest with {limit}.",
+    HALF: "{where} take plain 16 bits: {half} a step instead of {dense}.",
+    NOTHING: "{where} do not compress: a step takes {dense}.",
+    f"{COMPRESS}, cost": "Loss: {judged}.",
+    f"{HALF}, cost": "No plan with {limit} is {noise} faster.",
+    f"{NOTHING}, cost": "No plan with {limit} saves {noise} of it.",
+    f"{COMPRESS}, in short": "{where} take {plan} ({saved} less).",
+    f"{HALF}, in short": "{where} take plain 16 bits ({saved} less).",
     f"{NOTHING}, in short": "{where} do not compress.",
     "refused": "{plan} would save {saved}, at a larger loss: {judged}.",
 }
@@ -38,7 +40,7 @@ class Decision(Jsonable):
     """A decision for one number of nodes on one link, and why.
 
     take: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: None unless it is the first.
-    why, short: the decision as a sentence, and in a few words.
+    why, cost, short: the decision as a sentence, what it costs in loss, and the decision in a few words.
     refused: sentence on the fastest plan if it would lose too much; break_even: one on the link speeds at which the
         decision turns. Empty: there is none.
     """
@@ -47,6 +49,7 @@ class Decision(Jsonable):
     plan: str | None
     seconds: float
     why: str
+    cost: str
     short: str
     refused: str = ""
     break_even: str = ""
@@ -54,7 +57,7 @@ class Decision(Jsonable):
     @property
     def text(self) -> str:
         """All of it, in prose."""
-        return " ".join(line for line in (self.why, self.break_even, self.refused) if line)
+        return " ".join(line for line in (self.why, self.cost, self.break_even, self.refused) if line)
 
 
 def decide(at: Configuration, judged: Mapping[str, Judged], limit: str, break_even: str = "") -> Decision:
@@ -84,5 +87,5 @@ def decide(at: Configuration, judged: Mapping[str, Judged], limit: str, break_ev
     refused, fastest = "", at.fastest
     if fastest not in (None, at.closest) and at.seconds[fastest] < (1 - SPEED_NOISE) * seconds:
         refused = filled("refused", fastest, at.seconds[fastest])
-    why, short = filled(take, plan, seconds), filled(f"{take}, in short", plan, seconds)
-    return Decision(take, plan, seconds, why, short, refused, break_even)
+    said = (filled(words, plan, seconds) for words in (take, f"{take}, cost", f"{take}, in short"))
+    return Decision(take, plan, seconds, *said, refused, break_even)

@@ -181,15 +181,13 @@ def standing(cosine: float | None, length: int | None, memory: bool) -> tuple[fl
 
 
 def judgement_text(cosine: float | None, length: int | None, memory: bool, elsewhere: str = "") -> str:
-    """Write a plan's judgement in prose: its cosine, and what trainings like that ended at. elsewhere: a remark on the
+    """Write a plan's judgement in prose: what trainings with a cosine like its own ended at. elsewhere: a remark on the
     cosine between other ranks than the recorded ones."""
     if cosine is None or length is None:
         return (
             "too few steps with an error were replayed to judge it" if memory else "what its update keeps is not known"
         )
     near = ended_at(cosine, length, memory)
-    over = "" if length == 1 else f" summed over {length} steps"
-    keeps = f"its update{over} has a cosine of {cosine:.2f} with the true mean as replayed{elsewhere}"
-    if near is None:
-        return f"{keeps}, and trainings like that are too few to tell what it ends at"
-    return f"{keeps}, and nine tenths of our trainings like that ended {near.text} in loss"
+    over = "" if length == 1 else f" over {length} steps"
+    like = f"with a similar error (cosine {cosine:.2f}{over}{elsewhere})"
+    return f"too few trainings {like} to tell" if near is None else f"{near.text} in 9 of 10 trainings {like}"

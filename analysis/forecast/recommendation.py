@@ -39,6 +39,8 @@ class Recommendation(Jsonable):
 
     decision: `COMPRESS`, `HALF` (plain 16-bit reduction) or `NOTHING`; plan: None unless it is the first.
     max_loss: the final loss that was allowed, over dense training's, minus 1.
+    text: limits of the recording, what to take, its cost, the link speeds at which that turns, and what a pilot would
+        try: a line each.
     proposals: faster plans than what is recommended, for a pilot: the one of less risk first.
     """
 
@@ -59,8 +61,10 @@ def recommend(speed: SpeedForecast) -> Recommendation:
     require_computing(speed.network.profile)
     (at,), (found,) = speed.configurations, speed.decisions
     proposals = _proposals(at, found.seconds, speed)
-    lines = [found.why, found.break_even, *_untried(found.plan, proposals), *caution_lines(speed.judged.values())]
-    text = " ".join(line for line in lines if line)
+    tried = "" if found.plan is None else "Not tried on your task: gradlab pilot does."
+    cost = f"{found.cost} {tried}".rstrip()
+    lines = [*caution_lines(speed.judged.values()), found.why, cost, found.break_even, *_faster(proposals)]
+    text = "\n".join(line for line in lines if line)
     seconds = found.seconds, at.dense_seconds, at.half_seconds
     return Recommendation(found.take, found.plan, *seconds, speed.max_loss, text, proposals)
 
@@ -99,9 +103,7 @@ def _may_hold(judged: Judged, max_loss: float) -> bool:
     return judged.ended is None or judged.ended.low <= max_loss
 
 
-def _untried(plan: str | None, proposals: Sequence[Proposal]) -> list[str]:
-    """Say what was not tried, and name what a pilot would try."""
-    if not proposals:
-        return [] if plan is None else ["It was not tried on your task, which a pilot does."]
+def _faster(proposals: Sequence[Proposal]) -> list[str]:
+    """Name what a pilot would try."""
     named = "; ".join(f"{one.plan}, {format_seconds(one.seconds)} ({one.text})" for one in proposals)
-    return [f"None of this was tried on your task. A pilot tries faster plans: {named}."]
+    return [f"A pilot tries faster plans: {named}."] if proposals else []

@@ -113,7 +113,7 @@ class Judged(Jsonable):
     def text(self) -> str:
         """In prose, after the plan's name."""
         at = self.at_nodes
-        elsewhere = "" if at is None else f", {at} as estimated between {at.nodes} nodes"
+        elsewhere = "" if at is None else f"; between {at.nodes} nodes {at}"
         return judgement_text(self.cosine, self.length, self.memory, elsewhere)
 
     @property

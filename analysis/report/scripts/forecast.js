@@ -400,7 +400,8 @@ const gradlabForecast = (() => {
       };
       return text.replace(/\{(\w+)\}/g, (_, key) => values[key]);
     };
-    const lines = [filled(words[plan !== null ? "compress" : halfSaves ? "16 bits" : "do not compress"], plan, seconds)];
+    const take = plan !== null ? "compress" : halfSaves ? "16 bits" : "do not compress";
+    const lines = [take, `${take}, cost`].map((one) => filled(words[one], plan, seconds));
     if (fastest !== null && fastest !== closest && times.plans[fastest] < (1 - SPEED_NOISE) * seconds) {
       lines.push(filled(words.refused, fastest, times.plans[fastest]));
     }

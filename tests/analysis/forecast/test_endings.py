@@ -54,7 +54,7 @@ def test_of_one_task_or_of_another_kind_or_farther_out_there_is_nothing_to_tell(
     assert ended_at(0.9, 4, False, endings([(cosine, excess, "a") for cosine, excess, _ in rows])) is None
     assert ended_at(0.9, 4, True, endings(rows)) is None
     assert ended_at(0.2, 4, False, endings(rows)) is None
-    assert "too few to tell" in judgement_text(-1.0, 4, False)
+    assert "too few trainings with" in judgement_text(-1.0, 4, False)
     assert standing(None, None, True) > standing(0.5, 4, True)
 
 

@@ -65,17 +65,24 @@ def recommended(
 def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> None:
     found = recommended(SLOW, 0.01)
     assert (found.decision, found.plan) == (COMPRESS, "int8")
-    assert found.text.startswith("At 1 Mbit/s between 8 nodes compress with int8: a step takes ")
+    assert found.text.startswith("At 1 Mbit/s between 8 nodes take int8: ")
     assert [(one.plan, one.risk) for one in found.proposals] == [("top-k", BOLD)]
-    assert "None of this was tried on your task. A pilot tries faster plans: top-k, " in found.text
+    assert "A pilot tries faster plans: top-k, " in found.text
     assert found.seconds < found.half_seconds < found.dense_seconds
 
 
 def test_the_allowed_loss_and_the_break_even_are_said() -> None:
     found = recommended(SLOW, 0.01)
     assert "the fastest with at most 1 % worse loss (--max-loss)" in found.text
-    assert " int8 pays below about " in found.text
-    assert "no plan with at most 1 % worse loss (--max-loss) saves" in recommended(FAST, 0.01).text
+    assert "int8 pays below about " in found.text
+    assert "No plan with at most 1 % worse loss (--max-loss) saves" in recommended(FAST, 0.01).text
+
+
+def test_limits_of_the_recording_come_first() -> None:
+    few = {"int8": Replayed(0.9999, caution="only 8 steps are judged")}
+    first, second, *_ = recommended(SLOW, 0.01, ("int8",), replays=few).text.splitlines()
+    assert first == "Mind the recording: only 8 steps are judged."
+    assert second.startswith("At 1 Mbit/s between 8 nodes take ")
 
 
 def test_the_option_has_the_one_default() -> None:
@@ -92,7 +99,7 @@ def test_a_break_even_in_prose() -> None:
 def test_with_more_loss_allowed_a_faster_plan_is_taken() -> None:
     found = recommended(SLOW, 9.0, replays=REPLAYS | {"top-k": Replayed(0.9, 4, memory=True)})
     assert (found.plan, found.proposals) == ("top-k", ())
-    assert "It was not tried on your task, which a pilot does." in found.text
+    assert "Not tried on your task: gradlab pilot does." in found.text
     assert found.seconds < recommended(SLOW, 0.01).seconds
 
 
@@ -110,7 +117,7 @@ def test_16_bits_are_the_answer_where_nothing_allowed_is_faster() -> None:
         found = recommended(SLOW, 0.01, plans)
         assert (found.decision, found.plan) == (HALF, None)
         assert found.seconds == found.half_seconds
-        assert "reduce gradients in plain 16 bits" in found.text
+        assert "take plain 16 bits: " in found.text
 
 
 def test_where_the_link_is_fast_nothing_is_to_be_compressed() -> None:

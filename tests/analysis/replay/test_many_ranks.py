@@ -79,7 +79,7 @@ def test_a_replay_for_more_nodes_says_what_its_ranks_say(tmp_path, wrappers: lis
     assert few.at_nodes is None
     assert many.at_nodes is not None
     assert (many.at_nodes.nodes, many.summary().at_nodes) == (32, many.at_nodes)
-    assert f"as replayed, {many.at_nodes} as estimated between 32 nodes" in Judged.of(many).text
+    assert f"; between 32 nodes {many.at_nodes})" in Judged.of(many).text
     assert many.at_nodes.at_most == (not exact)
     rounded = [window.rounded for window in many.products]
     assert len(rounded) == 4

@@ -89,7 +89,7 @@ def test_the_page_begins_in_short_and_says_all_beneath(report: tuple[dict[str, A
     assert len(data["brief"]) < len(data["verdict"])
     slow, fast = data["payoff"]["places"]
     # What is taken ends near dense training; what is faster and does not is named after it.
-    assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes compress with {slow['closest']}: a step takes ")
+    assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes take {slow['closest']}: ")
     assert "the fastest with at most 1 % worse loss" in data["brief"]
     assert f"{slow['closest']} pays below about " in data["brief"]
     assert f" {slow['fastest']} would save" in data["brief"]
