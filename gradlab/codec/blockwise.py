@@ -112,6 +112,22 @@ class PiecewiseCompressor(Compressor):
         """Return the codes that kernels of a GPU write and read; None: there are none."""
         return None
 
+    def encoded(
+        self, vector: torch.Tensor, numbers: torch.Tensor, bits: RandomBits | None, form: Form | None = None
+    ) -> torch.Tensor | None:
+        """Return a vector's packed codes from a kernel; None where there is none for it.
+
+        numbers: of blocks, (blocks,), float32.
+        bits: random numbers of the rounding; None: there are none.
+        form: the codes, if not those of `form()`.
+        """
+        form = form or self.form()
+        if form is None or not usable(vector) or (bits is not None and bits.seed is None):
+            return None
+        from gradlab.kernels.codes import encode
+
+        return encode(vector, numbers, self.block_table(vector), form, None if bits is None else bits.seed)
+
     def by_kernels(self, vector: torch.Tensor) -> bool:
         """Return whether kernels do the work on a vector."""
         return usable(vector) and self.form() is not None
@@ -213,10 +229,8 @@ class BlockCompressor(PiecewiseCompressor):
 
     def reduced(self, vector: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """Reduce each block of a vector (numel,) to a number or a few: (..., blocks)."""
-        if usable(vector):
-            from gradlab.kernels.blocks import reduced
-
-            return reduced(vector, self.block_table(vector), reduction.kernel)
+        if (found := self.reduced_by_kernel(vector, reduction.kernel)) is not None:
+            return found
         if vector.device.type != "cpu":
             return torch.cat([reduction.of_rows(rows) for rows in self.rows(vector)], -1)
         parts = []
@@ -227,18 +241,13 @@ class BlockCompressor(PiecewiseCompressor):
             parts.append(reduction.of_rows(values.view(1, -1)) if numbers is None else torch.from_numpy(numbers))
         return torch.cat(parts, -1)
 
-    def encoded(self, vector: torch.Tensor, numbers: torch.Tensor, bits: RandomBits | None) -> torch.Tensor | None:
-        """Return a vector's packed codes from a kernel; None where there is none for it.
-
-        numbers: of blocks, (blocks,), float32.
-        bits: random numbers of the rounding; None: there are none.
-        """
-        form = self.form()
-        if form is None or not usable(vector) or (bits is not None and bits.seed is None):
+    def reduced_by_kernel(self, vector: torch.Tensor, kind: str, over: float = 1.0) -> torch.Tensor | None:
+        """Reduce as `gradlab.kernels.blocks.reduced` does; None where there is no kernel for it."""
+        if not usable(vector):
             return None
-        from gradlab.kernels.codes import encode
+        from gradlab.kernels.blocks import reduced
 
-        return encode(vector, numbers, self.block_table(vector), form, None if bits is None else bits.seed)
+        return reduced(vector, self.block_table(vector), kind, over)
 
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""

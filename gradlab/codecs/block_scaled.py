@@ -220,6 +220,9 @@ class BlockScaled(BlockCompressor):
         if not vector.numel():
             return self._coded(vector.new_empty(0, dtype=torch.float32))
         if self.settings.scale is None:
+            plain = self.format.scales == "float32"
+            if plain and (found := self.reduced_by_kernel(vector, "largest", self.largest)) is not None:
+                return (found,)
             return self._coded(self.largest_magnitudes(vector).float())
         least, greatest = torch.aminmax(vector)
         # One says it all, and whether something was not finite.

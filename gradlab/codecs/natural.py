@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,11 @@ from gradlab.codec.routes import BYTES, Kind, aggregation_setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
 from gradlab.coding.random_bits import RandomBits
+from gradlab.kernels import Form
 from gradlab.layout import Layer
+
+if TYPE_CHECKING:
+    from gradlab.kernels.blocks import BlockTable
 
 _EXPONENT = 0x7F800000  # of a float32: eight bits; below it 23 of the mantissa
 _LARGEST = 0x7F000000  # 2^127, the largest power of two
@@ -66,7 +70,11 @@ class Natural(PiecewiseCompressor):
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return exponents (numel,), uint8, and signs (ceil(numel / 8),), uint8. Exponents have float32's bias; 255
         stands for a value that is not finite."""
-        bits, tame = RandomBits(generator, vector.device), _is_tame(vector)
+        bits = RandomBits(generator, vector.device)
+        both = Form("natural", 9)  # in two planes, of eight bits and of one
+        if (codes := self.encoded(vector, vector[:0], bits, both)) is not None:
+            return codes[: vector.numel()], codes[len(codes) // 9 * 8 :]
+        tame = _is_tame(vector)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         for start, stop in self.spans(vector):
             magnitudes = vector[start:stop].float().view(torch.int32).bitwise_and(_MAGNITUDE)
@@ -78,6 +86,14 @@ class Natural(PiecewiseCompressor):
                 moved = torch.where(magnitudes >= _EXPONENT, magnitudes, moved)
             exponents[start:stop] = moved.bitwise_right_shift_(23)
         return exponents, pack_signs(vector)
+
+    def form(self) -> Form:
+        return Form("natural", 1)  # signs; exponents are the numbers
+
+    def block_table(self, vector: torch.Tensor) -> BlockTable:
+        from gradlab.kernels.blocks import table_of_elements
+
+        return self.cached(("table", vector.numel(), vector.device), lambda: table_of_elements(vector))
 
     def kinds(self) -> tuple[Kind, ...]:
         return (BYTES, 1)

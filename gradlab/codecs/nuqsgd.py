@@ -20,6 +20,7 @@ from gradlab.codec.routes import aggregation_setting
 from gradlab.codec.settings import setting
 from gradlab.codecs.qsgd import NORMS, BucketQuantizer
 from gradlab.coding.bits import unpack
+from gradlab.kernels import Form
 from gradlab.layout import Layer
 
 
@@ -68,6 +69,9 @@ class NUQSGD(BucketQuantizer):
     def codes(self, places: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         numbers = level_numbers(places.abs(), drawn.mul_(2.0**-16).add_(0.5 + 2.0**-17), self.levels)
         return torch.where(places < 0, self.levels - numbers, self.levels + numbers).byte()
+
+    def form(self) -> Form:
+        return Form("halving", self.settings.bits, self.levels)
 
     def prepared(self, payload: Sequence[torch.Tensor], like: torch.Tensor, scale: float) -> Any:
         norms, packed = payload

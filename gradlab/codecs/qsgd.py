@@ -64,7 +64,8 @@ class BucketQuantizer(BlockCompressor):
         """Compute the norm of each bucket, (buckets,), float32."""
         if self.settings.norm == "max":
             return self.largest_magnitudes(vector).float()
-        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
+        found = self.reduced_by_kernel(vector, "norm")
+        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)]) if found is None else found
 
     def units(self, norms: torch.Tensor) -> torch.Tensor:
         """Return what the elements of each bucket are divided by, (buckets,)."""

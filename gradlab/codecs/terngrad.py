@@ -24,6 +24,7 @@ from gradlab.codecs.qsgd import byte_bounds
 from gradlab.coding.bits import Packer, cut, join, pack, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import AllToAll, Coroutine, Gather
+from gradlab.kernels import Form
 from gradlab.layout import Layer
 
 
@@ -83,6 +84,8 @@ class TernGrad(BlockCompressor):
         """Compute the layers' largest magnitudes after clipping, (layers,), float32."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32)
+        if self.settings.clip and (found := self.reduced_by_kernel(vector, "clipped", self.settings.clip)) is not None:
+            return found
         largest = self.largest_magnitudes(vector)
         if self.settings.clip:
             limits = self.reduced(vector, ROOT_MEAN_SQUARES).mul_(self.settings.clip)
@@ -100,7 +103,10 @@ class TernGrad(BlockCompressor):
     ) -> torch.Tensor:
         """Draw sign(g) b + 1 with scales s (layers,), packed. A clipped value is at least s, so that b = 1. `own`,
         (layers,), are the largest magnitudes after this rank's clipping, if ranks share s."""
-        bits, packer = RandomBits(generator, vector.device), Packer(vector.numel(), 2, vector.device)
+        bits = RandomBits(generator, vector.device)
+        if own is None and (codes := self.encoded(vector, scales, bits)) is not None:
+            return codes
+        packer = Packer(vector.numel(), 2, vector.device)
         most = None if own is None else own.to(vector.dtype)
         divisors = scales.to(vector.dtype)
         divisors = divisors.masked_fill(divisors == 0, 1.0)
@@ -115,6 +121,9 @@ class TernGrad(BlockCompressor):
             places.add_(bits.sixteen(places).to(places.dtype), alpha=2.0**-16).add_(1.5 + 2.0**-17)
             packer.write(start, places.to(torch.int8).view(torch.uint8))  # cut off, and thus rounded down
         return packer.packed
+
+    def form(self) -> Form:
+        return Form("ternary", 2, 1.0, 1.0)
 
     def kinds(self) -> tuple[Kind, ...]:
         return (OF_BLOCKS, 2)

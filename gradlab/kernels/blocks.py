@@ -12,7 +12,7 @@ import triton.language as tl
 
 from gradlab.kernels import launch
 
-_CHUNK, _TOGETHER = 4096, 1024  # elements that a program reduces at most, and of several small blocks
+CHUNK, _TOGETHER = 4096, 1024  # elements that a program reduces at most, and of several small blocks
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,19 @@ class BlockTable:
 
     size: elements of all blocks but the last; 0: `starts` says.
     widest: size of the largest chunk.
+    count: number of blocks.
     starts: first elements, and the vector's end, (blocks + 1,), int64.
-    chunks: beginnings of runs of at most `_CHUNK` elements that lie in one block, and the vector's end, int64.
+    chunks: beginnings of runs of at most `CHUNK` elements that lie in one block, and the vector's end, int64.
     of_blocks: first chunk of each block, and the number of chunks, (blocks + 1,), int64.
     """
 
     numel: int
     size: int
     widest: int
+    count: int
     starts: torch.Tensor
     chunks: torch.Tensor
     of_blocks: torch.Tensor
-
-    @property
-    def count(self) -> int:
-        return len(self.starts) - 1
 
     @property
     def steps(self) -> int:
@@ -47,12 +45,18 @@ def table_of(size: int, starts: np.ndarray | None, numel: int, device: torch.dev
     """Bring the places of a vector's blocks to a device: of one size, or from `starts` and the end, (blocks + 1,)."""
     size = 0 if starts is not None else min(size, max(1, numel))
     edges = np.append(np.arange(0, numel, size), numel) if starts is None else starts
-    counts = -(-np.diff(edges) // _CHUNK)
+    counts = -(-np.diff(edges) // CHUNK)
     firsts = np.append(0, np.cumsum(counts))
     within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
-    chunks = np.append(np.repeat(edges[:-1], counts) + within * _CHUNK, numel)
+    chunks = np.append(np.repeat(edges[:-1], counts) + within * CHUNK, numel)
     widest = int(np.diff(chunks).max(initial=1))
-    return BlockTable(numel, size, widest, *(torch.from_numpy(one).to(device) for one in (edges, chunks, firsts)))
+    places = (torch.from_numpy(one).to(device) for one in (edges, chunks, firsts))
+    return BlockTable(numel, size, widest, len(edges) - 1, *places)
+
+
+def table_of_elements(vector: torch.Tensor) -> BlockTable:
+    """Return the places of blocks of one element each, without a list of them."""
+    return BlockTable(vector.numel(), 1, 1, vector.numel(), *vector.new_empty(3, 0, dtype=torch.int64).unbind())
 
 
 @triton.jit
@@ -105,6 +109,55 @@ def of_signs(x, inside):
 
 
 @triton.jit
+def of_largest_and_squares(x, inside):
+    largest, _, _ = of_largest(x, inside)
+    total, _, _ = of_squares(x, inside)
+    return largest, total, total
+
+
+@triton.jit
+def of_halves(x, inside):
+    """Return the Euclidean norm of rows, whose sums are by halves."""
+    bits = tl.max(tl.where(inside, magnitude_bits(x), 0), 1)
+    largest = bits.to(tl.float32, bitcast=True)
+    x = tl.div_rn(x, tl.where(largest == 0.0, 1.0, largest)[:, None])
+    x = tl.where(inside, x * x, 0.0)
+    for _ in tl.static_range(12):  # a chunk's
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1)
+    norm = (largest * tl.sqrt(tl.sum(x, 1).to(tl.float64)).to(tl.float32)).to(tl.float64)
+    return norm, norm, norm
+
+
+@triton.jit
+def by_halves(sizes, LOG: tl.constexpr):
+    """Return places (rows, 2^LOG) in rows of these sizes, (rows,), and whether a place is in its row: their sums by
+    halves are those of the rows alone."""
+    size = sizes[:, None]
+    p = tl.arange(0, 2**LOG)[None, :] + size * 0
+    i = p * 0
+    inside = i < size
+    for bit in tl.static_range(LOG):
+        i += ((p >> bit) & 1) * ((size + (2 ** (LOG - bit) - 1)) >> (LOG - bit))
+        inside = inside & (i < (size + (2 ** (LOG - bit - 1) - 1)) >> (LOG - bit - 1))
+    return i, inside
+
+
+@triton.jit
+def one(a, b, c, size, over):
+    found = a.to(tl.float32)
+    return found, found
+
+
+@triton.jit
+def clipped(a, b, c, size, over):
+    largest, _ = largest_over(a, b, c, size, 1.0)
+    limit = tl.sqrt(b / size).to(tl.float32) * over
+    least = tl.where((limit > 0.0) & (limit < largest), limit, largest)
+    return least, least
+
+
+@triton.jit
 def largest_over(a, b, c, size, over):
     largest = tl.div_rn(a.to(tl.int32).to(tl.float32, bitcast=True), over)
     return largest, largest
@@ -130,13 +183,18 @@ def two_means(a, b, c, size, over):
 @triton.jit
 def _of_chunks(
     x, chunks, out, count, over,
-    TERMS: tl.constexpr, FINISH: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    TERMS: tl.constexpr, FINISH: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = chunk < count
     start, stop = tl.load(chunks + chunk, mask=some, other=0), tl.load(chunks + chunk + 1, mask=some, other=0)
-    i = start[:, None] + tl.arange(0, TILE)[None, :]
-    inside = i < stop[:, None]
+    if HALVES:
+        i, inside = by_halves(stop - start, LOG)
+        i += start[:, None]
+    else:
+        i = start[:, None] + tl.arange(0, 2**LOG)[None, :]
+        inside = i < stop[:, None]
     a, b, c = TERMS(tl.load(x + i, mask=inside, other=0.0), inside)
     if N == 0:  # chunks' own, to be added up
         tl.store(out + chunk, a, mask=some)
@@ -164,22 +222,21 @@ def _of_blocks(
     TILE: tl.constexpr,
 ):
     block = tl.program_id(0)
-    first, last = tl.load(of_blocks + block), tl.load(of_blocks + block + 1)
+    begin, last = tl.load(of_blocks + block), tl.load(of_blocks + block + 1)
     a = tl.zeros((TILE,), tl.float64)
     b, c = a, a
-    for begin in range(first, last, TILE):
-        i = begin + tl.arange(0, TILE)
+    for start in range(begin, last, TILE):
+        i = start + tl.arange(0, TILE)
         found = tl.load(parts + i, mask=i < last, other=0.0)
         a = tl.maximum(a, found) if LARGEST else a + found
-        if N == 2:
-            b += tl.load(parts + chunks + i, mask=i < last, other=0.0)
-            c += tl.load(parts + 2 * chunks + i, mask=i < last, other=0.0)
+        b += tl.load(parts + chunks + i, mask=i < last, other=0.0)
+        c += tl.load(parts + 2 * chunks + i, mask=i < last, other=0.0)
     size = (tl.load(starts + block + 1) - tl.load(starts + block)).to(tl.float64)
     total = tl.max(a) if LARGEST else tl.sum(a)
-    one, other = FINISH(total, tl.sum(b), tl.sum(c), size, over)
-    tl.store(out + block, one)
+    first, second = FINISH(total, tl.sum(b), tl.sum(c), size, over)
+    tl.store(out + block, first)
     if N == 2:
-        tl.store(out + count + block, other)
+        tl.store(out + count + block, second)
 
 
 REDUCTIONS: dict[str, tuple[Any, Any, int]] = {
@@ -187,25 +244,30 @@ REDUCTIONS: dict[str, tuple[Any, Any, int]] = {
     "mean magnitude": (of_magnitudes, mean, 1),
     "root mean square": (of_squares, root_mean, 1),
     "two means": (of_signs, two_means, 2),
+    "clipped": (of_largest_and_squares, clipped, 1),
+    "norm": (of_halves, one, 1),
 }
 
 
-def reduced(vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0) -> torch.Tensor:
+def reduced(vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0) -> torch.Tensor | None:
     """Reduce each block of a vector (numel,) to a number or two, (blocks,) or (2, blocks), float32.
 
-    kind: "largest" magnitude, divided by `over`, "mean magnitude", "root mean square", or "two means", of elements from
-        0 on and of those below.
+    kind: "largest" magnitude, divided by `over`, "mean magnitude", "root mean square", "two means", of elements from 0
+        on and of those below, "clipped": the largest magnitude, or `over` root mean squares if less, or "norm", the
+        Euclidean one by halves. None is returned for that of blocks larger than a chunk.
     """
     terms, finish, n = REDUCTIONS[kind]
     out, chunks = vector.new_empty(n, table.count), len(table.chunks) - 1
-    tile = triton.next_power_of_2(table.widest)
-    rows = max(1, _TOGETHER // tile)
-    constants = {"TERMS": terms, "FINISH": finish, "ROWS": rows, "TILE": tile}
+    log = (table.widest - 1).bit_length()
+    rows, halves = max(1, _TOGETHER >> log), kind == "norm"
+    if halves and chunks != table.count:
+        return None
+    constants = {"TERMS": terms, "FINISH": finish, "HALVES": halves, "ROWS": rows, "LOG": log}
     if chunks == table.count:
         launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, out, chunks, over, **constants, N=n)
     else:
         parts = vector.new_empty(3, chunks, dtype=torch.float64)
         launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, parts, chunks, over, **constants, N=0)
         given = (parts, table.starts, table.of_blocks, out, table.count, chunks, over)
-        launch(_of_blocks, table.count, *given, LARGEST=kind == "largest", FINISH=finish, N=n, TILE=1024)
+        launch(_of_blocks, table.count, *given, LARGEST=kind in ("largest", "clipped"), FINISH=finish, N=n, TILE=1024)
     return out if n > 1 else out[0]

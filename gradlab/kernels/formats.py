@@ -115,3 +115,46 @@ def levels_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDOM: 
 @triton.jit
 def levels_value(code, number, other, scale, P: tl.constexpr, Q: tl.constexpr):
     return (code.to(tl.float32) * Q - P) * (tl.div_rn(number, P) * scale)
+
+
+@triton.jit
+def halving_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDOM: tl.constexpr):
+    """Code of zero or one of P powers of two up to 1, or of their negatives."""
+    x = place(value, number)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    below = (bits >> 23) + (P - 127)  # how many of the powers are at most |x|
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    share = tl.where(below < 1, tl.abs(x) * 2.0 ** (P - 1), mantissa - 1.0)
+    above = (share > drawn.to(tl.float32) * 2.0**-16 + _HALF).to(tl.int32)
+    level = tl.minimum(tl.maximum(below, 0) + above, P)
+    return tl.where(x == x, tl.where(x < 0.0, P - level, P + level), P)
+
+
+@triton.jit
+def halving_value(code, number, other, scale, P: tl.constexpr, Q: tl.constexpr):
+    level = tl.minimum(code, 2 * P) - P
+    power = ((tl.abs(level) + (127 - P)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(level == 0, 0.0, tl.where(level < 0, -power, power)) * (number * scale)
+
+
+@triton.jit
+def natural_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDOM: tl.constexpr):
+    """Exponent of the power of two above or below a value, and its sign in the ninth bit."""
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    moved = tl.minimum(bits + drawn * 2**7 + (2**22 + 2**6), 0x7F7FFFFF)
+    return (tl.where(bits >= 0x7F800000, bits, moved) >> 23) | ((value < 0.0).to(tl.int32) << 8)
+
+
+@triton.jit
+def natural_value(code, number, other, scale, P: tl.constexpr, Q: tl.constexpr):
+    """The number is the exponent, the code the sign."""
+    return tl.where(code == 1, -scale, scale) * (number.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def whole_value(code, number, other, scale, P: tl.constexpr, Q: tl.constexpr):
+    """The code, in which zero is P, times the number."""
+    return (code.to(tl.float32) - P) * (number * scale)
+
+
+ternary_code, ternary_value = levels_code, whole_value

@@ -15,5 +15,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *(("sign", settings) for settings in ({}, {"scale": "one"}, {"block_size": 256})),
     ("one_bit", {}),
     *(("qsgd", {"bits": bits}) for bits in (1, 3, 4, 7, 8)),
-    ("qsgd", {"norm": "l2"}),
+    *(("qsgd", {"norm": "l2", "bucket_size": size}) for size in (512, 100)),
+    *(("nuqsgd", {"bits": bits, "norm": norm}) for bits, norm in ((2, "max"), (4, "l2"), (6, "max"))),
+    *(("terngrad", {"clip": clip}) for clip in (0.0, 2.5)),
+    ("natural", {}),
 ]
