@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
@@ -19,9 +19,14 @@ from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.exchanged import Exchanged
 from gradlab.codec.routes import average, shards_of, sums_in_shards
 from gradlab.codec.sparsifier import count_of
-from gradlab.coding.positions import decode, decode_all, encode, in_order, index_bytes, varies
+from gradlab.coding.positions import chosen, decode, decode_all, encode, index_bytes, varies
 from gradlab.collectives import Coroutine, ring_sends
+from gradlab.errors import GradlabError
+from gradlab.kernels import usable
 from gradlab.layout import Layer
+
+if TYPE_CHECKING:
+    from gradlab.kernels.selection import Places
 
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
 
@@ -85,6 +90,7 @@ class Sparsifier(Compressor):
     overrides `compressed_bytes`.
     """
 
+    exact: ClassVar[bool] = False  # whether `select` returns the share `density` of largest magnitudes
     _each: EachLayer | None = None  # where a share of each layer of a group is selected
     _sent: tuple[torch.Tensor, torch.Tensor] | None = None  # encoded positions, and what they are
 
@@ -107,18 +113,23 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the positions (count,), int64, of the elements of a vector (numel,) that are sent."""
+        """Return the positions (count,), int64, ascending, of the elements of a vector (numel,) that are sent."""
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
-        if (each := self._each_of(vector.numel())) is not None:
+        numel, coding, each = vector.numel(), self.settings.index_coding, self._each_of(vector.numel())
+        if self._by_kernels(vector) and (each is not None or self.exact):
+            from gradlab.kernels.selection import largest_of_each
+
+            count = count_of(self.settings.density, numel) if each is None else each.count
+            places, nbytes, given = self._places(vector, count)
+            return largest_of_each(vector, places, count, nbytes, given)
+        if each is not None:
             positions = each.select(vector)
             encoded = each.encode(positions)
         else:
-            positions, coding = self.select(vector, generator), self.settings.index_coding
-            if in_order(coding, len(positions), vector.numel()):
-                positions = positions.sort().values
-            encoded = encode(positions, vector.numel(), coding)
+            positions = self.select(vector, generator)
+            encoded = encode(positions, numel, coding)
         # On a GPU they may lie in a recorded graph's memory, which is used again.
         self._sent = (encoded, positions) if encoded.is_cpu else None
         return vector[positions], encoded
@@ -143,8 +154,35 @@ class Sparsifier(Compressor):
         self._add(total, [payload], scale)
 
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
-        self._add(out.zero_(), list(payloads), scale)
+        self._add(out, list(payloads), scale, add=False)
         return out
+
+    def _by_kernels(self, vector: torch.Tensor) -> bool:
+        return usable(vector) and vector.numel() > 0 and not varies(self.settings.index_coding)
+
+    def _places(self, vector: torch.Tensor, count: int) -> tuple[Places, int, int]:
+        """Return what kernels read of a message's layers, its bytes of positions, and the count or -1 for theirs."""
+        numel, coding, device = vector.numel(), self.settings.index_coding, vector.device
+        if (each := self._each_of(numel)) is not None:
+            return each.places(device), each.nbytes, -1
+        named = chosen(coding, count, numel)
+        whole = self.cached(("whole", numel, named), lambda: EachLayer((numel,), (1,), named))
+        return whole.places(device), index_bytes(coding, count, numel), count
+
+    def _add_by_kernels(
+        self, total: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float, add: bool
+    ) -> None:
+        from gradlab.kernels.selection import add_selected
+
+        together = len({len(values) for values, _ in payloads}) == 1
+        for part in [payloads] if together else [[payload] for payload in payloads]:
+            count, each = len(part[0][0]), self._each_of(total.numel())
+            places, nbytes, given = self._places(total, count)
+            sizes = {len(encoded) for _, encoded in part}
+            if sizes != {nbytes} or (each is not None and count != each.count):
+                raise GradlabError(f"positions: {sorted(sizes)} bytes for {count}, expected {nbytes}")
+            add_selected(total, part, places, scale, add, given)
+            add = True
 
     def add_rows(
         self,
@@ -160,8 +198,15 @@ class Sparsifier(Compressor):
         )
         total.index_add_(0, positions, torch.cat([values for values, _ in payloads]), alpha=scale)
 
-    def _add(self, total: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
-        """Add scale * C(x) of several ranks, in their order."""
+    def _add(
+        self, total: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float, add: bool = True
+    ) -> None:
+        """Add scale * C(x) of several ranks, in their order, or overwrite a vector with their sum."""
+        if self._by_kernels(total):
+            self._add_by_kernels(total, payloads, scale, add)
+            return
+        if not add:
+            total.zero_()
         for values, positions in zip(
             [values for values, _ in payloads], self._decoded(payloads, total.numel()), strict=True
         ):

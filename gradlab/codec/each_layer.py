@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradlab.codec.sparsifier import largest
-from gradlab.coding.positions import chosen, decode_all, encode, index_bytes, varies
+from gradlab.coding.positions import chosen, code_size, decode_all, encode, index_bytes, varies
+
+if TYPE_CHECKING:
+    from gradlab.kernels.selection import Places
 
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
 _TOGETHER = 2**16  # elements of a layer up to which layers of one size are stacked
@@ -45,7 +49,7 @@ class Alike:
 
 
 class EachLayer:
-    """The places of a fixed number of elements of each layer of a group.
+    """The places of a fixed number of elements of each layer of a group, ascending in each.
 
     Layers of one size lie together in the order of values and codes, so that they take one call. A position is coded
     within its layer. A coding whose size depends on the positions is of all of them together.
@@ -71,6 +75,7 @@ class EachLayer:
         of_all = index_bytes(coding, self.count, self.numel) if self._joint else 0
         self.nbytes = of_all if self._joint else sum(one.nbytes for one in self._classes)
         self._moved: dict[torch.device, list[torch.Tensor]] = {}
+        self._places: dict[torch.device, Places] = {}
 
     def select(self, vector: torch.Tensor, choose: Choose = largest) -> torch.Tensor:
         """Find positions (count,), int64, in the order of coding; `choose` returns those in one large layer from its
@@ -81,9 +86,7 @@ class EachLayer:
             if one.size > _TOGETHER or len(layers) == 1:
                 places = torch.stack([choose(layer, one.count) for layer in layers])
             else:
-                places = torch.stack(layers).abs_().topk(one.count, 1, sorted=False).indices
-            if one.coding == "bitmap":
-                places = places.sort(1).values
+                places = torch.stack(layers).abs_().topk(one.count, 1, sorted=False).indices.sort(1).values
             found.append(places.add_(starts).view(-1))
         positions = torch.cat(found)
         return positions.sort().values if self._joint else positions
@@ -111,6 +114,24 @@ class EachLayer:
                 part.append((within.view(-1, one.count) + self._zero(one, starts)).view(-1))
             first += one.nbytes
         return [torch.cat(part) for part in parts]
+
+    def places(self, device: torch.device) -> Places:
+        """Return what kernels read of the layers and the coding, whose size is known."""
+        if device not in self._places:
+            from gradlab.kernels.selection import places_of
+
+            rows: list[tuple[int, ...]] = []
+            values = octets = 0
+            for one in self._classes:
+                bitmap = one.coding == "bitmap"
+                coding = (one.positions, *code_size(one.coding, one.size), int(bitmap))
+                for at, start in enumerate(one.starts.view(-1).tolist()):
+                    base = at * (one.size if bitmap else one.count)
+                    rows.append((start, one.size, one.count, values + at * one.count, octets, base, *coding))
+                values += one.positions
+                octets += one.nbytes
+            self._places[device] = places_of(rows, device)
+        return self._places[device]
 
     @staticmethod
     def _zero(one: Alike, starts: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ matrix, 64 x 64 or the next smaller divisors, and of a vector 64 values; here a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,10 @@ from gradlab.codec.blocks import Blocks
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import join, pack, packed_bytes, unpack
 from gradlab.coding.positions import below
+from gradlab.kernels import usable
 from gradlab.layout import Layer
+
+MOST_BY_KERNELS = 4096  # elements of a chunk
 
 
 class ChunkTopK(Compressor):
@@ -96,6 +99,10 @@ class ChunkTopK(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return positions, packed, uint8, and values: packed codes, uint8, and their magnitudes, or float32."""
+        if self._by_kernels(vector):
+            from gradlab.kernels.selection import largest_of_chunks
+
+            return largest_of_chunks(vector, *self._sizes(vector.numel()), self.settings.bits)
         within = self._positions(vector)
         values = vector.index_select(0, within + self._starts(vector.numel(), vector.device))
         places = pack(within if self._width > 8 else within.to(torch.uint8), self._width)
@@ -105,7 +112,31 @@ class ChunkTopK(Compressor):
         return places, pack(codes, self.settings.bits), magnitudes
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        self.add_rows(total, [0], total.numel(), [payload], scale)
+        self._add(total, [payload], scale, add=True)
+
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        self._add(out, list(payloads), scale, add=False)
+        return out
+
+    def _by_kernels(self, vector: torch.Tensor) -> bool:
+        return usable(vector) and self.settings.chunk <= MOST_BY_KERNELS
+
+    def _sizes(self, numel: int) -> tuple[int, int, int, int]:
+        """Elements of a chunk, what is sent of it, and of the elements left over, and bits of a position."""
+        _, count, _, of_left = self._counts(numel)
+        return self.settings.chunk, count, of_left, self._width
+
+    def _add(self, total: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float, add: bool) -> None:
+        """Add scale * C(x) of several ranks, in their order, or overwrite a vector with their sum."""
+        if self._by_kernels(total):
+            from gradlab.kernels.selection import add_chunks
+
+            add_chunks(total, payloads, self._sizes(total.numel()), self.settings.bits, scale, add)
+            return
+        if not add:
+            total.zero_()
+        for payload in payloads:
+            self.add_rows(total, [0], total.numel(), [payload], scale)
 
     def add_rows(
         self,

@@ -267,7 +267,7 @@ def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovation
     (count,)."""
     indices, start = [], 0
     for part, kept in zip(values.split(list(counts)), innovations, strict=True):
-        indices.append(largest(part, kept).sort().values + start)
+        indices.append(largest(part, kept) + start)
         start += len(part)
     return torch.cat(indices)
 

@@ -20,7 +20,7 @@ from gradlab.codec.sparsifier import (
     density_setting,
     largest,
 )
-from gradlab.coding.positions import encode_rows, in_order
+from gradlab.coding.positions import encode_rows
 from gradlab.layout import Layer
 
 _TOGETHER = 2**16  # elements up to which vectors are selected from in one call
@@ -40,6 +40,7 @@ class TopK(Sparsifier):
     """
 
     name = "topk"
+    exact = True
     about = About(
         "sparsification",
         "4 * k + index_bytes(k, n), k = ceil(density * n)",
@@ -82,7 +83,5 @@ class TopK(Sparsifier):
         if rows.shape[1] > _TOGETHER:
             places = torch.stack([largest(row, count) for row in rows])
         else:
-            places = rows.abs().topk(count, 1, sorted=False).indices
-        if in_order(coding, count, rows.shape[1]):
-            places = places.sort(1).values
+            places = rows.abs().topk(count, 1, sorted=False).indices.sort(1).values
         return list(zip(rows.gather(1, places), encode_rows(places, rows.shape[1], coding), strict=True))

@@ -157,6 +157,12 @@ def _width(numel: int) -> int:
     return max(0, numel - 1).bit_length()
 
 
+def code_size(coding: str, numel: int) -> tuple[int, int]:
+    """Return a position's bits, and the bytes from one to the next, in a coding of known size; of packed bits 1."""
+    raw = _raw_dtype(numel).itemsize
+    return {"packed": (_width(numel), 1), "bitmap": (1, 1), "raw": (8 * raw, raw)}[coding]
+
+
 def _raw_dtype(numel: int) -> torch.dtype:
     return torch.int32 if numel <= 2**31 else torch.int64
 

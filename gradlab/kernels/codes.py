@@ -165,7 +165,7 @@ def average(
     add: whether the sum is added to what `out` has.
     """
     numel = out.numel()
-    (numbers, number_stride), (packed, packed_stride) = map(_rows, operands)
+    (numbers, number_stride), (packed, packed_stride) = map(rows_of, operands)
     sizes = (numel, table.count, table.steps, -(-numel // 8), len(operands[0]), number_stride, packed_stride, scale)
     constants = {
         "VALUE": getattr(formats, f"{form.name}_value"),
@@ -183,7 +183,7 @@ def _numbers(numbers: torch.Tensor, table: BlockTable) -> int:
     return numbers.numel() // max(1, table.count)
 
 
-def _rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
+def rows_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Return the first of vectors of one size, and the elements from one to the next; they are joined if unequal."""
     first, size = tensors[0], tensors[0].element_size()
     if len(tensors) == 1:

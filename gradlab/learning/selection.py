@@ -196,7 +196,7 @@ class LearnedSelection(Codec):
         (count,)."""
         positions, start = [], 0
         for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
-            positions.append(largest(part, count).sort().values + start)
+            positions.append(largest(part, count) + start)
             start += part.numel()
         return torch.cat(positions)
 

@@ -7,6 +7,7 @@ by Triton down to the GPU's code instead, for compute capabilities 8.0 and 9.0, 
 from __future__ import annotations
 
 import sys
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from triton.compiler import ASTSource
 from gradlab import codecs, kernels
 from gradlab.codec.abilities import for_layers
 from gradlab.layout import Layer
-from support.kernel_cases import CASES
+from support.kernel_cases import CASES, SELECTIONS
 
 TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
     torch.int64: "*i64", torch.bool: "*i1", torch.bfloat16: "*bf16", torch.float16: "*fp16",
 }  # fmt: skip
 CAPABILITIES = (80, 90)
+SIZES = ((300, 1, 9000, 777), (1,))  # numbers that are 1 are constants of a kernel of their own
 compiled: dict[Any, int] = {}
 
 
@@ -35,7 +37,11 @@ def type_of(argument: Any) -> str:
 
 def compile_instead(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     names = [parameter.name for parameter in kernel.params]
-    signature = dict(zip(names, map(type_of, arguments), strict=False)) | dict.fromkeys(constants, "constexpr")
+    given = dict(zip(names, arguments, strict=False))
+    constants = {
+        name: one for name, one in given.items() if type(one) is int and one == 1
+    } | constants  # as Triton does
+    signature = {name: type_of(one) for name, one in given.items()} | dict.fromkeys(constants, "constexpr")
     for capability in CAPABILITIES:
         key = (
             kernel.fn.__name__,
@@ -52,9 +58,9 @@ def compile_instead(kernel: Any, programs: int, arguments: tuple[Any, ...], cons
 def main() -> int:
     kernels.DEVICES.add("cpu")
     kernels.start = compile_instead
-    layers = [Layer(f"layer {at}", (size,)) for at, size in enumerate((300, 1, 9000, 777))]
-    x = torch.randn(sum(layer.numel for layer in layers))
-    for name, settings in CASES:
+    for (name, settings), sizes in product(CASES + SELECTIONS, SIZES):
+        layers = [Layer(f"layer {at}", (size,)) for at, size in enumerate(sizes)]
+        x = torch.randn(sum(sizes))
         codec = for_layers(codecs.make(name, **settings), layers)
         payload = codec.compress(x, torch.Generator())
         codec.average_into(torch.empty_like(x), [payload, payload], 0.5)

@@ -20,3 +20,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *(("terngrad", {"clip": clip}) for clip in (0.0, 2.5)),
     ("natural", {}),
 ]
+SELECTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("chunk_topk", {"chunk": 300, "count": 7}),
+    ("chunk_topk", {"chunk": 537, "count": 11, "bits": 4}),
+    ("chunk_topk", {"chunk": 700, "count": 700, "bits": None}),
+    ("topk", {}),
+    ("topk", {"index_coding": "raw"}),
+    ("topk", {"index_coding": "bitmap"}),
+    ("topk", {"across_layers": False}),
+    ("topk", {"across_layers": False, "index_coding": "raw"}),
+    ("topk", {"across_layers": False, "density": 0.4}),  # bit maps of most
+    ("threshold", {"threshold": 60.0}),
+    ("threshold", {"threshold": 30.0}),
+    ("sampled_threshold", {"across_layers": False}),
+]
