@@ -8,24 +8,29 @@ Karimireddy, Jaggi, "Practical low-rank communication compression in decentraliz
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Table, Tensors
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Memory, Table, Tensors, concatenate
 from gradlab.codec.batch import stacked
 from gradlab.codec.exchanged import means_of
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine
+from gradlab.kernels import usable
 from gradlab.layout import Layer, layer_of
 from gradlab.layout import matrices as matrices_of
 from gradlab.roles import STACKS
 
+if TYPE_CHECKING:
+    from gradlab.kernels.low_rank import LowRank
+
 Shapes = dict[str, tuple[int, ...]]  # of matrices, or of an expert stack's, by layer name
 Alike = tuple[list[str], tuple[int, ...]]  # layers of one shape, and that of each one's matrix
+InMemory = Callable[[torch.Tensor, Sequence[str]], torch.Tensor]  # memory like a tensor's, for what layers
 # By stack, left factors (..., n, r) and right ones (..., r, m) of the mean, and of the own contribution; the new state;
 # what was sent dense.
 Factors = tuple[tuple[Tensors, Tensors], tuple[Tensors, Tensors], Tensors, Tensors]
@@ -37,7 +42,8 @@ class PowerSGD(Codec):
     A layer of shape (n, ...) is a matrix M (n, m), where m is the product of the other dimensions. An expert stack
     (B, n, m) is a batch of B matrices, each with factors of its own. A layer is sent dense, together with the first
     factors, if it has fewer than two dimensions or if n m <= minimum_ratio * r (n + m). The products of a group's
-    layers of one shape are computed together: on a GPU of all of them, on a CPU of small ones.
+    layers of one shape are computed together: on a GPU of all of them, on a CPU of small ones. A GPU with Triton takes
+    one launch for all layers of a group, if r is at most 32.
 
     Alternating: one iteration computes P = mean(M orth(Q)) and mean = P orth(Q)^T, the next one Q = mean(M^T orth(P))
     and mean = orth(P) Q^T. That takes half the bytes, half the arithmetic and one message, and is made for error
@@ -97,40 +103,47 @@ class PowerSGD(Codec):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         shapes = self.matrix_shapes(grads.table)
-        stacks = {names[0]: _Stack.of(names, shape, grads) for names, shape in self._alike(shapes, grads, state)}
+        matrices = self._matrices(shapes, grads, state)
         dense = {name: grad for name, grad in grads.items() if name not in shapes}
         run = self._alternate if self.settings.alternating else self._iterate
-        means, own, kept, sent_dense = yield from run(stacks, dense, state, context)
+        means, own, kept, sent_dense = yield from run(matrices, dense, state, context)
 
-        def separated(whole: Tensors, others: Tensors) -> Tensors:
-            parts = dict(others)
-            for first, stack in stacks.items():
-                parts |= stack.separated(whole[first])
+        def joined(parts: Tensors, others: Tensors) -> Tensors:
+            parts = {**parts, **others}
             return {name: parts[name] for name in grads}
 
-        def products(left: Tensors, right: Tensors, out: Callable[[_Stack], torch.Tensor]) -> Tensors:
-            return {first: torch.matmul(left[first], right[first], out=out(stack)) for first, stack in stacks.items()}
+        own_contributions = Deferred(
+            grads,
+            lambda: joined(matrices.products(*own, lambda like, names: context.memory.like(like)), dense),
+            lambda: joined(
+                matrices.errors(*own, context.memory), {name: torch.zeros_like(grad) for name, grad in dense.items()}
+            ),
+        )
+        mean = context.once(lambda: joined(matrices.products(*means, context.memory.for_mean), sent_dense))
+        return Exchanged(mean, own_contributions, kept)
 
-        def memory(stack: _Stack) -> torch.Tensor:
-            return context.memory.like(stack.matrices)
+    def _matrices(self, shapes: Shapes, grads: Batch, state: Tensors) -> _Stacks | _OneVector:
+        turned = {name for name in shapes if self.settings.alternating and _key(name, "p") in state}
+        in_step = len(turned) in (0, len(shapes))
+        if shapes and in_step and self.settings.rank <= _KERNEL_RANKS and all(map(usable, grads.values())):
+            return _OneVector(shapes, self.settings.rank, grads, self._kernels(shapes, grads))
+        return _Stacks({names[0]: _Stack.of(names, shape, grads) for names, shape in self._alike(shapes, grads, state)})
 
-        def errors() -> Tensors:
-            found: Tensors = {}
-            for first, stack in stacks.items():
-                # What is written between other layers is rounded in another way, and a replay has it elsewhere.
-                in_place = context.memory.overwrites and stack.matrices.is_contiguous()
-                out = stack.matrices if in_place else memory(stack)
-                less_product = torch.addmm if out.ndim == 2 else torch.baddbmm
-                found[first] = less_product(stack.matrices, own[0][first], own[1][first], alpha=-1, out=out)
-            return separated(found, {name: torch.zeros_like(grad) for name, grad in dense.items()})
+    def _kernels(self, shapes: Shapes, grads: Batch) -> LowRank:
+        device = grads[next(iter(shapes))].device
 
-        def mean() -> Tensors:
-            return separated(
-                products(*means, lambda stack: context.memory.for_mean(stack.matrices, stack.names)), sent_dense
-            )
+        def made() -> LowRank:
+            from gradlab.kernels.low_rank import LowRank, Matrix
 
-        own_contributions = Deferred(grads, lambda: separated(products(*own, memory), dense), errors)
-        return Exchanged(context.once(mean), own_contributions, kept)
+            found, begin = [], 0
+            for layer in grads.table:
+                count, n, m = matrices_of(layer) if layer.name in shapes else (0, 0, 0)
+                rank = min(n, m, self.settings.rank)
+                found += [Matrix(begin + expert * n * m, n, m, rank) for expert in range(count)]
+                begin += layer.numel
+            return LowRank(found, device)
+
+        return self.cached(("kernels", device), made, shapes)
 
     def _alike(self, shapes: Shapes, grads: Tensors, state: Tensors) -> Sequence[Alike]:
         """List the layers of each stack, with the shape of each one's matrix, or matrices. On a CPU a large matrix is
@@ -153,50 +166,40 @@ class PowerSGD(Codec):
     # Those of an expert stack are (B, r, n) and (B, r, m).
 
     def _iterate(
-        self, stacks: Mapping[str, _Stack], dense: Tensors, state: Tensors, context: Context
+        self, matrices: _Stacks | _OneVector, dense: Tensors, state: Tensors, context: Context
     ) -> Coroutine[Factors]:
         """Compute both factors in one iteration (Algorithm 1)."""
-        matrices = {first: stack.matrices for first, stack in stacks.items()}
-        start = {first: self._starts(stack, state, context) for first, stack in stacks.items()}
+        start = matrices.starts(lambda name, like: self._start(name, like, state, context))
         # Q is as large as the gradient: a product with the next one might over- or underflow.
-        unit = _together(normalized, start)
-        left = multiplied(unit, {first: matrix.mT for first, matrix in matrices.items()})
+        left = matrices.multiplied(start, (), unit=True)
         means = yield from means_of({**left, **dense})
-        left = context.once(lambda: orthogonalized({first: means[first] for first in left}))
-        right = multiplied(left, matrices)
+        left = context.once(lambda: matrices.orthogonalized({first: means[first] for first in left}, ()))
+        right = matrices.multiplied(left, left)
         mean = yield from means_of(right)
         # A gradient of zeros says nothing of the next one, but a Q of zeros could hide rows of it for ever.
-        kept = context.once(lambda: _together(_with_spares, mean, start))
-        columns = {first: rows.mT for first, rows in left.items()}
+        kept = context.once(lambda: matrices.with_spares(mean, start, mean))
         sent_dense = {name: means[name] for name in dense}
-        return (columns, mean), (columns, right), _by_layer(stacks, kept, lambda first: "q"), sent_dense
+        return (left, mean), (left, right), matrices.by_layer(kept, kept), sent_dense
 
     def _alternate(
-        self, stacks: Mapping[str, _Stack], dense: Tensors, state: Tensors, context: Context
+        self, matrices: _Stacks | _OneVector, dense: Tensors, state: Tensors, context: Context
     ) -> Coroutine[Factors]:
         """Compute one factor from the other one, which the last iteration left."""
-        matrices = {first: stack.matrices for first, stack in stacks.items()}
-        flipped = {first for first in stacks if _key(first, "p") in state}  # those whose turn it is to compute Q
-        start = {first: self._starts(stack, state, context, first in flipped) for first, stack in stacks.items()}
-        basis = context.once(lambda: orthogonalized(start))
-        factors = multiplied(basis, {first: m if first in flipped else m.mT for first, m in matrices.items()})
+        start = matrices.starts(lambda name, like: self._start(name, like, state, context, _key(name, "p") in state))
+        flipped = {first for first in start if _key(first, "p") in state}  # those whose turn it is to compute Q
+        basis = context.once(lambda: matrices.orthogonalized(start, start.keys() - flipped))
+        factors = matrices.multiplied(basis, flipped)
         means = yield from means_of({**factors, **dense})
         mean = {first: means[first] for first in factors}
         spares = {first: self._spare(first, factor, context) for first, factor in mean.items()}
-        kept = context.once(lambda: _together(_with_spares, mean, spares))
+        kept = context.once(lambda: matrices.with_spares(mean, spares, flipped))
 
         def ordered(computed: Tensors) -> tuple[Tensors, Tensors]:
             """Return the left and right factors of each product."""
-            left = {first: basis[first].mT if first in flipped else factor.mT for first, factor in computed.items()}
+            left = {first: basis[first] if first in flipped else factor for first, factor in computed.items()}
             return left, {first: factor if first in flipped else basis[first] for first, factor in computed.items()}
 
-        by_layer = _by_layer(stacks, kept, lambda first: "q" if first in flipped else "p")
-        return ordered(mean), ordered(factors), by_layer, {name: means[name] for name in dense}
-
-    def _starts(self, stack: _Stack, state: Tensors, context: Context, flipped: bool = False) -> torch.Tensor:
-        """Return the last factors of a stack's layers, see `_start`."""
-        like = stack.matrices if len(stack.names) == 1 else stack.matrices[0]
-        return stack.joined([self._start(name, like, state, context, flipped) for name in stack.names])
+        return ordered(mean), ordered(factors), matrices.by_layer(kept, flipped), {name: means[name] for name in dense}
 
     def _start(
         self, name: str, matrix: torch.Tensor, state: Tensors, context: Context, flipped: bool = False
@@ -311,6 +314,7 @@ def low_rank_errors(
 
 
 LOW_RANK_METHODS = ("cheaper", "svd", "power")
+_KERNEL_RANKS = 32  # up to which a kernel keeps values of all columns at once
 _STACKED = 2**14  # elements of a matrix up to which, on a CPU, a call takes longer than the arithmetic
 _SPARE_COLUMNS = 4  # of the subspace, so that the largest rank comes out as well as the others
 _PIECE = 2**22  # elements converted to float64 at a time
@@ -408,13 +412,109 @@ class _Stack:
         return [whole] if len(self.names) == 1 else whole.unbind()
 
 
-def _by_layer(stacks: Mapping[str, _Stack], kept: Tensors, side: Callable[[str], str]) -> Tensors:
-    """Return the state's entries for factors by stack. side: which factor a stack's are."""
-    return {
-        _key(name, side(first)): factor
-        for first, stack in stacks.items()
-        for name, factor in zip(stack.names, stack.factors(kept[first]), strict=True)
-    }
+class _Stacks:
+    """The matrices of a group's layers as stacks, and work on them by PyTorch's calls. Factors are by a stack's first
+    layer. `right`: those stacks whose Q^T is given, or to be computed; of others it is P^T.
+    """
+
+    def __init__(self, stacks: Mapping[str, _Stack]) -> None:
+        self._stacks = stacks
+        self._matrices = {first: stack.matrices for first, stack in stacks.items()}
+
+    def starts(self, start: Callable[[str, torch.Tensor], torch.Tensor]) -> Tensors:
+        """Join factors of layers. start: that of one, from its name and matrix."""
+        found: Tensors = {}
+        for first, stack in self._stacks.items():
+            like = stack.matrices if len(stack.names) == 1 else stack.matrices[0]
+            found[first] = stack.joined([start(name, like) for name in stack.names])
+        return found
+
+    def multiplied(self, factors: Tensors, right: Collection[str], *, unit: bool = False) -> Tensors:
+        """Compute factors from the other ones. unit: whether the others are normalized before."""
+        factors = _together(normalized, factors) if unit else factors
+        return multiplied(factors, {first: m if first in right else m.mT for first, m in self._matrices.items()})
+
+    def orthogonalized(self, factors: Tensors, right: Collection[str]) -> Tensors:
+        return orthogonalized(factors)
+
+    def with_spares(self, factors: Tensors, spares: Tensors, right: Collection[str]) -> Tensors:
+        """Replace rows of zeros by others."""
+        return _together(_with_spares, factors, spares)
+
+    def by_layer(self, factors: Tensors, right: Collection[str]) -> Tensors:
+        """Return the state's entries for factors."""
+        return {
+            _key(name, "q" if first in right else "p"): factor
+            for first, stack in self._stacks.items()
+            for name, factor in zip(stack.names, stack.factors(factors[first]), strict=True)
+        }
+
+    def products(self, left: Tensors, right: Tensors, memory: InMemory) -> Tensors:
+        """Compute P Q^T of each layer."""
+        found: Tensors = {}
+        for first, stack in self._stacks.items():
+            out = memory(stack.matrices, stack.names)
+            found |= stack.separated(torch.matmul(left[first].mT, right[first], out=out))
+        return found
+
+    def errors(self, left: Tensors, right: Tensors, memory: Memory) -> Tensors:
+        """Compute M - P Q^T of each layer."""
+        found: Tensors = {}
+        for first, stack in self._stacks.items():
+            # What is written between other layers is rounded in another way, and a replay has it elsewhere.
+            in_place = memory.overwrites and stack.matrices.is_contiguous()
+            out = stack.matrices if in_place else memory.like(stack.matrices)
+            less_product = torch.addmm if out.ndim == 2 else torch.baddbmm
+            found |= stack.separated(less_product(stack.matrices, left[first].mT, right[first], alpha=-1, out=out))
+        return found
+
+
+class _OneVector:
+    """The matrices of a group's layers where they lie, and work on all of them by one kernel each, see `_Stacks`. The
+    factors of a side are one vector, by the first layer's name.
+    """
+
+    def __init__(self, shapes: Shapes, rank: int, grads: Batch, kernels: LowRank) -> None:
+        self._shapes, self._rank, self._grads, self._kernels = shapes, rank, grads, kernels
+        self._vector, self._first = grads.vector, next(iter(shapes))
+
+    def starts(self, start: Callable[[str, torch.Tensor], torch.Tensor]) -> Tensors:
+        given = {name: start(name, _shaped(self._grads[name], shape)) for name, shape in self._shapes.items()}
+        return {self._first: concatenate(given)}
+
+    def multiplied(self, factors: Tensors, right: Collection[str], *, unit: bool = False) -> Tensors:
+        [given] = factors.values()
+        return {self._first: self._kernels.multiplied(self._vector, given, self._first in right, unit=unit)}
+
+    def orthogonalized(self, factors: Tensors, right: Collection[str]) -> Tensors:
+        return {first: self._kernels.orthonormal(given, first in right) for first, given in factors.items()}
+
+    def with_spares(self, factors: Tensors, spares: Tensors, right: Collection[str]) -> Tensors:
+        return {
+            first: self._kernels.with_spares(given, spares[first], first in right) for first, given in factors.items()
+        }
+
+    def by_layer(self, factors: Tensors, right: Collection[str]) -> Tensors:
+        of_right, [whole] = self._first in right, factors.values()
+        shapes = [
+            (*shape[:-2], min(*shape[-2:], self._rank), shape[-1 if of_right else -2])
+            for shape in self._shapes.values()
+        ]
+        parts = whole.split(list(map(math.prod, shapes)))
+        names = [_key(name, "q" if of_right else "p") for name in self._shapes]
+        return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+
+    def products(self, left: Tensors, right: Tensors, memory: InMemory) -> Tensors:
+        out = memory(self._vector, list(self._grads))
+        return self._cut(self._kernels.product(left[self._first], right[self._first], out))
+
+    def errors(self, left: Tensors, right: Tensors, memory: Memory) -> Tensors:
+        out = self._vector if memory.overwrites else memory.like(self._vector)
+        return self._cut(self._kernels.product(left[self._first], right[self._first], out, self._vector))
+
+    def _cut(self, vector: torch.Tensor) -> Tensors:
+        parts = self._grads.cut(vector)
+        return {name: parts[name] for name in self._shapes}
 
 
 def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:

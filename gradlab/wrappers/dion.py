@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from gradlab.codec import Batch, Bytes, Codec, Context, Deferred, Exchanged, Tensors, Traits
+from gradlab.codec import Batch, Bytes, Codec, Context, Deferred, Exchanged, Tensors, Traits, concatenate, separate
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import DEALT, SHARED, Effects, Wrapper
@@ -24,8 +24,12 @@ from gradlab.codecs.identity import Identity
 from gradlab.codecs.powersgd import multiplied, orthogonalized
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
+from gradlab.kernels import usable
 from gradlab.layout import Layer, matrices
 from gradlab.roles import STACKS, TRANSPOSED
+
+if TYPE_CHECKING:
+    from gradlab.kernels.low_rank import LowRank
 
 _ROUNDING = 64  # machine epsilons: rows of R^T below so many of the largest row's values are rounding errors
 _LION_BETAS = 0.95, 0.98  # weights of Lion's m in what the sign is taken of, and of the last m in the next
@@ -102,10 +106,9 @@ class Dion(Wrapper):
     # layer whose inputs come before its outputs P is the inputs' factor.
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        seen = self._matrices(grads.table)
-        inputs = {
-            name: grad + state[key] if (key := f"{name}/velocity") in state else grad for name, grad in grads.items()
-        }
+        seen = self.cached(("seen", grads.table), lambda: self._matrices(grads.table))
+        kept = {name: state[key] for name in grads if (key := f"{name}/velocity") in state}
+        inputs = {**grads, **_each(torch._foreach_add, {name: grads[name] for name in kept}, kept)}
         given = {name: value.view(seen[name].shape) if name in seen else value for name, value in inputs.items()}
         thin = {name: given[name] for name, one in seen.items() if one.compresses and not context.dense}
         whole = {name: value for name, value in given.items() if name not in thin}
@@ -114,15 +117,16 @@ class Dion(Wrapper):
 
         def updated() -> tuple[Tensors, Tensors]:
             """Compute what all ranks know: the updates, and the state that they share."""
-            updates: Tensors = {}
-            shared: Tensors = {}
-            for name, one in seen.items():
-                units = unit_rows(right[name])
-                updates[name] = (left[name].mT @ units).mul_(one.scale).view(grads[name].shape)
-                shared[f"{name}/q"] = torch.where(units.any(-1, keepdim=True), units, start[name])
-            for name in (name for name in grads if name not in seen):
-                updates[name], shared[f"{name}/moment"] = self._lion(means[name], state.get(f"{name}/moment"))
-            return {name: updates[name] for name in grads}, shared
+            units, turned = self._units(seen, right, start)
+            products = {name: left[name].mT @ rows for name, rows in units.items()}
+            if products:
+                torch._foreach_mul_(list(products.values()), [one.scale for one in seen.values()])
+            others = {name: means[name] for name in grads if name not in seen}
+            moves, moments = _lion(others, state)
+            updates = {**products, **moves}
+            shared = {f"{name}/q": rows for name, rows in turned.items()}
+            shared |= {f"{name}/moment": moment for name, moment in moments.items()}
+            return {name: updates[name].view(grad.shape) for name, grad in grads.items()}, shared
 
         def own() -> Tensors:
             projected = {name: left[name].mT @ (left[name] @ matrix) for name, matrix in thin.items()}
@@ -143,12 +147,16 @@ class Dion(Wrapper):
         alpha, out = self.settings.momentum - 1, context.memory.like(before)
         return less_product(before, left.mT, right, alpha=alpha, out=out)
 
-    def _lion(self, mean: torch.Tensor, moment: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute Lion's update, and the next m."""
-        moment = torch.zeros_like(mean) if moment is None else moment
-        leaning = moment.lerp(mean, 1 - _LION_BETAS[0])
-        # The product is zero, but NaN where there is no finite number, whose sign would hide that.
-        return leaning.sign() + leaning * 0, moment.lerp(mean, 1 - _LION_BETAS[1])
+    def _units(self, seen: Mapping[str, _Matrices], right: Tensors, start: Tensors) -> tuple[Tensors, Tensors]:
+        """Return R^T with rows of length 1 or zeros, and the next Q^T, by layer."""
+        right = {name: right[name] for name in seen}
+        if right and all(map(usable, right.values())):
+            kernels = self.cached(("kernels", next(iter(right.values())).device), lambda: _kernels(seen, right), seen)
+            negligible = _ROUNDING * torch.finfo(torch.float32).eps
+            found = kernels.unit_rows(concatenate(right), concatenate(_of(right, start)), negligible)
+            return separate(found[0], right), separate(found[1], right)
+        units = {name: unit_rows(rows) for name, rows in right.items()}
+        return units, {name: torch.where(rows.any(-1, keepdim=True), rows, start[name]) for name, rows in units.items()}
 
     def _start(self, name: str, one: _Matrices, like: torch.Tensor, state: Tensors, context: Context) -> torch.Tensor:
         """Return the last Q^T, or Gaussian values that all ranks draw alike."""
@@ -213,6 +221,35 @@ class _Matrices:
         """How many values a rank sends of the layer."""
         of_factors = math.prod(self.shape[:-2]) * self.rank * sum(self.shape[-2:])
         return of_factors if self.compresses else math.prod(self.shape)
+
+
+def _kernels(seen: Mapping[str, _Matrices], right: Tensors) -> LowRank:
+    from gradlab.kernels.low_rank import LowRank, Matrix
+
+    found: list[Matrix] = []
+    for one in seen.values():
+        found += [Matrix(0, one.shape[-2], one.shape[-1], one.rank)] * math.prod(one.shape[:-2])
+    return LowRank(found, next(iter(right.values())).device)
+
+
+def _lion(means: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    """Compute Lion's updates, and the next m, by layer."""
+    if not means:
+        return {}, {}
+    given = {name: state.get(f"{name}/moment") for name in means}
+    moments = {name: torch.zeros_like(means[name]) if one is None else one for name, one in given.items()}
+    leaning = _each(torch._foreach_lerp, moments, means, 1 - _LION_BETAS[0])
+    # The product is zero, but NaN where there is no finite number, whose sign would hide that.
+    updates = _each(torch._foreach_add, _each(torch._foreach_sign, leaning), _each(torch._foreach_mul, leaning, 0))
+    return updates, _each(torch._foreach_lerp, moments, means, 1 - _LION_BETAS[1])
+
+
+def _each(function: Any, tensors: Tensors, *others: Any) -> Tensors:
+    """Apply one of PyTorch's functions of lists to tensors by name, and to the same names of others."""
+    if not tensors:
+        return {}
+    lists = [[other[name] for name in tensors] if isinstance(other, dict) else other for other in others]
+    return dict(zip(tensors, function(list(tensors.values()), *lists), strict=True))
 
 
 def unit_rows(rows: torch.Tensor) -> torch.Tensor:

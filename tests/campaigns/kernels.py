@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs, on a machine without one: `make campaign NAME=kernels`.
 
-Every codec with kernels compresses, averages and subtracts a vector of several layers. What it would launch is compiled
-by Triton down to the GPU's code instead, for compute capabilities 8.0 and 9.0, and not run.
+Every codec with kernels compresses, averages and subtracts a vector of several layers, or exchanges them. What it would
+launch is compiled by Triton down to the GPU's code instead, for compute capabilities 8.0 and 9.0, and not run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gradlab import codecs, kernels
+from gradlab import codecs, kernels, wrappers
+from gradlab.codec import Context, exchange_group
 from gradlab.codec.abilities import for_layers
+from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
 from support.kernel_cases import CASES, SELECTIONS
 
@@ -65,6 +67,14 @@ def main() -> int:
         payload = codec.compress(x, torch.Generator())
         codec.average_into(torch.empty_like(x), [payload, payload], 0.5)
         codec.add_decompressed(x.clone(), payload, -1.0)
+    around, matrices = wrappers.get("error_feedback"), {"wide": torch.randn(8, 99), "tall": torch.randn(1300, 70)}
+    low_rank = [
+        around(codecs.make("powersgd", rank=rank, alternating=turns))
+        for rank, turns in product((1, 4, 32), (False, True))
+    ]
+    for codec in (*low_rank, wrappers.get("dion")(codecs.make("identity"))):
+        [done] = run_lockstep([exchange_group(codec, matrices, {}, Context(0, 1, 0))])
+        run_lockstep([exchange_group(codec, matrices, done.value.state, Context(0, 1, 1))])
     print(f"triton {triton.__version__}: {len(compiled)} kernels compiled for compute capabilities {CAPABILITIES}")
     return 0
 

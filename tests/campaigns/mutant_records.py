@@ -325,8 +325,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/powersgd.py",
-        old="return (columns, mean), (columns, right), _by_layer",
-        new="return (columns, right), (columns, right), _by_layer",
+        old="return (left, mean), (left, right), matrices.by_layer",
+        new="return (left, right), (left, right), matrices.by_layer",
         tests=("tests/codecs/test_powersgd.py",),
         what="PowerSGD applies a rank's own factor in place of the mean.",
     ),
@@ -336,6 +336,20 @@ MUTANTS: tuple[Mutant, ...] = (
         new="return torch.where(rows.any(-1, keepdim=True), rows, rows)",
         tests=("tests/codecs/test_powersgd.py",),
         what="A gradient of zeros leaves PowerSGD a factor of zeros.",
+    ),
+    Mutant(
+        file="gradlab/kernels/low_rank.py",
+        old='chosen = tl.where((own <= _DEPENDENT * was) & (was < float("inf")), spare, k)',
+        new="chosen = k",
+        tests=("tests/kernels/test_low_rank.py",),
+        what="On a GPU PowerSGD divides by zero where a row depends on others.",
+    ),
+    Mutant(
+        file="gradlab/kernels/low_rank.py",
+        old="tl.load(of + 6) + begin // SUMMED * rank * outer",
+        new="tl.load(of + 6)",
+        tests=("tests/kernels/test_low_rank.py",),
+        what="On a GPU partial sums of a factor overwrite one another.",
     ),
     Mutant(
         file="gradlab/codecs/block_scaled.py",
