@@ -247,13 +247,14 @@ def _add(
     else:
         if not ADD:
             tl.store(here + i, tl.zeros((TILE,), tl.float32), mask=i < size)
-        each = tl.arange(0, RANKS).to(tl.int64)
-        of_ranks = octets + tl.minimum(each, ranks - 1) * stride
-        lows = _first_at(of_ranks, first, base, of_class, width, step, count, each * 0 + begin, steps)
-        highs = _first_at(of_ranks, first, base, of_class, width, step, count, each * 0 + end, steps)
+        each = tl.arange(0, 2 * RANKS).to(tl.int64)
+        of_ranks = octets + tl.minimum(each // 2, ranks - 1) * stride
+        wanted = tl.where(each % 2 == 0, begin, end)  # of each rank, for two searches at once
+        edges = _first_at(of_ranks, first, base, of_class, width, step, count, wanted, steps)
         for rank in range(ranks):
             tl.debug_barrier()  # all that the rank before has written is there
-            low, high = tl.sum(tl.where(each == rank, lows, 0), 0), tl.sum(tl.where(each == rank, highs, 0), 0)
+            low = tl.sum(tl.where(each == 2 * rank, edges, 0), 0)
+            high = tl.sum(tl.where(each == 2 * rank + 1, edges, 0), 0)
             for j in range(low, high, ENTRIES):
                 slot = j + tl.arange(0, ENTRIES)
                 place = _get(octets, first, base + slot, of_class, width, step, slot < high)
@@ -445,9 +446,8 @@ def add_chunks(
     chunk, count, of_left, width = sizes
     numel = out.numel()
     sent = numel // chunk * count + of_left
-    columns = list(zip(*payloads, strict=True))
-    columns = columns if bits is not None else [columns[0], columns[0], columns[1]]
-    (octets, stride), (codes, code_stride), (values, value_stride) = map(rows_of, columns)
+    (octets, stride), *of_codes, (values, value_stride) = map(rows_of, zip(*payloads, strict=True))
+    ((codes, code_stride),) = of_codes or [(octets, 0)]
     given = (octets, codes, values, len(payloads), stride, code_stride, value_stride)
     rest = (numel, sent, width, chunk, count, of_left, scale)
     constants = {"BITS": bits or 0, "ADD": add, "COUNT": triton.next_power_of_2(count)}

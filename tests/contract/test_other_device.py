@@ -40,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("terngrad", {}),
     ("sign", {}),
     ("one_bit", {}),
-    ("chunk_topk", {"chunk": 64, "count": 4}),
+    ("chunk_topk", {"count": 200}),
     ("nuqsgd", {"bits": 4}),
     ("intsgd", {}),
     ("topk", {"density": 0.01}),
@@ -67,7 +67,8 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 def calls() -> Iterator[ModuleType]:
     with benchmark_modules("device_calls") as modules, pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton"):  # the interpreter takes as long for few elements
-            patch.setattr("gradlab.kernels.codes._TILE", 2**14)
+            for module in ("codes", "selection"):
+                patch.setattr(f"gradlab.kernels.{module}._TILE", 2**14)
         yield modules["device_calls"]
 
 
