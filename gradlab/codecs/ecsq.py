@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from gradlab import kernels
 from gradlab.codec import (
     About,
     Batch,
@@ -170,11 +171,15 @@ class ECSQ(Compressor):
         before = float(last) * unit
         message, quantized = codec.quantized(vector, before)
         (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
-        after = codec.next_step(message, vector.numel())
+        if isinstance(quantized, _ByKernels):
+            after = codec._next(quantized.step, 0.0, len(message), vector.numel())
+        else:
+            after = codec.next_step(message, vector.numel())
 
         def mean() -> tuple[Tensors, Tensors]:
             total, seen = context.memory.for_mean(vector, grads).zero_(), nothing_known(len(grads))
-            for rank, message in enumerate(answers):
+            by_kernels = codec._added_by_kernels(total, answers, 1.0 / context.world_size)
+            for rank, message in enumerate(() if by_kernels else answers):
                 with sent_by(rank):
                     sent = codec._decoded((message,), total, codec._sizes, seen)
                 sent.added_to(total, 1.0 / context.world_size)
@@ -299,10 +304,12 @@ class ECSQ(Compressor):
         """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
         return (self.quantized(vector, None)[0],)
 
-    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
+    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution | _ByKernels]:
         """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
         misses the target by far. A step of None: as set, or searched."""
         before = self.settings.step or step
+        if before and (sent := self._sent_by_kernels(vector, _float32(before))):
+            return sent
         quantized = self._quantized(vector, before or self._found_step(vector, self._target(vector.numel())))
         if quantized is None:
             return self._message_of(vector, None), Contribution(None, None)
@@ -314,6 +321,53 @@ class ECSQ(Compressor):
             if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
                 quantized, message = again, self._encoded(again, vector.numel())
         return _message(vector, message), quantized.contribution
+
+    # --- on a GPU: fitted tables lie there, and few numbers go to the host ---
+
+    def _on_device(self, vector: torch.Tensor) -> Any:
+        """Return what kernels know of the layers, on the vector's device; None where they do not take it."""
+        by_error = self.settings.error is not None  # of which sums follow from values on the host
+        if self.settings.tables != "fitted" or by_error or not (len(vector) and kernels.usable(vector)):
+            return None
+        known = self._known
+        assert known is not None
+        made = functools.partial(_levels().table_for, self._sizes, known.frequencies, known.centroids, vector.device)
+        return self.cached(("on device", vector.device, self._sizes, known.digest), made)
+
+    def _sent_by_kernels(self, vector: torch.Tensor, step: float) -> tuple[torch.Tensor, _ByKernels] | None:
+        """Do what `quantized` does under a step; None if a part needs its own table or the step has to be another."""
+        if (table := self._on_device(vector)) is None or not 0 < step < math.inf:
+            return None
+        if not float(vector.abs().max()) / LARGEST <= step:  # NaN is not
+            return None
+        target = self._target(vector.numel())
+        capacity = len(vector) // 8 + round(target.bits * len(vector) / 4) + 1024
+        body, ends = _levels().encode(vector, step, table, capacity)
+        *nbytes, blocks, misfits = ends.tolist()
+        whole = table.nbytes + sum(nbytes) + 2 * blocks
+        message = torch.cat([_message(vector, _HEADER.pack(step, *self._told(), 0.0)), body[:whole]])
+        beyond = self._beyond(0.0, len(message), vector.numel(), target)
+        off = abs(beyond) > self._tolerance and self._misses(len(message), vector.numel(), target)
+        return None if misfits or off or whole > capacity else (message, _ByKernels(message, step, table))
+
+    def _told(self) -> tuple[int, ...]:
+        """Return three bytes of the header: which tables a message is written under."""
+        assert self._known is not None
+        return _CENTROIDS.unpack(self._known.digest)
+
+    def _added_by_kernels(self, total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float) -> bool:
+        """Add scale times what messages stand for to a vector of zeros; False, and zeros, if one cannot be decoded."""
+        table = self._on_device(total)
+        if table is None or min(map(len, messages)) < _HEADER.size:
+            return False
+        heads = torch.stack([message[: _HEADER.size] for message in messages]).cpu().numpy()
+        headers = [_HEADER.unpack(head.tobytes()) for head in heads]
+        if any(not 0 <= step < math.inf or tuple(told) != self._told() for step, *told, _ in headers):
+            return False
+        sent = [_ByKernels(message, step, table) for message, (step, *_) in zip(messages, headers, strict=True)]
+        if wrong := bool(torch.cat([one.flags_of(total, scale) for one in sent]).any()):
+            total.zero_()
+        return not wrong
 
     def compress_parts(
         self, vector: torch.Tensor, parts: Sequence[tuple[ECSQ, tuple[int, int]]], last: float
@@ -385,7 +439,7 @@ class ECSQ(Compressor):
         scaled = values.abs().to(wide(vector.dtype)) / step
         levels = (scaled - DEAD_ZONE).floor_().add_(1).clamp_(1, LARGEST)
         # Three bytes of the header: the message's centroids, or which tables it was written under.
-        told = centroids_of(scaled - levels, levels) if self._known is None else _CENTROIDS.unpack(self._known.digest)
+        told = centroids_of(scaled - levels, levels) if self._known is None else self._told()
         signed = levels.copysign(values).to(torch.int32)
         decoded = self._values(positions, signed, step, told, vector.dtype)
         missed = self._missed(vector, values, decoded)
@@ -398,7 +452,8 @@ class ECSQ(Compressor):
         receiver."""
         if self._known is None:
             return values_of(levels, step, np.array([told]), dtype)
-        return values_of(levels, step, self._known.centroids, dtype, self._layers_at(positions))
+        layers = self._layers_at(positions) if len(self._sizes) > 1 else None
+        return values_of(levels, step, self._known.centroids, dtype, layers)
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return the step as it is sent, the positions of values that are not zero under it, and these values. It is
@@ -457,9 +512,12 @@ class ECSQ(Compressor):
         """Return the step of the next iteration from this rank's message of `numel` values; None if it stays. The
         smallest that can be sent bounds it, where none is small enough for the size."""
         step, *_, missed = _header(bytes(message[: _HEADER.size].tolist()))
+        return self._next(step, missed, len(message), numel)
+
+    def _next(self, step: float, missed: float, nbytes: int, numel: int) -> float | None:
         if self.settings.step is not None or not step > 0 or not numel:  # NaN is not
             return None
-        return step * _correction(self._beyond(missed, len(message), numel, self._target(numel)))
+        return step * _correction(self._beyond(missed, nbytes, numel, self._target(numel)))
 
     def _target(self, numel: int) -> _Target:
         """Return the bits per value asked for; more of few values, which need some bytes for levels."""
@@ -550,6 +608,28 @@ class Contribution:
         if self.values is None or self.positions is None:
             return total.fill_(math.nan)
         return total.index_add_(0, self.positions, self.values if scale == 1.0 else self.values * scale)
+
+
+class _ByKernels(NamedTuple):
+    """The values that a message stands for, which kernels decode where it is, under a step of its table."""
+
+    message: torch.Tensor
+    step: float
+    table: Any
+
+    def flags_of(self, total: torch.Tensor, scale: float) -> torch.Tensor:
+        return _levels().add_decoded(total, self.message[_HEADER.size :], self.step, scale, self.table)
+
+    def added_to(self, total: torch.Tensor, scale: float) -> torch.Tensor:
+        """Do what `Contribution` does."""
+        self.flags_of(total, scale)
+        return total
+
+
+def _levels() -> Any:
+    from gradlab.kernels import levels
+
+    return levels
 
 
 class _Target(NamedTuple):

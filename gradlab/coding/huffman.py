@@ -15,7 +15,7 @@ import numpy as np
 from gradlab.coding.deflate import inflated_alone
 
 SYMBOLS = 256
-_LONGEST = 15  # bits of a code, at most
+LONGEST = 15  # bits of a code, at most
 _SEEN = 16  # times the weight of a symbol that never occurred, at least, has one that occurred once
 _RAREST = 2**15  # a symbol counts as one in so many at least, so that every one has a code
 _OF_TABLE, _OF_SYMBOL = 90, 5  # bits that DEFLATE takes for a table, about, and for each of its symbols
@@ -62,8 +62,8 @@ def code_of(frequencies: np.ndarray) -> Code:
 def _code(frequencies: bytes) -> Code:
     known = np.frombuffer(frequencies, "<i8")
     counts = [_SEEN * count for count in known.tolist()]
-    rarest, widths = max(1, sum(counts) // _RAREST), [_LONGEST + 1]
-    while max(widths) > _LONGEST:  # once, but for frequencies that are far apart
+    rarest, widths = max(1, sum(counts) // _RAREST), [LONGEST + 1]
+    while max(widths) > LONGEST:  # once, but for frequencies that are far apart
         widths = _widths([*(max(rarest, count) for count in counts), rarest])  # the last one is the end's
         rarest *= 2
     beginning, bits = _beginning(widths)
@@ -99,16 +99,16 @@ def _codes(widths: list[int]) -> list[int]:
     codes, code, last, reversed_bits = [0] * len(widths), 0, 0, _reversed_bits()
     for width, symbol in sorted(zip(widths, range(len(widths)), strict=True)):
         code <<= width - last
-        codes[symbol] = reversed_bits[code] >> _LONGEST - width
+        codes[symbol] = reversed_bits[code] >> LONGEST - width
         code, last = code + 1, width
     return codes
 
 
 @functools.cache
 def _reversed_bits() -> list[int]:
-    """Return all numbers of `_LONGEST` bits with their bits in the other order."""
-    numbers = np.arange(2**_LONGEST)
-    return np.bitwise_or.reduce([(numbers >> bit & 1) << _LONGEST - 1 - bit for bit in range(_LONGEST)]).tolist()
+    """Return all numbers of `LONGEST` bits with their bits in the other order."""
+    numbers = np.arange(2**LONGEST)
+    return np.bitwise_or.reduce([(numbers >> bit & 1) << LONGEST - 1 - bit for bit in range(LONGEST)]).tolist()
 
 
 def _beginning(widths: list[int]) -> tuple[int, int]:
@@ -120,6 +120,6 @@ def _beginning(widths: list[int]) -> tuple[int, int]:
     for number, width in (*fields, *of_widths):
         written |= number << bits
         bits += width
-    halves = bytes(_reversed_bits()[width] >> _LONGEST - 4 for width in (*widths, 1, 1, 0))
+    halves = bytes(_reversed_bits()[width] >> LONGEST - 4 for width in (*widths, 1, 1, 0))
     bytewise = bytes(low | high << 4 for low, high in zip(halves[0::2], halves[1::2], strict=True))
     return written | int.from_bytes(bytewise, "little") << bits, bits + 4 * (len(widths) + 2)

@@ -37,25 +37,25 @@ _LEAST = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128, 256], np.
 _INSIDE = np.array([0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 3, 3, 5, 6, 7, 0])
 _ENDLESS = len(_LEAST) - 1
 _ALONE = 8  # the first class that is not of one number alone
-_CLASS = (np.searchsorted(_LEAST, np.arange(_LEAST[-1] + 1), "right") - 1).astype(np.uint8)  # of 0 to 256
+CLASS = (np.searchsorted(_LEAST, np.arange(_LEAST[-1] + 1), "right") - 1).astype(np.uint8)  # of 0 to 256
 _MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in the second stream
 _PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for such a number
 _FEW = 200  # so many numbers up to 7 for each larger one, and two share a byte
 _OF_GAPS, _OF_PAIRS, _OF_NUMBERS = range(3)  # what bytes are codes of
 FREQUENCIES = (3, SYMBOLS)  # of the bytes of a layer, by what they are codes of
 _COUNT = struct.Struct("<I")
-_PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that are worked on together
-_CODES = 4096  # of which a message tells the bits
+PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that are worked on together
+CODES = 4096  # of which a message tells the bits
 _TOGETHER = 4  # codes that make one field
 _OF_LEVEL = LARGEST.bit_length()  # bits of a level's sign and its magnitude, less one
-_OF_GAP = _PART.bit_length() - 1  # bits of a gap, at most
+_OF_GAP = PART.bit_length() - 1  # bits of a gap, at most
 _OF_CLASS, _SYMBOLS = np.arange(len(_LEAST)), np.arange(SYMBOLS)
-_IN_MORE = np.where(_OF_CLASS == _ENDLESS, _OF_LEVEL - 1, _INSIDE).astype(np.uint8)
+IN_MORE = np.where(_OF_CLASS == _ENDLESS, _OF_LEVEL - 1, _INSIDE).astype(np.uint8)
 _SHIFTS = np.arange(_OF_GAP + 1)[:, None]
 # By the low bits of a layer's gaps and by symbol: the least gap, and the bits of its sign and its place, (19 * 256,).
-_LEAST_GAP = (_LEAST.astype(np.int64)[_SYMBOLS >> 4] << _SHIFTS).clip(0, _PART).astype(np.int32).reshape(-1)
-_IN_GAP = 1 + np.where(_SYMBOLS >> 4 == _ENDLESS, _OF_GAP, _INSIDE[_SYMBOLS >> 4] + _SHIFTS).clip(0, _OF_GAP)
-_IN_GAP = _IN_GAP.astype(np.uint8).reshape(-1)
+LEAST_GAP = (_LEAST.astype(np.int64)[_SYMBOLS >> 4] << _SHIFTS).clip(0, PART).astype(np.int32).reshape(-1)
+IN_GAP = 1 + np.where(_SYMBOLS >> 4 == _ENDLESS, _OF_GAP, _INSIDE[_SYMBOLS >> 4] + _SHIFTS).clip(0, _OF_GAP)
+IN_GAP = IN_GAP.astype(np.uint8).reshape(-1)
 _MASKS = (2 ** np.arange(_OF_GAP + 2) - 1).astype(np.uint32)
 _LONGEST_REST = 7  # bytes of a number in the second stream, at most
 
@@ -152,7 +152,7 @@ def encode_levels(
     known: frequencies that the decoder knows too, by layer, each of the shape `FREQUENCIES`, whole numbers from 0;
         None: tables come with the bytes.
     """
-    edges, owners = _edges(sizes)
+    edges, owners = edges_of(sizes)
     ends = np.searchsorted(positions, edges)
     parts = _Parts(_layers(edges, np.diff(ends)), *np.zeros((2, len(owners)), bool))
     bits, codes, rests = ([b""] * len(owners) for _ in range(3))
@@ -191,7 +191,7 @@ def decode_levels(
     known: tables as the encoder had them.
     seen: counts by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
     """
-    edges, owners = _edges(sizes)
+    edges, owners = edges_of(sizes)
     parts, bits, code_cuts, rest_cuts = _from_table(data, edges)
     ends = ends_of(parts.layers.counts)
     positions, levels = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
@@ -265,11 +265,11 @@ def _inflated_alone(data: bytes, count: int) -> np.ndarray:
     return np.frombuffer(found, np.uint8)
 
 
-def _edges(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def edges_of(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Cut layers into P parts whose work fits the cache: return where parts begin, and the end, (P + 1,), and the layer
     of each, (P,)."""
-    lengths = [min(_PART, size - start) for size in sizes for start in range(0, max(1, size), _PART)]
-    owners = np.repeat(np.arange(len(sizes)), [max(1, -(-size // _PART)) for size in sizes])
+    lengths = [min(PART, size - start) for size in sizes for start in range(0, max(1, size), PART)]
+    owners = np.repeat(np.arange(len(sizes)), [max(1, -(-size // PART)) for size in sizes])
     return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]), owners
 
 
@@ -278,12 +278,12 @@ def _edges(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 def _table(parts: _Parts, nbytes: np.ndarray) -> bytes:
     """Write the table of parts. nbytes: of their second streams, (P,)."""
-    of_count, of_rest = _in_table(parts.sizes)
+    of_count, of_rest = in_table(parts.sizes)
     rows = parts.own | parts.paired << 1 | parts.layers.counts << 2 | nbytes << 2 + of_count
     return packed_fields(rows.astype(np.uint64), (2 + of_count + of_rest).astype(np.uint8), np.array([0, len(rows)]))[0]
 
 
-def _in_table(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def in_table(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how many bits of the table tell a part's count and the bytes of its second stream, (P,) each."""
     of_count, of_rest = (np.frexp(most * sizes.astype(float))[1].astype(np.int64) for most in (1, _LONGEST_REST))
     return of_count, of_rest
@@ -293,7 +293,7 @@ def _from_table(data: bytes, edges: np.ndarray) -> tuple[_Parts, np.ndarray, np.
     """Read a message's parts, the bits of each one's codes, (P,), and where the first and the second streams begin and
     end, (P + 1,) each, all within the message."""
     sizes = np.diff(edges)
-    of_count, of_rest = _in_table(sizes)
+    of_count, of_rest = in_table(sizes)
     ends = ends_of(2 + of_count + of_rest)
     at = -(-int(ends[-1]) // 8)
     _at_least(data, at)
@@ -303,7 +303,7 @@ def _from_table(data: bytes, edges: np.ndarray) -> tuple[_Parts, np.ndarray, np.
         worst = int(np.argmax(counts - sizes))
         raise GradlabError(f"levels: {counts[worst]} numbers in part {worst}, expected at most {sizes[worst]}")
     parts = _Parts(_layers(edges, counts), (rows & 1).astype(bool), (rows & 2).astype(bool))
-    of_blocks = ends_of(np.where(parts.own, 0, -(-parts.symbols // _CODES)))
+    of_blocks = ends_of(np.where(parts.own, 0, -(-parts.symbols // CODES)))
     _at_least(data, at + 2 * int(of_blocks[-1]))
     blocks = np.frombuffer(data, "<u2", of_blocks[-1], at)
     bits = np.diff(ends_of(blocks)[of_blocks])
@@ -380,15 +380,15 @@ def _gaps(positions: np.ndarray, levels: np.ndarray, layers: _Layers, chosen: np
     np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:], casting="unsafe")
     gaps[ends[:-1]] = positions[ends[:-1]] - layers.edges[chosen]
     shifts, magnitudes = _low_bits(layers, chosen), np.abs(levels)
-    of_more = _CLASS.take(magnitudes - 1, mode="clip")
-    symbols = _CLASS.take(gaps >> shifts, mode="clip") << 4 | of_more
+    of_more = CLASS.take(magnitudes - 1, mode="clip")
+    symbols = CLASS.take(gaps >> shifts, mode="clip") << 4 | of_more
     at = _in_tables(symbols, shifts)
-    fields = ((gaps - _LEAST_GAP.take(at, mode="clip") << 1) + (levels < 0)).astype(np.uint64)
-    widths = _IN_GAP.take(at, mode="clip")
+    fields = ((gaps - LEAST_GAP.take(at, mode="clip") << 1) + (levels < 0)).astype(np.uint64)
+    widths = IN_GAP.take(at, mode="clip")
     if len(wider := np.flatnonzero(of_more >= _ALONE)):
         more = magnitudes[wider] - 1 - _LEAST[of_more[wider]]
         fields[wider] |= more.astype(np.uint64) << widths[wider]
-        widths[wider] += _IN_MORE[of_more[wider]]
+        widths[wider] += IN_MORE[of_more[wider]]
     return _Row(_OF_GAPS, chosen, symbols, ends, fields, widths, ends)
 
 
@@ -410,22 +410,22 @@ def _from_gaps(
     layers, ends = parts.layers, ends_of(parts.layers.counts[chosen])
     counts, firsts, edges = layers.counts[chosen], ends[:-1], layers.edges
     at, levels = _in_tables(symbols, _low_bits(layers, chosen)), (symbols & 15).astype(np.int32)
-    in_gap = widths = _IN_GAP.take(at, mode="clip")
+    in_gap = widths = IN_GAP.take(at, mode="clip")
     if len(wider := np.flatnonzero(levels >= _ALONE)):
         widths = in_gap.copy()
-        widths[wider] += _IN_MORE[levels[wider]]
+        widths[wider] += IN_MORE[levels[wider]]
     starts = _starts(widths, ends, nbytes)
     fields = numbers_at_bytes(rest).take(starts >> 3, mode="clip") >> (starts.astype(np.uint8) & 7)
     fields = (fields & _MASKS.take(in_gap, mode="clip")).view(np.int32)
     if len(wider):
         of_more = levels[wider]
-        more = read_fields(rest, starts[wider] + in_gap[wider], _IN_MORE[of_more]).astype(np.int64) + _LEAST[of_more]
+        more = read_fields(rest, starts[wider] + in_gap[wider], IN_MORE[of_more]).astype(np.int64) + _LEAST[of_more]
         if more.max() >= LARGEST:
             raise GradlabError(f"levels: a magnitude beyond {LARGEST}")
         levels[wider] = more
     negative = -(fields & 1)
     levels = (levels + 1 ^ negative) - negative
-    passed = np.cumsum((fields >> 1) + _LEAST_GAP.take(at, mode="clip") + 1, dtype=np.int64)
+    passed = np.cumsum((fields >> 1) + LEAST_GAP.take(at, mode="clip") + 1, dtype=np.int64)
     before = np.concatenate([[0], passed[firsts[1:] - 1]])
     passed += np.repeat(edges[chosen] - before - 1, counts)
     if (passed[ends[1:] - 1] >= edges[chosen + 1]).any():
@@ -488,10 +488,10 @@ def _codes_of(row: _Row, kept: np.ndarray, tables: Sequence[Code]) -> tuple[list
         tables[at].codes.take(symbols, out=codes[first : first + len(symbols)], mode="clip")
         tables[at].widths.take(symbols, out=widths[first : first + len(symbols)], mode="clip")
     data, cuts, ends = packed_together(codes, widths, begins, _TOGETHER)
-    blocks, begins = -(-counts // _CODES), begins // _TOGETHER
+    blocks, begins = -(-counts // CODES), begins // _TOGETHER
     of_blocks = ends_of(blocks)
     within = np.arange(of_blocks[-1]) - np.repeat(of_blocks[:-1], blocks) + 1
-    lasts = np.minimum(np.repeat(begins[:-1], blocks) + within * (_CODES // _TOGETHER), np.repeat(begins[1:], blocks))
+    lasts = np.minimum(np.repeat(begins[:-1], blocks) + within * (CODES // _TOGETHER), np.repeat(begins[1:], blocks))
     bits = np.diff(ends[lasts], prepend=0).astype("<u2").tobytes()
     return _cut(bits, 2 * of_blocks), _cut(data, cuts)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
 from gradlab.coding.huffman import code_of
 from gradlab.coding.level_tables import nothing_known
-from gradlab.coding.levels import _CODES, LARGEST, decode_levels, encode_levels, ones_and_all
+from gradlab.coding.levels import CODES, LARGEST, decode_levels, encode_levels, ones_and_all
 from gradlab.errors import GradlabError
 from support.laws import law
 
@@ -83,7 +83,7 @@ def test_blocks_of_codes_decode_by_themselves(share: float, spread: float) -> No
     symbols = {
         (int(width), int(bits)): at for at, (width, bits) in enumerate(zip(code.widths, code.codes, strict=True))
     }
-    blocks, at = -(-count // _CODES), -(-(2 + 14 + 17) // 8)  # the table: two flags, a count, the second stream's bytes
+    blocks, at = -(-count // CODES), -(-(2 + 14 + 17) // 8)  # the table: two flags, a count, the second stream's bytes
     lengths = np.frombuffer(data, "<u2", blocks, at)
     stream = np.unpackbits(np.frombuffer(data, np.uint8)[at + 2 * blocks :], bitorder="little")
     found = np.zeros(256, np.int64)

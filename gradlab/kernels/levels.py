@@ -1,0 +1,602 @@
+"""Levels of a vector as the bytes of `gradlab.coding.levels` under known tables, and back, by a few launches.
+
+A program works on a slot: 4,096 elements of a part, or as many of its symbols. Sums of slots are running sums of
+PyTorch's. Codes and fields are put into words by atomic operations on bits that nobody else sets, so that their order
+does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from gradlab.coding import levels as form
+from gradlab.coding.huffman import LONGEST, SYMBOLS, code_of
+from gradlab.coding.level_tables import DEAD_ZONE, UNIT
+from gradlab.kernels import launch
+
+_SLOT = form.CODES
+_LANES = 32  # slots whose codes one program decodes
+_PER = 128  # parts that one program reads
+
+
+@dataclass(frozen=True)
+class LevelTable:
+    """Parts of a vector's layers and what is known of each, on a device.
+
+    edges: beginnings of P parts, and the end, (P + 1,), int64.
+    slots: slots before each part, and all, (P + 1,), int64.
+    part_of: the part of each slot, (B,), int64.
+    places: bits before each part in the table of a message, and all, (P + 1,), int64.
+    count_bits: bits of a part's count there, (P,), int64.
+    layer_of: the layer of each part, (P,), int64.
+    widths, codes: the code of each layer, kind and symbol, (layers, 3, 256), int32.
+    excess: bits of these codes over the entropy, (layers, 3), float64.
+    known: symbols and widths by the next 15 bits of a stream, (layers, 3, 2^15), int16.
+    centroids: distance of a class's values from their level, in steps, (layers, 7), float32.
+    classes, least, in_gap, in_more: tables of `gradlab.coding.levels` by number, low bits and symbol, int32.
+    nbytes: bytes of the table of a message.
+    """
+
+    edges: torch.Tensor
+    slots: torch.Tensor
+    part_of: torch.Tensor
+    places: torch.Tensor
+    count_bits: torch.Tensor
+    layer_of: torch.Tensor
+    widths: torch.Tensor
+    codes: torch.Tensor
+    excess: torch.Tensor
+    known: torch.Tensor
+    centroids: torch.Tensor
+    classes: torch.Tensor
+    least: torch.Tensor
+    in_gap: torch.Tensor
+    in_more: torch.Tensor
+    nbytes: int
+
+    @property
+    def parts(self) -> int:
+        return len(self.count_bits)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _level(x, i, inside, step, least, ZONE: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the magnitudes of levels of elements, int32, and whether they are negative."""
+    value = tl.load(x + i, mask=inside, other=0.0)
+    size = tl.abs(value)
+    level = tl.floor(tl.div_rn(size, step + tl.zeros_like(size)) - ZONE) + 1.0
+    level = tl.minimum(tl.maximum(level, 1.0), LARGEST)
+    return tl.where(size >= least, level, 0.0).to(tl.int32), value < 0
+
+
+@triton.jit
+def _kind(size, count, paired):
+    """Return how parts are sent: a kind, the low bits of gaps, and the number of symbols."""
+    dense = 5 * count > 2 * size
+    gap = tl.maximum(size // tl.maximum(count, 1), 1)
+    low = gap * 0
+    for bit in tl.static_range(3, 19):
+        low += ((gap >> bit) > 0).to(tl.int64)
+    symbols = tl.where(dense, tl.where(paired, (size + 1) // 2, size), count)
+    return tl.where(dense, tl.where(paired, 1, 2), 0).to(tl.int64), low, symbols
+
+
+@triton.jit
+def _part(p, edges, slots, run, stride):
+    """Return what `_kind` does, by running sums of slots' numbers other than zero and of large ones, and the number."""
+    first, last = tl.load(slots + p), tl.load(slots + p + 1)
+    count = tl.load(run + last) - tl.load(run + first)
+    large = tl.load(run + stride + last) - tl.load(run + stride + first)
+    kind, low, symbols = _kind(tl.load(edges + p + 1) - tl.load(edges + p), count, 200 * large <= count)
+    return kind, low, symbols, count
+
+
+@triton.jit
+def _rest_widths(symbol, kind, low, in_gap, in_more):
+    """Return how many bits symbols leave open, int64."""
+    more = symbol & 15
+    of_gap = tl.load(in_gap + low * 256 + symbol) + tl.where(more >= 8, tl.load(in_more + more), 0)
+    of_pair = tl.where(symbol >> 4 == 15, 31, 0) + tl.where(more == 15, 31, 0)
+    of_number = tl.where(symbol == 255, 31, 0)
+    return tl.where(kind == 0, of_gap, tl.where(kind == 1, of_pair, of_number)).to(tl.int64)
+
+
+@triton.jit
+def _count(x, edges, slots, part_of, sums, lasts, stride, step, least, ZONE: tl.constexpr, LARGEST: tl.constexpr,
+           SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    slot = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + slot)
+    i = tl.load(edges + p) + (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
+    level, _ = _level(x, i, i < tl.load(edges + p + 1), step, least, ZONE, LARGEST)
+    tl.store(sums + slot + 1, tl.sum((level > 0).to(tl.int64)))
+    tl.store(sums + stride + slot + 1, tl.sum((level > 7).to(tl.int64)))
+    tl.store(lasts + slot + 1, tl.max(tl.where(level > 0, i + 1, 0)))  # 0: none
+
+
+@triton.jit
+def _escape(level, negative, large):
+    return tl.where(large, ((level - 1).to(tl.int64) << 1) + negative.to(tl.int64), 0)
+
+
+@triton.jit
+def _number(level, negative, middle, escape):
+    return tl.where(level > middle, escape, tl.where(negative, -level, level) + middle)
+
+
+@triton.jit
+def _keep(symbols, fields, seen, at, symbol, field, there):
+    """Store symbols and what they leave open, and count the symbols of a part."""
+    symbol, byte = tl.where(there, symbol, 0), tl.arange(0, 256)
+    tl.store(symbols + at, symbol.to(tl.uint8), mask=there)
+    tl.store(fields + at, field, mask=there)
+    outside = tl.sum((there == 0).to(tl.int32))
+    tl.atomic_add(seen + byte, (tl.histogram(symbol, 256) - tl.where(byte == 0, outside, 0)).to(tl.int64))
+
+
+@triton.jit
+def _keep_gaps(x, symbols, fields, seen, classes, least_gap, in_gap, begin, start, end, earlier, before, low, step,
+               least, ZONE: tl.constexpr, LARGEST: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+    i = start + tl.arange(0, SLOT)
+    inside = i < end
+    level, negative = _level(x, i, inside, step, least, ZONE, LARGEST)
+    there = level > 0
+    last, _ = _level(x, i - 1, inside & (i > start), step, least, ZONE, LARGEST)
+    last = tl.associative_scan(tl.where(last > 0, i - 1, -1), 0, _larger)
+    gap = i - 1 - tl.maximum(tl.maximum(last, before), begin - 1)
+    more = level - 1
+    of_gap = tl.load(classes + tl.minimum(gap >> low, 256), mask=there, other=0)
+    of_more = tl.load(classes + tl.minimum(more, 256), mask=there, other=0)
+    symbol = of_gap << 4 | of_more
+    place = low * 256 + symbol
+    field = ((gap - tl.load(least_gap + place)) << 1) + negative.to(tl.int64)
+    wide = tl.where(of_more >= 8, more - tl.load(least_gap + (of_more << 4)), 0).to(tl.int64)
+    field |= wide << tl.load(in_gap + place).to(tl.int64)
+    _keep(symbols, fields, seen, begin + earlier + tl.cumsum(there.to(tl.int64), 0) - 1, symbol, field, there)
+
+
+@triton.jit
+def _keep_pairs(x, symbols, fields, seen, begin, start, end, step, least, ZONE: tl.constexpr, LARGEST: tl.constexpr,
+                SLOT: tl.constexpr):  # fmt: skip
+    k = tl.arange(0, SLOT // 2)
+    i = start + 2 * k
+    a, a_negative = _level(x, i, i < end, step, least, ZONE, LARGEST)
+    b, b_negative = _level(x, i + 1, i + 1 < end, step, least, ZONE, LARGEST)
+    symbol = _number(a, a_negative, 7, 15) << 4 | _number(b, b_negative, 7, 15)
+    field = _escape(b, b_negative, b > 7) << tl.where(a > 7, 31, 0).to(tl.int64)
+    field |= _escape(a, a_negative, a > 7)
+    _keep(symbols, fields, seen, begin + (start - begin) // 2 + k, symbol, field, i < end)
+
+
+@triton.jit
+def _keep_numbers(x, symbols, fields, seen, start, end, step, least, ZONE: tl.constexpr, LARGEST: tl.constexpr,
+                  SLOT: tl.constexpr):  # fmt: skip
+    i = start + tl.arange(0, SLOT)
+    level, negative = _level(x, i, i < end, step, least, ZONE, LARGEST)
+    symbol, field = _number(level, negative, 127, 255), _escape(level, negative, level > 127)
+    _keep(symbols, fields, seen, i, symbol, field, i < end)
+
+
+@triton.jit
+def _symbols(x, edges, slots, part_of, run, before, symbols, fields, seen, classes, least_gap, in_gap, stride, step,
+             least, ZONE: tl.constexpr, LARGEST: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + slot)
+    kind, low, _, _ = _part(p, edges, slots, run, stride)
+    begin, end, first = tl.load(edges + p), tl.load(edges + p + 1), tl.load(slots + p)
+    start = begin + (slot - first) * SLOT
+    seen += p * 256
+    if kind == 0:
+        earlier = tl.load(run + slot) - tl.load(run + first)
+        _keep_gaps(x, symbols, fields, seen, classes, least_gap, in_gap, begin, start, end, earlier,
+                   tl.load(before + slot) - 1, low, step, least, ZONE, LARGEST, SLOT)  # fmt: skip
+    elif kind == 1:
+        _keep_pairs(x, symbols, fields, seen, begin, start, end, step, least, ZONE, LARGEST, SLOT)
+    else:
+        _keep_numbers(x, symbols, fields, seen, start, end, step, least, ZONE, LARGEST, SLOT)
+
+
+@triton.jit
+def _bits(edges, slots, part_of, layer_of, run, symbols, widths, in_gap, in_more, sums, stride, SLOT: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + slot)
+    kind, low, count, _ = _part(p, edges, slots, run, stride)
+    k = (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
+    inside = k < count
+    symbol = tl.load(symbols + tl.load(edges + p) + k, mask=inside, other=0).to(tl.int32)
+    width = tl.load(widths + (tl.load(layer_of + p) * 3 + kind) * 256 + symbol)
+    tl.store(sums + slot + 1, tl.sum(tl.where(inside, width, 0).to(tl.int64)))
+    rest = _rest_widths(symbol, kind, low, in_gap, in_more)
+    tl.store(sums + stride + slot + 1, tl.sum(tl.where(inside, rest, 0)))
+
+
+@triton.jit
+def _fits(edges, slots, layer_of, run, bits, seen, widths, excess, told, stride, parts, SLOT: tl.constexpr):
+    p = tl.program_id(0).to(tl.int64)
+    kind, _, symbols, count = _part(p, edges, slots, run, stride)
+    first, last = tl.load(slots + p), tl.load(slots + p + 1)
+    row, byte = tl.load(layer_of + p) * 3 + kind, tl.arange(0, 256)
+    counts = tl.load(seen + p * 256 + byte)
+    share = tl.where(counts > 0, symbols, 1).to(tl.float64) / tl.maximum(counts, 1).to(tl.float64)
+    entropy = tl.sum(counts.to(tl.float64) * tl.log2(share))
+    own = 90 + 5 * tl.sum((counts > 0).to(tl.int64)).to(tl.float64)
+    own += tl.maximum(symbols.to(tl.float64), tl.load(excess + row) * entropy)
+    took = tl.load(bits + last) - tl.load(bits + first)
+    alike = (tl.max(counts) == symbols) & (symbols > 1024)
+    misses = (took.to(tl.float64) > own) | alike
+    told += p + 1
+    step = parts + 1
+    tl.store(told, (took + 7) >> 3)
+    tl.store(told + step, (tl.load(bits + stride + last) - tl.load(bits + stride + first) + 7) >> 3)
+    tl.store(told + 2 * step, (symbols + SLOT - 1) // SLOT)
+    tl.store(told + 3 * step, (misses & (count > 0)).to(tl.int64))
+
+
+@triton.jit
+def _put(words, at, field, inside, most):
+    """Set bits of a message from bit `at` on. field: int64, below 2^62."""
+    word, shift = at >> 5, at & 31
+    low, high = field << shift, (field >> 1) >> (63 - shift)
+    tl.atomic_or(words + word, (low & 0xFFFFFFFF).to(tl.int32), mask=inside & (word < most))
+    middle = ((low >> 32) & 0xFFFFFFFF).to(tl.int32)
+    tl.atomic_or(words + word + 1, middle, mask=inside & (middle != 0) & (word + 1 < most))
+    tl.atomic_or(words + word + 2, high.to(tl.int32), mask=inside & (high != 0) & (word + 2 < most))
+
+
+@triton.jit
+def _pack(edges, slots, part_of, layer_of, places, count_bits, run, bits, told, symbols, fields, widths, codes, in_gap,
+          in_more, words, most, nbytes, stride, parts, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    slot = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + slot)
+    kind, low, count, numbers = _part(p, edges, slots, run, stride)
+    first, step = tl.load(slots + p), parts + 1
+    blocks = tl.load(told + 2 * step + parts)
+    code_at = 8 * (nbytes + 2 * blocks + tl.load(told + p)) + tl.load(bits + slot) - tl.load(bits + first)
+    rest_at = 8 * (nbytes + 2 * blocks + tl.load(told + parts) + tl.load(told + step + p))
+    rest_at += tl.load(bits + stride + slot) - tl.load(bits + stride + first)
+    k = (slot - first) * SLOT + tl.arange(0, SLOT)
+    inside = k < count
+    at = tl.load(edges + p) + k
+    symbol = tl.load(symbols + at, mask=inside, other=0).to(tl.int32)
+    row = (tl.load(layer_of + p) * 3 + kind) * 256 + symbol
+    width = tl.where(inside, tl.load(widths + row), 0).to(tl.int64)
+    _put(words, code_at + tl.cumsum(width, 0) - width, tl.load(codes + row).to(tl.int64), inside, most)
+    rest = tl.where(inside, _rest_widths(symbol, kind, low, in_gap, in_more), 0)
+    field = tl.load(fields + at, mask=inside, other=0)
+    _put(words, rest_at + tl.cumsum(rest, 0) - rest, field, inside & (rest > 0), most)
+    one = tl.arange(0, 2)  # the table's row of the part, in its first slot, and the bits of this one's codes
+    bits_here = tl.load(bits + slot + 1) - tl.load(bits + slot)
+    of_rest = tl.load(told + step + p + 1) - tl.load(told + step + p)
+    row_here = tl.where(kind == 1, 2, 0) | numbers << 2 | of_rest << (2 + tl.load(count_bits + p))
+    place = 8 * (nbytes + 2 * (tl.load(told + 2 * step + p) + slot - first))
+    wanted = (slot - first) * SLOT + one * 0 < tl.where(one == 0, 1, count)
+    _put(words, tl.where(one == 0, tl.load(places + p), place), tl.where(one == 0, row_here, bits_here), wanted, most)
+
+
+@triton.jit
+def _get(message, at, inside, total):
+    """Return 57 bits of a message from bit `at` on, or more, int64; zeros beyond its end."""
+    byte = at >> 3
+    found = byte * 0
+    for k in tl.static_range(8):
+        there = inside & (byte + k < total)
+        found |= tl.load(message + byte + k, mask=there, other=0).to(tl.int64) << (8 * k)
+    return (found >> (at & 7)) & 0x1FFFFFFFFFFFFFF
+
+
+@triton.jit
+def _read_parts(message, edges, slots, places, count_bits, told, part, flags, total, nbytes, parts, SLOT: tl.constexpr,
+                PER: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    p = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
+    inside = p < parts
+    size = tl.load(edges + p + 1, mask=inside, other=0) - tl.load(edges + p, mask=inside, other=0)
+    place, bits = tl.load(places + p, mask=inside, other=0), tl.load(count_bits + p, mask=inside, other=0)
+    row = _get(message, place, inside, total)
+    row &= (tl.full((PER,), 1, tl.int64) << (tl.load(places + p + 1, mask=inside, other=0) - place)) - 1
+    count, rest = (row >> 2) & ((tl.full((PER,), 1, tl.int64) << bits) - 1), row >> (2 + bits)
+    wrong = tl.where(inside & (count > size), 2, 0) | tl.where(inside & ((row & 1) > 0) & (count > 0), 1, 0)
+    tl.atomic_or(flags + p * 0, wrong.to(tl.int64), mask=wrong > 0)
+    kind, low, symbols = _kind(size, tl.minimum(count, size), (row & 2) > 0)
+    step = parts + 1
+    tl.store(told + p + 1, (symbols + SLOT - 1) // SLOT, mask=inside)
+    tl.store(told + step + p + 1, rest, mask=inside)
+    tl.store(part + p, kind, mask=inside)
+    tl.store(part + parts + p, low, mask=inside)
+    tl.store(part + 2 * parts + p, symbols, mask=inside)
+    tl.store(part + 3 * parts + p, count, mask=inside)
+
+
+@triton.jit
+def _read_lengths(message, slots, told, begins, codes, total, nbytes, parts, MOST: tl.constexpr):
+    p = tl.program_id(0).to(tl.int64)
+    first, slot = tl.load(told + p), tl.arange(0, MOST)
+    inside = slot < tl.load(told + p + 1) - first
+    bits = tl.where(inside, _get(message, 8 * (nbytes + 2 * (first + slot)), inside, total) & 0xFFFF, 0)
+    tl.store(begins + tl.load(slots + p) + slot, tl.cumsum(bits, 0) - bits, mask=inside)
+    tl.store(codes + p + 1, (tl.sum(bits) + 7) >> 3)
+
+
+@triton.jit
+def _read_codes(message, edges, slots, part_of, layer_of, told, part, begins, codes, known, symbols, flags, total,
+                nbytes, parts, count, SLOT: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    inside = slot < count
+    p = tl.load(part_of + slot, mask=inside, other=0)
+    k = (slot - tl.load(slots + p)) * SLOT
+    left = tl.where(inside, tl.minimum(tl.load(part + 2 * parts + p) - k, SLOT), 0)
+    row = (tl.load(layer_of + p) * 3 + tl.load(part + p)) << BITS
+    start = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + p))
+    at = start + tl.load(begins + slot, mask=inside & (left > 0), other=0)
+    last = k + left == tl.load(part + 2 * parts + p)
+    end = tl.load(begins + slot + 1, mask=inside & (left > 0) & (last == 0), other=0) + start
+    where = tl.load(edges + p) + k
+    for number in range(0, tl.max(left)):
+        here = inside & (number < left)
+        byte = at >> 3
+        peek = tl.load(message + byte, mask=here & (byte < total), other=0).to(tl.int32)
+        peek |= tl.load(message + byte + 1, mask=here & (byte + 1 < total), other=0).to(tl.int32) << 8
+        peek |= tl.load(message + byte + 2, mask=here & (byte + 2 < total), other=0).to(tl.int32) << 16
+        found = tl.load(known + row + ((peek >> (at & 7).to(tl.int32)) & ((1 << BITS) - 1)), mask=here, other=0).to(
+            tl.int32
+        )
+        tl.store(symbols + where + number, (found & 255).to(tl.uint8), mask=here)
+        at += found >> 8
+    stop = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + p + 1))
+    wrong = (left > 0) & tl.where(last, (at > stop) | (at + 7 < stop), at != end)
+    tl.atomic_or(flags + slot * 0, tl.full((LANES,), 4, tl.int64), mask=wrong)
+
+
+@triton.jit
+def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, SLOT: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + slot)
+    k = (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
+    inside = k < tl.load(part + 2 * parts + p)
+    symbol = tl.load(symbols + tl.load(edges + p) + k, mask=inside, other=0).to(tl.int32)
+    width = _rest_widths(symbol, tl.load(part + p), tl.load(part + parts + p), in_gap, in_more)
+    tl.store(sums + slot + 1, tl.sum(tl.where(inside, width, 0)))
+
+
+@triton.jit
+def _value(level, negative, centroids, step, scale):
+    kind = tl.minimum(level, 3)
+    offset = tl.load(centroids + tl.where(negative, 3 - kind, 3 + kind))
+    return (tl.where(negative, -level, level).to(tl.float32) + offset) * step * scale
+
+
+@triton.jit
+def _unescaped(code, field, middle, escape):
+    """Return the magnitude of a level of a dense part and whether it is negative."""
+    level, large = code - middle, code == escape
+    negative = tl.where(large, (field & 1) > 0, level < 0)
+    return tl.where(large, ((field & 0x7FFFFFFF) >> 1).to(tl.int32) + 1, tl.abs(level)), negative
+
+
+@triton.jit
+def _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, LARGEST: tl.constexpr):
+    wrong = inside & ((i >= end) & (level != 0) | (level > LARGEST) | (level < 0))
+    tl.atomic_or(flags + i * 0, tl.full(i.shape, 2, tl.int64), mask=wrong)
+    there = inside & (level > 0) & (i < end) & (wrong == 0)
+    total = tl.load(out + i, mask=there, other=0.0)
+    tl.store(out + i, total + _value(level, negative, centroids, step, scale), mask=there)
+    return tl.sum(there.to(tl.int64))
+
+
+@triton.jit
+def _places(message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts,
+            SLOT: tl.constexpr):  # fmt: skip
+    """Return a slot, its part, its symbols and their numbers, which of them there are, and their bits in the second
+    stream and where these are."""
+    slot = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + slot)
+    k = (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
+    inside = k < tl.load(part + 2 * parts + p)
+    symbol = tl.load(symbols + tl.load(edges + p) + k, mask=inside, other=0).to(tl.int32)
+    width = _rest_widths(symbol, tl.load(part + p), tl.load(part + parts + p), in_gap, in_more)
+    width = tl.where(inside, width, 0)
+    at = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + parts) + tl.load(told + parts + 1 + p))
+    at += tl.load(rest + slot) - tl.load(rest + tl.load(slots + p)) + tl.cumsum(width, 0) - width
+    return slot, p, k, symbol, inside, width, at
+
+
+@triton.jit
+def _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total):
+    """Return gaps and one, whether levels are negative, and the rest of their magnitudes."""
+    place = low * 256 + symbol
+    bits = tl.load(in_gap + place).to(tl.int64)
+    field = _get(message, at, inside & (width > 0), total)
+    lower = field & ((tl.full(field.shape, 1, tl.int64) << bits) - 1)
+    gap = tl.where(inside, (lower >> 1) + tl.load(least_gap + place) + 1, 0)
+    above = (field >> bits) & ((tl.full(field.shape, 1, tl.int64) << tl.maximum(width - bits, 0)) - 1)
+    return gap, (lower & 1) > 0, above
+
+
+@triton.jit
+def _gap_sums(message, edges, slots, part_of, told, part, codes, rest, symbols, least_gap, in_gap, in_more, sums, total,
+              nbytes, parts, SLOT: tl.constexpr):  # fmt: skip
+    slot, p, _, symbol, inside, width, at = _places(
+        message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts, SLOT
+    )
+    if tl.load(part + p) == 0:
+        low = tl.load(part + parts + p)
+        gap, _, _ = _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total)
+        tl.store(sums + slot + 1, tl.sum(gap))
+
+
+@triton.jit
+def _add(message, out, edges, slots, part_of, layer_of, told, part, codes, rest, gaps, symbols, least_gap, in_gap,
+         in_more, centroids, numbers, flags, step, scale, total, nbytes, parts, LARGEST: tl.constexpr,
+         SLOT: tl.constexpr):  # fmt: skip
+    slot, p, k, symbol, inside, width, at = _places(
+        message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts, SLOT
+    )
+    kind, low = tl.load(part + p), tl.load(part + parts + p)
+    begin, end = tl.load(edges + p), tl.load(edges + p + 1)
+    centroids += tl.load(layer_of + p) * 7
+    if kind == 0:
+        gap, negative, above = _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total)
+        more = symbol & 15
+        level = tl.load(least_gap + (more << 4)) + 1 + tl.where(more >= 8, above, 0).to(tl.int32)
+        i = begin - 1 + tl.load(gaps + slot) - tl.load(gaps + tl.load(slots + p)) + tl.cumsum(gap, 0)
+        count = _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        tl.store(numbers + slot, count)
+    elif kind == 1:
+        a, b = symbol >> 4, symbol & 15
+        level, negative = _unescaped(a, _get(message, at, inside & (a == 15), total), 7, 15)
+        count = _add_at(out, begin + 2 * k, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        at += tl.where(a == 15, 31, 0)
+        level, negative = _unescaped(b, _get(message, at, inside & (b == 15), total), 7, 15)
+        count += _add_at(out, begin + 2 * k + 1, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        tl.store(numbers + slot, count)
+    else:
+        level, negative = _unescaped(symbol, _get(message, at, inside & (symbol == 255), total), 127, 255)
+        count = _add_at(out, begin + k, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        tl.store(numbers + slot, count)
+
+
+@triton.jit
+def _check(slots, told, part, codes, rest, numbers, flags, total, nbytes, parts, MOST: tl.constexpr):
+    p = tl.program_id(0).to(tl.int64)
+    first, last, slot = tl.load(slots + p), tl.load(slots + p + 1), tl.arange(0, MOST)
+    there = tl.sum(tl.load(numbers + first + slot, mask=first + slot < last, other=0))
+    took, announced = tl.load(rest + last) - tl.load(rest + first), tl.load(told + parts + 1 + p)
+    end = nbytes + 2 * tl.load(told + parts) + tl.load(codes + parts) + tl.load(told + 2 * parts + 1)
+    wrong = (there != tl.load(part + 3 * parts + p)) | ((took + 7) >> 3 != tl.load(told + parts + 2 + p) - announced)
+    tl.atomic_or(flags, ((wrong | (end != total)).to(tl.int64)) * 4)
+
+
+def table_for(
+    sizes: Sequence[int], frequencies: Sequence[np.ndarray], centroids: np.ndarray, device: torch.device
+) -> LevelTable:
+    """Bring to a device what is known of layers of these sizes: see `gradlab.coding.level_tables.LevelTables`."""
+    edges, owners = form.edges_of(sizes)
+    numels = np.diff(edges)
+    of_count, of_rest = form.in_table(numels)
+    places = form.ends_of(2 + of_count + of_rest)
+    slots = form.ends_of(-(-numels // _SLOT))
+    tables = [code_of(kind) for layer in frequencies for kind in layer]
+    known = np.zeros((len(tables), 2**LONGEST), np.int16)
+    for row, table in zip(known, tables, strict=True):
+        for symbol, (width, code) in enumerate(zip(table.widths.tolist(), table.codes.tolist(), strict=True)):
+            row[code :: 1 << width] = symbol | width << 8
+    upwards = centroids * UNIT
+    offsets = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1)
+    part_of = np.repeat(np.arange(len(numels)), np.diff(slots))
+
+    def moved(array: Any, dtype: Any = np.int32) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+
+    return LevelTable(
+        edges=moved(edges, np.int64),
+        slots=moved(slots, np.int64),
+        part_of=moved(part_of, np.int64),
+        places=moved(places, np.int64),
+        count_bits=moved(of_count, np.int64),
+        layer_of=moved(owners, np.int64),
+        widths=moved([table.widths for table in tables]),
+        codes=moved([table.codes for table in tables]),
+        excess=moved([table.excess for table in tables], np.float64),
+        known=moved(known, np.int16),
+        centroids=moved(offsets, np.float32),
+        classes=moved(form.CLASS),
+        least=moved(form.LEAST_GAP),
+        in_gap=moved(form.IN_GAP),
+        in_more=moved(form.IN_MORE),
+        nbytes=-(-int(places[-1]) // 8),
+    )
+
+
+def _zeros(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Make several tensors of zeros, int64, at once."""
+    sizes = [math.prod(shape) for shape in shapes]
+    whole = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    return [one.view(shape) for one, shape in zip(whole.split(sizes), shapes, strict=True)]
+
+
+def encode(vector: torch.Tensor, step: float, table: LevelTable, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode the levels of a vector (numel,), float32, under a step.
+
+    capacity: bytes that the message may take.
+
+    Returns:
+        The message, (capacity,), uint8, zeros after its end; and the bytes of its codes, those of second streams, the
+        number of blocks of codes, and how many parts do not fit their tables, (4,), int64. The message is not valid
+        if one does not fit, or if it takes more bytes.
+    """
+    device, count, parts = vector.device, len(table.part_of), table.parts
+    least = float(torch.as_tensor(DEAD_ZONE * step, dtype=torch.float32))
+    levels = {"ZONE": DEAD_ZONE, "LARGEST": form.LARGEST, "SLOT": _SLOT}
+    sums, sums_of_bits, lasts, told, seen = _zeros(
+        device, (2, count + 1), (2, count + 1), (count + 1,), (4, parts + 1), (parts, SYMBOLS)
+    )
+    where = (table.edges, table.slots, table.part_of)
+    launch(_count, count, vector, *where, sums, lasts, count + 1, step, least, **levels)
+    run, before = sums.cumsum(1), lasts.cummax(0).values
+    symbols = torch.empty(max(1, len(vector)), dtype=torch.uint8, device=device)
+    fields = torch.empty(max(1, len(vector)), dtype=torch.int64, device=device)
+    by_class = (table.classes, table.least, table.in_gap)
+    launch(
+        _symbols, count, vector, *where, run, before, symbols, fields, seen, *by_class, count + 1, step, least, **levels
+    )
+    rest = (table.in_gap, table.in_more)
+    launch(_bits, count, *where, table.layer_of, run, symbols, table.widths, *rest, sums_of_bits, count + 1, SLOT=_SLOT)
+    bits = sums_of_bits.cumsum(1)
+    of_parts = (table.edges, table.slots, table.layer_of, run, bits, seen, table.widths, table.excess, told)
+    launch(_fits, parts, *of_parts, count + 1, parts, SLOT=_SLOT)
+    told = told.cumsum(1)
+    words = torch.zeros(-(-capacity // 4), dtype=torch.int32, device=device)
+    of_table = (*where, table.layer_of, table.places, table.count_bits)
+    streams = (run, bits, told, symbols, fields, table.widths, table.codes, *rest)
+    launch(_pack, count, *of_table, *streams, words, len(words), table.nbytes, count + 1, parts, SLOT=_SLOT)
+    return words.view(torch.uint8), told[:, -1]
+
+
+def add_decoded(
+    total: torch.Tensor, message: torch.Tensor, step: float, scale: float, table: LevelTable
+) -> torch.Tensor:
+    """Add scale times the values of a message, (bytes,), uint8, to a vector (numel,), float32.
+
+    Returns:
+        (1,), int64: 0; or bits: 1 if a part has its own table, 2 if something is out of its bounds, 4 if sums differ.
+        Then the vector is not valid, but nothing was written outside.
+    """
+    device, count, parts, nbytes = total.device, len(table.part_of), table.parts, len(message)
+    flags, told, part, begins, codes, rest, gaps, numbers = _zeros(
+        device, (1,), (2, parts + 1), (4, parts), (count + 1,), (parts + 1,), (count + 1,), (count + 1,), (count,)
+    )
+    of_table = (table.edges, table.slots, table.places, table.count_bits)
+    end = (nbytes, table.nbytes, parts)
+    launch(_read_parts, triton.cdiv(parts, _PER), message, *of_table, told, part, flags, *end, SLOT=_SLOT, PER=_PER)
+    told = told.cumsum(1)
+    most = triton.next_power_of_2(form.PART // _SLOT)
+    launch(_read_lengths, parts, message, table.slots, told, begins, codes, *end, MOST=most)
+    codes = codes.cumsum(0)
+    symbols = torch.empty(max(1, len(total)), dtype=torch.uint8, device=device)
+    where = (table.edges, table.slots, table.part_of, table.layer_of)
+    launch(
+        _read_codes, triton.cdiv(count, _LANES), message, *where, told, part, begins, codes, table.known, symbols,
+        flags, *end, count, SLOT=_SLOT, LANES=_LANES, BITS=LONGEST,
+    )  # fmt: skip
+    bits = (table.in_gap, table.in_more)
+    launch(_rest_bits, count, *where[:3], part, symbols, *bits, rest, parts, SLOT=_SLOT)
+    streams = (told, part, codes, rest.cumsum(0))
+    by_symbol = (symbols, table.least, *bits)
+    launch(_gap_sums, count, message, *where[:3], *streams, *by_symbol, gaps, *end, SLOT=_SLOT)
+    launch(
+        _add, count, message, total, *where, *streams, gaps.cumsum(0), *by_symbol, table.centroids, numbers, flags,
+        step, scale, *end, LARGEST=form.LARGEST, SLOT=_SLOT,
+    )  # fmt: skip
+    launch(_check, parts, table.slots, *streams, numbers, flags, *end, MOST=most)
+    return flags
