@@ -87,5 +87,5 @@ def decide(at: Configuration, judged: Mapping[str, Judged], limit: str, break_ev
     refused, fastest = "", at.fastest
     if fastest not in (None, at.closest) and at.seconds[fastest] < (1 - SPEED_NOISE) * seconds:
         refused = filled("refused", fastest, at.seconds[fastest])
-    said = (filled(words, plan, seconds) for words in (take, f"{take}, cost", f"{take}, in short"))
-    return Decision(take, plan, seconds, *said, refused, break_even)
+    why, cost, short = (filled(words, plan, seconds) for words in (take, f"{take}, cost", f"{take}, in short"))
+    return Decision(take, plan, seconds, why, cost, short, refused, break_even)

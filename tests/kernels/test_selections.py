@@ -79,6 +79,7 @@ def test_among_equal_magnitudes_the_first_ones_are_sent(sizes: list[int], values
         assert torch.equal(decode[0], torch.where(decode[1] != 0, x, 0.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "most"), [("topk", 8), ("chunk_topk", 6)])
 def test_launches_do_not_grow_with_the_number_of_layers(name: str, most: int) -> None:
     options: dict[str, Any] = {"across_layers": False} if name == "topk" else {"chunk": 4096}
