@@ -152,7 +152,7 @@ class LowRank:
 
 def _few(rank: int) -> int:
     """Return how many outputs a program computes, or adds up at once, so that its sums fit its registers."""
-    return 16 if rank <= 4 else 64 // rank
+    return max(2, min(16, 64 // rank))
 
 
 def _blocks(sizes: Any, steps: tuple[int, int], device: torch.device) -> torch.Tensor:

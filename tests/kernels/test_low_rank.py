@@ -14,6 +14,7 @@ from gradlab.codec import Batch, Context, Tensors, concatenate, exchange_group, 
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.layout import Layer
+from gradlab.wrappers.dion import unit_rows
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.benchmark_modules import benchmark_modules
 from support.laws import law
@@ -179,3 +180,16 @@ def test_dion_by_kernels_is_that_of_the_lines(bad: float | None) -> None:
         assert mine.keys() == line.keys()
         for name, value in mine.items():
             torch.testing.assert_close(value, line[name], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_unit_rows_of_many_rows() -> None:
+    """Dion's factors have more rows than PowerSGD's kernels take."""
+    from gradlab.kernels.low_rank import LowRank, Matrix
+
+    rows, spares = torch.randn(70, 80), torch.ones(70, 80)
+    rows[3] *= 1e-9
+    with by_kernels():
+        work = LowRank([Matrix(0, 90, 80, 70)], torch.device("cpu"))
+        units, kept = work.unit_rows(rows.view(-1), spares.view(-1), 64 * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(units.view(70, 80), unit_rows(rows))
+    assert torch.equal(kept.view(70, 80)[3], spares[3])
