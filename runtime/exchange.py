@@ -243,8 +243,9 @@ class Exchange(Uncopied):
             GradlabError: naming what differs, or if a step is in progress. If ranks continue from different
                 iterations, the next step raises it.
         """
+        run = self.run
         self._driver.require_between_steps()
-        checkpoint.restore(self.run, state, self.identity, self._driver.around.device)
+        checkpoint.restore(run, state, self.identity, self._driver.around.device)
         self._driver.ranks_compared = False
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
@@ -269,8 +270,9 @@ class Exchange(Uncopied):
             GradlabError: for another policy, another plan, or checkpoints that are not those of one run, whole. Also
                 if a step is in progress.
         """
+        run = self.run
         self._driver.require_between_steps()
-        checkpoint.redistribute(self.run, states, self.identity, residuals, self._driver.around.device)
+        checkpoint.redistribute(run, states, self.identity, residuals, self._driver.around.device)
         self._driver.ranks_compared = False
 
     @property
@@ -322,7 +324,7 @@ class Exchange(Uncopied):
         A worker thread is stopped, and a process group that was made here is destroyed. Other ranks that go on find in
         their error that this rank was closed.
         """
-        if self._driver.current is not None:
+        if self._driver.in_progress:
             self._driver.leave("closed before the step had ended")
         self._driver.end()
         self._finalizer()

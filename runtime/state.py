@@ -219,7 +219,7 @@ def _after_the_worker(name: str) -> Any:
     return property(read, write)
 
 
-for _name in ("run", "statistics", "_driver"):
+for _name in ("run", "statistics"):
     setattr(CompressionState, _name, _after_the_worker(_name))
 
 

@@ -359,14 +359,22 @@ def _read_codes(message, edges, slots, part_of, layer_of, told, part, begins, co
 
 
 @triton.jit
-def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, SLOT: tl.constexpr):
-    slot = tl.program_id(0).to(tl.int64)
+def _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT: tl.constexpr):
+    """Return a slot's part, its symbols' numbers and the symbols, which of them there are, and their bits in the second
+    stream."""
     p = tl.load(part_of + slot)
     k = (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
     inside = k < tl.load(part + 2 * parts + p)
     symbol = tl.load(symbols + tl.load(edges + p) + k, mask=inside, other=0).to(tl.int32)
     width = _rest_widths(symbol, tl.load(part + p), tl.load(part + parts + p), in_gap, in_more)
-    tl.store(sums + slot + 1, tl.sum(tl.where(inside, width, 0)))
+    return p, k, symbol, inside, tl.where(inside, width, 0)
+
+
+@triton.jit
+def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, SLOT: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    _, _, _, _, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
+    tl.store(sums + slot + 1, tl.sum(width))
 
 
 @triton.jit
@@ -397,15 +405,9 @@ def _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale,
 @triton.jit
 def _places(message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts,
             SLOT: tl.constexpr):  # fmt: skip
-    """Return a slot, its part, its symbols and their numbers, which of them there are, and their bits in the second
-    stream and where these are."""
+    """Return a slot, what `_symbols_of` returns, and where the bits are."""
     slot = tl.program_id(0).to(tl.int64)
-    p = tl.load(part_of + slot)
-    k = (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
-    inside = k < tl.load(part + 2 * parts + p)
-    symbol = tl.load(symbols + tl.load(edges + p) + k, mask=inside, other=0).to(tl.int32)
-    width = _rest_widths(symbol, tl.load(part + p), tl.load(part + parts + p), in_gap, in_more)
-    width = tl.where(inside, width, 0)
+    p, k, symbol, inside, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
     at = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + parts) + tl.load(told + parts + 1 + p))
     at += tl.load(rest + slot) - tl.load(rest + tl.load(slots + p)) + tl.cumsum(width, 0) - width
     return slot, p, k, symbol, inside, width, at

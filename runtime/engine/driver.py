@@ -274,6 +274,12 @@ class StepDriver:
             )
         return self._commit(current)
 
+    @property
+    def in_progress(self) -> bool:
+        """Whether a step has begun whose results training does not have yet."""
+        current = self.current  # which the worker may drop meanwhile
+        return current is not None and current.results is None
+
     def _may_hand_over(self, step: Step) -> bool:
         """Return whether results may be handed over before the host knows whether they count: a worker whose device
         decides it too."""

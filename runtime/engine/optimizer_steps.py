@@ -170,6 +170,8 @@ class OptimizerSteps:
             self._engine.wait()
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._driver.in_progress or self._driver.broken is not None:
+            return  # a step within a backward pass: nothing is known of it
         local = self._local is not None and self._local.applied_by(optimizer)
         held = self._held_by(optimizer) if self._several else None
         if self._engine is None:
@@ -179,8 +181,6 @@ class OptimizerSteps:
 
     def _note(self, local: bool, held: frozenset[str] | None) -> None:
         """Note an optimizer step of some layers, or all. local: it applies what ranks did not average."""
-        if self._driver.current is not None or self._driver.broken is not None:
-            return  # a step within a backward pass: nothing is known of it
         if local:
             self._tell("local_gradients", LOCAL_GRADIENTS, 1, self._driver.run.iteration - 1)
         exchanges = self._driver.run.open_step.exchanges

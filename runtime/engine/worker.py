@@ -95,18 +95,16 @@ class Engine:
         return bucket.future.then(lambda future: future.value())
 
     def wait(self) -> None:
-        """Wait until the worker has ended the step whose last bucket it was given, if its results came before."""
-        if self._ends and threading.current_thread() is not self._thread:
+        """Wait until the worker has ended the step whose results came. One that is stuck is not waited for."""
+        if self._ends and not self._driver.in_progress and threading.current_thread() is not self._thread:
             with self._ended:
                 self._ended.wait_for(lambda: not self._ends)
 
     def after_step(self, act: Callable[[], None]) -> None:
-        """Call a function once the worker has ended the step whose last bucket it was given. On a GPU, that may be
-        later, in the worker."""
+        """Call a function once the worker has ended the step whose results came: now, or on a GPU in the worker."""
         if self._ends and not self._device.shares_stream:
             self._put(act)
         else:
-            self.wait()
             act()
 
     def _put(self, item: Bucket | Callable[[], None]) -> None:

@@ -91,6 +91,7 @@ def overflow(group: dist.ProcessGroup, stacks: Stacks, bad_rank: int, ahead: boo
             "agree": agree(run.parameters(), group),
             "scale": run.scaler.get_scale(),
         }
+    normal["broken"] = run.state._driver.broken  # by closing while the worker may be at the end of the last step
     return {"skipped": skipped, "next": normal, "with state": sorted({key.partition("::")[0] for key in before})}
 
 

@@ -31,7 +31,7 @@ def test_overflow_in_the_last_bucket_of_one_rank(pool: ProcessPool, ahead: bool)
             "parameters unchanged": True,
             "scale": 512.0,
         }
-        assert result["next"] == {"finite": True, "moved": True, "agree": True, "scale": 512.0}
+        assert result["next"] == {"finite": True, "moved": True, "agree": True, "scale": 512.0, "broken": None}
         assert stateful <= set(result["with state"])
 
 
