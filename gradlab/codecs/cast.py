@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec.batch import cut_like
 from gradlab.codec.settings import require, setting
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Mean
+from gradlab.kernels import usable
 from gradlab.layout import Layer
 from gradlab.workspace import Workspace
 
@@ -68,21 +70,41 @@ class Cast(Codec):
         scale = context.training.loss_scale if dtype == torch.float16 else 1.0
         if self.settings.stochastic:
             bits = RandomBits(context.random.of_rank(), next(iter(grads.values())).device)
-            sent = [_rounded_at_random(grad, bits, context.memory.workspace) for grad in grads.values()]
+            sent = self._rounded_at_random(grads, bits, context.memory.workspace)
         else:
-            sent = [_narrowed(grad, dtype, scale, context.memory.workspace) for grad in grads.values()]
+            sent = _narrowed(list(grads.values()), dtype, scale, context.memory.workspace)
         answers = yield tuple(Mean(tensor) for tensor in sent)
         mean = context.once(lambda: _widened(answers, grads, scale, context.memory.workspace))
         return Exchanged(mean, Deferred(grads, lambda: _widened(sent, grads, scale, context.memory.workspace)))
+
+    def _rounded_at_random(self, grads: Batch, bits: RandomBits, workspace: Workspace) -> Sequence[torch.Tensor]:
+        if bits.seed is None or not all(map(usable, grads.values())):
+            return [_rounded_at_random(grad, bits, workspace) for grad in grads.values()]
+        from gradlab.kernels.layers import bfloat16, layers_of, rounded
+
+        vector, numels = grads.vector, grads.table.numels
+        layers = self.cached(("layers", numels, vector.device), lambda: layers_of(numels, vector.device, 1))
+        out = workspace.empty(vector.shape, vector.new_empty(0, dtype=torch.bfloat16))
+        rounded(vector, layers, bfloat16, out.view(torch.int16), bits.seed)
+        return cut_like(out, list(grads.values()))
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         return Bytes.of_means(2 * sum(layer.numel for layer in layers), world_size)
 
 
-def _narrowed(grad: torch.Tensor, dtype: torch.dtype, scale: float, workspace: Workspace) -> torch.Tensor:
-    """Cast a gradient, multiplied by the loss scale, to 16 bits."""
-    scaled = grad if scale == 1.0 else torch.mul(grad, scale, out=workspace.empty_like(grad))
-    return workspace.empty(grad.shape, grad.new_empty(0, dtype=dtype)).copy_(scaled)
+def _narrowed(
+    grads: Sequence[torch.Tensor], dtype: torch.dtype, scale: float, workspace: Workspace
+) -> list[torch.Tensor]:
+    """Cast gradients, multiplied by the loss scale, to 16 bits."""
+    sent = [workspace.empty(grad.shape, grad.new_empty(0, dtype=dtype)) for grad in grads]
+    if scale != 1.0 and grads:
+        wide = [workspace.empty_like(grad) for grad in grads]
+        torch._foreach_copy_(wide, list(grads))
+        torch._foreach_mul_(wide, scale)
+        grads = wide
+    if grads:
+        torch._foreach_copy_(sent, list(grads))
+    return sent
 
 
 def _rounded_at_random(grad: torch.Tensor, bits: RandomBits, workspace: Workspace) -> torch.Tensor:
@@ -95,8 +117,9 @@ def _rounded_at_random(grad: torch.Tensor, bits: RandomBits, workspace: Workspac
 
 def _widened(narrow: Sequence[torch.Tensor], like: Tensors, scale: float, workspace: Workspace) -> Tensors:
     """Cast tensors to the dtypes of `like`, under its names, and divide them by the loss scale."""
-    wide = {
-        name: workspace.empty_like(grad).copy_(tensor)
-        for (name, grad), tensor in zip(like.items(), narrow, strict=True)
-    }
-    return wide if scale == 1.0 else {name: tensor.div_(scale) for name, tensor in wide.items()}
+    wide = [workspace.empty_like(grad) for grad in like.values()]
+    if wide:
+        torch._foreach_copy_(wide, list(narrow))
+        if scale != 1.0:
+            torch._foreach_div_(wide, scale)
+    return dict(zip(like, wide, strict=True))

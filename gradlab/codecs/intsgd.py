@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -28,13 +28,18 @@ from gradlab.codec import (
     Tensors,
     Traits,
 )
+from gradlab.codec.batch import concatenate
 from gradlab.codec.exchanged import mean_only
 from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather, Sum
 from gradlab.errors import GradlabError
+from gradlab.kernels import Form, usable
 from gradlab.layout import Layer
+
+if TYPE_CHECKING:
+    from gradlab.kernels.layers import LayerTable
 
 _DTYPES = {8: torch.int8, 32: torch.int32}
 _MOST_ENERGY = 1e300  # an alpha above zero follows from it
@@ -93,8 +98,9 @@ class IntSGD(Codec):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         keys = {name: f"{name}/energy" for name in grads}
         most, largest = self._most(context.world_size), None
+        by_kernels = self._kernels(grads)
         if not self._runs:
-            largest = yield Gather(_largest(grads))
+            largest = yield Gather(by_kernels.largest() if by_kernels else _largest(grads))
             alphas = most / torch.stack(largest).amax(0).double()  # (L,); infinite where all is zero
         elif all(key in state for key in keys.values()):
             alphas = self._by_energy(grads, [float(state[key]) for key in keys.values()], context.world_size)
@@ -104,19 +110,24 @@ class IntSGD(Codec):
             return Exchanged(done.mean, done.own, _kept(keys.values(), energies))
         bits = RandomBits(context.random.of_rank(), next(iter(grads.values())).device) if grads else None
         dtype = _DTYPES[self.settings.bits]
-        codes = {
-            name: self._codes(grad, alpha, most, bits, dtype)
-            for (name, grad), alpha in zip(grads.items(), alphas.unbind(), strict=True)
-        }
+        if by_kernels is not None and bits is not None and (bits.seed is not None or not self.settings.random):
+            codes = by_kernels.codes(alphas, most, bits.seed if self.settings.random else None, dtype)
+        else:
+            codes = {
+                name: self._codes(grad, alpha, most, bits, dtype)
+                for (name, grad), alpha in zip(grads.items(), alphas.unbind(), strict=True)
+            }
         requests = tuple(Sum(code) for code in codes.values())
         if largest is None:
-            *sums, largest = yield (*requests, Gather(_largest(grads)))
+            *sums, largest = yield (*requests, Gather(by_kernels.largest() if by_kernels else _largest(grads)))
         else:
             sums = yield requests
         sound = torch.stack(largest).isfinite().all(0)
 
         def decoded(integers: Sequence[torch.Tensor], ranks: int) -> Tensors:
             factors = (alphas * ranks).reciprocal().masked_fill_(alphas.isinf(), 0.0).masked_fill_(~sound, torch.nan)
+            if by_kernels is not None and dtype == torch.int8:
+                return by_kernels.decoded(integers, factors)
             return {
                 name: integer.to(grad.dtype).mul_(factor.to(grad.dtype))
                 for (name, grad), integer, factor in zip(grads.items(), integers, factors.unbind(), strict=True)
@@ -128,6 +139,15 @@ class IntSGD(Codec):
 
         mean, kept = context.once(averaged)
         return Exchanged(mean, Deferred(grads, lambda: decoded(list(codes.values()), 1)), kept)
+
+    def _kernels(self, grads: Batch) -> _OnDevice | None:
+        if not grads or not all(map(usable, grads.values())):
+            return None
+        from gradlab.kernels.layers import layers_of
+
+        vector, numels = grads.vector, grads.table.numels
+        layers = self.cached(("layers", numels, vector.device), lambda: layers_of(numels, vector.device))
+        return _OnDevice(grads, vector, layers)
 
     @property
     def _runs(self) -> bool:
@@ -184,6 +204,37 @@ class IntSGD(Codec):
         if unknown and self._runs:
             return Bytes.of_means(4 * sum(layer.numel for layer in layers), world_size)
         return Bytes.of_means(sum(layer.numel * self.settings.bits // 8 + 4 for layer in layers), world_size)
+
+
+class _OnDevice(NamedTuple):
+    """A group's gradients, as one vector, and kernels for all of its layers at once."""
+
+    grads: Batch
+    vector: torch.Tensor
+    layers: LayerTable
+
+    def largest(self) -> torch.Tensor:
+        """Do what `_largest` does."""
+        from gradlab.kernels.blocks import reduced
+
+        found = reduced(self.vector, self.layers.blocks, "largest")
+        assert found is not None
+        return found
+
+    def codes(self, alphas: torch.Tensor, most: int, seed: int | None, dtype: torch.dtype) -> Tensors:
+        """Do what `IntSGD._codes` does."""
+        from gradlab.kernels.layers import rounded, whole
+
+        out = torch.empty_like(self.vector, dtype=dtype)
+        return self.grads.cut(rounded(self.vector, self.layers, whole, out, seed, alphas.float(), float(most)))
+
+    def decoded(self, integers: Sequence[torch.Tensor], factors: torch.Tensor) -> Tensors:
+        """Multiply integers of 8 bits by their layer's factor."""
+        from gradlab.kernels.codes import average
+
+        packed = concatenate(dict(zip(self.grads, integers, strict=True))).view(torch.uint8)
+        form, out = Form("integer", 8, -127.0, 127.0), torch.empty_like(self.vector)
+        return self.grads.cut(average(out, ([factors.float()], [packed]), self.layers.blocks, form, 1.0))
 
 
 def _largest(grads: Tensors) -> torch.Tensor:

@@ -22,6 +22,7 @@ class BlockTable:
     size: elements of all blocks but the last; 0: `starts` says.
     widest: size of the largest chunk.
     count: number of blocks.
+    whole: whether each block is a chunk.
     starts: first elements, and the vector's end, (blocks + 1,), int64.
     chunks: beginnings of runs of at most `CHUNK` elements that lie in one block, and the vector's end, int64.
     of_blocks: first chunk of each block, and the number of chunks, (blocks + 1,), int64.
@@ -31,6 +32,7 @@ class BlockTable:
     size: int
     widest: int
     count: int
+    whole: bool
     starts: torch.Tensor
     chunks: torch.Tensor
     of_blocks: torch.Tensor
@@ -51,12 +53,12 @@ def table_of(size: int, starts: np.ndarray | None, numel: int, device: torch.dev
     chunks = np.append(np.repeat(edges[:-1], counts) + within * CHUNK, numel)
     widest = int(np.diff(chunks).max(initial=1))
     places = (torch.from_numpy(one).to(device) for one in (edges, chunks, firsts))
-    return BlockTable(numel, size, widest, len(edges) - 1, *places)
+    return BlockTable(numel, size, widest, len(edges) - 1, bool((counts == 1).all()), *places)
 
 
 def table_of_elements(vector: torch.Tensor) -> BlockTable:
     """Return the places of blocks of one element each, without a list of them."""
-    return BlockTable(vector.numel(), 1, 1, vector.numel(), *vector.new_empty(3, 0, dtype=torch.int64).unbind())
+    return BlockTable(vector.numel(), 1, 1, vector.numel(), True, *vector.new_empty(3, 0, dtype=torch.int64).unbind())
 
 
 @triton.jit
@@ -260,10 +262,10 @@ def reduced(vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.
     out, chunks = vector.new_empty(n, table.count), len(table.chunks) - 1
     log = (table.widest - 1).bit_length()
     rows, halves = max(1, _TOGETHER >> log), kind == "norm"
-    if halves and chunks != table.count:
+    if halves and not table.whole:
         return None
     constants = {"TERMS": terms, "FINISH": finish, "HALVES": halves, "ROWS": rows, "LOG": log}
-    if chunks == table.count:
+    if table.whole:
         launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, out, chunks, over, **constants, N=n)
     else:
         parts = vector.new_empty(3, chunks, dtype=torch.float64)

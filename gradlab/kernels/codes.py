@@ -27,10 +27,9 @@ def _philox_round(a, b, c, d, k0, k1):
 
 
 @triton.jit
-def sixteen(seed, first, TILE: tl.constexpr):
-    """Return the random numbers in [-2^15, 2^15) of elements first, first + 1, ..., int32 (TILE,), of numpy's Philox
-    4x64-10 with this key. first: a multiple of 16."""
-    a = (first // 16 + 1 + tl.arange(0, TILE // 16)).to(tl.uint64)
+def philox(seed, counters):
+    """Return four words each of numpy's Philox 4x64-10 with this key, whose counters begin at 0."""
+    a = (counters + 1).to(tl.uint64)
     b = a * 0
     c, d = b, b
     k0, k1 = b + seed.to(tl.uint64), b
@@ -38,9 +37,23 @@ def sixteen(seed, first, TILE: tl.constexpr):
         a, b, c, d = _philox_round(a, b, c, d, k0, k1)
         k0 += tl.full(a.shape, 0x9E3779B97F4A7C15, tl.uint64)
         k1 += tl.full(a.shape, 0xBB67AE8584CAA73B, tl.uint64)
-    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE // 4, 1))  # a, b, c, d of each counter in turn
-    lanes = (words >> (16 * tl.arange(0, 4))[None, :].to(tl.uint64)) & 0xFFFF
+    return a, b, c, d
+
+
+@triton.jit
+def lanes_of(words, TILE: tl.constexpr):
+    """Cut words (TILE / 4,) into whole numbers in [-2^15, 2^15), int32 (TILE,)."""
+    lanes = (words[:, None] >> (16 * tl.arange(0, 4))[None, :].to(tl.uint64)) & 0xFFFF
     return ((tl.reshape(lanes, (TILE,)).to(tl.int32)) ^ 0x8000) - 0x8000
+
+
+@triton.jit
+def sixteen(seed, first, TILE: tl.constexpr):
+    """Return the random numbers in [-2^15, 2^15) of elements first, first + 1, ..., int32 (TILE,). first: a multiple of
+    16."""
+    a, b, c, d = philox(seed, first // 16 + tl.arange(0, TILE // 16))
+    # a, b, c, d of each counter in turn
+    return lanes_of(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE // 4,)), TILE)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _WHOLE = tl.constexpr(1.5 * 2.0**23)  # float32 numbers of this size are whole
-_HALF = tl.constexpr(0.5 + 2.0**-17)  # makes a number in [-1/2, 1/2) of 2^16 places one in (0, 1)
+HALF = tl.constexpr(0.5 + 2.0**-17)  # makes a number in [-1/2, 1/2) of 2^16 places one in (0, 1)
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def clamped(x, low, high):
 def integer_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDOM: tl.constexpr):
     """Code of the whole number P to Q nearest to value / number, from 0 where Q is 7; 0 for NaN."""
     x = clamped(place(value, number), P - 1.0, Q + 1.0)
-    x = tl.floor(x + drawn.to(tl.float32) * 2.0**-16 + _HALF) if RANDOM else nearest(x)
+    x = tl.floor(x + drawn.to(tl.float32) * 2.0**-16 + HALF) if RANDOM else nearest(x)
     x = clamped(x, P, Q) + (8.0 if Q == 7.0 else 0.0)
     return tl.where(x == x, x, 0.0).to(tl.int32)
 
@@ -55,7 +55,7 @@ def minifloat_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDO
     if RANDOM:
         exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - P, 128 - bias - P)
         step = (exponent << 23).to(tl.float32, bitcast=True)
-        x = tl.floor(tl.div_rn(x, step) + drawn.to(tl.float32) * 2.0**-16 + _HALF) * step
+        x = tl.floor(tl.div_rn(x, step) + drawn.to(tl.float32) * 2.0**-16 + HALF) * step
     x = clamped(x, -Q, Q)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -125,7 +125,7 @@ def halving_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDOM:
     below = (bits >> 23) + (P - 127)  # how many of the powers are at most |x|
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     share = tl.where(below < 1, tl.abs(x) * 2.0 ** (P - 1), mantissa - 1.0)
-    above = (share > drawn.to(tl.float32) * 2.0**-16 + _HALF).to(tl.int32)
+    above = (share > drawn.to(tl.float32) * 2.0**-16 + HALF).to(tl.int32)
     level = tl.minimum(tl.maximum(below, 0) + above, P)
     return tl.where(x == x, tl.where(x < 0.0, P - level, P + level), P)
 

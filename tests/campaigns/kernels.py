@@ -20,11 +20,11 @@ from gradlab.codec import Context, exchange_group
 from gradlab.codec.abilities import for_layers
 from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
-from support.kernel_cases import CASES, SELECTIONS
+from support.kernel_cases import CASES, SELECTIONS, SUMMED
 
 TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
-    torch.int64: "*i64", torch.bool: "*i1", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int8: "*i8", torch.int64: "*i64", torch.bool: "*i1", torch.bfloat16: "*bf16", torch.float16: "*fp16",
 }  # fmt: skip
 CAPABILITIES = (80, 90)
 SIZES = ((300, 1, 9000, 777), (1,))  # numbers that are 1 are constants of a kernel of their own
@@ -75,6 +75,14 @@ def main() -> int:
     for codec in (*low_rank, wrappers.get("dion")(codecs.make("identity"))):
         [done] = run_lockstep([exchange_group(codec, matrices, {}, Context(0, 1, 0))])
         run_lockstep([exchange_group(codec, matrices, done.value.state, Context(0, 1, 1))])
+    for (name, settings), sizes in product(SUMMED, SIZES):
+        grads = {f"w{at}": torch.randn(size) for at, size in enumerate(sizes)}
+        state = {f"{layer}/energy": torch.tensor(1.0) for layer in grads}
+        steps = [
+            exchange_group(codecs.make(name, **settings), grads, state, Context(rank, 2, 1, "g")) for rank in range(2)
+        ]
+        for result in run_lockstep(steps):
+            dict(result.value.own)
     print(f"triton {triton.__version__}: {len(compiled)} kernels compiled for compute capabilities {CAPABILITIES}")
     return 0
 

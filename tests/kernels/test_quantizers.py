@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradlab import codecs
+from gradlab.codec import Context, exchange_group
+from gradlab.collectives import run_lockstep
 from support.by_kernels import by_kernels, decoded, encoded, equal, layered
-from support.kernel_cases import CASES
+from support.kernel_cases import CASES, SUMMED
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of NaN in the interpreter
@@ -71,3 +74,35 @@ def test_launches_do_not_grow_with_the_number_of_layers(name: str) -> None:
         counts.append(started)
     assert counts[0] == counts[1]
     assert len(counts[0]) == 4 - (name == "natural")  # numbers, codes, mean and what is left
+
+
+@pytest.mark.parametrize(("name", "options"), SUMMED, ids=str)
+@pytest.mark.parametrize("special", [False, True])
+def test_layers_that_an_all_reduce_sums(name: str, options: dict[str, Any], special: bool) -> None:
+    """Layers of any size, an empty one and zeros, too; a second step, of a running scale."""
+    codec, draw = codecs.make(name, **options), torch.Generator().manual_seed(1)
+    sizes = [3, 5000, 0, 8, 301]
+    ranks = [{f"w{at}": torch.randn(size, generator=draw) for at, size in enumerate(sizes)} for _ in range(2)]
+    for rank, mine in enumerate(ranks):
+        mine["w3"].zero_()
+        for place, value in SPECIAL.items() if special else ():
+            mine["w1" if rank else "w4"][place % 301] = value
+
+    def steps(states: list[Any]) -> list[dict[str, torch.Tensor]]:
+        rows = [
+            exchange_group(codec, *one, Context(at, 2, 1, "g"))
+            for at, one in enumerate(zip(ranks, states, strict=True))
+        ]
+        done = [result.value for result in run_lockstep(rows)]
+        return [done[0].mean, dict(done[0].own), dict(done[0].state or {})]
+
+    known = {f"w{at}/energy": torch.tensor(float(at), dtype=torch.float64) for at in range(len(sizes))}
+    states = [known if options.get("scale") == "running" else {}] * 2
+    wanted = steps(states)
+    with by_kernels() as started:
+        found = steps(states)
+    assert started.count("_round") == 2
+    assert started.count("_average") == 3 * (options.get("bits") == 8)  # both ranks' mean, and a rank's own
+    for theirs, ours in zip(found, wanted, strict=True):
+        assert theirs.keys() == ours.keys()
+        assert all(equal(theirs[key], ours[key]) for key in ours)

@@ -34,3 +34,9 @@ SELECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("threshold", {"threshold": 30.0}),
     ("sampled_threshold", {"across_layers": False}),
 ]
+# Codecs whose sums travel.
+SUMMED: list[tuple[str, dict[str, Any]]] = [
+    ("cast", {"dtype": "bfloat16", "stochastic": True}),
+    *(("intsgd", {"bits": 8, "random": at_random}) for at_random in (True, False)),
+    ("intsgd", {"bits": 32, "scale": "running"}),
+]
