@@ -34,6 +34,7 @@ from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.model import require_ddp, without_compile
 from gradlab.ddp.sharded_units import HOW_TO, Unit, refuse_thawed, require_whole_backward, set_hooks, sharded_modules
+from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
 from gradlab.trial import trial
 
@@ -175,7 +176,7 @@ class TraceRecorder(Uncopied):
                 set_hooks(unit.module, partial(self._take, unit))
             refuse_thawed(source.model, source.units)
         else:
-            source.model.register_comm_hook(self, capture_hook)
+            register(source.model, self, capture_hook)
         if trace_ranks(source) == 1:
             what = "rank" if source.topology is None else "node"
             warnings.warn(f"recording one {what} alone: its trace says nothing about other {what}s", stacklevel=2)

@@ -19,8 +19,9 @@ from gradlab.collectives import mean_of_node
 from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts, OldGradient
 from gradlab.ddp.groups import Ranks, part_of
-from gradlab.ddp.model import attached_hook, bare_module, divides_by_inputs, synchronised_layers
+from gradlab.ddp.model import bare_module, synchronised_layers
 from gradlab.ddp.sharded_units import SHARDED, Unit, attached_hooks, averaged_units, shard_group, units_of
+from gradlab.ddp.switch import PlainAverage, attached_hook
 from gradlab.ddp.topology import Topology, find_grid, find_topology, group_along
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
@@ -41,7 +42,7 @@ class BucketSource:
         device = next(model.parameters()).device
         self.ranks = Ranks(model.process_group, device)
         self._averaged, self._layouts = AveragedLayers(model), BucketLayouts(model, rearrange=False)
-        self._divisor = self.ranks.size
+        self.average = PlainAverage(model)
         self._unread = ""  # why steps are lost, if DDP hands over what cannot be recorded
         self.topology: Topology | None = None
         if within is not None:
@@ -87,13 +88,6 @@ class BucketSource:
     def thawed(self, closing: bool = False) -> list[Layer]:
         """List the layers that ranks average, trained now and frozen at the start; see `AveragedLayers.look`."""
         return self._averaged.thawed() if closing or self._averaged.looks else []
-
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket as DDP without a hook does; a future of its buffer."""
-        if bucket.index() == 0:
-            by_inputs = divides_by_inputs(self.model)
-            self._divisor = ranks_with_input(self.ranks.group, self.model.device) if by_inputs else self.ranks.size
-        return average_as_ddp(self.ranks.group, bucket, self._divisor)
 
     def metadata(self) -> dict[str, Any]:
         """The manifest's entries on the way of training."""
@@ -208,33 +202,6 @@ def trace_ranks(source: Source) -> int:
 def model_of(source: Source) -> nn.Module:
     """The user's own module."""
     return bare_module(source.model)
-
-
-def average_as_ddp(
-    group: dist.ProcessGroup, bucket: dist.GradBucket, divisor: int
-) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over the group, divided by N, bit for bit as DDP without a hook does; a future of its buffer.
-
-    Plain DDP multiplies every gradient by 1/N while it copies it into the bucket, then sums the bucket's whole buffer
-    over the ranks. N is the number of ranks, or under join(divide_by_initial_world_size=False) of those that have input
-    left. A hook finds the bucket unscaled. (PyTorch's own allreduce_hook divides by N instead, which differs in the
-    last bit where N is not a power of two.) One case cannot be told apart from inside a hook: with
-    gradient_as_bucket_view=True and gradients that are zeroed rather than dropped, plain DDP divides too.
-    """
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
-        buffer.div_(divisor)
-    else:
-        buffer.mul_(1.0 / divisor)
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def ranks_with_input(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Count ranks with input left under `join`: others run the hook outside of a backward pass. A collective."""
-    flag = torch.tensor([float(torch._C._current_graph_task_id() != -1)], device=device)
-    dist.all_reduce(flag, group=group)
-    return int(flag.item())
 
 
 def _nodes(topology: Topology | None) -> dict[str, Any]:

@@ -2,21 +2,18 @@
 
 import importlib
 import os
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.copies import Detached
 from gradlab.ddp.model import require_ddp
+from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
-from gradlab.runtime.checks import check_ddp
 from gradlab.runtime.state import CompressionState
 
 
@@ -36,42 +33,6 @@ def compression_hook(state: CompressionState, bucket: dist.GradBucket) -> torch.
     if not isinstance(state, (CompressionState, Detached)):
         raise GradlabError(f"compression_hook needs a CompressionState, it was registered with {type(state).__name__}")
     return state.submit(bucket)
-
-
-# No `from __future__ import annotations`: DDP compares a hook's annotations with the classes, not with their names.
-
-
-class Switch:
-    """A model's hook: a state's plan, or without one plain averages, as DDP makes them."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self.state: CompressionState | None = None
-        self.group = model.process_group
-
-
-_SWITCHES: weakref.WeakKeyDictionary[DistributedDataParallel, Switch] = weakref.WeakKeyDictionary()
-
-
-def switched_hook(switch: Switch, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket as the switch stands."""
-    return allreduce_hook(switch.group, bucket) if switch.state is None else switch.state.submit(bucket)
-
-
-def switch_of(model: DistributedDataParallel) -> Switch | None:
-    """Return the switch that a model's hook has, if a pilot gave it one."""
-    return _SWITCHES.get(model)
-
-
-def switched(model: DistributedDataParallel) -> Switch:
-    """Give a model a hook with a switch, unless it has one; refuse a model that is compressed."""
-    if (switch := switch_of(model)) is None:
-        check_ddp(model, None, None)
-        switch = Switch(model)
-        model.register_comm_hook(switch, switched_hook)
-        _SWITCHES[model] = switch
-    if switch.state is not None:
-        raise GradlabError("the DDP model is compressed already: let a pilot try plans before that")
-    return switch
 
 
 def compress(
@@ -162,12 +123,6 @@ def _with_callback(
 def attach(ddp_model: nn.Module, plan: Plan | str | os.PathLike[str], **options: Any) -> CompressionState:
     """Do as `compress` does for a model in DDP."""
     model = require_ddp(ddp_model, "compress")
-    switch = switch_of(model)
-    if switch is not None and switch.state is not None:
-        raise GradlabError("the DDP model is compressed already: attach once")
     state = CompressionState(plan, model, **options)
-    if switch is None:
-        model.register_comm_hook(state, compression_hook)
-    else:
-        switch.state = state
+    register(model, state, compression_hook)
     return state

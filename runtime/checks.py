@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import codecs
 from gradlab.ddp.groups import Ranks
-from gradlab.ddp.model import SWITCHED, attached_hook, refuse_complex, sparse_layers
+from gradlab.ddp.model import refuse_complex, sparse_layers
 from gradlab.ddp.optimizers import HeldLayers
+from gradlab.ddp.switch import attached_hook
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import RULES
@@ -99,7 +100,7 @@ def check_ddp(model: DistributedDataParallel, process_group: dist.ProcessGroup |
             f"{', '.join(sparse)}: an embedding with sparse=True, and only dense gradients can be compressed; make it "
             "with sparse=False, before it is put into DDP"
         )
-    if (hook := attached_hook(model)) and hook != SWITCHED:
+    if hook := attached_hook(model):
         raise GradlabError(
             f"the DDP model has the communication hook {hook} already, and DDP takes one only: attach once, and "
             "after a run that ended or failed make a new DDP model (with a framework, a new Trainer)"

@@ -18,7 +18,8 @@ from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts
 from gradlab.ddp.copies import Hook, take_away
 from gradlab.ddp.groups import group_like
-from gradlab.ddp.model import attached_hook, require_ddp, synchronised_layers
+from gradlab.ddp.model import require_ddp, synchronised_layers
+from gradlab.ddp.switch import attached_hook
 from gradlab.ddp.topology import NODE, find_topology
 from gradlab.errors import GradlabError
 from gradlab.executor.rules import Finding, finding

@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 
-SWITCHED = "switched_hook"  # the hook that a pilot leaves, which takes another state
-
 
 def synchronised_layers(model: DistributedDataParallel) -> list[tuple[Layer, nn.Parameter]]:
     """List the trainable layers that DDP averages, with their parameters, in registration order. DDP may be set to skip
@@ -44,12 +42,6 @@ def refuse_complex(pairs: Iterable[tuple[Layer, torch.Tensor]]) -> None:
 def divides_by_inputs(model: DistributedDataParallel) -> bool:
     """Return whether DDP divides by the ranks that have input left: `join(divide_by_initial_world_size=False)`."""
     return model._join_config.enable and not model._divide_by_initial_world_size
-
-
-def attached_hook(model: DistributedDataParallel) -> str | None:
-    """Return the name of the communication hook that a model has, or None. DDP takes one, and never gives it back."""
-    # DDP's logger knows of built-in ones too; a copy keeps the original's list of hooks, and its reducer has none.
-    return model._get_ddp_logging_data().get("comm_hook") or None
 
 
 _COMPILED = "_orig_mod"  # where torch.compile keeps the module that it wraps

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
+from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.runtime import checkpoint
@@ -36,8 +37,8 @@ class LocalSteps:
         self._model, self._optimizers = model, all_optimizers(optimizer)
         self.outer = OuterStep(plan, model.module, group=model.process_group, within=within, **options)
         try:
-            model.register_comm_hook(_Inside(self.outer.workers.inside), _average_within)
-        except RuntimeError as error:  # DDP takes one hook only
+            register(model, _Inside(self.outer.workers.inside), _average_within)
+        except (RuntimeError, GradlabError) as error:  # DDP takes one hook only
             self.outer.close()
             raise GradlabError(
                 "local steps: the model has a communication hook already, and DDP takes one only; after a run that "

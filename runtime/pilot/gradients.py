@@ -20,11 +20,13 @@ from gradlab.ddp.sharded_units import (
     shard_group,
     units_of,
 )
+from gradlab.ddp.switch import switched
 from gradlab.ddp.topology import NODE, find_grid, find_topology
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Plan
-from gradlab.runtime.attach import switched
+from gradlab.runtime.attach import compression_hook
+from gradlab.runtime.checks import check_ddp
 from gradlab.runtime.fsdp.state import column_of, compress_fsdp
 from gradlab.runtime.outer.step import OuterStep
 from gradlab.runtime.state import CompressionState
@@ -71,6 +73,7 @@ class DDPGradients(Gradients):
 
     def begin(self) -> None:
         """Look at the ranks, and take over the exchange, which stays what it was. A collective."""
+        check_ddp(self.model, None, None)
         self._switch = switched(self.model)
         group = self.model.process_group
         self.ranks = Ranks(group, self._device)
@@ -84,10 +87,11 @@ class DDPGradients(Gradients):
             yield
             return
         try:
-            with CompressionState(plan, self.model, **{**options, **self._options}) as self._switch.state:
+            with CompressionState(plan, self.model, **{**options, **self._options}) as state:
+                self._switch.given = state, compression_hook
                 yield
         finally:
-            self._switch.state = None
+            self._switch.given = None
 
 
 class FSDPGradients(Gradients):

@@ -1145,9 +1145,9 @@ MUTANTS: tuple[Mutant, ...] = (
         select="come_in_training",
     ),
     Mutant(
-        file="capture/sources.py",
-        old="return average_as_ddp(self.ranks.group, bucket, self._divisor)",
-        new="return average_as_ddp(self.ranks.group, bucket, self.ranks.size)",
+        file="gradlab/ddp/switch.py",
+        old="self._divisor = ranks_with_input(self._group, model.device) if by_inputs else self._group.size()",
+        new="self._divisor = self._group.size()",
         tests=("tests/runtime/test_reducer.py",),
         what="A recorder divides by all ranks where DDP divides by those with input.",
         select="with_input",
