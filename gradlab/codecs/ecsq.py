@@ -141,7 +141,6 @@ class ECSQ(Compressor):
         super().__init__(settings, learned)
         self._sizes: tuple[int, ...] = ()
         self._known: LevelTables | None = None
-        self._fitted: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # frequencies and centroids of layers
 
     @cached_property
     def traits(self) -> Traits:
@@ -165,11 +164,15 @@ class ECSQ(Compressor):
         vector, codec = grads.vector, self.for_layers(grads.table)
         codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
-        unit = _mean_magnitude(vector)  # the unit of steps from one iteration to the next
         # A rank whose gradients were all zero keeps 0: which keys a state has is the same on all ranks.
         last = state.get(key, torch.zeros((), dtype=torch.float64))
-        before = float(last) * unit
-        message, quantized = codec.quantized(vector, before)
+        message: torch.Tensor
+        quantized: Contribution | _ByKernels
+        if sent := codec._sent_by_kernels(vector, float(last)):
+            message, quantized, unit = sent
+        else:
+            unit = _mean_magnitude(vector)  # the unit of steps from one iteration to the next
+            message, quantized = codec.quantized(vector, float(last) * unit)
         (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
         if isinstance(quantized, _ByKernels):
             after = codec._next(quantized.step, 0.0, len(message), vector.numel())
@@ -178,7 +181,7 @@ class ECSQ(Compressor):
 
         def mean() -> tuple[Tensors, Tensors]:
             total, seen = context.memory.for_mean(vector, grads).zero_(), nothing_known(len(grads))
-            by_kernels = codec._added_by_kernels(total, answers, 1.0 / context.world_size)
+            by_kernels = codec._added_by_kernels(total, answers, 1.0 / context.world_size, seen)
             for rank, message in enumerate(() if by_kernels else answers):
                 with sent_by(rank):
                     sent = codec._decoded((message,), total, codec._sizes, seen)
@@ -210,8 +213,7 @@ class ECSQ(Compressor):
     def _tables_of(self, names: Sequence[str], state: Tensors) -> LevelTables | None:
         """Return what is known of layers; None if messages carry it."""
         if self.settings.tables == "fitted":
-            frequencies, centroids = zip(*map(self._fitted_of, names), strict=True)
-            return LevelTables(frequencies, np.stack(centroids))
+            return self.cached(("fitted", *names), lambda: self._fitted_tables(names))
         if self.settings.tables == "running":
             frequencies = [
                 state[key].cpu().numpy().astype(np.int64) if (key := f"{name}/tables") in state else nothing
@@ -220,12 +222,13 @@ class ECSQ(Compressor):
             return running(frequencies)
         return None
 
-    def _fitted_of(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return a layer's fitted frequencies and centroids, on the host: they are read in every iteration."""
-        if name not in self._fitted:
-            frequencies, centroids = (self.learned[f"{name}/{what}"].cpu() for what in ("tables", "centroids"))
-            self._fitted[name] = frequencies.numpy(), centroids.numpy().astype(np.int64)
-        return self._fitted[name]
+    def _fitted_tables(self, names: Sequence[str]) -> LevelTables:
+        """Bring fitted tables to the host, where they are read in every iteration."""
+        frequencies, centroids = (
+            [self.learned[f"{name}/{what}"].cpu().numpy().astype(np.int64) for name in names]
+            for what in ("tables", "centroids")
+        )
+        return LevelTables(frequencies, np.stack(centroids))
 
     def _tables_after(self, names: Sequence[str], seen: Sequence[np.ndarray]) -> Tensors:
         """Return the tables after an iteration, for the state. seen: frequencies of all ranks' messages."""
@@ -304,12 +307,10 @@ class ECSQ(Compressor):
         """Return the message, (bytes,), uint8, under the step that is set, or the one found on this vector."""
         return (self.quantized(vector, None)[0],)
 
-    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution | _ByKernels]:
+    def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
         """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
         misses the target by far. A step of None: as set, or searched."""
         before = self.settings.step or step
-        if before and (sent := self._sent_by_kernels(vector, _float32(before))):
-            return sent
         quantized = self._quantized(vector, before or self._found_step(vector, self._target(vector.numel())))
         if quantized is None:
             return self._message_of(vector, None), Contribution(None, None)
@@ -322,52 +323,59 @@ class ECSQ(Compressor):
                 quantized, message = again, self._encoded(again, vector.numel())
         return _message(vector, message), quantized.contribution
 
-    # --- on a GPU: fitted tables lie there, and few numbers go to the host ---
+    # --- on a GPU: known tables lie there, and few numbers go to the host ---
 
     def _on_device(self, vector: torch.Tensor) -> Any:
         """Return what kernels know of the layers, on the vector's device; None where they do not take it."""
-        by_error = self.settings.error is not None  # of which sums follow from values on the host
-        if self.settings.tables != "fitted" or by_error or not (len(vector) and kernels.usable(vector)):
+        by_error, known = self.settings.error is not None, self._known  # by values on the host
+        if known is None or by_error or not (len(vector) and kernels.usable(vector)):
             return None
-        known = self._known
-        assert known is not None
-        made = functools.partial(_levels().table_for, self._sizes, known.frequencies, known.centroids, vector.device)
-        return self.cached(("on device", vector.device, self._sizes, known.digest), made)
+        held: dict[bytes, Any] = self.cached(("on device", vector.device, self._sizes), dict)
+        if known.content not in held:
+            before = held.popitem()[1] if held else None
+            held[known.content] = _levels().table_for(self._sizes, known, vector.device, _HEADER.size, before)
+        return held[known.content]
 
-    def _sent_by_kernels(self, vector: torch.Tensor, step: float) -> tuple[torch.Tensor, _ByKernels] | None:
-        """Do what `quantized` does under a step; None if a part needs its own table or the step has to be another."""
-        if (table := self._on_device(vector)) is None or not 0 < step < math.inf:
+    def _sent_by_kernels(self, vector: torch.Tensor, last: float) -> tuple[torch.Tensor, _ByKernels, float] | None:
+        """Do what `quantized` does under a step of so many mean magnitudes, or as it is set; return the mean magnitude,
+        too. None if a part needs its own table or the step has to be another. The host waits once."""
+        if not (self.settings.step or last) or (table := self._on_device(vector)) is None:
             return None
-        if not float(vector.abs().max()) / LARGEST <= step:  # NaN is not
-            return None
-        target = self._target(vector.numel())
-        capacity = len(vector) // 8 + round(target.bits * len(vector) / 4) + 1024
+        numel, target, magnitudes = len(vector), self._target(len(vector)), vector.abs()
+        unit = magnitudes.sum(dtype=torch.float32).double() / numel
+        step = (unit * last if self.settings.step is None else torch.full_like(unit, self.settings.step)).float()
+        capacity = _HEADER.size + numel // 8 + round(target.bits * numel / 4) + 1024
         body, ends = _levels().encode(vector, step, table, capacity)
-        *nbytes, blocks, misfits = ends.tolist()
-        whole = table.nbytes + sum(nbytes) + 2 * blocks
-        message = torch.cat([_message(vector, _HEADER.pack(step, *self._told(), 0.0)), body[:whole]])
-        beyond = self._beyond(0.0, len(message), vector.numel(), target)
-        off = abs(beyond) > self._tolerance and self._misses(len(message), vector.numel(), target)
-        return None if misfits or off or whole > capacity else (message, _ByKernels(message, step, table))
+        seen = torch.stack([*ends.double().unbind(), magnitudes.max().double(), unit, step.double()])
+        codes, rests, blocks, misfits, largest, mean, used = seen.tolist()
+        whole = table.nbytes + int(codes + rests + 2 * blocks)
+        beyond = self._beyond(0.0, whole, numel, target)
+        off = abs(beyond) > self._tolerance and self._misses(whole, numel, target)
+        sound = 0 < used < math.inf and mean < math.inf and largest / LARGEST <= used  # NaN is not
+        if misfits or off or whole > capacity or not sound:
+            return None
+        return body[:whole], _ByKernels(body[:whole], used, table), mean
 
     def _told(self) -> tuple[int, ...]:
         """Return three bytes of the header: which tables a message is written under."""
         assert self._known is not None
         return _CENTROIDS.unpack(self._known.digest)
 
-    def _added_by_kernels(self, total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float) -> bool:
-        """Add scale times what messages stand for to a vector of zeros; False, and zeros, if one cannot be decoded."""
+    def _added_by_kernels(
+        self, total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float, seen: Sequence[np.ndarray]
+    ) -> bool:
+        """Add scale times what messages stand for to a vector of zeros, and their frequencies to `seen`, by layer;
+        False, and zeros, if one cannot be decoded. The host waits once."""
         table = self._on_device(total)
         if table is None or min(map(len, messages)) < _HEADER.size:
             return False
-        heads = torch.stack([message[: _HEADER.size] for message in messages]).cpu().numpy()
-        headers = [_HEADER.unpack(head.tobytes()) for head in heads]
-        if any(not 0 <= step < math.inf or tuple(told) != self._told() for step, *told, _ in headers):
-            return False
-        sent = [_ByKernels(message, step, table) for message, (step, *_) in zip(messages, headers, strict=True)]
-        if wrong := bool(torch.cat([one.flags_of(total, scale) for one in sent]).any()):
+        wrong, *counts = np.split(_levels().add_decoded(total, messages, scale, table).cpu().numpy(), [1])
+        if wrong.any():
             total.zero_()
-        return not wrong
+        else:
+            for of_layer, one in zip(seen, counts[0].reshape(-1, *FREQUENCIES), strict=True):
+                of_layer += one
+        return not wrong.any()
 
     def compress_parts(
         self, vector: torch.Tensor, parts: Sequence[tuple[ECSQ, tuple[int, int]]], last: float
@@ -617,12 +625,9 @@ class _ByKernels(NamedTuple):
     step: float
     table: Any
 
-    def flags_of(self, total: torch.Tensor, scale: float) -> torch.Tensor:
-        return _levels().add_decoded(total, self.message[_HEADER.size :], self.step, scale, self.table)
-
     def added_to(self, total: torch.Tensor, scale: float) -> torch.Tensor:
         """Do what `Contribution` does."""
-        self.flags_of(total, scale)
+        _levels().add_decoded(total, [self.message], scale, self.table)
         return total
 
 

@@ -96,16 +96,16 @@ def _widths(weights: list[int]) -> list[int]:
 
 def _codes(widths: list[int]) -> list[int]:
     """Return the code of each symbol (RFC 1951, section 3.2.2), its first bit lowest."""
-    codes, code, last, reversed_bits = [0] * len(widths), 0, 0, _reversed_bits()
+    codes, code, last, backwards = [0] * len(widths), 0, 0, reversed_bits()
     for width, symbol in sorted(zip(widths, range(len(widths)), strict=True)):
         code <<= width - last
-        codes[symbol] = reversed_bits[code] >> LONGEST - width
+        codes[symbol] = backwards[code] >> LONGEST - width
         code, last = code + 1, width
     return codes
 
 
 @functools.cache
-def _reversed_bits() -> list[int]:
+def reversed_bits() -> list[int]:
     """Return all numbers of `LONGEST` bits with their bits in the other order."""
     numbers = np.arange(2**LONGEST)
     return np.bitwise_or.reduce([(numbers >> bit & 1) << LONGEST - 1 - bit for bit in range(LONGEST)]).tolist()
@@ -120,6 +120,6 @@ def _beginning(widths: list[int]) -> tuple[int, int]:
     for number, width in (*fields, *of_widths):
         written |= number << bits
         bits += width
-    halves = bytes(_reversed_bits()[width] >> LONGEST - 4 for width in (*widths, 1, 1, 0))
+    halves = bytes(reversed_bits()[width] >> LONGEST - 4 for width in (*widths, 1, 1, 0))
     bytewise = bytes(low | high << 4 for low, high in zip(halves[0::2], halves[1::2], strict=True))
     return written | int.from_bytes(bytewise, "little") << bits, bits + 4 * (len(widths) + 2)

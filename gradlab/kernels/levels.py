@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from gradlab.coding import levels as form
-from gradlab.coding.huffman import LONGEST, SYMBOLS, code_of
-from gradlab.coding.level_tables import DEAD_ZONE, UNIT
+from gradlab.coding.huffman import LONGEST, SYMBOLS, code_of, reversed_bits
+from gradlab.coding.level_tables import DEAD_ZONE, UNIT, LevelTables
 from gradlab.kernels import launch
 
 _SLOT = form.CODES
@@ -34,15 +34,17 @@ class LevelTable:
     edges: beginnings of P parts, and the end, (P + 1,), int64.
     slots: slots before each part, and all, (P + 1,), int64.
     part_of: the part of each slot, (B,), int64.
-    places: bits before each part in the table of a message, and all, (P + 1,), int64.
+    places: bits before each part's row in a message, and before what follows its table, (P + 1,), int64.
     count_bits: bits of a part's count there, (P,), int64.
     layer_of: the layer of each part, (P,), int64.
-    widths, codes: the code of each layer, kind and symbol, (layers, 3, 256), int32.
-    excess: bits of these codes over the entropy, (layers, 3), float64.
-    known: symbols and widths by the next 15 bits of a stream, (layers, 3, 2^15), int16.
-    centroids: distance of a class's values from their level, in steps, (layers, 7), float32.
+    widths, codes: the code of each layer, kind and symbol, (layers * 3 * 256,), int32.
+    excess: bits of these codes over the entropy, (layers * 3,), float64.
+    known: symbols and widths by the next 15 bits of a stream, (layers * 3, 2^15), int16.
+    digest: three bytes that a message's header has after its step.
+    centroids: distance of a class's values from their level, in steps, (layers * 7,), float32.
     classes, least, in_gap, in_more: tables of `gradlab.coding.levels` by number, low bits and symbol, int32.
-    nbytes: bytes of the table of a message.
+    reversed: numbers of 15 bits with their bits in the other order, (2^15,), int64.
+    nbytes: bytes of a message's header and table.
     """
 
     edges: torch.Tensor
@@ -60,6 +62,8 @@ class LevelTable:
     least: torch.Tensor
     in_gap: torch.Tensor
     in_more: torch.Tensor
+    reversed: torch.Tensor
+    digest: int
     nbytes: int
 
     @property
@@ -115,12 +119,12 @@ def _rest_widths(symbol, kind, low, in_gap, in_more):
 
 
 @triton.jit
-def _count(x, edges, slots, part_of, sums, lasts, stride, step, least, ZONE: tl.constexpr, LARGEST: tl.constexpr,
+def _count(x, edges, slots, part_of, sums, lasts, stride, steps, ZONE: tl.constexpr, LARGEST: tl.constexpr,
            SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64)
     p = tl.load(part_of + slot)
     i = tl.load(edges + p) + (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
-    level, _ = _level(x, i, i < tl.load(edges + p + 1), step, least, ZONE, LARGEST)
+    level, _ = _level(x, i, i < tl.load(edges + p + 1), tl.load(steps), tl.load(steps + 1), ZONE, LARGEST)
     tl.store(sums + slot + 1, tl.sum((level > 0).to(tl.int64)))
     tl.store(sums + stride + slot + 1, tl.sum((level > 7).to(tl.int64)))
     tl.store(lasts + slot + 1, tl.max(tl.where(level > 0, i + 1, 0)))  # 0: none
@@ -137,13 +141,18 @@ def _number(level, negative, middle, escape):
 
 
 @triton.jit
+def _add_counts(seen, symbol, there):
+    byte, outside = tl.arange(0, 256), tl.sum((there == 0).to(tl.int32))
+    counts = tl.histogram(tl.where(there, symbol, 0), 256) - tl.where(byte == 0, outside, 0)
+    tl.atomic_add(seen + byte, counts.to(tl.int64), mask=counts > 0)
+
+
+@triton.jit
 def _keep(symbols, fields, seen, at, symbol, field, there):
     """Store symbols and what they leave open, and count the symbols of a part."""
-    symbol, byte = tl.where(there, symbol, 0), tl.arange(0, 256)
     tl.store(symbols + at, symbol.to(tl.uint8), mask=there)
     tl.store(fields + at, field, mask=there)
-    outside = tl.sum((there == 0).to(tl.int32))
-    tl.atomic_add(seen + byte, (tl.histogram(symbol, 256) - tl.where(byte == 0, outside, 0)).to(tl.int64))
+    _add_counts(seen, symbol, there)
 
 
 @triton.jit
@@ -190,9 +199,10 @@ def _keep_numbers(x, symbols, fields, seen, start, end, step, least, ZONE: tl.co
 
 
 @triton.jit
-def _symbols(x, edges, slots, part_of, run, before, symbols, fields, seen, classes, least_gap, in_gap, stride, step,
-             least, ZONE: tl.constexpr, LARGEST: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
+def _symbols(x, edges, slots, part_of, run, before, symbols, fields, seen, classes, least_gap, in_gap, stride, steps,
+             ZONE: tl.constexpr, LARGEST: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
+    step, least = tl.load(steps), tl.load(steps + 1)
     p = tl.load(part_of + slot)
     kind, low, _, _ = _part(p, edges, slots, run, stride)
     begin, end, first = tl.load(edges + p), tl.load(edges + p + 1), tl.load(slots + p)
@@ -257,7 +267,7 @@ def _put(words, at, field, inside, most):
 
 @triton.jit
 def _pack(edges, slots, part_of, layer_of, places, count_bits, run, bits, told, symbols, fields, widths, codes, in_gap,
-          in_more, words, most, nbytes, stride, parts, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+          in_more, words, steps, digest, most, nbytes, stride, parts, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64)
     p = tl.load(part_of + slot)
     kind, low, count, numbers = _part(p, edges, slots, run, stride)
@@ -276,6 +286,8 @@ def _pack(edges, slots, part_of, layer_of, places, count_bits, run, bits, told, 
     rest = tl.where(inside, _rest_widths(symbol, kind, low, in_gap, in_more), 0)
     field = tl.load(fields + at, mask=inside, other=0)
     _put(words, rest_at + tl.cumsum(rest, 0) - rest, field, inside & (rest > 0), most)
+    head = (tl.load(steps).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (slot * 0 + digest) << 32
+    _put(words, slot, head, slot == 0, most)
     one = tl.arange(0, 2)  # the table's row of the part, in its first slot, and the bits of this one's codes
     bits_here = tl.load(bits + slot + 1) - tl.load(bits + slot)
     of_rest = tl.load(told + step + p + 1) - tl.load(told + step + p)
@@ -297,9 +309,21 @@ def _get(message, at, inside, total):
 
 
 @triton.jit
-def _read_parts(message, edges, slots, places, count_bits, told, part, flags, total, nbytes, parts, SLOT: tl.constexpr,
-                PER: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+def _head(message, total):
+    """Return a message's step, and its digest with what follows."""
+    place = tl.full((1,), 0, tl.int64)
+    head = tl.sum(_get(message, place, place == 0, total))
+    last = tl.sum(_get(message, place + 32, place == 0, total))
+    return head.to(tl.int32).to(tl.float32, bitcast=True), last & 0xFFFFFFFFFFFFFF
+
+
+@triton.jit
+def _read_parts(message, edges, slots, places, count_bits, told, part, flags, digest, total, nbytes, parts,
+                SLOT: tl.constexpr, PER: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     p = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
+    step, told_digest = _head(message, total)
+    fits = (step >= 0) & (step < float("inf")) & (told_digest == digest)
+    tl.atomic_or(flags, tl.where(fits, 0, 1).to(tl.int64))
     inside = p < parts
     size = tl.load(edges + p + 1, mask=inside, other=0) - tl.load(edges + p, mask=inside, other=0)
     place, bits = tl.load(places + p, mask=inside, other=0), tl.load(count_bits + p, mask=inside, other=0)
@@ -371,10 +395,11 @@ def _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, par
 
 
 @triton.jit
-def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, SLOT: tl.constexpr):
+def _rest_bits(edges, slots, part_of, layer_of, part, symbols, in_gap, in_more, sums, seen, parts, SLOT: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
-    _, _, _, _, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
+    p, _, symbol, inside, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
     tl.store(sums + slot + 1, tl.sum(width))
+    _add_counts(seen + (tl.load(layer_of + p) * 3 + tl.load(part + p)) * 256, symbol, inside)
 
 
 @triton.jit
@@ -439,12 +464,13 @@ def _gap_sums(message, edges, slots, part_of, told, part, codes, rest, symbols, 
 
 @triton.jit
 def _add(message, out, edges, slots, part_of, layer_of, told, part, codes, rest, gaps, symbols, least_gap, in_gap,
-         in_more, centroids, numbers, flags, step, scale, total, nbytes, parts, LARGEST: tl.constexpr,
+         in_more, centroids, numbers, flags, scale, total, nbytes, parts, LARGEST: tl.constexpr,
          SLOT: tl.constexpr):  # fmt: skip
     slot, p, k, symbol, inside, width, at = _places(
         message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts, SLOT
     )
     kind, low = tl.load(part + p), tl.load(part + parts + p)
+    step, _ = _head(message, total)
     begin, end = tl.load(edges + p), tl.load(edges + p + 1)
     centroids += tl.load(layer_of + p) * 7
     if kind == 0:
@@ -479,44 +505,72 @@ def _check(slots, told, part, codes, rest, numbers, flags, total, nbytes, parts,
     tl.atomic_or(flags, ((wrong | (end != total)).to(tl.int64)) * 4)
 
 
+def _moved(array: Any, device: torch.device, dtype: Any = np.int32) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+
+
+def _coded(told: LevelTables, device: torch.device, reverse: torch.Tensor) -> dict[str, Any]:
+    """Bring codes and centroids to a device, by one copy: fields of a table."""
+    tables = [code_of(kind) for layer in told.frequencies for kind in layer]
+    widths = np.stack([table.widths for table in tables]).astype(np.int64)
+    last = 2**LONGEST - (1 << LONGEST - widths).sum(1, keepdims=True)  # what is left is the end's
+    widths = np.append(widths, LONGEST - np.frexp(last)[1] + 1, 1)
+    order = np.argsort(widths, axis=1, kind="stable")
+    by_width = np.take_along_axis(widths, order, 1)
+    upwards = told.centroids * UNIT
+    offsets = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1).astype(np.float32)
+    arrays: list[Any] = [
+        np.array([table.excess for table in tables]).view(np.int32),
+        offsets.view(np.int32),
+        widths[:, :SYMBOLS],
+        np.stack([table.codes for table in tables]),
+        np.where(order < SYMBOLS, order | by_width << 8, 0),
+        1 << LONGEST - by_width,
+    ]
+    whole = _moved(np.concatenate([array.reshape(-1).astype(np.int32) for array in arrays]), device)
+    excess, centroids, *of_codes, values, repeats = whole.split([array.size for array in arrays])
+    known = values.short().repeat_interleave(repeats, output_size=len(tables) << LONGEST).view(len(tables), -1)
+    return {
+        "widths": of_codes[0],
+        "codes": of_codes[1],
+        "excess": excess.view(torch.float64),
+        "known": known.index_select(1, reverse),
+        "centroids": centroids.view(torch.float32),
+        "digest": int.from_bytes(told.digest, "little"),
+    }
+
+
 def table_for(
-    sizes: Sequence[int], frequencies: Sequence[np.ndarray], centroids: np.ndarray, device: torch.device
+    sizes: Sequence[int], told: LevelTables, device: torch.device, head: int, before: LevelTable | None = None
 ) -> LevelTable:
-    """Bring to a device what is known of layers of these sizes: see `gradlab.coding.level_tables.LevelTables`."""
+    """Bring to a device what is known of layers of these sizes.
+
+    head: bytes of a message's header.
+    before: a table of the same layers there, with which this one shares what does not follow from `told`.
+    """
+    reverse = _moved(reversed_bits(), device, np.int64) if before is None else before.reversed
+    coded = _coded(told, device, reverse)
+    if before is not None:
+        return replace(before, **coded)
     edges, owners = form.edges_of(sizes)
     numels = np.diff(edges)
     of_count, of_rest = form.in_table(numels)
-    places = form.ends_of(2 + of_count + of_rest)
+    places = 8 * head + form.ends_of(2 + of_count + of_rest)
     slots = form.ends_of(-(-numels // _SLOT))
-    tables = [code_of(kind) for layer in frequencies for kind in layer]
-    known = np.zeros((len(tables), 2**LONGEST), np.int16)
-    for row, table in zip(known, tables, strict=True):
-        for symbol, (width, code) in enumerate(zip(table.widths.tolist(), table.codes.tolist(), strict=True)):
-            row[code :: 1 << width] = symbol | width << 8
-    upwards = centroids * UNIT
-    offsets = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1)
-    part_of = np.repeat(np.arange(len(numels)), np.diff(slots))
-
-    def moved(array: Any, dtype: Any = np.int32) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
-
     return LevelTable(
-        edges=moved(edges, np.int64),
-        slots=moved(slots, np.int64),
-        part_of=moved(part_of, np.int64),
-        places=moved(places, np.int64),
-        count_bits=moved(of_count, np.int64),
-        layer_of=moved(owners, np.int64),
-        widths=moved([table.widths for table in tables]),
-        codes=moved([table.codes for table in tables]),
-        excess=moved([table.excess for table in tables], np.float64),
-        known=moved(known, np.int16),
-        centroids=moved(offsets, np.float32),
-        classes=moved(form.CLASS),
-        least=moved(form.LEAST_GAP),
-        in_gap=moved(form.IN_GAP),
-        in_more=moved(form.IN_MORE),
+        edges=_moved(edges, device, np.int64),
+        slots=_moved(slots, device, np.int64),
+        part_of=_moved(np.repeat(np.arange(len(numels)), np.diff(slots)), device, np.int64),
+        places=_moved(places, device, np.int64),
+        count_bits=_moved(of_count, device, np.int64),
+        layer_of=_moved(owners, device, np.int64),
+        classes=_moved(form.CLASS, device),
+        least=_moved(form.LEAST_GAP, device),
+        in_gap=_moved(form.IN_GAP, device),
+        in_more=_moved(form.IN_MORE, device),
+        reversed=reverse,
         nbytes=-(-int(places[-1]) // 8),
+        **coded,
     )
 
 
@@ -527,8 +581,10 @@ def _zeros(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]
     return [one.view(shape) for one, shape in zip(whole.split(sizes), shapes, strict=True)]
 
 
-def encode(vector: torch.Tensor, step: float, table: LevelTable, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode the levels of a vector (numel,), float32, under a step.
+def encode(
+    vector: torch.Tensor, step: torch.Tensor, table: LevelTable, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode the levels of a vector (numel,), float32, under a step (), float32.
 
     capacity: bytes that the message may take.
 
@@ -538,20 +594,18 @@ def encode(vector: torch.Tensor, step: float, table: LevelTable, capacity: int) 
         if one does not fit, or if it takes more bytes.
     """
     device, count, parts = vector.device, len(table.part_of), table.parts
-    least = float(torch.as_tensor(DEAD_ZONE * step, dtype=torch.float32))
+    steps = torch.stack([step, (step.double() * DEAD_ZONE).float()])
     levels = {"ZONE": DEAD_ZONE, "LARGEST": form.LARGEST, "SLOT": _SLOT}
     sums, sums_of_bits, lasts, told, seen = _zeros(
         device, (2, count + 1), (2, count + 1), (count + 1,), (4, parts + 1), (parts, SYMBOLS)
     )
     where = (table.edges, table.slots, table.part_of)
-    launch(_count, count, vector, *where, sums, lasts, count + 1, step, least, **levels)
+    launch(_count, count, vector, *where, sums, lasts, count + 1, steps, **levels)
     run, before = sums.cumsum(1), lasts.cummax(0).values
     symbols = torch.empty(max(1, len(vector)), dtype=torch.uint8, device=device)
     fields = torch.empty(max(1, len(vector)), dtype=torch.int64, device=device)
     by_class = (table.classes, table.least, table.in_gap)
-    launch(
-        _symbols, count, vector, *where, run, before, symbols, fields, seen, *by_class, count + 1, step, least, **levels
-    )
+    launch(_symbols, count, vector, *where, run, before, symbols, fields, seen, *by_class, count + 1, steps, **levels)
     rest = (table.in_gap, table.in_more)
     launch(_bits, count, *where, table.layer_of, run, symbols, table.widths, *rest, sums_of_bits, count + 1, SLOT=_SLOT)
     bits = sums_of_bits.cumsum(1)
@@ -561,26 +615,35 @@ def encode(vector: torch.Tensor, step: float, table: LevelTable, capacity: int) 
     words = torch.zeros(-(-capacity // 4), dtype=torch.int32, device=device)
     of_table = (*where, table.layer_of, table.places, table.count_bits)
     streams = (run, bits, told, symbols, fields, table.widths, table.codes, *rest)
-    launch(_pack, count, *of_table, *streams, words, len(words), table.nbytes, count + 1, parts, SLOT=_SLOT)
+    end = (len(words), table.nbytes, count + 1, parts)
+    launch(_pack, count, *of_table, *streams, words, steps, table.digest, *end, SLOT=_SLOT)
     return words.view(torch.uint8), told[:, -1]
 
 
-def add_decoded(
-    total: torch.Tensor, message: torch.Tensor, step: float, scale: float, table: LevelTable
-) -> torch.Tensor:
-    """Add scale times the values of a message, (bytes,), uint8, to a vector (numel,), float32.
+def add_decoded(total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float, table: LevelTable) -> torch.Tensor:
+    """Add scale times the values of messages, each (bytes,), uint8, with their headers, to a vector (numel,), float32.
 
     Returns:
-        (1,), int64: 0; or bits: 1 if a part has its own table, 2 if something is out of its bounds, 4 if sums differ.
-        Then the vector is not valid, but nothing was written outside.
+        (1 + layers * 3 * 256,), int64. First 0; or bits: 1 if a part has its own table or a message is of another
+        digest, 2 if something is out of its bounds, 4 if sums differ. Then the vector is not valid, but nothing was
+        written outside. After that how often each layer's codes occur, by kind.
     """
+    found = torch.zeros(1 + len(table.widths), dtype=torch.int64, device=total.device)
+    for message in messages:
+        _add_one(total, message, scale, table, found)
+    return found
+
+
+def _add_one(total: torch.Tensor, message: torch.Tensor, scale: float, table: LevelTable, found: torch.Tensor) -> None:
     device, count, parts, nbytes = total.device, len(table.part_of), table.parts, len(message)
-    flags, told, part, begins, codes, rest, gaps, numbers = _zeros(
-        device, (1,), (2, parts + 1), (4, parts), (count + 1,), (parts + 1,), (count + 1,), (count + 1,), (count,)
+    flags, seen = found[:1], found[1:]
+    told, part, begins, codes, rest, gaps, numbers = _zeros(
+        device, (2, parts + 1), (4, parts), (count + 1,), (parts + 1,), (count + 1,), (count + 1,), (count,)
     )
     of_table = (table.edges, table.slots, table.places, table.count_bits)
     end = (nbytes, table.nbytes, parts)
-    launch(_read_parts, triton.cdiv(parts, _PER), message, *of_table, told, part, flags, *end, SLOT=_SLOT, PER=_PER)
+    given = (message, *of_table, told, part, flags, table.digest)
+    launch(_read_parts, triton.cdiv(parts, _PER), *given, *end, SLOT=_SLOT, PER=_PER)
     told = told.cumsum(1)
     most = triton.next_power_of_2(form.PART // _SLOT)
     launch(_read_lengths, parts, message, table.slots, told, begins, codes, *end, MOST=most)
@@ -592,13 +655,12 @@ def add_decoded(
         flags, *end, count, SLOT=_SLOT, LANES=_LANES, BITS=LONGEST,
     )  # fmt: skip
     bits = (table.in_gap, table.in_more)
-    launch(_rest_bits, count, *where[:3], part, symbols, *bits, rest, parts, SLOT=_SLOT)
+    launch(_rest_bits, count, *where, part, symbols, *bits, rest, seen, parts, SLOT=_SLOT)
     streams = (told, part, codes, rest.cumsum(0))
     by_symbol = (symbols, table.least, *bits)
     launch(_gap_sums, count, message, *where[:3], *streams, *by_symbol, gaps, *end, SLOT=_SLOT)
     launch(
         _add, count, message, total, *where, *streams, gaps.cumsum(0), *by_symbol, table.centroids, numbers, flags,
-        step, scale, *end, LARGEST=form.LARGEST, SLOT=_SLOT,
+        scale, *end, LARGEST=form.LARGEST, SLOT=_SLOT,
     )  # fmt: skip
     launch(_check, parts, table.slots, *streams, numbers, flags, *end, MOST=most)
-    return flags
