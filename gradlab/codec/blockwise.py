@@ -113,38 +113,45 @@ class PiecewiseCompressor(Compressor):
         return None
 
     def encoded(
-        self, vector: torch.Tensor, numbers: torch.Tensor, bits: RandomBits | None, form: Form | None = None
+        self,
+        vector: torch.Tensor,
+        numbers: torch.Tensor,
+        bits: RandomBits | None,
+        form: Form | None = None,
+        **more: Any,
     ) -> torch.Tensor | None:
         """Return a vector's packed codes from a kernel; None where there is none for it.
 
         numbers: of blocks, (blocks,), float32.
         bits: random numbers of the rounding; None: there are none.
         form: the codes, if not those of `form()`.
+        more: other arguments of `gradlab.kernels.codes.encode`.
         """
         form = form or self.form()
         if form is None or not usable(vector) or (bits is not None and bits.seed is None):
             return None
         from gradlab.kernels.codes import encode
 
-        return encode(vector, numbers, self.block_table(vector), form, None if bits is None else bits.seed)
+        return encode(vector, numbers, self.block_table(vector), form, None if bits is None else bits.seed, **more)
 
     def by_kernels(self, vector: torch.Tensor) -> bool:
         """Return whether kernels do the work on a vector."""
         return usable(vector) and self.form() is not None
 
     def summed(
-        self, out: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float, add: bool = False
+        self,
+        out: torch.Tensor,
+        payloads: Sequence[Sequence[torch.Tensor]],
+        scale: float,
+        add: bool = False,
+        form: Form | None = None,
     ) -> torch.Tensor:
-        """Overwrite a vector with the sum of all payloads by a kernel, or add to it."""
+        """Overwrite a vector with the sum of all payloads by a kernel, or add to it. form: as in `encoded`."""
         from gradlab.kernels.codes import average
 
-        form = self.form()
+        form = form or self.form()
         assert form is not None
-        return average(out, self.operands(payloads), self.block_table(out), form, scale, add)
-
-    def operands(self, payloads: Sequence[Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], ...]:
-        """Return what kernels read of several payloads: their blocks' numbers, float32, and packed codes."""
-        return tuple(zip(*payloads, strict=True))
+        return average(out, tuple(zip(*payloads, strict=True)), self.block_table(out), form, scale, add)
 
     @property
     def numbered(self) -> Blocks:

@@ -175,6 +175,8 @@ class BlockScaled(BlockCompressor):
         mxfp8 and mxfp4 have scales of one byte, uint8; so has nvfp4, after t, (1,), float32.
         """
         bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
+        if self.format.block and (done := self._with_scales(vector, bits)) is not None:
+            return done
         numbers = self._scales(vector)
         scales = self._factors(numbers)
         if (codes := self.encoded(vector, scales, bits)) is not None:
@@ -195,13 +197,24 @@ class BlockScaled(BlockCompressor):
     def form(self) -> Form:
         if self.format.element is None:
             return Form("integer", self.bits, -self.largest - (self.settings.scale is not None), self.largest)
-        return Form("minifloat", self.bits, -int(math.log2(self.format.relative)), self.largest)
+        scales = {"float32": 0.0, "e8m0": self._of_exponent, "e4m3": -1.0}[self.format.scales]
+        return Form("minifloat", self.bits, -int(math.log2(self.format.relative)), self.largest, scales)
 
-    def operands(self, payloads: Sequence[Sequence[torch.Tensor]]) -> tuple[Sequence[torch.Tensor], ...]:
-        *numbers, packed = zip(*payloads, strict=True)
-        if self.format.scales == "float32":
-            return *numbers, packed
-        return self._factors([torch.stack(of_ranks) for of_ranks in numbers]).unbind(), packed
+    @property
+    def _of_exponent(self) -> float:
+        """Magnitudes times this have the exponent of their block's scale."""
+        return 2 / self.largest if self.settings.stochastic else 2.0 ** (1 - math.frexp(self.largest)[1])
+
+    def _with_scales(self, vector: torch.Tensor, bits: RandomBits | None) -> tuple[torch.Tensor, ...] | None:
+        """Do what `compress` does, by kernels that write scales of a byte too; None where there are none."""
+        if not vector.numel() or (magnitudes := self.reduced_by_kernel(vector, "largest")) is None:
+            return None
+        written = [torch.empty_like(magnitudes, dtype=torch.uint8)]
+        others = magnitudes.amax(0, keepdim=True) if self.format.scales == "e4m3" else None
+        if others is not None:
+            written.insert(0, torch.empty_like(others))
+        codes = self.encoded(vector, magnitudes, bits, others=others, written=written)
+        return None if codes is None else (*written, codes[: vector.numel()] if self.bits == 8 else codes)
 
     @property
     def numbered(self) -> Blocks:
@@ -234,8 +247,7 @@ class BlockScaled(BlockCompressor):
         if self.format.scales == "float32":
             return (magnitudes / self.largest,)
         if self.format.scales == "e8m0":  # the exponent's bits of a float32 are the byte
-            factor = 2 / self.largest if up else 2.0 ** (1 - math.frexp(self.largest)[1])
-            return ((magnitudes * factor).view(torch.int32).bitwise_right_shift(23).to(torch.uint8),)
+            return ((magnitudes * self._of_exponent).view(torch.int32).bitwise_right_shift(23).to(torch.uint8),)
         unit = magnitudes.amax(0, keepdim=True) / (448 * self.largest) if len(magnitudes) else magnitudes
         wanted = (magnitudes / (self.largest * unit.masked_fill(unit == 0, 1.0))).clamp_(max=448)
         nearest = wanted.to(E4M3)

@@ -104,7 +104,7 @@ class TernGrad(BlockCompressor):
         """Draw sign(g) b + 1 with scales s (layers,), packed. A clipped value is at least s, so that b = 1. `own`,
         (layers,), are the largest magnitudes after this rank's clipping, if ranks share s."""
         bits = RandomBits(generator, vector.device)
-        if own is None and (codes := self.encoded(vector, scales, bits)) is not None:
+        if (codes := self.encoded(vector, scales, bits, others=own)) is not None:
             return codes
         packer = Packer(vector.numel(), 2, vector.device)
         most = None if own is None else own.to(vector.dtype)
@@ -147,14 +147,14 @@ class TernGrad(BlockCompressor):
         bounds, bits = byte_bounds(vector.numel(), ranks), (2 * ranks).bit_length()
         received = yield AllToAll(tuple(cut(codes, 2, bounds)))
         sizes = [b - a for a, b in pairwise(bounds)]
-        sums = vector.new_zeros(sizes[context.rank], dtype=torch.uint8 if bits <= 8 else torch.int64)
-        for part in received:
-            sums += unpack(part, 2)[: len(sums)]
-        answer = pack(sums, bits)
+        answer = _summed(received, sizes[context.rank], bits, codec.by_kernels(vector))
         total = join((yield Gather(answer, lengths=tuple(packed_bytes(size, bits) for size in sizes))), bits)
 
         def filled(packed: torch.Tensor, bits: int, zero: int, factor: float) -> Tensors:
-            out, factors = context.memory.like(vector), scales.to(vector.dtype) * factor
+            out = context.memory.like(vector)
+            if codec.by_kernels(out):
+                return grads.cut(codec.summed(out, [(scales, packed)], factor, form=Form("whole", bits, float(zero))))
+            factors = scales.to(vector.dtype) * factor
             for start, stop in codec.spans(out):
                 codec.fill(out[start:stop], (packed, bits, zero, factors), start)
             return grads.cut(out)
@@ -179,6 +179,18 @@ class TernGrad(BlockCompressor):
         payload = scales + codes + sum(packed_bytes(size, bits) for size in sizes) / world_size
         both = packed_bytes(numel, 2) + packed_bytes(numel, bits)
         return Bytes(payload, (world_size - 1) * (scales + both / world_size))
+
+
+def _summed(parts: Sequence[torch.Tensor], numel: int, bits: int, by_kernels: bool) -> torch.Tensor:
+    """Add up ranks' codes of a part (numel,), and pack the sums."""
+    if by_kernels:
+        from gradlab.kernels.codes import sum_codes
+
+        return sum_codes(parts, numel, 2, bits)
+    sums = parts[0].new_zeros(numel, dtype=torch.uint8 if bits <= 8 else torch.int64)
+    for part in parts:
+        sums += unpack(part, 2)[:numel]
+    return pack(sums, bits)
 
 
 def root_mean_squares(rows: torch.Tensor) -> torch.Tensor:

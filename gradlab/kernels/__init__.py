@@ -19,12 +19,15 @@ class Form(NamedTuple):
     name: name of the functions in `gradlab.kernels.formats`, NAME_code and NAME_value.
     bits: of a code.
     p, q: constants of both functions.
+    scales: 0: a block's number is float32. Above: it is E8M0's byte, the exponent of the largest magnitude times this.
+        Below: it is E4M3's, of a float32 number of the whole vector.
     """
 
     name: str
     bits: int
     p: float = 0.0
     q: float = 0.0
+    scales: float = 0.0
 
 
 DEVICES = {"cuda"}  # types of devices whose tensors kernels take

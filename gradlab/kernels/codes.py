@@ -105,9 +105,9 @@ def load_codes(packed, i, inside, groups, BITS: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x, numbers, starts, packed, numel, count, steps, groups, seed,
+    x, numbers, starts, packed, others, scales, units, numel, count, steps, groups, seed,
     CODE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, SCALES: tl.constexpr, CLIP: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * TILE
     i = first + tl.arange(0, TILE)
@@ -115,16 +115,29 @@ def _encode(
     value = tl.load(x + i, mask=inside, other=0.0)
     number = i * 0 + 1.0
     if N > 0:
-        number = tl.load(numbers + block_at(i, starts, count, steps, SIZE), mask=inside, other=1.0)
+        block = block_at(i, starts, count, steps, SIZE)
+        number = tl.load(numbers + block, mask=inside, other=1.0)
+        if CLIP:
+            limit = tl.load(others + block, mask=inside, other=1.0)
+            value = formats.clamped(value, -limit, limit)
+        if SCALES != 0:
+            unit = tl.div_rn(tl.load(others), 448.0 * Q)
+            code = formats.scale_code(number, unit, Q, SCALES, RANDOM)
+            number = formats.scale_value(code, unit, SCALES)
+            first_of_block = inside & (tl.load(starts + block, mask=inside, other=-1) == i)
+            tl.store(scales + block, code.to(tl.uint8), mask=first_of_block)
+            if SCALES < 0:
+                tl.store(units, unit, mask=first == 0)
     drawn = sixteen(seed, first, TILE) if RANDOM else i.to(tl.int32)
     store_codes(packed, tl.where(inside, CODE(value, number, drawn, P, Q, RANDOM), 0), first, groups, BITS, TILE)
 
 
 @triton.jit
 def _average(
-    out, numbers, packed, starts, numel, count, steps, groups, ranks, number_stride, packed_stride, scale,
+    out, units, numbers, packed, starts, numel, count, steps, groups, ranks,
+    unit_stride, number_stride, packed_stride, scale,
     VALUE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr,
+    N: tl.constexpr, SCALES: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = i < numel
@@ -132,26 +145,52 @@ def _average(
     total = tl.load(out + i, mask=inside, other=0.0)
     for rank in range(ranks):
         code = load_codes(packed, i, inside, groups, BITS)
-        number = tl.load(numbers + block, mask=inside, other=0.0) if N > 0 else 1.0
+        number = tl.load(numbers + block, mask=inside, other=0) if N > 0 else 1.0
+        if SCALES != 0:
+            number = formats.scale_value(number, tl.load(units) if SCALES < 0 else 1.0, SCALES)
         other = tl.load(numbers + count + block, mask=inside, other=0.0) if N == 2 else number
         value = VALUE(code, number, other, scale, P, Q)
         total = total + value if ADD else tl.where(rank == 0, value, total + value)
         packed += packed_stride
         numbers += number_stride
+        units += unit_stride
     tl.store(out + i, total, mask=inside)
 
 
+@triton.jit
+def _sum(packed, out, numel, groups, ranks, stride, BITS: tl.constexpr, WIDER: tl.constexpr, TILE: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    i = first + tl.arange(0, TILE)
+    total = (i * 0).to(tl.int32)
+    for _ in range(ranks):
+        total += load_codes(packed, i, i < numel, groups, BITS)
+        packed += stride
+    store_codes(out, total, first, groups, WIDER, TILE)
+
+
 def encode(
-    vector: torch.Tensor, numbers: torch.Tensor, table: BlockTable, form: Form, seed: int | None = None
+    vector: torch.Tensor,
+    numbers: torch.Tensor,
+    table: BlockTable,
+    form: Form,
+    seed: int | None = None,
+    others: torch.Tensor | None = None,
+    written: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Pack the codes of a vector (numel,), each of an element and its block's number: (ceil(numel / 8) * bits,), uint8.
 
     numbers: (blocks,), float32; or empty.
     seed: the key of random numbers; None: it rounds without them.
+    others: magnitudes at which elements of blocks are cut off first, (blocks,); with E4M3's scales the vector's
+        largest, (1,). None: there are none.
+    written: takes the scales of blocks whose largest magnitudes are `numbers`, (blocks,), uint8, after the float32
+        number (1,) of E4M3's.
     """
     numel, bits = vector.numel(), form.bits
     packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=vector.device)
-    given = (vector, numbers, table.starts, packed, numel, table.count, table.steps, -(-numel // 8), seed or 0)
+    places = (vector, numbers, table.starts, packed, numbers if others is None else others)
+    scales, units = (written[-1], written[0]) if written else (packed, numbers)
+    given = (*places, scales, units, numel, table.count, table.steps, -(-numel // 8), seed or 0)
     constants = {
         "CODE": getattr(formats, f"{form.name}_code"),
         "P": form.p,
@@ -160,6 +199,7 @@ def encode(
         "SIZE": table.size,
     }
     constants |= {"N": _numbers(numbers, table), "RANDOM": seed is not None, "TILE": _TILE}
+    constants |= {"SCALES": form.scales, "CLIP": others is not None and not written}
     launch(_encode, triton.cdiv(numel, _TILE), *given, **constants)
     return packed
 
@@ -174,12 +214,14 @@ def average(
 ) -> torch.Tensor:
     """Sum what payloads stand for, in their order, times a factor, into a vector (numel,).
 
-    operands: the numbers of their blocks, and their packed codes.
+    operands: the float32 number of a vector, with E4M3's scales, the numbers of blocks, and packed codes.
     add: whether the sum is added to what `out` has.
     """
     numel = out.numel()
-    (numbers, number_stride), (packed, packed_stride) = map(rows_of, operands)
-    sizes = (numel, table.count, table.steps, -(-numel // 8), len(operands[0]), number_stride, packed_stride, scale)
+    *of_vectors, (numbers, number_stride), (packed, packed_stride) = map(rows_of, operands)
+    ((units, unit_stride),) = of_vectors or [(out, 0)]
+    sizes = (numel, table.count, table.steps, -(-numel // 8), len(operands[0]))
+    strides = (unit_stride, number_stride, packed_stride, scale)
     constants = {
         "VALUE": getattr(formats, f"{form.name}_value"),
         "P": form.p,
@@ -187,8 +229,18 @@ def average(
         "BITS": form.bits,
         "SIZE": table.size,
     }
-    constants |= {"N": _numbers(operands[0][0], table), "ADD": add, "TILE": _TILE}
-    launch(_average, triton.cdiv(numel, _TILE), out, numbers, packed, table.starts, *sizes, **constants)
+    constants |= {"N": _numbers(operands[-2][0], table), "SCALES": form.scales, "ADD": add, "TILE": _TILE}
+    places = (out, units, numbers, packed, table.starts)
+    launch(_average, triton.cdiv(numel, _TILE), *places, *sizes, *strides, **constants)
+    return out
+
+
+def sum_codes(parts: Sequence[torch.Tensor], numel: int, bits: int, wider: int) -> torch.Tensor:
+    """Add up several ranks' codes of as many bits, and pack the sums (numel,) with more of them, at most 15."""
+    packed, stride = rows_of(parts)
+    out = packed.new_empty(packed_bytes(numel, wider))
+    given = (packed, out, numel, -(-numel // 8), len(parts), stride)
+    launch(_sum, triton.cdiv(numel, _TILE), *given, BITS=bits, WIDER=wider, TILE=_TILE)
     return out
 
 

@@ -56,6 +56,13 @@ def minifloat_code(value, number, drawn, P: tl.constexpr, Q: tl.constexpr, RANDO
         exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - P, 128 - bias - P)
         step = (exponent << 23).to(tl.float32, bitcast=True)
         x = tl.floor(tl.div_rn(x, step) + drawn.to(tl.float32) * 2.0**-16 + HALF) * step
+    return nearest_minifloat(x, P, Q)
+
+
+@triton.jit
+def nearest_minifloat(x, P: tl.constexpr, Q: tl.constexpr):
+    """Code of the nearest number of P bits of mantissa and at most Q."""
+    bias: tl.constexpr = 7 if P == 3 else 15 if P == 2 else 1
     x = clamped(x, -Q, Q)
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -81,6 +88,30 @@ def minifloat_value(code, number, other, scale, P: tl.constexpr, Q: tl.constexpr
     if P == 2:
         x = tl.where(magnitude == 124, float("inf"), tl.where(magnitude > 124, float("nan"), x))
     return tl.where(code >= sign, -x, x) * (number * scale)
+
+
+@triton.jit
+def scale_code(magnitude, unit, Q: tl.constexpr, SCALES: tl.constexpr, UP: tl.constexpr):
+    """Byte of the scale of a block of this largest magnitude, see `Form.scales`. UP: no scale is rounded down."""
+    if SCALES > 0:
+        code = ((magnitude * SCALES).to(tl.int32, bitcast=True) >> 23) & 255
+    else:
+        wanted = tl.div_rn(magnitude, Q * tl.where(unit == 0.0, 1.0, unit))
+        wanted = tl.where(wanted > 448.0, 448.0, wanted)
+        code = nearest_minifloat(wanted, 3, 448.0)
+        if UP:
+            code += (minifloat_value(code, 1.0, 1.0, 1.0, 3, 448.0) < wanted).to(tl.int32)
+    return code
+
+
+@triton.jit
+def scale_value(code, unit, SCALES: tl.constexpr):
+    if SCALES > 0:
+        exponent = code.to(tl.int32) << 23
+        value = tl.where(exponent == 0, 1 << 22, exponent).to(tl.float32, bitcast=True)  # 2^-127
+    else:
+        value = minifloat_value(code.to(tl.int32), unit, unit, 1.0, 3, 448.0)
+    return value
 
 
 @triton.jit

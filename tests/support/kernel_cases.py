@@ -39,4 +39,5 @@ SUMMED: list[tuple[str, dict[str, Any]]] = [
     ("cast", {"dtype": "bfloat16", "stochastic": True}),
     *(("intsgd", {"bits": 8, "random": at_random}) for at_random in (True, False)),
     ("intsgd", {"bits": 32, "scale": "running"}),
+    *(("terngrad", {"shared_scale": True, "clip": clip}) for clip in (0.0, 2.5)),
 ]
