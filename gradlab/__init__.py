@@ -1,7 +1,7 @@
 """gradlab: record gradients, fit compressors on them, train PyTorch DDP compressed.
 
-`from gradlab import Plan, Wrap, Artifact, Trace, Layer, codecs, wrappers, compress` is the front door. `import gradlab`
-loads no torch: each name is imported when it is first asked for. The rooms behind it: `gradlab.capture`,
+`from gradlab import Plan, Wrap, Artifact, Trace, Layer, codecs, wrappers, compress, doctor` is the front door. `import
+gradlab` loads no torch: each name is imported when it is first asked for. The rooms behind it: `gradlab.capture`,
 `gradlab.analysis`, `gradlab.runtime`, `gradlab.datasets`, `gradlab.codec`, `gradlab.plan`, `gradlab.collectives`.
 """
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradlab.runtime.attach import compress
     from gradlab.runtime.pilot import Pilot
     from gradlab.trace import Trace
+    from gradlab.training.doctor import doctor
 
 __all__ = [
     "Artifact",
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "codecs",
     "compress",
+    "doctor",
     "wrappers",
 ]
 
@@ -47,6 +49,7 @@ __getattr__, __dir__ = lazy_names(
         "Wrap": "gradlab.plan",
         "codecs": "gradlab.codecs",
         "compress": "gradlab.runtime.attach",
+        "doctor": "gradlab.training.doctor",
         "wrappers": "gradlab.wrappers",
     },
 )

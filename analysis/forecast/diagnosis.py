@@ -15,6 +15,7 @@ from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
 from gradlab.analysis.forecast.plans import forecast
 from gradlab.analysis.forecast.simulator import Node
+from gradlab.analysis.forecast.step_time import FLAT
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
@@ -83,6 +84,20 @@ def link_to_json(link: Link) -> dict[str, float]:
     return {name: getattr(link, name) for name in _COSTS}
 
 
+def written(
+    checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequence[Waiting], **others: Any
+) -> dict[str, Any]:
+    """Write what was found as plain JSON, which `read_link` reads. others: further entries."""
+    first, *inside = map(link_to_json, links.values())
+    return {
+        "link": first,
+        **({"inside": inside[0]} if inside else {}),
+        "checkup": checkup,
+        **others,
+        "steps": [{"parameters": one.parameters, "seconds": dict(one.seconds)} for one in steps],
+    }
+
+
 def read_link(path: str | os.PathLike[str]) -> Link:
     """Read the link between nodes, or inside the one that there was, from what `gradlab doctor --out` wrote."""
     written = read_json(path, _FORM)
@@ -95,14 +110,40 @@ def read_link(path: str | os.PathLike[str]) -> Link:
         raise GradlabError(f"{path}: {error}") from None
 
 
-def waiting(
-    parameters: int, computing: float | None, link: Link, nodes: int, node: Node | None, names: Sequence[str] = ()
-) -> Waiting:
-    """Forecast a step of a transformer of so many parameters. computing: seconds, None: the exchange alone."""
+def _transformer(parameters: int) -> list[Layer]:
+    """List the layers of a transformer of so many parameters."""
     width = min(_WIDEST, max(16, round((parameters / (12 * _BLOCKS)) ** 0.5 / 16) * 16))
     blocks = max(_BLOCKS, round(parameters / (12 * width**2))) if width == _WIDEST else _BLOCKS
     shapes = {"qkv": (3 * width, width), "proj": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
-    layers = [Layer(f"{n}.{name}", shape, "linear") for n in range(blocks) for name, shape in shapes.items()]
+    return [Layer(f"{n}.{name}", shape, "linear") for n in range(blocks) for name, shape in shapes.items()]
+
+
+def network_of(checkup: Mapping[str, Any]) -> tuple[dict[str, Link], int, Node | None]:
+    """Return the links that were measured, the first being that of forecasts; the ranks or nodes that it connects; and
+    what is in a node, where it has several ranks beside others.
+
+    checkup: a `gradlab.runtime.doctor.Checkup`, as JSON.
+    """
+    links = {where: link_of(checkup[where]) for where in ("between", "inside") if checkup[where] is not None}
+    nodes, local = len(set(checkup["nodes"])), checkup["nodes"].count(0)
+    return links, nodes if nodes > 1 else local, Node(local, links["inside"]) if nodes > 1 and local > 1 else None
+
+
+def waiting(
+    model: int | Sequence[Layer],
+    computing: float | None,
+    link: Link,
+    nodes: int,
+    node: Node | None,
+    names: Sequence[str] = (),
+) -> Waiting:
+    """Forecast a step of a model under some of `PLANS`, or all.
+
+    model: layers, or a number of parameters, of which a transformer is made up.
+    computing: seconds, None: the exchange alone.
+    """
+    layers = _transformer(model) if isinstance(model, int) else model
+    parameters = model if isinstance(model, int) else sum(layer.numel for layer in model)
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
     network, found = Network([link], [nodes], profile, node=node), dict[str, float]()
     for name in names or PLANS:
@@ -110,7 +151,11 @@ def waiting(
         plan = Plan.uniform(layers, codec, **settings)
         made = forecast(plan, network)
         [(_, pair)] = made.comparisons
-        found |= {PLAIN: pair.dense.seconds, HALF: pair.half.seconds, name: pair.compressed.seconds}
+        found |= {
+            PLAIN: pair.ways.get(FLAT, pair.dense).seconds,
+            HALF: pair.half.seconds,
+            name: pair.compressed.seconds,
+        }
         if name == "int4" and computing is not None:
             [local] = forecast_local_steps(plan, network, made)
             found[LOCAL] = local.seconds(LOCAL_STEPS)

@@ -5,7 +5,8 @@ than a minute, needs no recording, and prints once, on the first rank.
 
 A step is forecast for a transformer of each number of parameters that --parameters names. --compute-seconds is the time
 of its step without any exchange; without it, the forecast is of the exchange alone. With --out the links are written
-to a file that other commands take in place of a speed: --bandwidth link.json.
+to a file that other commands take in place of a speed: --bandwidth link.json. In a training script
+`with gradlab.doctor(ddp_model):` around some 20 steps tells the same of these.
 
 Examples:
 
@@ -21,15 +22,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradlab.analysis.forecast.diagnosis import Waiting, link_of, link_to_json, sentences, waiting
-from gradlab.analysis.forecast.link import Link, parse_seconds
-from gradlab.analysis.forecast.simulator import Node
+from gradlab.analysis.forecast.diagnosis import Waiting, network_of, sentences, waiting, written
+from gradlab.analysis.forecast.link import parse_seconds
 from gradlab.analysis.outputs import require_free
 from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, say
@@ -69,17 +68,15 @@ def doctor(
     found = _measured(backend, most)
     if os.environ["RANK"] != "0":
         return
-    links = {where: link_of(found[where]) for where in ("between", "inside") if found[where] is not None}
-    first = next(iter(links))
-    nodes, local = len(set(found["nodes"])), found["nodes"].count(0)
-    node = Node(local, links["inside"]) if nodes > 1 and local > 1 else None
+    links, nodes, node = network_of(found)
+    first = next(iter(links.values()))
     say(f"measured; forecasting a step of {parameters} parameters")
-    steps = [waiting(count, computing, links[first], nodes if nodes > 1 else local, node) for count in counts]
-    written = _written(found, links, steps)
+    steps = [waiting(count, computing, first, nodes, node) for count in counts]
+    answer = written(found, links, steps)
     if out is not None:
-        write_whole(out, json.dumps(plain(written), indent=1).encode())
+        write_whole(out, json.dumps(plain(answer), indent=1).encode())
     if as_json:
-        print_json(written)
+        print_json(answer)
         return
     Answer(sentences(found, links, steps), tables=[_of_steps(steps)], notes=[] if out is None else [str(out)]).print()
 
@@ -122,17 +119,6 @@ def _measured(backend: str | None, seconds: float) -> dict[str, Any]:
         return measure(device, seconds).to_json()
     finally:
         dist.destroy_process_group()
-
-
-def _written(found: Mapping[str, Any], links: Mapping[str, Link], steps: list[Waiting]) -> dict[str, Any]:
-    first = next(iter(links))
-    inside = {"inside": link_to_json(links["inside"])} if len(links) > 1 else {}
-    return {
-        "link": link_to_json(links[first]),
-        **inside,
-        "checkup": found,
-        "steps": [{"parameters": one.parameters, "seconds": dict(one.seconds)} for one in steps],
-    }
 
 
 def _of_steps(steps: list[Waiting]) -> Table:

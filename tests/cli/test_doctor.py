@@ -1,4 +1,4 @@
-"""`gradlab doctor`: links from measured times, what models wait, and the command on real ranks."""
+"""`gradlab doctor` and `gradlab.doctor`: links from measured times, what models wait; on real ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from gradlab.analysis.forecast.diagnosis import (
     waiting,
 )
 from gradlab.analysis.forecast.link import Link, all_gather, all_reduce
+from gradlab.analysis.forecast.real_steps import link_in_training, times_of_steps
 from gradlab.cli.doctor import _count_of, _take_names_of_launchers
 from gradlab.cli.options import links_of
 from gradlab.errors import GradlabError
@@ -32,6 +32,7 @@ from gradlab.runtime.doctor import _interface, _local_size
 from support.command_line import Command
 from support.laws import law
 from support.process_pool import ProcessPool, TaskFailed
+from support.warm_python import python
 
 
 def times_on(link: Link, ranks: int) -> dict[str, Any]:
@@ -183,8 +184,8 @@ def test_nodes_of_other_sizes_are_refused(pool: ProcessPool) -> None:
 
 def test_two_ranks_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "link.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradlab"]
-    asked = ["doctor", "--seconds", "1s", "--parameters", "100k", "--out", str(out)]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gradlab"]
+    asked = ["doctor", "--seconds", "0.2s", "--parameters", "100k", "--out", str(out)]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "2 ranks on 1 node."
@@ -194,3 +195,93 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
     assert [one["ranks"] for one in written["checkup"]["inside"]["messages"]] == [[0, 1]]
     assert len(written["checkup"]["work_seconds"]) == 2
     assert read_link(out).bits_per_second > 1e6
+
+
+def moments(
+    link: Link, computing: list[float], shares: list[float], sizes: list[int], steps: int
+) -> list[list[list[list[float]]]]:
+    """Steps of ranks with clocks of their own over a link that carries one bucket after another, when all are ready.
+
+    shares: parts of computing that are done when each bucket is ready.
+    """
+    rows: list[list[list[list[float]]]] = [[] for _ in computing]
+    began = 0.0
+    for _ in range(steps):
+        free, ended = began, []
+        for share, nbytes in zip(shares, sizes, strict=True):
+            transfer = all_reduce(nbytes, len(computing))
+            free = (
+                max(free, began + share * max(computing)) + link.busy_seconds(transfer) + link.delay_seconds(transfer)
+            )
+            ended.append(free)
+        for rank, (own, seconds) in enumerate(zip(rows, computing, strict=True)):
+            ready = [began + share * seconds for share in shares]
+            own.append([[n, a + 100 * rank, b + 100 * rank] for n, a, b in zip(sizes, ready, ended, strict=True)])
+        began = free
+    return rows
+
+
+@law(
+    st.lists(st.floats(0.01, 1), min_size=2, max_size=5),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(10**6, 10**8)), min_size=1, max_size=5),
+    st.floats(1e7, 1e11),
+)
+def test_what_steps_are_made_of_is_found_again_from_the_moments_of_their_buckets(
+    computing: list[float], buckets: list[tuple[float, int]], rate: float
+) -> None:
+    shares, sizes = [*sorted(share for share, _ in buckets)[:-1], 1.0], [nbytes for _, nbytes in buckets]
+    link = Link(rate)
+    times = times_of_steps(moments(link, computing, shares, sizes, 4))
+    assert times is not None
+    exchanging = [
+        link.busy_seconds(one) + link.delay_seconds(one) for one in (all_reduce(n, len(computing)) for n in sizes)
+    ]
+    assert times.steps == 3
+    assert times.computing == pytest.approx(computing)
+    assert times.exchanging == pytest.approx(exchanging, rel=1e-4, abs=1e-9)
+    assert times.computing_seconds == pytest.approx(max(computing))
+    assert [a + b for a, b in zip(times.computing, times.waiting, strict=True)] == pytest.approx(
+        [times.seconds] * len(computing)
+    )
+    assert [sum(of_rank) for of_rank in times.exposed] == pytest.approx(times.waiting, abs=1e-9)
+    assert slow_ranks(times.computing).keys() == slow_ranks(computing).keys()
+    assert link_in_training(Link(1e6), times).bits_per_second == pytest.approx(rate, rel=1e-3)
+    assert link_in_training(Link(1e6, 100.0), times).bits_per_second == 1e6
+
+
+def test_a_single_step_tells_nothing() -> None:
+    assert times_of_steps(moments(Link(1e9), [0.1, 0.2], [1.0], [10**6], 1)) is None
+
+
+def test_steps_in_a_block_are_told_and_train_as_in_plain_ddp(pool: ProcessPool, tmp_path: Path) -> None:
+    """On a number of ranks that is no power of two; afterwards too, with a recorder or compression."""
+    results = pool.run("jobs.doctor_tasks:around_steps", 3, folder=str(tmp_path))
+    assert all(one["equal"] == {"compress": True, "TraceRecorder": True} for one in results)
+    first, *others = results
+    training = first["summary"]["training"]
+    assert all(one["summary"]["training"] == training and one["lines"] == [] for one in others)
+    assert (training["steps"], sum(training["nbytes"])) == (3, 4 * (24 * 64 + 64 + 64 * 64 + 64 + 64 * 4 + 4))
+    assert len(training["nbytes"]) > 1
+    assert [len(of_rank) for of_rank in training["exposed"]] == [len(training["nbytes"])] * 3
+    assert first["rate"] == first["summary"]["link"]["bits_per_second"] > 0
+    assert set(first["summary"]["steps"][0]["seconds"]) == {PLAIN, HALF, "int4", "int4 every 30 steps"}
+    head, step, bus, *rest = first["lines"]
+    assert head == "3 ranks on 3 nodes."
+    assert step.startswith("A step takes ")
+    assert bus.startswith("Bus bandwidth: ")
+    assert rest[0].startswith("Between nodes: ")
+    assert rest[1].startswith("A model of 6.02k parameters that computes ")
+
+
+def test_what_cannot_be_measured_is_told_in_one_line(pool: ProcessPool) -> None:
+    [lonely] = pool.run("jobs.doctor_tasks:alone", 1)
+    assert "gradlab doctor measures between ranks, and there is one" in lonely
+    for rank, said in enumerate(pool.run("jobs.doctor_tasks:refusals", 2)):
+        assert said["equal"] == "True"
+        assert "has the communication hook fp16_compress_hook already" in said["hooked"]
+        assert said["bare"].startswith("gradlab.doctor: got a Linear, not in DDP; wrap it first")
+        assert said["sharded"].startswith("gradlab.doctor: the model is in FSDP2 (fully_shard), not in DDP")
+        assert "before the block has ended" in said["early"]
+        assert "has the communication hook timed_hook already" in said["twice"]
+        none = "gradlab.doctor: 0 steps that exchange gradients were made in the block, expected 2 or more\n"
+        assert said["printed"] == none * (rank == 0) + "gradlab.doctor: KeyError ended the block, so nothing is told\n"

@@ -112,7 +112,7 @@ def test_the_ground_floor_stands_by_itself() -> None:
     """Only the commands import commands, of which `python -m gradlab` is the door, and the training program."""
     doors = {"gradlab.__main__", "gradlab.start"}
     assert {module for module in importers("gradlab.cli") if floor(module) != "cli"} <= doors
-    assert {floor(module) for module in importers("gradlab.training")} == {*TOP}
+    assert {floor(module) for module in importers("gradlab.training") - {"gradlab"}} == {*TOP}
 
 
 def test_nobody_imports_the_side_folders_by_their_bare_names() -> None:
@@ -212,7 +212,7 @@ def test_importing_the_analysis_loads_a_name_when_it_is_asked_for() -> None:
 
 
 FRONT_DOORS = {
-    "gradlab": "Artifact GradlabError Layer Plan Trace Wrap __version__ codecs compress wrappers",
+    "gradlab": "Artifact GradlabError Layer Plan Trace Wrap __version__ codecs compress doctor wrappers",
     "gradlab.analysis": "examine fit_block_sizes fit_gradiveq fit_lgc fit_lgreco forecast replay "
     "replay_plans write_comparison write_trace_report",
     "gradlab.codec": "Codec Compressor Context Exchanged Sparsifier register setting",

@@ -1,17 +1,134 @@
-"""A checkup by `gradlab doctor`, on real ranks."""
+"""A checkup by `gradlab doctor`, and `gradlab.doctor` around steps, on real ranks."""
 
 from __future__ import annotations
 
+import io
+from contextlib import nullcontext, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from gradlab.runtime.doctor import measure
+import gradlab
+from gradlab.analysis.forecast.diagnosis import read_link
+from gradlab.capture import TraceRecorder
+from gradlab.errors import GradlabError
+from gradlab.plan import Plan
+from gradlab.runtime.doctor import COLLECTIVES, Checkup, Measured, Message, Timed, measure
 
 
 def checkup(group: dist.ProcessGroup, local: int) -> dict[str, Any]:
-    """Measure for a second, as if so many ranks were on each node."""
+    """Measure shortly, as if so many ranks were on each node."""
     with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(local)):
-        return measure(torch.device("cpu"), 1.0, group).to_json()
+        return measure(torch.device("cpu"), 0.2, group).to_json()
+
+
+class Training:
+    """Steps with momentum, over buckets of a layer each, on batches and dropout from torch's own generator."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 64), nn.Linear(64, 4))
+        self.model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.001)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        torch.manual_seed(dist.get_rank(group))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 24)).square().mean().backward()
+            self.optimizer.step()
+
+    def parameters(self) -> list[list[float]]:
+        return [parameter.tolist() for parameter in self.model.module.parameters()]
+
+
+def found_on(ranks: int) -> Checkup:
+    """Make up what `measure` would find on a link of 1 Gbit/s between nodes of one rank."""
+    timed = [Timed(kind, nbytes, 1e-4 + nbytes * 8e-9) for kind in COLLECTIVES for nbytes in (2**12, 2**20)]
+    between = Measured(ranks, tuple(timed), (Message((0, 1), 1e-5, 1e9),))
+    return Checkup(("host",) * ranks, tuple(range(ranks)), between, None, (1.0,) * ranks, (1e9,) * ranks)
+
+
+def measuring(group: dist.ProcessGroup) -> Any:
+    """Have a doctor take this for what it measured."""
+    return mock.patch("gradlab.training.doctor.measure", autospec=True, return_value=found_on(group.size()))
+
+
+AFTER = ("compress", "TraceRecorder")
+
+
+def around_steps(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
+    """Train with and without a doctor's block in the middle, plainly after it, then with a recorder or compression."""
+    out, text, training = Path(folder) / "link.json", io.StringIO(), Training(group)
+    training.steps(2)
+    with measuring(group), redirect_stdout(text):
+        with gradlab.doctor(training.model, out) as report:
+            training.steps(4)
+        dist.barrier(group)
+        equal = {after: _ended(group, folder, after, True) == _ended(group, folder, after, False) for after in AFTER}
+    rate, lines = read_link(out).bits_per_second, text.getvalue().splitlines()
+    return {"equal": equal, "summary": report.summary(), "rate": rate, "lines": lines}
+
+
+def _ended(group: dist.ProcessGroup, folder: str, after: str, measured: bool) -> list[list[float]]:
+    """Return the parameters after a training."""
+    training = Training(group)
+    attached: Any
+    training.steps(2)
+    with gradlab.doctor(training.model) if measured else nullcontext():
+        training.steps(4)
+    training.steps(2)
+    if after == "compress":
+        plan = Plan.uniform(training.model, "topk", density=0.1)
+        attached = gradlab.compress(training.model, plan, optimizer=training.optimizer)
+    else:
+        attached = TraceRecorder(training.model, Path(folder) / f"trace of {measured}")
+    with attached:
+        training.steps(3)
+    return training.parameters()
+
+
+def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return what is said where nothing can be measured, and whether training goes on as in plain DDP."""
+    hooked, plain, training = Training(group), Training(group), Training(group)
+    hooked.model.register_comm_hook(None, fp16_compress_hook)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    models = {"hooked": hooked.model, "bare": nn.Linear(2, 2), "sharded": fully_shard(nn.Linear(8, 8), mesh=mesh)}
+    said, text = {name: _refusal(model) for name, model in models.items()}, io.StringIO()
+    with measuring(group), redirect_stdout(text):
+        with gradlab.doctor(training.model) as report:
+            said |= {"early": _raised(report.summary), "twice": _refusal(training.model)}
+        torch.manual_seed(dist.get_rank(group))
+        with suppress(KeyError), gradlab.doctor(training.model):
+            training.steps(2)
+            raise KeyError("batch")
+        training.steps(2)
+    torch.manual_seed(dist.get_rank(group))
+    plain.steps(4)
+    return {**said, "printed": text.getvalue(), "equal": str(training.parameters() == plain.parameters())}
+
+
+@mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="1")
+def alone(group: dist.ProcessGroup) -> str:
+    """Return what one rank hears."""
+    return _refusal(Training(group).model)
+
+
+def _refusal(model: object) -> str:
+    return _raised(lambda: gradlab.doctor(model))
+
+
+def _raised(call: Any) -> str:
+    try:
+        call()
+    except GradlabError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,132 @@
+"""Turn moments of DDP's buckets in real steps into what a step is made of: computing, exchanging, waiting.
+
+A rank waits from its last bucket's readiness until the last average has come; the rest of the step it computes. The
+bytes of a bucket travel from the moment at which the last rank is ready and the bucket before has come: that is the
+shortest time that any rank sees, and needs no common clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gradlab.analysis.forecast.link import Link, all_reduce, spell_rate
+from gradlab.formatting import format_bytes, format_seconds
+from gradlab.jsonable import Jsonable
+
+Rows = Sequence[Sequence[Sequence[Sequence[float]]]]  # by rank, step and bucket: bytes, seconds of coming and going
+
+
+@dataclass(frozen=True)
+class StepTimes(Jsonable):
+    """Steps of a training: medians, in seconds.
+
+    steps: their number, without the first.
+    seconds: a step, of the slowest rank.
+    exposed_seconds: the part of it in which every rank waits.
+    computing, waiting: the two parts of a step, by rank.
+    nbytes, exchanging, bus_bits_per_second: bytes, time and bus bandwidth of each bucket's all-reduce. Those on
+        their way at once share their time by bytes.
+    ready, averaged, exposed: moments at which a bucket is ready and averaged, from the end of the step before, and the
+        time that a rank waits for it, by rank and bucket.
+    """
+
+    steps: int
+    seconds: float
+    exposed_seconds: float
+    computing: tuple[float, ...]
+    waiting: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    exchanging: tuple[float, ...]
+    bus_bits_per_second: tuple[float, ...]
+    ready: tuple[tuple[float, ...], ...]
+    averaged: tuple[tuple[float, ...], ...]
+    exposed: tuple[tuple[float, ...], ...]
+
+    @property
+    def computing_seconds(self) -> float:
+        """The part of a step in which a rank computes, in seconds: another one each time, if they vary."""
+        return max(1e-9, self.seconds - self.exposed_seconds)
+
+    @property
+    def sentences(self) -> list[str]:
+        """Sentences on what a step is made of, and on the bus bandwidth of its buckets."""
+        sent = sum(self.exchanging)
+        parts = (self.seconds, self.computing_seconds, sent, min(sent, self.exposed_seconds))
+        step, computing, exchanging, exposed = (format_seconds(seconds, 2) for seconds in parts)
+        by_rate = sorted(zip(self.bus_bits_per_second, self.nbytes, self.exchanging, strict=True))
+        whole = sum(rate * seconds for rate, _, seconds in by_rate) / sent
+        ends = (by_rate[0], by_rate[-1])
+        slowest, fastest = (f"{_spelled(rate)} ({format_bytes(nbytes, 2)})" for rate, nbytes, _ in ends)
+        return [
+            f"A step takes {step}: computing {computing}, exchanging {exchanging}, of which {exposed} waited for.",
+            f"Bus bandwidth: {_spelled(whole)}, by bucket from {slowest} to {fastest}.",
+        ]
+
+
+def _spelled(rate: float) -> str:
+    return spell_rate(float(f"{rate:.2g}"))
+
+
+def times_of_steps(rows: Rows) -> StepTimes | None:
+    """Take the times of steps from moments of their buckets; None: fewer than 2 steps. DDP puts parameters into other
+    buckets after its first step, so that steps count that have the last one's.
+
+    rows: `gradlab.runtime.bucket_times.BucketTimes.rows` of every rank.
+    """
+    count = min(len(steps) for steps in rows)
+    sizes = [[int(bucket[0]) for bucket in step] for step in rows[0][:count]]
+    kept = [n for n in range(1, count) if sizes[n] == sizes[-1]]
+    if not kept:
+        return None
+    begun = np.array([[max(bucket[2] for bucket in of_rank[n - 1]) for n in kept] for of_rank in rows])
+    moments = np.array([[of_rank[n] for n in kept] for of_rank in rows])[..., 1:] - begun[..., None, None]
+    ready, averaged = moments[..., 0], moments[..., 1]  # (ranks, steps, buckets)
+    done = np.maximum.accumulate(averaged, -1)
+    before = np.concatenate([np.zeros_like(done[..., :1]), done[..., :-1]], -1)
+    took = _shared(np.maximum(averaged - np.maximum(ready, before), 0.0).min(0), (ready < before).all(0), sizes[-1])
+    exposed = np.maximum(done - np.maximum(before, ready.max(-1, keepdims=True)), 0.0)
+    exchanging, ranks = np.median(took, 0).tolist(), len(rows)
+    bus = [
+        8 * all_reduce(nbytes, ranks).path_bytes / max(seconds, 1e-9)
+        for nbytes, seconds in zip(sizes[-1], exchanging, strict=True)
+    ]
+    return StepTimes(
+        len(kept),
+        float(np.median(done[..., -1].max(0))),
+        float(np.median(exposed.sum(-1).min(0))),
+        _of_ranks(done[..., -1] - exposed.sum(-1)),
+        _of_ranks(exposed.sum(-1)),
+        tuple(sizes[-1]),
+        tuple(exchanging),
+        tuple(bus),
+        *(tuple(map(tuple, np.median(values, 1).tolist())) for values in (ready, averaged, exposed)),
+    )
+
+
+def _shared(took: np.ndarray, overlap: np.ndarray, nbytes: Sequence[int]) -> np.ndarray:
+    """Share the time of buckets that were on their way at once out among them, by bytes; arrays (steps, buckets).
+    overlap: whether a bucket was ready on all ranks before the one before it was averaged."""
+    for of_step, overlaps in zip(took, overlap, strict=True):
+        together = np.cumsum(~overlaps)
+        seconds, sizes = np.bincount(together, of_step), np.bincount(together, nbytes)
+        of_step[:] = np.array(nbytes) * (seconds / np.maximum(sizes, 1))[together]
+    return took
+
+
+def _of_ranks(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(np.median(values, -1).tolist())
+
+
+def link_in_training(link: Link, times: StepTimes) -> Link:
+    """Return a measured link with the speed at which a training's own buckets pass; as it is if they are so small that
+    it is latencies that they wait for."""
+    transfers = [all_reduce(nbytes, len(times.computing)) for nbytes in times.nbytes]
+    took = sum(times.exchanging)
+    sending = took - sum(link.collective_seconds + link.delay_seconds(transfer) for transfer in transfers)
+    if sending < took / 2:
+        return link
+    path_bytes = sum(transfer.path_bytes for transfer in transfers)
+    return replace(link, bits_per_second=8 * (1 + link.header_share) * path_bytes / sending)
