@@ -125,7 +125,7 @@ class PowerSGD(Codec):
     def _matrices(self, shapes: Shapes, grads: Batch, state: Tensors) -> _Stacks | _OneVector:
         turned = {name for name in shapes if self.settings.alternating and _key(name, "p") in state}
         in_step = len(turned) in (0, len(shapes))
-        if shapes and in_step and self.settings.rank <= _KERNEL_RANKS and all(map(usable, grads.values())):
+        if shapes and in_step and self.settings.rank <= KERNEL_RANKS and all(map(usable, grads.values())):
             return _OneVector(shapes, self.settings.rank, grads, self._kernels(shapes, grads))
         return _Stacks({names[0]: _Stack.of(names, shape, grads) for names, shape in self._alike(shapes, grads, state)})
 
@@ -314,7 +314,7 @@ def low_rank_errors(
 
 
 LOW_RANK_METHODS = ("cheaper", "svd", "power")
-_KERNEL_RANKS = 32  # up to which a kernel keeps values of all columns at once
+KERNEL_RANKS = 32  # up to which a kernel keeps values of all columns at once
 _STACKED = 2**14  # elements of a matrix up to which, on a CPU, a call takes longer than the arithmetic
 _SPARE_COLUMNS = 4  # of the subspace, so that the largest rank comes out as well as the others
 _PIECE = 2**22  # elements converted to float64 at a time
@@ -525,7 +525,7 @@ def multiplied(factors: Tensors, matrices: Tensors) -> Tensors:
             for name, factor in factors.items()
         }
     products: Tensors = {}
-    for names in _of_one_shape(matrices):
+    for names in _of_one_shape(matrices, factors):
         left, right = (stacked([tensors[name] for name in names]) for tensors in (factors, matrices))
         products |= dict(zip(names, torch.matmul(left, right), strict=True))
     return {name: products[name] for name in factors}
@@ -546,11 +546,11 @@ def _shaped(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor if tensor.shape == shape else tensor.reshape(tuple(shape))
 
 
-def _of_one_shape(tensors: Tensors) -> list[list[str]]:
-    """List the names of tensors of one shape and dtype."""
+def _of_one_shape(*tensors: Tensors) -> list[list[str]]:
+    """List the names of tensors of one shape and dtype, in each argument."""
     groups: dict[Any, list[str]] = {}
-    for name, tensor in tensors.items():
-        groups.setdefault((tensor.shape, tensor.dtype), []).append(name)
+    for name in tensors[0]:
+        groups.setdefault(tuple((one[name].shape, one[name].dtype) for one in tensors), []).append(name)
     return list(groups.values())
 
 

@@ -21,18 +21,19 @@ _WIDE = tl.constexpr(128)  # neighbours in memory that a program reads at once
 _ROWS = tl.constexpr(16)  # rows of a matrix that a program writes
 _LINE = tl.constexpr(1024)  # elements of a row that a program reads at once
 _SUMMED = 1024  # elements of a factor's row that one program sums over or works on
-_FIELDS = tl.constexpr(8)  # of a matrix in `Side.table`
+_FIELDS = tl.constexpr(9)  # of a matrix in `Side.table`
 # |x - its projection|^2 / |x|^2 of a row below which it counts as dependent: more than is left by float32's rounding.
 _DEPENDENT = tl.constexpr(1e-10)
 
 
 class Matrix(NamedTuple):
-    """A matrix (n, m) in a vector. offset: of its first element. rank: r of its factors."""
+    """A matrix (n, m) in a vector. offset: of its first element. rank: r of its factors. scale: see `unit_rows`."""
 
     offset: int
     n: int
     m: int
     rank: int
+    scale: float = 1.0
 
 
 class Side(NamedTuple):
@@ -40,8 +41,8 @@ class Side(NamedTuple):
 
     size: elements of all out-factors. partial: elements of their partial sums, as many if no sum is in parts.
     summed: elements that a partial sum is over.
-    table: int64 (matrices, 8): offset of the matrix, lengths of rows of the in-factor and the out-factor, r, offsets of
-        the in-factor, the out-factor and the partial sums, first of its parts in `parts`.
+    table: int64 (matrices, 9): offset of the matrix, lengths of rows of the in-factor and the out-factor, r, offsets of
+        the in-factor, the out-factor and the partial sums, first of its parts in `parts`, bits of its scale.
     products, parts, lines, sums: programs of the kernels, int64 (programs, 3): number of a matrix, and two beginnings.
     """
 
@@ -61,11 +62,11 @@ class LowRank:
     def __init__(self, matrices: Sequence[Matrix], device: torch.device) -> None:
         self._rank = triton.next_power_of_2(max(matrix.rank for matrix in matrices))
         few, wide = _few(self._rank), _WIDE.value
-        n, m, rank = zip(*(matrix[1:] for matrix in matrices), strict=True)
+        n, m, rank, scale = zip(*(matrix[1:] for matrix in matrices), strict=True)
         offsets = [matrix.offset for matrix in matrices]
         self._sides = (
-            self._side(offsets, m, n, rank, (few, 2**30), device),
-            self._side(offsets, n, m, rank, (wide, _SUMMED), device),
+            self._side(offsets, m, n, rank, scale, (few, 2**30), device),
+            self._side(offsets, n, m, rank, scale, (wide, _SUMMED), device),
         )
         self._tiles = _blocks(zip(n, m, strict=True), (_ROWS.value, wide), device)
 
@@ -75,6 +76,7 @@ class LowRank:
         inner: Sequence[int],
         outer: Sequence[int],
         rank: Sequence[int],
+        scale: Sequence[float],
         steps: tuple[int, int],
         device: torch.device,
     ) -> Side:
@@ -84,6 +86,7 @@ class LowRank:
         parts = [-(-side // _SUMMED) for side in outer]
         firsts = ([0, *accumulate(sizes)] for sizes in (of_in, of_out, partial, parts))
         columns = [offsets, inner, outer, rank, *(first[:-1] for first in firsts)]
+        columns.append(np.array(scale, np.float32).view(np.int32).tolist())
         return Side(
             sum(of_out),
             sum(partial),
@@ -131,8 +134,8 @@ class LowRank:
     def unit_rows(
         self, factors: torch.Tensor, spares: torch.Tensor, negligible: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale rows of Q^T to length 1; return that with zeros, and with others, for rows that are negligible: whose
-        largest magnitude is at most so much of that of the matrix's rows."""
+        """Scale rows of Q^T to length 1; return that times the matrix's scale, with zeros, and as it is, with others,
+        for rows that are negligible: whose largest magnitude is at most so much of that of the matrix's rows."""
         of, units, kept = self._sides[True], torch.empty_like(factors), torch.empty_like(factors)
         largest = torch.empty(len(of.lines), dtype=torch.int32, device=factors.device)
         launch(_largest, len(of.lines), factors, largest, of.table, of.lines)
@@ -141,12 +144,17 @@ class LowRank:
         return units, kept
 
     def product(
-        self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, less_from: torch.Tensor | None = None
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        less_from: torch.Tensor | None = None,
+        share: float = 1.0,
     ) -> torch.Tensor:
-        """Write P Q^T of all matrices in their places of a vector, or `less_from` less that."""
+        """Write P Q^T of all matrices in their places of a vector, or `less_from` less a share of that."""
         given = out if less_from is None else less_from
         table, constants = self._sides[False].table, {"LESS": less_from is not None}
-        launch(_outer, len(self._tiles), given, left, right, out, table, self._tiles, **constants)
+        launch(_outer, len(self._tiles), given, left, right, out, table, self._tiles, share, **constants)
         return out
 
 
@@ -327,15 +335,16 @@ def _unit_rows(factors, spares, largest, units, kept, table, blocks, negligible,
         squares += x * x
     norm = scale * 0.0 + tl.sqrt_rn(tl.sum(squares, 0))
     norm = tl.where(dropped, 1.0, norm)
+    factor = tl.load(of + 8).to(tl.int32).to(tl.float32, bitcast=True)
     for at in range(0, length, _LINE):
         places, inside = begin + at + t, at + t < length
         x = tl.div_rn(tl.div_rn(tl.load(factors + places, inside, 0.0), scale), norm)
-        tl.store(units + places, tl.where(dropped, 0.0, x), inside)
+        tl.store(units + places, tl.where(dropped, 0.0, x * factor), inside)
         tl.store(kept + places, tl.where(dropped, tl.load(spares + places, inside, 0.0), x), inside)
 
 
 @triton.jit
-def _outer(given, left, right, out, table, blocks, LESS: tl.constexpr):
+def _outer(given, left, right, out, table, blocks, share, LESS: tl.constexpr):
     of, first, begin = _program(table, blocks)
     m, n, rank = tl.load(of + 1), tl.load(of + 2), tl.load(of + 3)
     i, j = first + tl.arange(0, _ROWS), begin + tl.arange(0, _WIDE)
@@ -345,5 +354,5 @@ def _outer(given, left, right, out, table, blocks, LESS: tl.constexpr):
         total += tl.load(p + k * n + i, i < n, 0.0)[:, None] * tl.load(q + k * m + j, j < m, 0.0)[None, :]
     places, inside = tl.load(of) + i[:, None] * m + j[None, :], (i < n)[:, None] & (j < m)[None, :]
     if LESS:
-        total = tl.load(given + places, inside, 0.0) - total
+        total = tl.load(given + places, inside, 0.0) - total * share
     tl.store(out + places, total, inside)

@@ -8,10 +8,12 @@ weight matrices have Lion's update, as there: X. Chen et al., "Symbolic discover
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,7 +23,7 @@ from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import setting
 from gradlab.codec.wrapper import DEALT, SHARED, Effects, Wrapper
 from gradlab.codecs.identity import Identity
-from gradlab.codecs.powersgd import multiplied, orthogonalized
+from gradlab.codecs.powersgd import KERNEL_RANKS, multiplied, orthogonalized
 from gradlab.collectives import Coroutine, Mean
 from gradlab.errors import GradlabError
 from gradlab.kernels import usable
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gradlab.kernels.low_rank import LowRank
 
 _ROUNDING = 64  # machine epsilons: rows of R^T below so many of the largest row's values are rounding errors
+_NEGLIGIBLE = _ROUNDING * torch.finfo(torch.float32).eps
 _LION_BETAS = 0.95, 0.98  # weights of Lion's m in what the sign is taken of, and of the last m in the next
 
 
@@ -108,6 +111,9 @@ class Dion(Wrapper):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         seen = self.cached(("seen", grads.table), lambda: self._matrices(grads.table))
         kept = {name: state[key] for name in grads if (key := f"{name}/velocity") in state}
+        thin_alone = all(one.compresses and one.rank <= KERNEL_RANKS for one in seen.values()) and not context.dense
+        if seen and thin_alone and len(kept) in (0, len(seen)) and all(map(usable, grads.values())):
+            return (yield from self._by_kernels(seen, grads, kept, state, context))
         inputs = {**grads, **_each(torch._foreach_add, {name: grads[name] for name in kept}, kept)}
         given = {name: value.view(seen[name].shape) if name in seen else value for name, value in inputs.items()}
         thin = {name: given[name] for name, one in seen.items() if one.compresses and not context.dense}
@@ -117,9 +123,10 @@ class Dion(Wrapper):
 
         def updated() -> tuple[Tensors, Tensors]:
             """Compute what all ranks know: the updates, and the state that they share."""
-            units, turned = self._units(seen, right, start)
-            products = {name: left[name].mT @ rows for name, rows in units.items()}
-            if products:
+            by_kernels = all(usable(right[name]) for name in seen)
+            units, turned = self._units(seen, right, start, by_kernels)
+            products = _products(left, units)
+            if products and not by_kernels:
                 torch._foreach_mul_(list(products.values()), [one.scale for one in seen.values()])
             others = {name: means[name] for name in grads if name not in seen}
             moves, moments = _lion(others, state)
@@ -133,30 +140,67 @@ class Dion(Wrapper):
             return {name: projected.get(name, inputs[name]).view(grad.shape) for name, grad in grads.items()}
 
         updates, shared = context.once(updated)
-        for name in seen:
-            before = thin[name] if name in thin else means[name]
-            momentum = self._momentum_after(before, left[name], right[name], context)
-            shared = {**shared, f"{name}/velocity": momentum.view(grads[name].shape)}
+        before = {name: thin[name] if name in thin else means[name] for name in seen}
+        momenta = self._momenta(before, left, right, context)
+        shared = shared | {f"{name}/velocity": one.view(grads[name].shape) for name, one in momenta.items()}
         return Exchanged(updates, Deferred(grads, own), shared, compressor_input=inputs)
 
-    def _momentum_after(
-        self, before: torch.Tensor, left: torch.Tensor, right: torch.Tensor, context: Context
-    ) -> torch.Tensor:
-        """Compute M = B - (1 - mu) P R^T."""
-        less_product = torch.addmm if before.ndim == 2 else torch.baddbmm
-        alpha, out = self.settings.momentum - 1, context.memory.like(before)
-        return less_product(before, left.mT, right, alpha=alpha, out=out)
+    def _momenta(self, before: Tensors, left: Tensors, right: Tensors, context: Context) -> Tensors:
+        """Compute M = B - (1 - mu) P R^T, by layer."""
+        alpha, found = self.settings.momentum - 1, Tensors()
+        if not all(one.is_cpu for one in before.values()):
+            products = _products(left, _of(before, right))
+            return _each(functools.partial(torch._foreach_add, alpha=alpha), before, products)
+        for name, one in before.items():
+            less_product = torch.addmm if one.ndim == 2 else torch.baddbmm
+            found[name] = less_product(one, left[name].mT, right[name], alpha=alpha, out=context.memory.like(one))
+        return found
 
-    def _units(self, seen: Mapping[str, _Matrices], right: Tensors, start: Tensors) -> tuple[Tensors, Tensors]:
-        """Return R^T with rows of length 1 or zeros, and the next Q^T, by layer."""
+    def _by_kernels(
+        self, seen: Mapping[str, _Matrices], grads: Batch, kept: Tensors, state: Tensors, context: Context
+    ) -> Coroutine[Exchanged]:
+        """Do what `exchange` does, by a kernel each for all matrices, which are one vector."""
+        matrices, others = _of(seen, grads), {name: one for name, one in grads.items() if name not in seen}
+        given, work = concatenate(matrices), self._kernels(seen, next(iter(grads.values())).device)
+        given = given + concatenate(_of(seen, kept)) if kept else given
+        start = {name: self._start(name, one, grads[name], state, context) for name, one in seen.items()}
+        joined = concatenate(start)
+        left, *means = yield tuple(map(Mean, (work.multiplied(given, joined, False), *others.values())))
+        left = context.once(lambda: work.orthonormal(left, False))
+        own_right = work.multiplied(given, left, True)
+        (right,) = yield (Mean(own_right),)
+
+        def updated() -> tuple[Tensors, Tensors]:
+            units, turned = work.unit_rows(right, joined, _NEGLIGIBLE)
+            updates = separate(work.product(left, units, torch.empty_like(given)), matrices)
+            moves, moments = _lion(dict(zip(others, means, strict=True)), state)
+            shared = {f"{name}/q": rows for name, rows in separate(turned, start).items()}
+            return _of(grads, updates | moves), shared | {f"{name}/moment": one for name, one in moments.items()}
+
+        def own() -> Tensors:
+            projected = work.product(left, own_right, torch.empty_like(given))
+            return _of(grads, separate(projected, matrices) | others)
+
+        updates, shared = context.once(updated)
+        momenta = work.product(left, right, context.memory.like(given), given, 1 - self.settings.momentum)
+        kept = {f"{name}/velocity": one for name, one in separate(momenta, matrices).items()}
+        inputs = _of(grads, separate(given, matrices) | others)
+        return Exchanged(updates, Deferred(grads, own), shared | kept, compressor_input=inputs)
+
+    def _units(
+        self, seen: Mapping[str, _Matrices], right: Tensors, start: Tensors, by_kernels: bool
+    ) -> tuple[Tensors, Tensors]:
+        """Return R^T with rows of length 1 or zeros, by kernels times the layer's scale, and the next Q^T, by layer."""
         right = {name: right[name] for name in seen}
-        if right and all(map(usable, right.values())):
-            kernels = self.cached(("kernels", next(iter(right.values())).device), lambda: _kernels(seen, right), seen)
-            negligible = _ROUNDING * torch.finfo(torch.float32).eps
-            found = kernels.unit_rows(concatenate(right), concatenate(_of(right, start)), negligible)
+        if right and by_kernels:
+            work = self._kernels(seen, next(iter(right.values())).device)
+            found = work.unit_rows(concatenate(right), concatenate(_of(right, start)), _NEGLIGIBLE)
             return separate(found[0], right), separate(found[1], right)
         units = {name: unit_rows(rows) for name, rows in right.items()}
         return units, {name: torch.where(rows.any(-1, keepdim=True), rows, start[name]) for name, rows in units.items()}
+
+    def _kernels(self, seen: Mapping[str, _Matrices], device: torch.device) -> LowRank:
+        return self.cached(("kernels", device), lambda: _kernels(seen, device), seen)
 
     def _start(self, name: str, one: _Matrices, like: torch.Tensor, state: Tensors, context: Context) -> torch.Tensor:
         """Return the last Q^T, or Gaussian values that all ranks draw alike."""
@@ -223,13 +267,14 @@ class _Matrices:
         return of_factors if self.compresses else math.prod(self.shape)
 
 
-def _kernels(seen: Mapping[str, _Matrices], right: Tensors) -> LowRank:
+def _kernels(seen: Mapping[str, _Matrices], device: torch.device) -> LowRank:
+    """Return kernels for all matrices, one after another in a vector."""
     from gradlab.kernels.low_rank import LowRank, Matrix
 
-    found: list[Matrix] = []
-    for one in seen.values():
-        found += [Matrix(0, one.shape[-2], one.shape[-1], one.rank)] * math.prod(one.shape[:-2])
-    return LowRank(found, next(iter(right.values())).device)
+    each = [one for one in seen.values() for _ in range(math.prod(one.shape[:-2]))]
+    begins = accumulate((math.prod(one.shape[-2:]) for one in each), initial=0)
+    shaped = zip(begins, each, strict=False)
+    return LowRank([Matrix(at, one.shape[-2], one.shape[-1], one.rank, one.scale) for at, one in shaped], device)
 
 
 def _lion(means: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -250,6 +295,14 @@ def _each(function: Any, tensors: Tensors, *others: Any) -> Tensors:
         return {}
     lists = [[other[name] for name in tensors] if isinstance(other, dict) else other for other in others]
     return dict(zip(tensors, function(list(tensors.values()), *lists), strict=True))
+
+
+def _products(left: Tensors, right: Tensors) -> Tensors:
+    """Compute P R^T by layer, on a GPU by one call per shape."""
+    turned = _turned(_of(right, left))
+    if all(rows.is_cpu for rows in right.values()):
+        return {name: turned[name] @ rows for name, rows in right.items()}
+    return multiplied(turned, right)
 
 
 def unit_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -10,23 +10,23 @@ import torch
 from hypothesis import strategies as st
 
 from gradlab import codecs, kernels, wrappers
-from gradlab.codec import Batch, Context, Tensors, concatenate, exchange_group, separate
+from gradlab.codec import Batch, Codec, Context, Tensors, concatenate, exchange_group, separate
 from gradlab.codecs.powersgd import PowerSGD
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.layout import Layer
 from gradlab.wrappers.dion import unit_rows
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.benchmark_modules import benchmark_modules
-from support.laws import law
+from support.laws import law, thorough
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of NaN in the interpreter
 LAYERS = [
-    Layer("wide", (6, 140)),
+    Layer("wide", (4, 130)),
     Layer("bias", (7,)),
-    Layer("tall", (70, 9)),  # sums over its rows are made of two
-    Layer("experts", (2, 8, 11), "experts"),
-    Layer("convolution", (8, 2, 3, 3)),
+    Layer("tall", (66, 5)),  # sums over its rows are made of two
+    Layer("experts", (2, 4, 9), "experts"),
+    Layer("convolution", (4, 2, 2, 2)),
 ]
 
 
@@ -63,7 +63,7 @@ def steps(codec: ErrorFeedback | PowerSGD, count: int, reuse: bool = False) -> l
 
 @pytest.mark.parametrize(
     ("settings", "reuse"),
-    [({"rank": 3}, False), ({"rank": 1}, True), ({"rank": 2, "alternating": True}, True)],
+    [({"rank": 3}, False), thorough({"rank": 1}, True), ({"rank": 2, "alternating": True}, True)],
     ids=str,
 )
 def test_steps_by_kernels_are_those_of_the_lines(settings: dict[str, int], reuse: bool) -> None:
@@ -107,10 +107,10 @@ def test_rows_are_orthonormal_and_span(rank: int, true_rank: int, scale: float, 
         assert bool((left.norm(dim=1) <= 2e-5 * wide.norm(dim=1)).all())
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, thorough(torch.inf)])
 def test_what_is_not_finite_shows_in_its_layer_alone(bad: float) -> None:
     given = gradients(0, 0)
-    given["tall"][66, 3] = bad
+    given["tall"][65, 3] = bad
     with by_kernels():
         [done] = run_lockstep([exchange_group(PowerSGD(), Batch.of(given, LAYERS), {}, Context(0, 1, 0))])
     assert [name for name, mean in done.value.mean.items() if not mean.isfinite().all()] == ["tall"]
@@ -128,15 +128,22 @@ def test_zeros_do_not_blind_the_next_step() -> None:
             assert all(bool(mean.any()) == (given is not zeros) for mean in done.value.mean.values())
 
 
-@pytest.mark.parametrize("alternating", [False, True])
-def test_operations_do_not_grow_with_layers(alternating: bool) -> None:
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(ErrorFeedback(PowerSGD(PowerSGD.Settings(rank=2, alternating=turns))) for turns in (False, True)),
+        wrappers.get("dion")(codecs.make("identity")),
+    ],
+    ids=str,
+)
+def test_operations_do_not_grow_with_layers(codec: Codec) -> None:
     """At most 10 for each group with its feedback, and no wait. Kernels are counted, not run."""
     counts = []
     with benchmark_modules("device_calls") as modules, pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "start", lambda *given: None)
         calls = modules["device_calls"]
         for count in (2, 40):
-            codec, state = ErrorFeedback(PowerSGD(PowerSGD.Settings(rank=2, alternating=alternating))), Tensors()
+            state = Tensors()
             with calls.far_device() as device:
                 for step in range(3):
                     device.work.clear()
@@ -150,7 +157,7 @@ def test_operations_do_not_grow_with_layers(alternating: bool) -> None:
     assert counts[0].total() <= 10
 
 
-@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [thorough(None), torch.nan, thorough(torch.inf)])
 def test_dion_by_kernels_is_that_of_the_lines(bad: float | None) -> None:
     """Updates and momenta of three steps; rows of zeros and rounding errors keep their Q; what is not finite shows."""
     layers = [
@@ -179,6 +186,8 @@ def test_dion_by_kernels_is_that_of_the_lines(bad: float | None) -> None:
     for mine, line in zip([*found, also], [*expected, kept], strict=True):
         assert mine.keys() == line.keys()
         for name, value in mine.items():
+            if name.endswith("/q"):  # a row and its negative are as good
+                value *= (value * line[name]).sum(-1, keepdim=True).sign()
             torch.testing.assert_close(value, line[name], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -186,10 +195,10 @@ def test_unit_rows_of_many_rows() -> None:
     """Dion's factors have more rows than PowerSGD's kernels take."""
     from gradlab.kernels.low_rank import LowRank, Matrix
 
-    rows, spares = torch.randn(70, 80), torch.ones(70, 80)
+    rows, spares = torch.randn(40, 45), torch.ones(40, 45)
     rows[3] *= 1e-9
     with by_kernels():
-        work = LowRank([Matrix(0, 90, 80, 70)], torch.device("cpu"))
+        work = LowRank([Matrix(0, 50, 45, 40)], torch.device("cpu"))
         units, kept = work.unit_rows(rows.view(-1), spares.view(-1), 64 * torch.finfo(torch.float32).eps)
-    torch.testing.assert_close(units.view(70, 80), unit_rows(rows))
-    assert torch.equal(kept.view(70, 80)[3], spares[3])
+    torch.testing.assert_close(units.view(40, 45), unit_rows(rows))
+    assert torch.equal(kept.view(40, 45)[3], spares[3])
