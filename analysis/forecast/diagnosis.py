@@ -129,6 +129,11 @@ def network_of(checkup: Mapping[str, Any]) -> tuple[dict[str, Link], int, Node |
     return links, nodes if nodes > 1 else local, Node(local, links["inside"]) if nodes > 1 and local > 1 else None
 
 
+def cores_of(checkup: Mapping[str, Any]) -> float:
+    """Return how many of this machine's cores each of its ranks has, at most the two that a forecast uses."""
+    return min(2.0, (os.cpu_count() or 2) / checkup["hosts"].count(checkup["hosts"][0]))
+
+
 def waiting(
     model: int | Sequence[Layer],
     computing: float | None,
@@ -136,16 +141,19 @@ def waiting(
     nodes: int,
     node: Node | None,
     names: Sequence[str] = (),
+    *,
+    cores: float = 2.0,
 ) -> Waiting:
     """Forecast a step of a model under some of `PLANS`, or all.
 
     model: layers, or a number of parameters, of which a transformer is made up.
     computing: seconds, None: the exchange alone.
+    cores: number of cores per rank, for computing and codecs.
     """
     layers = _transformer(model) if isinstance(model, int) else model
     parameters = model if isinstance(model, int) else sum(layer.numel for layer in model)
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
-    network, found = Network([link], [nodes], profile, node=node), dict[str, float]()
+    network, found = Network([link], [nodes], profile, cores, node=node), dict[str, float]()
     for name in names or PLANS:
         codec, settings = PLANS[name]
         plan = Plan.uniform(layers, codec, **settings)

@@ -53,16 +53,18 @@ class StepTimes(Jsonable):
     @property
     def sentences(self) -> list[str]:
         """Sentences on what a step is made of, and on the bus bandwidth of its buckets."""
-        sent = sum(self.exchanging)
+        sent = max(1e-9, sum(self.exchanging))
         parts = (self.seconds, self.computing_seconds, sent, min(sent, self.exposed_seconds))
         step, computing, exchanging, exposed = (format_seconds(seconds, 2) for seconds in parts)
         by_rate = sorted(zip(self.bus_bits_per_second, self.nbytes, self.exchanging, strict=True))
         whole = sum(rate * seconds for rate, _, seconds in by_rate) / sent
-        ends = (by_rate[0], by_rate[-1])
-        slowest, fastest = (f"{_spelled(rate)} ({format_bytes(nbytes, 2)})" for rate, nbytes, _ in ends)
+        (low, few, _), (high, many, _) = by_rate[0], by_rate[-1]
+        spread = (
+            f", from {_spelled(low)} ({format_bytes(few, 2)}) to {_spelled(high)} ({format_bytes(many, 2)}) a bucket"
+        )
         return [
             f"A step takes {step}: computing {computing}, exchanging {exchanging}, of which {exposed} waited for.",
-            f"Bus bandwidth: {_spelled(whole)}, by bucket from {slowest} to {fastest}.",
+            f"Bus bandwidth: {_spelled(whole)}{spread if _spelled(low) != _spelled(high) else ''}.",
         ]
 
 

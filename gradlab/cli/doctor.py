@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradlab.analysis.forecast.diagnosis import Waiting, network_of, sentences, waiting, written
+from gradlab.analysis.forecast.diagnosis import Waiting, cores_of, network_of, sentences, waiting, written
 from gradlab.analysis.forecast.link import parse_seconds
 from gradlab.analysis.outputs import require_free
 from gradlab.cli import options
@@ -71,7 +71,7 @@ def doctor(
     links, nodes, node = network_of(found)
     first = next(iter(links.values()))
     say(f"measured; forecasting a step of {parameters} parameters")
-    steps = [waiting(count, computing, first, nodes, node) for count in counts]
+    steps = [waiting(count, computing, first, nodes, node, cores=cores_of(found)) for count in counts]
     answer = written(found, links, steps)
     if out is not None:
         write_whole(out, json.dumps(plain(answer), indent=1).encode())

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gradlab.analysis.forecast.diagnosis import network_of, sentences, waiting, written
+from gradlab.analysis.forecast.diagnosis import cores_of, network_of, sentences, waiting, written
 from gradlab.analysis.forecast.real_steps import StepTimes, link_in_training, times_of_steps
 from gradlab.analysis.outputs import require_free
 from gradlab.ddp.copies import Uncopied
@@ -70,7 +70,7 @@ class doctor(Uncopied):
         self._ranks.raise_together(problem)
         self._layers = [layer for layer, _ in synchronised_layers(ddp)]
         self._found = measure(device, _SECONDS, ddp.process_group).to_json()
-        self._links, *self._nodes = network_of(self._found)
+        self._links, self._nodes, self._node = network_of(self._found)
         self._summary: dict[str, Any] | None = None
         self._switch = switched(ddp)
         self._times = BucketTimes(self._switch.average, device)
@@ -98,8 +98,9 @@ class doctor(Uncopied):
         links = self._links | {first: link_in_training(self._links[first], times)}
         steps, remarks = [], list[str]()
         if self._ranks.rank == 0:
+            network, cores = (links[first], self._nodes, self._node), cores_of(self._found)
             try:
-                steps = [waiting(self._layers, times.computing_seconds, links[first], *self._nodes, ["int4"])]
+                steps = [waiting(self._layers, times.computing_seconds, *network, ["int4"], cores=cores)]
             except GradlabError as error:  # training goes on
                 remarks = [f"No forecast: {error}"]
             lines = sentences(self._found | {"work_seconds": times.computing}, links, steps)

@@ -1153,6 +1153,22 @@ MUTANTS: tuple[Mutant, ...] = (
         select="with_input",
     ),
     Mutant(
+        file="gradlab/ddp/switch.py",
+        old="buffer.mul_(1.0 / self._divisor)",
+        new="buffer.div_(self._divisor)",
+        tests=("tests/cli/test_doctor.py",),
+        what="A hook that gives way divides where plain DDP multiplies.",
+        select="in_a_block",
+    ),
+    Mutant(
+        file="analysis/forecast/real_steps.py",
+        old="np.maximum(averaged - np.maximum(ready, before), 0.0).min(0)",
+        new="np.maximum(averaged - np.maximum(ready, before), 0.0).max(0)",
+        tests=("tests/cli/test_doctor.py",),
+        what="A bucket's exchange includes the wait for the slowest rank.",
+        select="made_of",
+    ),
+    Mutant(
         file="gradlab/workspace.py",
         old="weakref.finalize(memory, self._returned.append, flat).atexit = False",
         new="self._returned.append(flat)",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gradlab.analysis.forecast.diagnosis import (
     HALF,
     PLAIN,
+    cores_of,
     link_of,
     link_to_json,
     read_link,
@@ -117,6 +118,12 @@ def test_a_step_that_waits_is_told_in_one_line() -> None:
     assert text.startswith("A model of 1M parameters that computes 100 ms takes 5")
     assert "% of it waiting; 16 bits " in text
     assert "; int4 every 30 steps 1" in text
+
+
+def test_ranks_of_a_machine_share_its_cores() -> None:
+    count = os.cpu_count() or 1
+    for hosts, cores in ((["a"] * 4 * count, 0.25), (["a"] * count + ["b"], 1.0), (["a"], min(2.0, count))):
+        assert cores_of({"hosts": hosts}) == cores
 
 
 def test_the_interface_is_the_named_one_or_the_default_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
