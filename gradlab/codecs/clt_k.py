@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Traits
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Tensors, Traits
 from gradlab.codec.abilities import average_into, decompress
 from gradlab.codec.each_layer import EachLayer
 from gradlab.codec.routes import exchanged_at, sent_by
@@ -29,6 +29,7 @@ from gradlab.codec.sparsifier import (
 )
 from gradlab.codecs.block_scaled import BlockScaled
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, ring_sends
+from gradlab.kernels import usable
 from gradlab.layout import Layer
 
 _INT8 = BlockScaled(BlockScaled.Settings("int8", aggregation="gather"))
@@ -88,15 +89,49 @@ class CLTK(Codec):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, leader = grads.vector, self.leader(context)
         known = self._places([grad.numel() for grad in grads.values()])
+        by_kernels = usable(vector) and vector.numel() > 0
         if context.rank == leader:
-            encoded = known.encode(known.select(vector, self._select))
+            encoded = self._selected(vector, known, by_kernels)
         else:
             encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
+        if by_kernels:
+            return (yield from self._exchange_by_kernels(encoded, known, vector, grads, context))
         with sent_by(leader):
             positions = context.once(lambda: known.decode([encoded])[0])
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
         return exchanged_at(positions, mean, own, vector, grads, context)
+
+    def _selected(self, vector: torch.Tensor, known: EachLayer, by_kernels: bool) -> torch.Tensor:
+        """Return the encoded positions of a vector's elements that are sent."""
+        if not by_kernels or self.settings.selection == "chunks":
+            return known.encode(known.select(vector, self._select))
+        from gradlab.kernels.selection import largest_of_each
+
+        return largest_of_each(vector, known.places(vector.device), known.count, known.nbytes)[1]
+
+    def _exchange_by_kernels(
+        self, encoded: torch.Tensor, known: EachLayer, vector: torch.Tensor, grads: Batch, context: Context
+    ) -> Coroutine[Exchanged]:
+        """Exchange the values at encoded positions as `exchange` does."""
+        from gradlab.kernels.selection import add_selected
+
+        places = known.places(vector.device)
+
+        def spread(values: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> Tensors:
+            add_selected(out, [(values, encoded)], places, scale, scale < 0)
+            return grads.cut(out)
+
+        taken = vector.new_empty(known.count)
+        add_selected(vector, [(taken, encoded)], places, 1.0, True, extremes=torch.aminmax(vector))
+        mean, own = yield from self._values(taken, context)
+        average = context.once(lambda: spread(mean, context.memory.for_mean(vector, grads)))
+        left = Deferred(
+            grads,
+            lambda: spread(own, context.memory.like(vector)),
+            lambda: spread(own, context.memory.copy(vector), -1.0),
+        )
+        return Exchanged(average, left)
 
     def _places(self, sizes: Sequence[int]) -> EachLayer:
         """Return where the elements lie that are sent of layers of these sizes."""

@@ -218,9 +218,9 @@ def _bits(octets, rows, of_tiles, counts, tiles, stride, TILE: tl.constexpr):
 
 @triton.jit
 def _add(
-    out, values, octets, rows, of_tiles, counts, tiles, ranks, value_stride, stride, given, steps, scale,
-    BITMAPS: tl.constexpr, ADD: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    out, values, octets, least, greatest, rows, of_tiles, counts, tiles, ranks, value_stride, stride, given, steps,
+    scale, BITMAPS: tl.constexpr, ADD: tl.constexpr, TAKE: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
+    ENTRIES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     layer = tl.load(of_tiles + tile)
@@ -230,6 +230,7 @@ def _add(
     i = begin + tl.arange(0, TILE)
     end = tl.minimum(begin + TILE, size)
     here, values = out + start, values + of_values
+    unsound = tl.load(least) * 0.0 + tl.load(greatest) * 0.0 if TAKE else 0.0
     if BITMAPS and bitmap:
         total = tl.load(here + i, mask=i < size, other=0.0) if ADD else tl.zeros((TILE,), tl.float32)
         for rank in range(ranks):
@@ -239,11 +240,15 @@ def _add(
                 before += tl.load(counts + rank * tiles + k, mask=k < tile, other=0)
             bit = _get(octets, first, base + i, of_class, width, step, i < size).to(tl.int32)
             slot = tl.minimum(tl.sum(before, 0) + tl.cumsum(bit, 0) - 1, count - 1)
-            value = tl.load(values + slot, mask=bit > 0, other=0.0)
-            total = tl.where(bit > 0, total + value * scale, total)
+            if TAKE:
+                tl.store(values + slot, total + unsound, mask=bit > 0)
+            else:
+                value = tl.load(values + slot, mask=bit > 0, other=0.0)
+                total = tl.where(bit > 0, total + value * scale, total)
             octets += stride
             values += value_stride
-        tl.store(here + i, total, mask=i < size)
+        if not TAKE:
+            tl.store(here + i, total, mask=i < size)
     else:
         if not ADD:
             tl.store(here + i, tl.zeros((TILE,), tl.float32), mask=i < size)
@@ -259,9 +264,12 @@ def _add(
                 slot = j + tl.arange(0, ENTRIES)
                 place = _get(octets, first, base + slot, of_class, width, step, slot < high)
                 some = (slot < high) & (place >= begin) & (place < end)  # of a bad message no place is beyond
-                value = tl.load(values + slot, mask=some, other=0.0)
                 total = tl.load(here + place, mask=some, other=0.0)
-                tl.store(here + place, total + value * scale, mask=some)
+                if TAKE:
+                    tl.store(values + slot, total + unsound, mask=some)
+                else:
+                    value = tl.load(values + slot, mask=some, other=0.0)
+                    tl.store(here + place, total + value * scale, mask=some)
             octets += stride
             values += value_stride
 
@@ -295,9 +303,11 @@ def add_selected(
     scale: float,
     add: bool,
     given: int = -1,
+    extremes: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write the sum of what payloads of one size, values and positions, stand for, in their order, times a factor, to a
-    vector (numel,). add: whether it is added to what `out` has."""
+    vector (numel,). add: whether it is added to what `out` has. extremes: of the vector, both (); values are then taken
+    from it, all NaN if one of these is not finite."""
     (values, value_stride), (octets, stride) = map(rows_of, zip(*payloads, strict=True))
     tiles, ranks, count = len(places.of_tiles), len(payloads), len(payloads[0][0])
     counts = octets.new_empty(ranks * tiles, dtype=torch.int32)
@@ -305,8 +315,9 @@ def add_selected(
         launch(_bits, ranks * tiles, octets, places.rows, places.of_tiles, counts, tiles, stride, TILE=_TILE)
     sizes = (tiles, ranks, value_stride, stride, given, count.bit_length(), scale)
     constants = {"BITMAPS": places.bitmaps[0], "ADD": add, "RANKS": triton.next_power_of_2(ranks)}
-    constants |= {"TILE": _TILE, "ENTRIES": _ENTRIES, "TOGETHER": 256}
-    launch(_add, tiles, out, values, octets, places.rows, places.of_tiles, counts, *sizes, **constants)
+    constants |= {"TAKE": extremes is not None, "TILE": _TILE, "ENTRIES": _ENTRIES, "TOGETHER": 256}
+    given_tensors = (out, values, octets, *(extremes or (out, out)), places.rows, places.of_tiles, counts)
+    launch(_add, tiles, *given_tensors, *sizes, **constants)
 
 
 # --- chunks ---------------------------------------------------------------------------------------------------------

@@ -274,8 +274,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/block_scaled.py",
-        old="factor = 2 / self.largest if up else",
-        new="factor = 1 / self.largest if up else",
+        old="return 2 / self.largest if self.settings.stochastic",
+        new="return 1 / self.largest if self.settings.stochastic",
         tests=("tests/codecs/test_quantizers.py",),
         what="Under stochastic rounding a microscaling block's largest values are cut off.",
     ),
@@ -303,8 +303,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/cast.py",
-        old="{name: tensor.div_(scale) for",
-        new="{name: tensor for",
+        old="torch._foreach_div_(wide, scale)",
+        new="torch._foreach_div_(wide, 1.0)",
         tests=("tests/codecs/test_cast.py",),
         what="The loss scale stays on what was cast.",
     ),

@@ -34,10 +34,14 @@ SELECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("threshold", {"threshold": 30.0}),
     ("sampled_threshold", {"across_layers": False}),
 ]
-# Codecs whose sums travel.
+# Codecs whose sums, or values at one rank's positions, travel.
 SUMMED: list[tuple[str, dict[str, Any]]] = [
     ("cast", {"dtype": "bfloat16", "stochastic": True}),
     *(("intsgd", {"bits": 8, "random": at_random}) for at_random in (True, False)),
     ("intsgd", {"bits": 32, "scale": "running"}),
+    ("clt_k", {"density": 0.03}),
+    ("clt_k", {"density": 0.3}),  # bit maps
+    ("clt_k", {"density": 0.03, "across_layers": False, "values": "int8"}),
+    ("clt_k", {"density": 0.03, "selection": "chunks", "index_coding": "raw"}),
     *(("terngrad", {"shared_scale": True, "clip": clip}) for clip in (0.0, 2.5)),
 ]
