@@ -34,6 +34,7 @@ from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.model import require_ddp, without_compile
 from gradlab.ddp.sharded_units import HOW_TO, Unit, refuse_thawed, require_whole_backward, set_hooks, sharded_modules
+from gradlab.ddp.step_clock import StepClock
 from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
 from gradlab.trial import trial
@@ -49,7 +50,11 @@ def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futur
     Returns:
         A future of the bucket's buffer, averaged.
     """
-    state._observe(bucket)
+    with state._clock.own():
+        state._observe(bucket)
+    state._clock.arrive(bucket.buffer().nbytes, first=bucket.index() == 0)
+    if bucket.is_last() and not state._writer.stopping:
+        state._clock.end_after_averages(state._writer.time_pending)
     return state._reduce(bucket)
 
 
@@ -163,7 +168,7 @@ class TraceRecorder(Uncopied):
         self._due = False  # whether the iteration in progress is recorded: the same on all ranks
         self._buffer: StepBuffer | None = None  # the step that the hook is filling, on a rank that writes
         self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
-        self._forward_passes = _ForwardPasses()
+        self._forward_passes, self._clock = _ForwardPasses(), StepClock(chosen[0][1].device)
         self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
         in_ddp = isinstance(source, BucketSource)
         self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen] if in_ddp else ())
@@ -255,15 +260,19 @@ class TraceRecorder(Uncopied):
         """Record what one unit under FSDP2 brings, and average it between nodes. FSDP2's hook calls this."""
         assert isinstance(self._source, ShardSource)
         unit.require_unchanged()
+        first = not self._units_met or unit.name in self._units_met  # twice: a backward pass failed half-way
         if not self._writer.stopping:
-            if not self._units_met or unit.name in self._units_met:  # twice: a backward pass failed half-way
-                self._units_met.clear()
-                self._guarded(self._begin_step)
-                Variable._execution_engine.queue_callback(self._end_backward)
-            self._units_met.add(unit.name)
-            if self._due:
-                self._copy_guarded(self._source.gradients(unit, flat))
-        self._source.average(flat)
+            with self._clock.own():
+                if first:
+                    self._units_met.clear()
+                    self._guarded(self._begin_step)
+                    Variable._execution_engine.queue_callback(self._end_backward)
+                self._units_met.add(unit.name)
+                if self._due:
+                    self._copy_guarded(self._source.gradients(unit, flat))
+        self._clock.arrive(flat.nbytes, first)
+        with self._clock.waiting():
+            self._source.average(flat)
 
     def _end_backward(self) -> None:
         assert isinstance(self._source, ShardSource)
@@ -271,6 +280,7 @@ class TraceRecorder(Uncopied):
         self._units_met.clear()
         self._guarded(lambda: require_whole_backward(units))
         self._guarded(lambda: self._end_step(absent_unused=True))
+        self._writer.time_pending(self._clock.end())
 
     def _copy_guarded(self, gradients: Sequence[Gradient]) -> None:
         self._guarded(lambda: self._copy(gradients))

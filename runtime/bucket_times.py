@@ -5,13 +5,13 @@ Moments are the host's clock for a model on a CPU; on a GPU they are events on t
 
 # No `from __future__ import annotations` here: DDP compares a hook's annotations with the types themselves.
 
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.step_clock import moment, seconds_between
 from gradlab.ddp.switch import PlainAverage
 
 
@@ -21,17 +21,17 @@ class BucketTimes(Uncopied):
     def __init__(self, average: PlainAverage, device: torch.device) -> None:
         self._average, self._device = average, device
         self._steps: list[list[list[Any]]] = []  # by step and bucket: bytes, and the moments of its coming and going
-        self._began = self._now()
+        self._began = moment(self._device)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket as plain DDP does, and note when."""
         if bucket.index() == 0:
             self._steps.append([])
-        row = [bucket.buffer().nbytes, self._now(), None]
+        row = [bucket.buffer().nbytes, moment(self._device), None]
         self._steps[-1].append(row)
 
         def ended(average: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            row[2] = self._now()
+            row[2] = moment(self._device)
             return average.value()
 
         return self._average(bucket).then(ended)
@@ -41,22 +41,14 @@ class BucketTimes(Uncopied):
 
         Steps that an error has ended are left out.
         """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         whole = [step for step in self._steps if all(ended is not None for _, _, ended in step)]
-        return [[[nbytes, self._since(ready), self._since(ended)] for nbytes, ready, ended in step] for step in whole]
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _since(self, moment: Any) -> float:
-        if self._device.type != "cuda":
-            return moment - self._began
-        return self._began.elapsed_time(moment) / 1000
+        return [
+            [
+                [nbytes, seconds_between(self._began, ready), seconds_between(self._began, ended)]
+                for nbytes, ready, ended in step
+            ]
+            for step in whole
+        ]
 
 
 def timed_hook(times: BucketTimes, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -7,17 +7,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.simulator import Node
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_counted
 from gradlab.jsonable import read_json
 
+if TYPE_CHECKING:
+    from gradlab.trace.times import RecordedTimes
+
 _HOW = (
-    "give --compute-seconds, the time of a step without gradient exchange (of a run in one process, or under "
-    "DDP.no_sync), or the report of a compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
+    "give --compute-seconds, the time of a step without gradient exchange, a recording that timed its steps, or the "
+    "report of a compressed run: gradlab train WORKLOAD --compress ARTIFACT --out run.json"
 )
 
 
@@ -35,15 +39,22 @@ class CodecTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """The seconds of computing in a training step, with their origin; codec: the codecs' time, None: timed here."""
+    """The seconds of computing in a training step, with their origin; codec: the codecs' time, None: timed here;
+    recorded: whether a recording timed them."""
 
     compute_seconds: float
     compute_source: str
     codec: CodecTime | None = None
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.compute_seconds < math.inf:
             raise GradlabError(f"compute time = {self.compute_seconds:g} s, expected above 0")
+
+    @classmethod
+    def as_recorded(cls, times: RecordedTimes, codec: CodecTime | None = None) -> Profile:
+        """Take the time of computing that a recording has."""
+        return cls(times.computing, f"as recorded on {format_counted(times.ranks, 'rank')}", codec, recorded=True)
 
 
 # A computing time that nobody gave: next to nothing, so that a step is the exchange alone.
@@ -51,16 +62,23 @@ NOT_MEASURED = Profile(1e-9, "not known")
 
 
 def profile_of(
-    artifact: Artifact, run: str | os.PathLike[str] | None = None, compute_seconds: float | None = None
+    artifact: Artifact,
+    run: str | os.PathLike[str] | None = None,
+    compute_seconds: float | None = None,
+    recorded: RecordedTimes | None = None,
 ) -> Profile:
-    """Collect the times that are known of an artifact's plan: from a run, `compute_seconds`, and its replay."""
+    """Collect what is known of an artifact's times: from a run, `compute_seconds`, a recording, its replay."""
     report = _read(Path(run)) if run is not None else None
     codec = _codec_of_replay(artifact.provenance)
     if report is not None and report.get("plan") == artifact.plan.digest:
         codec = CodecTime(_seconds(report, run, "compress"), _world_size(report, run), True, f"the run {run}")
     if compute_seconds is not None:
         return Profile(compute_seconds, "as given", codec)
+    if recorded is not None:
+        return Profile.as_recorded(recorded, codec)
     if report is None:
+        if (seconds := _time(artifact.provenance.get("recorded_computing"))) is not None:
+            return Profile(seconds, "as recorded for this artifact", codec, recorded=True)
         raise GradlabError(f"no computing time is known for this artifact: {_HOW}")
     return Profile(_computing(report, run), f"the run {run}", codec)
 

@@ -63,7 +63,14 @@ def recommend(speed: SpeedForecast) -> Recommendation:
     proposals = _proposals(at, found.seconds, speed)
     tried = "" if found.plan is None else "Not tried on your task: gradlab pilot does."
     cost = f"{found.cost} {tried}".rstrip()
-    lines = [*caution_lines(speed.judged.values()), found.why, cost, found.break_even, *_faster(proposals)]
+    lines = [
+        *caution_lines(speed.judged.values()),
+        found.why,
+        cost,
+        found.break_even,
+        _computing(speed),
+        *_faster(proposals),
+    ]
     text = "\n".join(line for line in lines if line)
     seconds = found.seconds, at.dense_seconds, at.half_seconds
     return Recommendation(found.take, found.plan, *seconds, speed.max_loss, text, proposals)
@@ -76,6 +83,15 @@ def require_computing(profile: Profile) -> None:
             "whether compression pays depends on how long a step computes, which is not known: give --compute-seconds "
             "(a step on one rank, without gradient exchange, or the report of a training run)"
         )
+
+
+def _computing(speed: SpeedForecast) -> str:
+    """Say how long a step computes, where the user did not."""
+    profile = speed.network.profile
+    if not profile.recorded:
+        return ""
+    told = f"{format_seconds(profile.compute_seconds)} a step, {profile.compute_source}"
+    return f"Computing: {told}; it changes with the batch of a rank (--compute-seconds)."
 
 
 def _saves(at: Configuration, name: str) -> bool:

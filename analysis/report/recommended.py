@@ -115,7 +115,9 @@ class Search:
 
         def write(name: str, path: Path) -> Path:
             plan, replay = tried.plans[name], tried.replays[name]
-            made = self.given.get(name) or uniform_artifact(plan, replay, optimizer=self._optimizer)
+            times = self.trace.times
+            told = {"optimizer": self._optimizer, "recorded_computing": times and times.computing}
+            made = self.given.get(name) or uniform_artifact(plan, replay, **told)
             return made.save(path, overwrite)
 
         # Between nodes of several ranks 16 bits are those of codec `cast`.

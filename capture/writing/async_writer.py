@@ -9,12 +9,13 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradlab.capture.settings import RecorderSettings
 from gradlab.capture.writing.buffers import BufferPool, StepBuffer
 from gradlab.capture.writing.rank_writer import RankWriter
+from gradlab.ddp.step_clock import StepSeconds
 
 logger = logging.getLogger("gradlab.capture")
 
@@ -98,6 +99,11 @@ class AsyncWriter:
         """Keep a complete step as pending, for annotations."""
         self._pool.keep(buffer)
         self.pending = buffer
+
+    def time_pending(self, times: Callable[[], StepSeconds]) -> None:
+        """Give the pending step its times. The thread asks for them: they may wait for a GPU."""
+        if self.pending is not None:
+            self.pending.times = times
 
     def send_pending(self) -> None:
         """Send the pending step to the thread. It takes no more annotations."""
@@ -204,6 +210,9 @@ class NoWriter:
 
     def acquire(self) -> None:
         """There is no step to fill here."""
+
+    def time_pending(self, times: Callable[[], StepSeconds]) -> None:
+        """There is none."""
 
     def send_pending(self) -> None:
         """There is none."""

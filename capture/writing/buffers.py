@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from gradlab.ddp.step_clock import StepSeconds
 from gradlab.layout import Layer
 from gradlab.trace.sample import LayerSample
-from gradlab.trace.schema import STEP_DTYPE, chunk_shape
+from gradlab.trace.schema import NOT_TIMED, STEP_DTYPE, TIMES, chunk_shape
 
 _TORCH_DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -37,7 +38,7 @@ class Block:
 
     def step(self, row: int) -> StepBuffer:
         """Clear a row for a new step."""
-        self.records[row] = (-1, np.nan, np.nan, 1.0, 1, 0, -1, 0)
+        self.records[row] = (-1, np.nan, np.nan, 1.0, 1, 0, -1, *NOT_TIMED, 0)
         self.unused[row] = False
         return StepBuffer(self, row)
 
@@ -76,6 +77,7 @@ class StepBuffer:
     unused: bool (layers,).
     seen: bool (layers,): the hook has met the layer in this iteration.
     copies: events of copies from a GPU, each reached when a copy is done.
+    times: function that tells how long the step took, once the GPU has done it.
     """
 
     def __init__(self, block: Block, row: int) -> None:
@@ -83,6 +85,7 @@ class StepBuffer:
         self.record, self.unused = block.records[row : row + 1], block.unused[row]
         self.seen = np.zeros(len(self.unused), bool)
         self.copies: list[torch.cuda.Event] = []
+        self.times: Callable[[], StepSeconds] | None = None
 
     @property
     def last(self) -> bool:
@@ -108,9 +111,12 @@ class StepBuffer:
             part.zero_()
 
     def wait(self) -> None:
-        """Wait until copies from a GPU have arrived."""
+        """Wait until copies from a GPU have arrived, and the step's times are known."""
         for event in self.copies:
             event.synchronize()
+        if self.times is not None:
+            for name, value in zip(TIMES, self.times(), strict=True):
+                self.record[name] = value
 
 
 class BufferPool:

@@ -18,7 +18,7 @@ from gradlab.capture.writing.rank_writer import RankWriter
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.trace.sample import LayerSample
-from gradlab.trace.schema import STORED_DTYPE, Manifest
+from gradlab.trace.schema import NOT_TIMED, STORED_DTYPE, Manifest
 from gradlab.version import VERSION
 
 
@@ -117,7 +117,7 @@ class TraceWriter:
         pool = self._pools[rank]
         step = pool.acquire(lambda: False)
         assert step is not None
-        step.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, optimizer_step, 0)
+        step.record[:] = (index, loss, learning_rate, loss_scale, accumulation, 0, optimizer_step, *NOT_TIMED, 0)
         for position, layer in enumerate(self._manifest.layers):
             step.put(position, torch.as_tensor(gradients[layer.name]))
             step.unused[position] = layer.name in unused

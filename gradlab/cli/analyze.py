@@ -3,12 +3,14 @@
 Its pages show step times and replays of plans, what ranks share beside null hypotheses, and the noise scale. They
 also show codecs beside the rate-distortion limit, a GradiVeQ fit tried on later iterations, signs, and every layer.
 
+Steps compute as long as recorded, or as --compute-seconds says.
+
 With a recording of pseudo-gradients (docs/local-steps.md) and the time of a local step, it says how many local
 steps to take on each link, and which plan to send them by.
 
 Examples:
 
-  gradlab analyze trace --out report --compute-seconds 0.36s
+  gradlab analyze trace --out report
 
   gradlab analyze trace --out report --quick
 
@@ -60,9 +62,10 @@ def analyze(
     require_free(out, overwrite, contents=REPORT_FILES)
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
     counts, node = options.nodes_of(nodes, inside)
-    network = Network(options.links_of(bandwidth, latency), counts, options.profile_of_step(compute_seconds), node=node)
+    links = options.links_of(bandwidth, latency)
     artifacts, look = loaded_plans(plan or ()), QUICK if quick else THOROUGH
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
+        network = Network(links, counts, options.profile_of_step(compute_seconds, opened), node=node)
         examination = examine(
             opened,
             families=families_of(opened, look),

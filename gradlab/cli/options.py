@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.errors import GradlabError
+from gradlab.trace import Trace
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.link import Link
     from gradlab.analysis.forecast.network import Profile
     from gradlab.analysis.forecast.simulator import Node
+    from gradlab.trace.times import RecordedTimes
 
 _LONG = 10.0  # seconds of computing from which a number without a unit is questioned
 MAX_LOSS_TEXT = "1%"  # `gradlab.analysis.forecast.endings.MAX_LOSS`, which a test compares
@@ -49,7 +51,11 @@ Report = Annotated[Path, typer.Option("--out", metavar="REPORT", help="Folder fo
 Latency = Annotated[str, typer.Option(help="One-way latency between two nodes: 50us, 1ms.")]
 ComputeSeconds = Annotated[
     str | None,
-    typer.Option(help="A training step without gradient exchange: 0.36s. Or a compressed run's report: RUN.json."),
+    typer.Option(
+        metavar="SECONDS|RUN|TRACE",
+        help="A training step without gradient exchange: 0.36s, a compressed run's report, RUN.json, or a recording. "
+        "[default: as recorded]",
+    ),
 ]
 InsideLink = Annotated[str, typer.Option(help="Speed of each rank's link inside its node, where it has several.")]
 MaxLoss = Annotated[
@@ -111,15 +117,28 @@ def counts_of(text: str, option: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def profile_of_step(text: str | None) -> Profile:
-    """Take the time of computing from a text such as 0.36s, or from a run's report; `NOT_MEASURED` without a text."""
+def profile_of_step(text: str | None, trace: Trace) -> Profile:
+    """Take the time of computing from a text such as 0.36s, a run's report or a recording, else from the trace at hand;
+    `NOT_MEASURED` if that has none."""
     from gradlab.analysis.forecast.network import NOT_MEASURED, Profile, compute_seconds_of
 
     if text is None:
-        return NOT_MEASURED
+        return NOT_MEASURED if trace.times is None else Profile.as_recorded(trace.times)
     if run := run_of(text):
         return Profile(compute_seconds_of(run), f"the run {run}")
+    if recorded := recorded_times_of(text):
+        return Profile.as_recorded(recorded)
     return Profile(computing_seconds(text), "as given")
+
+
+def recorded_times_of(text: str | None) -> RecordedTimes | None:
+    """The times of the recording that --compute-seconds names; None: it names none."""
+    if text is None or not Path(text).is_dir():
+        return None
+    with Trace(text) as trace:
+        if trace.times is None:
+            raise GradlabError(f"{text}: its steps were not timed, as emulated ranks' are not; give a time: 0.36s")
+        return trace.times
 
 
 def run_of(text: str | None) -> Path | None:

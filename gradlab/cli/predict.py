@@ -85,13 +85,14 @@ def predict(
 
     links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
-    run = options.run_of(compute_seconds)
-    seconds = options.computing_seconds(compute_seconds) if compute_seconds is not None and run is None else None
+    run, recorded = options.run_of(compute_seconds), options.recorded_times_of(compute_seconds)
+    told = run is not None or recorded is not None or compute_seconds is None
+    seconds = None if told else options.computing_seconds(str(compute_seconds))
     if out is not None:
         require_figure(out, overwrite)
     numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
     loaded = Artifact.load(artifact)
-    network = Network(links, counts, profile_of(loaded, run, seconds), bucket_cap_mb=bucket_cap_mb, node=node)
+    network = Network(links, counts, profile_of(loaded, run, seconds, recorded), bucket_cap_mb=bucket_cap_mb, node=node)
     with progress_bars() as progress:
         result = forecast(
             loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None

@@ -9,11 +9,11 @@ compress", and no artifact is written. Faster plans, which may lose more, are wr
 
 Examples:
 
-  gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit --compute-seconds 0.36s
+  gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit
 
-  gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --compute-seconds run.json
+  gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --compute-seconds 0.36s
 
-  gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit --compute-seconds 0.36s
+  gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def recommend(
         if "," in words:
             raise GradlabError(f"--{option} {words!r}: expected one, to recommend a plan for it")
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
-    profile = options.profile_of_step(compute_seconds)
-    require_computing(profile)
-    counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
-    network = Network(options.links_of(bandwidth, latency), counts, profile, node=node)
+    links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
+        profile = options.profile_of_step(compute_seconds, opened)
+        require_computing(profile)
+        network = Network(links, counts, profile, node=node)
         search = Search(opened, loaded_plans(plan or ()), network, fsdp, quick)
         tried, remarks = search.tried(allowed, sharing, progress)
     if tried.speed is None:

@@ -45,6 +45,7 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
                 "metadata": opened.metadata,
                 "digest": opened.digest,
                 "remarks": opened.remarks,
+                "times": opened.times,
             }
         )
         return
@@ -56,6 +57,8 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
     ]
     if optimizer := OptimizerSettings.from_metadata(opened.metadata):
         lines.append(f"trained with {optimizer}")
+    if opened.times is not None:
+        lines.append(str(opened.times))
     rows: list[tuple[str, ...]] = [(layer.name, layer.role, _sizes(layer)) for layer in layers]
     table = Table("", ("layer", "role", "shape"), rows, 2)
     if opened.samples:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import uuid
 from collections.abc import Iterable, Mapping
@@ -60,9 +61,19 @@ STEP_DTYPE: np.dtype[Any] = np.dtype(
         ("accumulation", "<i8"),  # forward passes since the last synchronised backward pass
         ("non_finite", "<i8"),  # elements of the recorded gradients that are infinite or NaN
         ("optimizer_step", "<i8"),  # optimizer steps before this iteration, from 0; -1: not known
+        ("seconds", "<f8"),  # since the averages of the iteration before; NaN where nothing was timed
+        ("waited", "<f8"),  # of these: for averages, after the last gradient was there, or for a processor before
+        ("exchanged", "<f8"),  # since the averaging of the first bucket began
+        ("recording", "<f8"),  # spent by the recorder
+        ("averaged_bytes", "<i8"),
         ("checksum", "<u4"),  # CRC-32 of the fields above, the unused bits and the layers' checksums
     ]
 )
+
+TIMES = ("seconds", "waited", "exchanged", "recording", "averaged_bytes")
+NOT_TIMED = (math.nan,) * 4 + (0,)
+# As recorders wrote it that did not time steps.
+UNTIMED_STEP_DTYPE: np.dtype[Any] = np.dtype([field for field in STEP_DTYPE.descr if field[0] not in TIMES])
 
 _MAX_JSON_BYTES = 64 * 2**20
 _MAX_NUMEL = 2**40

@@ -26,8 +26,11 @@ from gradlab.layout import Layer, canonical_json, fingerprint
 from gradlab.trace.crc import crc32
 from gradlab.trace.schema import (
     FORMAT,
+    NOT_TIMED,
     STEP_DTYPE,
     STORED_DTYPE,
+    TIMES,
+    UNTIMED_STEP_DTYPE,
     VALUES_AT_ONCE,
     VERSION,
     Manifest,
@@ -115,7 +118,7 @@ class SegmentReader:
     swmr: open a file whose writer was killed or is still writing.
     only: names of the layers whose data sets are opened and checked; no other can be read. None: all.
     committed: number of steps.
-    records: `STEP_DTYPE` (committed,), -1 where a field is not stored.
+    records: `STEP_DTYPE` (committed,), `NOT_TIMED` where times are not stored.
     """
 
     def __init__(
@@ -183,11 +186,13 @@ class SegmentReader:
         if self.committed < 0:
             raise GradlabError(f"{self.path}: damaged, {self.committed} committed steps")
         rows = self.committed
-        self.records = records = self._rows("steps", STEP_DTYPE, (rows,))
+        timed = getattr(self._hard(self._file, "steps"), "dtype", None) != UNTIMED_STEP_DTYPE
+        records = self._rows("steps", STEP_DTYPE if timed else UNTIMED_STEP_DTYPE, (rows,))
         self._unused_bits = self._rows("unused", np.dtype("u1"), (rows, -(-count // 8)))
         self._checksums = self._rows("checksums", np.dtype("<u4"), (rows, count))
         if (record_checksums(records, self._unused_bits, self._checksums) != records["checksum"]).any():
             raise GradlabError(f"{self.path}: damaged, the values stored per step do not match their checksums")
+        self.records = records if timed else _untimed(records)
         self._open_gradients(only)
 
     def _open_gradients(self, only: Collection[str] | None) -> None:
@@ -286,6 +291,16 @@ class SegmentReader:
     def read(self, layer: Layer, start: int, stop: int, columns: slice = slice(None)) -> np.ndarray:
         """Read rows start..stop of a layer as float32 (stop - start, columns). Raises as `read_stored`."""
         return as_float32(self.read_stored(layer, start, stop, columns), self._dtype)
+
+
+def _untimed(records: np.ndarray) -> np.ndarray:
+    """Records without times as `STEP_DTYPE` has them."""
+    whole = np.zeros(len(records), STEP_DTYPE)
+    for name in UNTIMED_STEP_DTYPE.names or ():
+        whole[name] = records[name]
+    for name, nothing in zip(TIMES, NOT_TIMED, strict=True):
+        whole[name] = nothing
+    return whole
 
 
 def as_float32(stored: np.ndarray, dtype: str) -> np.ndarray:

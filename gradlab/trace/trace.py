@@ -29,6 +29,7 @@ from gradlab.trace.rank import OpenSegments, RankSteps, require_none
 from gradlab.trace.rules import empty_problems, folder_problems, pass_remark, remarks
 from gradlab.trace.sample import LayerSample, describe_samples
 from gradlab.trace.schema import CHUNK_STEPS, RankIndex, read_index, read_manifest, rows_at_once
+from gradlab.trace.times import RecordedTimes, recorded_times
 
 __all__ = ["RankCheck", "Trace", "TraceCheck", "TraceSource", "TraceStep", "check"]
 
@@ -197,6 +198,14 @@ class Trace:
         return steps if type(steps) is int and 1 <= steps <= 10**9 else None
 
     @property
+    def times(self) -> RecordedTimes | None:
+        """How long its steps took; None: they were not timed, or each is many local steps."""
+        if self.local_steps:
+            return None
+        rows = [rank.records[at] for rank, at in zip(self._ranks, self._rows, strict=True)]
+        return recorded_times(rows, gathers="averaged_ranks" in self.metadata)
+
+    @property
     def source(self) -> TraceSource:
         """Return the arguments by which another process opens this trace just so."""
         return TraceSource(str(self.path.resolve()), self.average_ranks)
@@ -345,8 +354,8 @@ class Trace:
         It is put together once: whoever reads gradients in small blocks asks for the loss scale of each.
 
         Returns:
-            By name: index, loss, learning_rate, loss_scale, accumulation, non_finite and optimizer_step, each (T,);
-            and unused, bool (T, layers). None can be written to.
+            By name: the fields of `gradlab.trace.schema.STEP_DTYPE` but the checksum, each (T,); and unused, bool
+            (T, layers). None can be written to.
         """
         if not 0 <= rank < self.world_size:
             raise GradlabError(f"{self.path}: no rank {rank}; expected 0 to {self.world_size - 1}")

@@ -7,16 +7,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gradlab.capture import repair
 from gradlab.capture.layers import choose_layers
 from gradlab.capture.settings import RecorderSettings
+from gradlab.cli.options import profile_of_step
 from gradlab.ddp.model import synchronised_layers
 from gradlab.errors import GradlabError
 from gradlab.trace import Trace, check
-from jobs.capture_scenarios import DISK_STEPS, STEPS
+from gradlab.trace.schema import TIMES
+from jobs.capture_scenarios import DISK_STEPS, SLOW_SECONDS, STEPS
 from support.small_disk import small_disk
 from support.torchrun_job import torchrun
 from support.warm_python import python
@@ -63,6 +66,27 @@ def test_each_step_carries_its_values(results: list[dict[str, Any]]) -> None:
         assert result["metadata"]["plain_sgd"] is True
         assert result["metadata"]["optimizer"]["name"] == "SGD"
         assert result["metadata"]["optimizer"]["groups"][0]["momentum"] == 0
+
+
+def test_each_step_carries_its_times(run: tuple[Path, list[dict[str, Any]]]) -> None:
+    """The others wait for the rank that sleeps in each step; and a forecast takes its times."""
+    folder = run[0] / "step_values" / "t"
+    with Trace(folder) as trace:
+        for rank in range(trace.world_size):
+            scalars = trace.scalars(rank)
+            seconds, waited, exchanged, recording = (scalars[name][1:] for name in TIMES[:-1])
+            assert np.isnan(scalars["seconds"][0])
+            assert (seconds >= waited + recording).all()
+            assert (exchanged >= waited).all()
+            assert min(waited.min(), recording.min()) >= 0
+            assert scalars["averaged_bytes"].tolist() == [sum(4 * layer.numel for layer in trace.layers)] * 4
+        times = trace.times
+        assert times is not None
+        assert times.seconds > times.computing >= SLOW_SECONDS
+        profile = profile_of_step(None, trace)
+        assert (profile.compute_seconds, profile.compute_source) == (times.computing, "as recorded on 3 ranks")
+        assert profile_of_step(str(folder), trace) == profile
+        assert profile_of_step("2s", trace).compute_seconds == 2
 
 
 def test_steps_and_layers_can_be_chosen(results: list[dict[str, Any]]) -> None:

@@ -45,6 +45,9 @@ def test_a_recording_under_fsdp_is_that_of_the_nodes_under_ddp(pool: ProcessPool
     under_ddp, under_fsdp = Trace(tmp_path / "ddp"), Trace(tmp_path / "fsdp")
     assert under_fsdp.world_size == 2
     assert_same(under_ddp, under_fsdp)
+    for trace in (under_ddp, under_fsdp):
+        assert trace.times is not None
+        assert (trace.times.seconds > trace.times.computing, trace.times.bits_per_second) == (True, None)
     assert under_fsdp.scalars(0)["unused"].any(axis=1).tolist() == [step == UNUSED_AT for step in range(STEPS)]
 
 

@@ -695,6 +695,7 @@ def test_the_golden_trace_loads() -> None:
         assert trace.world_size == 2
         assert trace.steps.tolist() == [0, 2, 4]
         assert trace.metadata["note"] == "golden"
+        assert trace.times is None  # it was recorded before steps were timed
         for step in trace.iterate():
             for rank in range(2):
                 expected = golden_gradient(rank, step.index)

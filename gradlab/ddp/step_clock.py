@@ -1,0 +1,126 @@
+"""Time training steps from inside the hook that averages their gradients."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch.autograd import Variable
+
+Moment = float | torch.cuda.Event
+Span = tuple[Moment | None, Moment | None]
+
+
+class StepSeconds(NamedTuple):
+    """Seconds of one step on one rank, NaN where they are not known, and the bytes that were averaged.
+
+    seconds: time from the last average of the step before to its own last average.
+    waited: time since its last gradient was there, which nothing hides, and for a processor that averaging took before.
+    exchanged: time since the averaging of its first bucket began.
+    own: time of the clock's holder, inside `StepClock.own`.
+    """
+
+    seconds: float
+    waited: float
+    exchanged: float
+    own: float
+    nbytes: int
+
+
+class StepClock:
+    """Notes when gradients are there and when they are averaged. On a GPU these are events in its streams.
+
+    >>> clock = StepClock(torch.device("cpu"))
+    >>> clock.arrive(4096, first=True)
+    >>> clock.end()().nbytes
+    4096
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ended: Moment | None = None  # the step before
+        self._own: list[Span] = []
+        self._waits: list[Span] = []
+        self._first: Moment | None = None
+        self._last: Moment | None = None
+        self._nbytes = 0
+        self._busy = (0, 0.0)  # the thread of the last gradient, and its processor time then
+        self._taken = self._idle = 0.0  # seconds without a processor: while buckets are averaged; here, since the last
+
+    def arrive(self, nbytes: int, first: bool) -> None:
+        """Note that the averaging of so many bytes begins. first: of a step; earlier ones came to nothing."""
+        now = moment(self._device)
+        thread, busy = threading.get_ident(), time.thread_time()
+        if first:
+            self._first, self._nbytes, self._waits, self._taken = now, 0, [], 0.0
+        elif isinstance(now, float) and thread == self._busy[0]:
+            without = seconds_between(self._last, now) - (busy - self._busy[1])
+            self._taken += max(0.0, without - self._idle)
+        self._last, self._busy, self._idle = now, (thread, busy), 0.0
+        self._nbytes += nbytes
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Time what is not training's."""
+        began, busy, clock = moment(self._device), time.thread_time(), time.perf_counter()
+        yield
+        self._own.append((began, moment(self._device)))
+        self._idle += time.perf_counter() - clock - (time.thread_time() - busy)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time an average that the host waits for here. On a GPU a stream does, and training perhaps not: not known."""
+        began, busy = time.perf_counter(), time.thread_time()
+        yield
+        ended = time.perf_counter()
+        self._waits.append((None, None) if self._device.type == "cuda" else (began, ended))
+        self._idle += ended - began - (time.thread_time() - busy)
+
+    def end(self) -> Callable[[], StepSeconds]:
+        """Note that all averages are there. Returns what tells the times; it may wait for the device."""
+        now, before = moment(self._device), self._ended
+        first, last, waits, own = self._first, self._last, self._waits, self._own
+        taken, nbytes = self._taken, self._nbytes
+        self._ended, self._own, self._waits, self._first = now, [], [], None
+
+        def told() -> StepSeconds:
+            waited = taken + (_total(waits) if waits else seconds_between(last, now))
+            return StepSeconds(seconds_between(before, now), waited, seconds_between(first, now), _total(own), nbytes)
+
+        return told
+
+    def end_after_averages(self, act: Callable[[Callable[[], StepSeconds]], None]) -> None:
+        """Note the end once DDP has all averages of the backward pass in progress, and hand over what tells the times.
+
+        DDP waits in a callback of its own at the pass's end, which is queued after its hooks are called.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return  # a rank without input, under join
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(lambda: act(self.end())))
+
+
+def moment(device: torch.device) -> Moment:
+    """Now, for a model on a device: the host's clock, or an event on the GPU's current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Moment | None, last: Moment | None) -> float:
+    """Seconds from one moment to another, once a GPU has passed it; NaN if there is none."""
+    if isinstance(first, torch.cuda.Event) and isinstance(last, torch.cuda.Event):
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
+    return last - first if isinstance(first, float) and isinstance(last, float) else math.nan
+
+
+def _total(spans: Sequence[Span]) -> float:
+    return sum((seconds_between(*span) for span in spans), 0.0)
