@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gradlab.capture.recorder import TraceRecorder
+from gradlab.capture.start import attached_by
 from gradlab.ddp.model import ddp_of_accelerate
 from gradlab.lazy import needing
 
@@ -43,5 +44,5 @@ def record(
     Raises:
         GradlabError: if the model was not wrapped in DistributedDataParallel. See also TraceRecorder.
     """
-    options = {"optimizer": optimizer, "scaler": accelerator.scaler, **options}
+    options = {"optimizer": optimizer, "scaler": accelerator.scaler, **attached_by("accelerate", options)}
     return TraceRecorder(ddp_of_accelerate(accelerator, model, "record"), path, **options)

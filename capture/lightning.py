@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradlab.capture.recorder import TraceRecorder
+from gradlab.capture.start import attached_by
 from gradlab.ddp.model import ddp_of_lightning
 from gradlab.lazy import needing
 
@@ -40,7 +41,7 @@ class RecordingCallback(Callback):
         """Attach the recorder to the model that the strategy has just wrapped."""
         model = ddp_of_lightning(trainer, "RecordingCallback")
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        options = {"optimizer": trainer.optimizers, "scaler": scaler, **self._options}
+        options = {"optimizer": trainer.optimizers, "scaler": scaler, **attached_by("lightning", self._options)}
         self.recorder = TraceRecorder(model, self._path, **options)
 
     def on_train_batch_end(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ def start_recording(
     ranks.require_same(vars(settings) | {"layers": [layer.to_json() for layer, _ in chosen]})
     settings = replace(settings, every=size.settings.every, max_steps=size.settings.max_steps)
     warn_of_missing(held)
+    if (scaler := training[1]) is not None and scaler.is_enabled():
+        metadata = {"loss_scaler": True} | metadata
     metadata = _metadata(source, settings, wrap) | optimizer_metadata(held) | metadata
     samples = {sample.layer.name: sample for sample in size.samples}
     manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples)
@@ -118,6 +120,12 @@ def _start_writer(
     # One more for the step that the hook fills, and one for the step that waits for annotations.
     pool = BufferPool(manifest.layers, manifest.dtype, rank_writer.rows, settings.queue_steps + 2, pinned)
     return AsyncWriter(rank_writer, pool, settings, str(path))
+
+
+def attached_by(framework: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorder's options with the framework in the trace's metadata, for the lines that train with a plan."""
+    given = options.get("metadata") or {}
+    return {**options, "metadata": {"attached_by": framework} | given} if isinstance(given, dict) else dict(options)
 
 
 def _check_wrap(wrap: Any) -> None:

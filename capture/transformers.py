@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from gradlab.capture.recorder import TraceRecorder
+from gradlab.capture.start import attached_by
 from gradlab.ddp.model import ddp_of_trainer, wrap_again
 from gradlab.lazy import needing
 
@@ -48,7 +49,7 @@ class RecordingCallback(TrainerCallback):
         model, scaler = ddp_of_trainer(self._trainer, "RecordingCallback"), self._trainer.accelerator.scaler
         left = max(1, int(state.max_steps) - state.global_step)  # a budget spreads the recorded steps over them
         given = {"optimizer": kwargs.get("optimizer"), "scaler": scaler, "expected_steps": left}
-        options = {**given, **self._options}
+        options = {**given, **attached_by("transformers", self._options)}
         self.recorder = TraceRecorder(model, self._path, **options)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

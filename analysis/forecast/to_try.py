@@ -20,12 +20,13 @@ _START = 10  # dense steps before plans that begin with none
 
 @dataclass(frozen=True)
 class ChosenPlans:
-    """Plans to try by name, why others were refused, the artifacts of some, and the recording's hash."""
+    """Plans to try by name, why others were refused, the artifacts of some, the recording's hash and metadata."""
 
     plans: Mapping[str, Plan]
     refused: Mapping[str, str]
     artifacts: Mapping[str, Artifact]
     trace: str
+    recorded: Mapping[str, Any]
 
     @property
     def warmup_steps(self) -> int:
@@ -62,4 +63,4 @@ def chosen_plans(trace: Trace, artifacts: Mapping[str, Artifact]) -> ChosenPlans
     if not left:
         why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise GradlabError(f"{trace.path}: no plan to try{why and ': ' + why}")
-    return ChosenPlans(left, refused, artifacts, trace.digest)
+    return ChosenPlans(left, refused, artifacts, trace.digest, trace.metadata)

@@ -13,7 +13,7 @@ from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import HALF_PLAN, without
 from gradlab.analysis.forecast.decide import HALF, NOTHING
 from gradlab.analysis.forecast.frontier import Tried
-from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, where_to_paste
+from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume, where_to_paste
 from gradlab.analysis.forecast.recommendation import Recommendation
 from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
 from gradlab.analysis.report.look import QUICK, THOROUGH
@@ -38,6 +38,7 @@ class Saved:
     warmup_steps: int
     paste: str
     fsdp: bool
+    recorded: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -60,9 +61,12 @@ class Saved:
 
     def lines(self) -> list[str]:
         """The lines to paste, not indented, what else there is to say, and the artifact."""
-        lines = [f"\n{where_to_paste(self.fsdp)}\n\n{self.paste}"] if self.paste else []
+        where = where_to_paste(self.fsdp, self.recorded, half=self.artifact is None)
+        lines = [f"\n{where}\n\n{self.paste}"] if self.paste else []
         if self.warmup_steps:
             lines.append(f"\nThe plan compresses after {self.warmup_steps} dense steps: it was judged from there on.")
+        if self.artifact and (resume := lines_to_resume(self.fsdp, self.recorded)):
+            lines.append(f"\n{resume}")
         if self.pilot:
             lines.append(
                 "\nTo try it on your own training, with the command that made the recording in place of `torchrun ...`:"
@@ -125,7 +129,7 @@ class Search:
         chosen = HALF_PLAN if half else found.plan
         artifact = None if chosen is None else write(chosen, out)
         to_try = [write(one.plan, beside(out, one.risk)) for one in found.proposals]
-        paste = lines_to_paste(artifact, self.network.nodes[0], self._ranks, self.fsdp)
+        paste = lines_to_paste(artifact, self.network.nodes[0], self._ranks, self.fsdp, self.trace.metadata)
         return Saved(
             trace=self.trace.path,
             out=out,
@@ -134,6 +138,7 @@ class Search:
             warmup_steps=0 if chosen is None else tried.plans[chosen].schedule.warmup_steps,
             paste="" if found.decision == NOTHING else paste,
             fsdp=self.fsdp,
+            recorded=self.trace.metadata,
         )
 
     @property

@@ -92,7 +92,7 @@ def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], 
     counts, ranks = _counts_and_ranks(text)
     link = Link(parse_bandwidth(inside))
     if fsdp and ranks == 1:
-        raise GradlabError("--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
+        raise GradlabError("FSDP2: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
     return counts, None if ranks == 1 else Node(ranks, link, SHARDS if fsdp else BETWEEN)
 
 

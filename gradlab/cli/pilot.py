@@ -21,8 +21,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,5 +97,12 @@ def _try(chosen: ChosenPlans, trials: Trials, out: Path, overwrite: bool, as_jso
     if as_json:
         print_json({**tried.to_json(), "artifact": None if best is None else str(out)})
         return
-    lines = "" if best is None else f"\n{where_to_paste(False)}\n\n{lines_to_paste(out, tried.ranks, 1, False)}\n"
+    lines = "" if best is None else _to_paste(out, tried.ranks, chosen.recorded)
     Answer([str(tried), f"{lines}\n{out if best else 'No artifact is written: no plan holds.'}"]).print()
+
+
+def _to_paste(out: Path, ranks: int, recorded: Mapping[str, Any]) -> str:
+    local, fsdp = recorded.get("averaged_ranks"), recorded.get("fully_shard") is True
+    local = local if type(local) is int and local > 0 else 1
+    lines = lines_to_paste(out, ranks // local, local, fsdp, recorded)
+    return f"\n{where_to_paste(fsdp, recorded)}\n\n{lines}\n"

@@ -61,10 +61,12 @@ def recommend(
         if "," in words:
             raise GradlabError(f"--{option} {words!r}: expected one, to recommend a plan for it")
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
-    links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
+    links = options.links_of(bandwidth, latency)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         profile = options.profile_of_step(compute_seconds, opened)
         require_computing(profile)
+        fsdp = fsdp or opened.metadata.get("fully_shard") is True
+        counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
         network = Network(links, counts, profile, node=node)
         search = Search(opened, loaded_plans(plan or ()), network, fsdp, quick)
         tried, remarks = search.tried(allowed, sharing, progress)

@@ -69,7 +69,7 @@ def test_links_and_nodes() -> None:
         (lambda words: options.nodes_of(words, "1gbit"), "8x", "--nodes '8x': expected numbers of nodes"),
         (lambda words: options.nodes_of(words, "1gbit"), "2x8,4x4", "expected nodes of one number of ranks"),
         (lambda words: options.nodes_of(words, "1gbit"), "2x0", "expected nodes of one number of ranks"),
-        (lambda words: options.nodes_of(words, "1gbit", fsdp=True), "8", "--fsdp: parameters are sharded among"),
+        (lambda words: options.nodes_of(words, "1gbit", fsdp=True), "8", "FSDP2: parameters are sharded among"),
         (options.share_of_loss, "1% of it", "--max-loss 1% of it: expected a share of the loss"),
         (options.share_of_loss, "-1%", "--max-loss -1%: expected a share of the loss"),
         (options.share_of_loss, "some", "--max-loss some: expected a share of the loss"),

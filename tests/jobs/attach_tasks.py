@@ -270,9 +270,10 @@ def refusal(attempt: Callable[[Any], Any], given: Any) -> str:
     return ""
 
 
-def pasted(group: dist.ProcessGroup, lines: str, fsdp: bool = False) -> dict[str, Any]:
+def pasted(group: dist.ProcessGroup, lines: str, fsdp: bool = False, resume: str = "") -> dict[str, Any]:
     """Train with lines that a command printed, as a script that has them.
 
+    resume: lines that save and load the state.
     fsdp: shard the model inside two nodes of two ranks each; otherwise it is in DDP.
     """
     names, parameters = to_paste_into(fsdp)
@@ -284,6 +285,7 @@ def pasted(group: dist.ProcessGroup, lines: str, fsdp: bool = False) -> dict[str
     state, result = names.get("state"), {"ratio": None, "nodes": None}
     if isinstance(state, Exchange):
         with state:
+            exec(resume, {"torch": torch, "state": state})
             report = state.report()
             result = {"ratio": report["compression_ratio"], "nodes": report.get("nodes")}
     trained = parameters().double()

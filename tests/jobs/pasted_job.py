@@ -6,13 +6,14 @@ pasted_job.py PRINTED FOLDER            PRINTED: the command's output, as it sto
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 
 from jobs.attach_tasks import pasted
-from support.printed_lines import lines_of
+from support.printed_lines import lines_of, lines_to_resume_of
 
 
 def main() -> None:
@@ -20,7 +21,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    result = pasted(group, lines_of(printed.read_text()))
+    text = printed.read_text()
+    os.chdir(folder)
+    result = pasted(group, lines_of(text), resume=lines_to_resume_of(text))
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ from gradlab.coding.bits import pack, unpack
 from gradlab.collectives import run_lockstep
 from support.by_kernels import by_kernels, decoded, encoded, equal, layered
 from support.kernel_cases import CASES, SUMMED
+from support.laws import thorough
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of NaN in the interpreter
@@ -78,7 +79,7 @@ def test_launches_do_not_grow_with_the_number_of_layers(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), SUMMED, ids=str)
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", [False, thorough(True)])
 def test_layers_that_an_all_reduce_sums(name: str, options: dict[str, Any], special: bool) -> None:
     """Layers of any size, an empty one and zeros, too; a second step, of a running scale."""
     codec, draw = codecs.make(name, **options), torch.Generator().manual_seed(1)

@@ -51,7 +51,7 @@ def test_a_run_with_a_pilot_is_the_run_without(pool: ProcessPool, ranks: int, ta
         assert found[0]["result"]["unlike"] == 0
 
 
-@pytest.mark.parametrize("between", [False, thorough(True)])
+@pytest.mark.parametrize("between", [thorough(False), thorough(True)])
 def test_a_sharded_run_with_a_pilot_is_the_run_without(pool: ProcessPool, between: bool) -> None:
     """Bit for bit, after the pilot without gradlab where the reduce-scatter was tried."""
     for found in pool.run("jobs.pilot_tasks:sharded_goes_on", 4, between=between):

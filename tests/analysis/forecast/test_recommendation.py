@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+import gradlab.runtime
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import Family
 from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING
 from gradlab.analysis.forecast.endings import MAX_LOSS
+from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.plans import pays_text
@@ -203,11 +206,26 @@ def test_what_is_printed_trains(
     for result in pasted_on_nodes(printed, tmp_path, nodes=2, ranks=1):
         assert result["finite"]
         assert (result["ratio"] or 0) > 2 or decision == HALF
+    assert len([*tmp_path.glob("gradlab-*.pt")]) == (2 if decision == COMPRESS else 0)  # saved and loaded
     if decision == COMPRESS:
         assert Artifact.load(out).provenance["replay"]["judged_cosine"] > 0.9
         code, printed, error = gradlab(*words)
         assert (code, printed) == (2, "")
         assert "exists" in error
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
+def test_lines_are_those_of_what_recorded(framework: str) -> None:
+    """Each name that is imported is there, and the framework's checkpoints have the residuals."""
+    recorded = {"attached_by": framework, "loss_scaler": True}
+    lines = lines_to_paste(Path("plan.safetensors"), 2, 1, False, recorded)
+    [imported] = [node for node in ast.parse(lines).body if isinstance(node, ast.ImportFrom)]
+    source = (Path(gradlab.runtime.__file__).parent / f"{framework}.py").read_text()
+    defined = {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert imported.module == f"gradlab.runtime.{framework}"
+    assert {one.name for one in imported.names} <= defined
+    assert lines_to_resume(False, recorded) == ""
+    assert "optimizer=optimizer, scaler=scaler)" in lines_to_paste(Path("plan"), 2, 1, False, {"loss_scaler": True})
 
 
 @pytest.mark.usefixtures("few")
@@ -237,7 +255,7 @@ def test_words_that_mean_nothing_are_refused_by_name(gradlab: Command, trace: Pa
     code, _, error = gradlab(*words[:-2])
     assert (code, "give --compute-seconds" in error) == (2, True)
     for wrong, said in (
-        (["--fsdp"], "--fsdp: parameters are sharded among a node's ranks; name them, such as --nodes 8x8"),
+        (["--fsdp"], "FSDP2: parameters are sharded among a node's ranks; name them, such as --nodes 8x8"),
         *((["--nodes", nodes], f"--nodes {nodes!r}: expected ") for nodes in ("8by8", "4,8", "4x", "8x8x8", "")),
         (["--max-loss", "lots"], "--max-loss lots: expected a share of the loss such as 1% or 0.01"),
     ):
