@@ -50,10 +50,13 @@ def capture_hook(state: "TraceRecorder", bucket: dist.GradBucket) -> torch.futur
     Returns:
         A future of the bucket's buffer, averaged.
     """
+    if state._writer.stopping:  # nothing is timed any more, for the rest of training
+        state._observe(bucket)
+        return state._reduce(bucket)
     with state._clock.own():
         state._observe(bucket)
     state._clock.arrive(bucket.buffer().nbytes, first=bucket.index() == 0)
-    if bucket.is_last() and not state._writer.stopping:
+    if bucket.is_last():
         state._clock.end_after_averages(state._writer.time_pending)
     return state._reduce(bucket)
 

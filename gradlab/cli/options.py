@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradlab.errors import GradlabError
-from gradlab.trace import Trace
 
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.link import Link
     from gradlab.analysis.forecast.network import Profile
     from gradlab.analysis.forecast.simulator import Node
+    from gradlab.trace import Trace
     from gradlab.trace.times import RecordedTimes
 
 _LONG = 10.0  # seconds of computing from which a number without a unit is questioned
@@ -133,6 +133,8 @@ def profile_of_step(text: str | None, trace: Trace) -> Profile:
 
 def recorded_times_of(text: str | None) -> RecordedTimes | None:
     """The times of the recording that --compute-seconds names; None: it names none."""
+    from gradlab.trace import Trace
+
     if text is None or not Path(text).is_dir():
         return None
     with Trace(text) as trace:

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, where_to_paste
+from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume, where_to_paste
 from gradlab.analysis.forecast.link import parse_seconds
 from gradlab.analysis.forecast.to_try import ChosenPlans, chosen_plans
 from gradlab.analysis.outputs import require_free
@@ -105,4 +105,5 @@ def _to_paste(out: Path, ranks: int, recorded: Mapping[str, Any]) -> str:
     local, fsdp = recorded.get("averaged_ranks"), recorded.get("fully_shard") is True
     local = local if type(local) is int and local > 0 else 1
     lines = lines_to_paste(out, ranks // local, local, fsdp, recorded)
-    return f"\n{where_to_paste(fsdp, recorded)}\n\n{lines}\n"
+    resume = lines_to_resume(fsdp, recorded)
+    return f"\n{where_to_paste(fsdp, recorded)}\n\n{lines}\n" + (resume and f"\n{resume}\n")

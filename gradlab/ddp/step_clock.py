@@ -100,6 +100,7 @@ class StepClock:
         DDP waits in a callback of its own at the pass's end, which is queued after its hooks are called.
         """
         if torch._C._current_graph_task_id() == -1:
+            self._own.clear()
             return  # a rank without input, under join
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: act(self.end())))

@@ -77,6 +77,7 @@ def nearest_minifloat(x, P: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def minifloat_value(code, number, other, scale, P: tl.constexpr, Q: tl.constexpr):
+    """Value of a code with P bits of mantissa, times the block's number and a scale."""
     bias: tl.constexpr = 7 if P == 3 else 15 if P == 2 else 1
     sign: tl.constexpr = 8 if P == 1 else 128
     magnitude = code & (sign - 1)
@@ -106,6 +107,7 @@ def scale_code(magnitude, unit, Q: tl.constexpr, SCALES: tl.constexpr, UP: tl.co
 
 @triton.jit
 def scale_value(code, unit, SCALES: tl.constexpr):
+    """Scale of a block by its byte, the inverse of `scale_code`."""
     if SCALES > 0:
         exponent = code.to(tl.int32) << 23
         value = tl.where(exponent == 0, 1 << 22, exponent).to(tl.float32, bitcast=True)  # 2^-127

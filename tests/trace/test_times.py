@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradlab.ddp.step_clock import StepClock
 from gradlab.trace.schema import NOT_TIMED, STEP_DTYPE, TIMES
 from gradlab.trace.times import recorded_times
 
@@ -51,3 +53,14 @@ def test_few_steps_and_steps_without_times_say_nothing() -> None:
         untimed[name] = nothing
     assert recorded_times([timed[:3]]) is None
     assert recorded_times([timed, untimed]) is None
+
+
+def test_a_step_that_nobody_asks_for_leaves_nothing_behind() -> None:
+    """Under join a rank without input runs the hook outside of a backward pass, as often as others train."""
+    clock = StepClock(torch.device("cpu"))
+    for _ in range(3):
+        with clock.own():
+            pass
+        clock.arrive(4, first=True)
+        clock.end_after_averages(lambda told: None)
+    assert clock.end()().own == 0.0
