@@ -43,6 +43,9 @@ def part_of(
         with _name_of_its_own(groups, device):
             made = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
+    # new_group returns before Gloo's peers have accepted: a rank that destroyed the group then broke theirs.
+    if "gloo" in dist.get_backend(made):
+        dist.barrier(group=made)
     return made
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec import Tensors
 from gradlab.collectives import mean_of_node
-from gradlab.ddp.groups import part_of
+from gradlab.ddp.groups import destroy, group_like, part_of
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import Layer, layers_of
@@ -230,6 +232,43 @@ def _environment(**variables: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+class _Late(dist.Store):
+    """The store of a rank that is slow to learn where its peers are, while they have its address."""
+
+    def __init__(self, store: dist.Store, delay: float) -> None:
+        super().__init__()
+        self._store, self._delay = store, delay
+
+    def get(self, key: str) -> bytes:
+        time.sleep(self._delay)
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait(keys, *timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def groups_dropped_at_once(group: dist.ProcessGroup, late: int) -> int:
+    """Make groups and destroy them at once, where one rank connects later than the others; how many were made."""
+    stores = dist.distributed_c10d._world.pg_map
+    backend, store = stores[dist.group.WORLD]
+    stores[dist.group.WORLD] = backend, _Late(store, 0.05 if dist.get_rank() == late else 0.0)
+    try:
+        for _ in range(3):
+            destroy(group_like(group, None, torch.device("cpu")))
+    finally:
+        stores[dist.group.WORLD] = backend, store
+    return 3
 
 
 def told_once(group: dist.ProcessGroup, level: str) -> dict[str, Any]:

@@ -155,6 +155,11 @@ def test_torchrun_tells_the_default(pool: ProcessPool) -> None:
     assert not any(other["warnings"] for other in others)
 
 
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_group_may_be_dropped_at_once_though_one_rank_is_late(pool: ProcessPool, late: int) -> None:
+    assert pool.run("jobs.node_tasks:groups_dropped_at_once", 4, late=late) == [3] * 4
+
+
 @pytest.mark.parametrize("level", ["warn", "error"])
 def test_a_rule_is_told_once_of_all_ranks(pool: ProcessPool, level: str) -> None:
     first, *others = pool.run("jobs.node_tasks:told_once", 4, level=level)
