@@ -127,7 +127,7 @@ class Device(TorchDispatchMode):
         asked_near = name == "_to_copy" and kwargs.get("device") is not None and not asked_far
         near_args, near_kwargs = tree_map(brought, (args, kwargs))
         result = operation(*near_args, **near_kwargs)
-        if name.startswith(("empty", "new_empty")) and result.is_floating_point():
+        if name.startswith(("empty", "new_empty")):
             result.zero_()  # a part of it no kernel may fill
         if not seen and not asked_far:
             return result

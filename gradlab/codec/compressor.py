@@ -118,12 +118,13 @@ class Sparsifier(Compressor):
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the selected values (count,) and their encoded positions (bytes,), uint8."""
         numel, coding, each = vector.numel(), self.settings.index_coding, self._each_of(vector.numel())
-        if self._by_kernels(vector) and (each is not None or self.exact):
+        if self._by_kernels(vector):
             from gradlab.kernels.selection import largest_of_each
 
-            count = count_of(self.settings.density, numel) if each is None else each.count
-            places, nbytes, given = self._places(vector, count)
-            return largest_of_each(vector, places, count, nbytes, given)
+            count, above = (each.count, None) if each is not None else self._counted(vector, generator)
+            if count is not None:
+                places, nbytes, given = self._places(vector, count)
+                return largest_of_each(vector, places, count, nbytes, given, above)
         if each is not None:
             positions = each.select(vector)
             encoded = each.encode(positions)
@@ -159,6 +160,10 @@ class Sparsifier(Compressor):
 
     def _by_kernels(self, vector: torch.Tensor) -> bool:
         return usable(vector) and vector.numel() > 0 and not varies(self.settings.index_coding)
+
+    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int | None, torch.Tensor | None]:
+        """Return how many largest magnitudes of a vector kernels send, and what counted them; None if they cannot."""
+        return count_of(self.settings.density, vector.numel()) if self.exact else None, None
 
     def _places(self, vector: torch.Tensor, count: int) -> tuple[Places, int, int]:
         """Return what kernels read of a message's layers, its bytes of positions, and the count or -1 for theirs."""

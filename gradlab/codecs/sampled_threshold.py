@@ -67,14 +67,10 @@ class SampledThreshold(Sparsifier):
         return replace(super().traits, varying=True)
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        numel, density = vector.numel(), self.settings.density
-        count = count_of(density, numel)
-        wanted = max(math.ceil(_SAMPLED * numel), math.ceil(min(numel + 1, _LEAST / density)))
-        if 2 * wanted > numel:
+        count, top = count_of(self.settings.density, vector.numel()), self._top(vector, generator)
+        if top is None:
             return largest(vector, count)
-        # At random: an even stride may follow the columns of a matrix.
-        sample = vector[torch.randint(numel, (wanted,), generator=generator).to(vector.device)].abs()
-        threshold = sample.topk(max(1, math.ceil(density * len(sample))), sorted=False).values.min()
+        threshold = top.min()
         candidates = at_least(vector, threshold)
         for _ in range(_ADJUSTMENTS):
             if len(candidates) >= _ENOUGH * count:
@@ -82,3 +78,28 @@ class SampledThreshold(Sparsifier):
             threshold = threshold * _LOWERED
             candidates = at_least(vector, threshold)
         return candidates if len(candidates) <= count else candidates[largest(vector[candidates], count)]
+
+    def _top(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+        """Return the magnitudes in a sample that reach the threshold; None where all elements are sorted instead."""
+        numel, density = vector.numel(), self.settings.density
+        wanted = max(math.ceil(_SAMPLED * numel), math.ceil(min(numel + 1, _LEAST / density)))
+        if 2 * wanted > numel:
+            return None
+        # At random: an even stride may follow the columns of a matrix.
+        places = torch.randint(numel, (wanted,), generator=generator).to(vector.device, non_blocking=True)
+        return vector[places].abs().topk(max(1, math.ceil(density * wanted)), sorted=False).values
+
+    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int, torch.Tensor | None]:
+        from gradlab.kernels.selection import counts_above, levels_reached
+
+        count, top = count_of(self.settings.density, vector.numel()), self._top(vector, generator)
+        if top is None:
+            return count, None
+        *reached, least = levels_reached(vector, top, _ADJUSTMENTS + 1, _LOWERED).cpu()
+        lowered = next((at for at, found in enumerate(reached) if found >= _ENOUGH * count), _ADJUSTMENTS)
+        if (found := int(reached[lowered])) > count:
+            return count, None
+        level = least.view(torch.float32)
+        for _ in range(lowered):
+            level = level * _LOWERED
+        return found, counts_above(vector, self._places(vector, 1)[0], float(level))

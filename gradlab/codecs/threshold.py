@@ -65,9 +65,17 @@ class Threshold(Sparsifier):
         return replace(super().traits, varying=True, own_exchange=self.settings.threshold is None)
 
     def select(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return at_least(vector, self._least(vector))
+
+    def _least(self, vector: torch.Tensor) -> float:
         # A measured lambda may be as small as it likes, but not zero: zeros are never sent.
-        least = self.settings.threshold or torch.finfo(vector.dtype).tiny
-        return at_least(vector, least)
+        return self.settings.threshold or torch.finfo(vector.dtype).tiny
+
+    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int, torch.Tensor]:
+        from gradlab.kernels.selection import counts_above
+
+        above = counts_above(vector, self._places(vector, 1)[0], self._least(vector))
+        return int(above.cpu()[2::2].sum()), above
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         fixed, known = yield from self.settled(grads, state, context)

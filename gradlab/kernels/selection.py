@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -154,12 +155,37 @@ def _count(x, rows, of_tiles, bins, limits, counts, layers, given, BINS: tl.cons
     start, size, count, first_tile, _, _ = _row(rows, layer, given)
     i = (tile - first_tile) * TILE + tl.arange(0, TILE)
     key = tl.where(i < size, magnitude_bits(tl.load(x + start + i, mask=i < size, other=0.0)), -1)
-    limit, ties = _threshold(bins, layers, layer, count, 3, BINS)
+    if BINS > 0:
+        limit, ties = _threshold(bins, layers, layer, count, 3, BINS)
+    else:
+        limit, ties = given, count * 0
     tl.store(counts + 2 * tile, tl.sum((key > limit).to(tl.int32), 0))
     tl.store(counts + 2 * tile + 1, tl.sum((key == limit).to(tl.int32), 0))
     if tile == first_tile:
         tl.store(limits + 2 * layer, limit)
         tl.store(limits + 2 * layer + 1, ties.to(tl.int32))
+
+
+@triton.jit
+def _reached(
+    x, top, found, numel, tops, LEVELS: tl.constexpr, LOWERED: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr
+):  # fmt: skip
+    least, greatest = tl.full((TOGETHER,), 0x7FFFFFFF, tl.int32), tl.zeros((TOGETHER,), tl.int32)
+    for begin in range(0, tops, TOGETHER):
+        j = begin + tl.arange(0, TOGETHER)
+        key = magnitude_bits(tl.load(top + j, mask=j < tops, other=0.0))
+        least = tl.minimum(least, tl.where(j < tops, key, 0x7FFFFFFF))
+        greatest = tl.maximum(greatest, key)
+    limit = tl.where(tl.max(greatest, 0) > 0x7F800000, 0x7FFFFFFF, tl.min(least, 0))
+    if tl.program_id(0) == 0:
+        tl.store(found + LEVELS, limit)
+    level = limit.to(tl.float32, bitcast=True)
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    magnitude = tl.abs(tl.load(x + i, mask=i < numel, other=0.0))
+    for at in tl.static_range(LEVELS):
+        n = tl.sum(((i < numel) & ((magnitude < level) == 0)).to(tl.int32), 0)
+        tl.atomic_add(found + at, n, sem="relaxed")
+        level = level * LOWERED
 
 
 @triton.jit
@@ -275,25 +301,49 @@ def _add(
 
 
 def largest_of_each(
-    vector: torch.Tensor, places: Places, count: int, nbytes: int, given: int = -1
+    vector: torch.Tensor, places: Places, count: int, nbytes: int, given: int = -1, above: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the largest magnitudes of each layer of a vector (numel,): values (count,) and coded positions, uint8.
 
     given: number of elements that are sent of the only layer; -1: the table has it.
+    above: result of `counts_above`, if it has counted them already.
     """
     layers, tiles = len(places.rows), len(places.of_tiles)
-    scratch = vector.new_zeros(3 * layers * _BINS + -(-nbytes // 4) + 1, dtype=torch.int32)
-    bins, words = scratch.split([3 * layers * _BINS, -(-nbytes // 4) + 1])
-    limits = scratch.new_empty(2 * (layers + tiles))
+    bin_count = 0 if above is not None else 3 * layers * _BINS
+    scratch = vector.new_zeros(bin_count + -(-nbytes // 4) + 1, dtype=torch.int32)
+    bins, words = scratch.split([bin_count, -(-nbytes // 4) + 1])
+    limits = scratch.new_empty(2 * (layers + tiles)) if above is None else above
     counts, octets, values = limits[2 * layers :], words.view(torch.uint8), vector.new_empty(count)
     table = (places.rows, places.of_tiles)
-    for at in range(3):
-        launch(_histogram, tiles, vector, *table, bins, layers, given, PASS=at, BINS=_BINS, TILE=_TILE)
-    launch(_count, tiles, vector, *table, bins, limits, counts, layers, given, BINS=_BINS, TILE=_TILE)
+    if above is None:
+        for at in range(3):
+            launch(_histogram, tiles, vector, *table, bins, layers, given, PASS=at, BINS=_BINS, TILE=_TILE)
+        launch(_count, tiles, vector, *table, bins, limits, counts, layers, given, BINS=_BINS, TILE=_TILE)
     launch(
         _write, tiles, vector, *table, limits, counts, values, octets, words, given, TILE=_TILE, TOGETHER=256
     )  # fmt: skip
     return values, octets[:nbytes]
+
+
+def counts_above(vector: torch.Tensor, places: Places, level: float) -> torch.Tensor:
+    """Count the elements of a vector's only layer that reach a level, and NaN, for `largest_of_each`: (2 + 2 tiles,),
+    int32, from the third on every other one those of a tile."""
+    limit = int(np.float32(level).view(np.int32)) - 1
+    above = vector.new_empty(2 + 2 * len(places.of_tiles), dtype=torch.int32)
+    given = (vector, places.rows, places.of_tiles, above, above, above[2:], 1, limit)
+    launch(_count, len(places.of_tiles), *given, BINS=0, TILE=_TILE)
+    return above
+
+
+def levels_reached(vector: torch.Tensor, top: torch.Tensor, levels: int, lowered: float) -> torch.Tensor:
+    """Count the elements of a vector (numel,) that reach the least magnitude of others (count,), and that lowered by a
+    factor once, twice, ...: (levels + 1,), int32, the last one the bits of that magnitude. NaN reaches all, as all do
+    NaN."""
+    found = vector.new_zeros(levels + 1, dtype=torch.int32)
+    given, sizes = (vector, top, found), (vector.numel(), len(top))
+    constants = {"LEVELS": levels, "LOWERED": lowered, "TILE": _TILE, "TOGETHER": 256}
+    launch(_reached, triton.cdiv(vector.numel(), _TILE), *given, *sizes, **constants)
+    return found
 
 
 def add_selected(

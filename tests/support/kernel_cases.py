@@ -32,7 +32,8 @@ SELECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"across_layers": False, "density": 0.4}),  # bit maps of most
     ("threshold", {"threshold": 60.0}),
     ("threshold", {"threshold": 30.0}),
-    ("sampled_threshold", {"across_layers": False}),
+    ("sampled_threshold", {"density": 0.015}),
+    ("sampled_threshold", {"density": 0.1}),
 ]
 # Codecs whose sums, or values at one rank's positions, travel.
 SUMMED: list[tuple[str, dict[str, Any]]] = [
