@@ -30,6 +30,7 @@ from gradlab.errors import BadMessage, GradlabError
 
 if TYPE_CHECKING:
     from gradlab.codec.compressor import Compressor
+    from gradlab.kernels.selection import Places
 
 Shard = tuple[int, int]
 Payload = tuple[torch.Tensor, ...]
@@ -117,6 +118,31 @@ def exchanged_at(
 
     average = context.once(lambda: spread(mean, context.memory.for_mean(vector, grads)))
     return Exchanged(average, Deferred(grads, lambda: spread(own, context.memory.like(vector)), error))
+
+
+def exchanged_by_kernels(
+    encoded: torch.Tensor,
+    places: Places,
+    mean: torch.Tensor,
+    own: torch.Tensor,
+    vector: torch.Tensor,
+    grads: Batch,
+    context: Context,
+) -> Exchanged:
+    """Do what `exchanged_at` does with coded positions, uint8."""
+    from gradlab.kernels.selection import add_selected
+
+    def spread(values: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> Tensors:
+        add_selected(out, [(values, encoded)], places, scale, scale < 0)
+        return grads.cut(out)
+
+    average = context.once(lambda: spread(mean, context.memory.for_mean(vector, grads)))
+    left = Deferred(
+        grads,
+        lambda: spread(own, context.memory.like(vector)),
+        lambda: spread(own, context.memory.copy(vector), -1.0),
+    )
+    return Exchanged(average, left)
 
 
 def shards_of(codec: Compressor, numel: int, world_size: int, group: str = "", most: int | None = None) -> Shards:

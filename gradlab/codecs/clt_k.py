@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Tensors, Traits
+from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Tensors, Traits
 from gradlab.codec.abilities import average_into, decompress
 from gradlab.codec.each_layer import EachLayer
-from gradlab.codec.routes import exchanged_at, sent_by
+from gradlab.codec.routes import exchanged_at, exchanged_by_kernels, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import (
     DENSITIES,
@@ -96,7 +96,11 @@ class CLTK(Codec):
             encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
         if by_kernels:
-            return (yield from self._exchange_by_kernels(encoded, known, vector, grads, context))
+            from gradlab.kernels.selection import values_at
+
+            places = known.places(vector.device)
+            mean, own = yield from self._values(values_at(vector, encoded, places, known.count), context)
+            return exchanged_by_kernels(encoded, places, mean, own, vector, grads, context)
         with sent_by(leader):
             positions = context.once(lambda: known.decode([encoded])[0])
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
@@ -109,29 +113,6 @@ class CLTK(Codec):
         from gradlab.kernels.selection import largest_of_each
 
         return largest_of_each(vector, known.places(vector.device), known.count, known.nbytes)[1]
-
-    def _exchange_by_kernels(
-        self, encoded: torch.Tensor, known: EachLayer, vector: torch.Tensor, grads: Batch, context: Context
-    ) -> Coroutine[Exchanged]:
-        """Exchange the values at encoded positions as `exchange` does."""
-        from gradlab.kernels.selection import add_selected
-
-        places = known.places(vector.device)
-
-        def spread(values: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> Tensors:
-            add_selected(out, [(values, encoded)], places, scale, scale < 0)
-            return grads.cut(out)
-
-        taken = vector.new_empty(known.count)
-        add_selected(vector, [(taken, encoded)], places, 1.0, True, extremes=torch.aminmax(vector))
-        mean, own = yield from self._values(taken, context)
-        average = context.once(lambda: spread(mean, context.memory.for_mean(vector, grads)))
-        left = Deferred(
-            grads,
-            lambda: spread(own, context.memory.like(vector)),
-            lambda: spread(own, context.memory.copy(vector), -1.0),
-        )
-        return Exchanged(average, left)
 
     def _places(self, sizes: Sequence[int]) -> EachLayer:
         """Return where the elements lie that are sent of layers of these sizes."""

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Exchanged, Guarantees, PlanDefaults, Tensors, Traits
-from gradlab.codec.routes import exchanged_at
+from gradlab.codec.each_layer import EachLayer
+from gradlab.codec.routes import exchanged_at, exchanged_by_kernels
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of, density_setting, with_non_finite
 from gradlab.collectives import Coroutine, Mean
+from gradlab.kernels import usable
 from gradlab.layout import Layer
 
 
@@ -70,33 +73,49 @@ class RandomK(Codec):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector = grads.vector
         count = count_of(self.settings.density, vector.numel())
-        positions = distinct(vector.numel(), count, context.random.shared(), vector.device)
+        positions = distinct(vector.numel(), count, context.random.shared())
         factor = vector.numel() / count if self.settings.unbiased and count else 1.0
+        if count and usable(vector):
+            return (yield from self._exchange_by_kernels(positions, factor, grads, context))
+        positions = positions.to(vector.device, non_blocking=True)
         values = with_non_finite(vector[positions].mul_(factor), vector)
         mean = yield Mean(values)
         return exchanged_at(positions, mean, values, vector, grads, context)
+
+    def _exchange_by_kernels(
+        self, positions: torch.Tensor, factor: float, grads: Batch, context: Context
+    ) -> Coroutine[Exchanged]:
+        from gradlab.kernels.selection import values_at
+
+        vector, sizes = grads.vector, (grads.vector.numel(), len(positions))
+        known = self.cached(sizes, lambda: EachLayer(sizes[:1], sizes[1:], "raw"))
+        encoded, places = known.encode(positions).to(vector.device, non_blocking=True), known.places(vector.device)
+        values = values_at(vector, encoded, places, known.count)
+        mean = yield Mean(values if factor == 1.0 else values.mul_(factor))
+        return exchanged_by_kernels(encoded, places, mean, values, vector, grads, context)
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:
         return Bytes.of_means(4 * count_of(self.settings.density, sum(one.numel for one in layers)), world_size)
 
 
-def distinct(numel: int, count: int, generator: torch.Generator, device: torch.device | None = None) -> torch.Tensor:
+def distinct(numel: int, count: int, generator: torch.Generator) -> torch.Tensor:
     """Draw `count` different numbers below numel, (count,) int64, ascending, from independent draws; every set is
-    equally likely. The generator is on the CPU, so that every device gets the same numbers."""
+    equally likely. All is on the CPU, so that every device gets the same numbers and no host waits for one."""
     if 2 * count > numel:
-        return _others(numel, distinct(numel, numel - count, generator, device))
-    drawn = torch.empty(0, dtype=torch.int64, device=device)
+        return _others(numel, distinct(numel, numel - count, generator))
+    drawn = torch.empty(0, dtype=torch.int64)
     while len(drawn) < count:
         more = torch.randint(numel, (count - len(drawn) + count // 4 + 8,), generator=generator)
-        drawn = torch.cat([drawn, more.to(device)]).unique()
+        ascending = np.sort(torch.cat([drawn, more]).numpy())  # four times as fast as PyTorch
+        drawn = torch.unique_consecutive(torch.from_numpy(ascending))
     if len(drawn) == count:
         return drawn
     dropped = torch.randperm(len(drawn), generator=generator)[: len(drawn) - count]
-    return drawn[_others(len(drawn), dropped).to(drawn.device)]
+    return drawn[_others(len(drawn), dropped)]
 
 
 def _others(numel: int, left_out: torch.Tensor) -> torch.Tensor:
     """List the numbers below numel that are not among some, ascending."""
-    kept = torch.ones(numel, dtype=torch.bool, device=left_out.device)
+    kept = torch.ones(numel, dtype=torch.bool)
     kept[left_out] = False
     return kept.nonzero().view(-1)

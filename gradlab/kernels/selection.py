@@ -370,6 +370,13 @@ def add_selected(
     launch(_add, tiles, *given_tensors, *sizes, **constants)
 
 
+def values_at(vector: torch.Tensor, encoded: torch.Tensor, places: Places, count: int) -> torch.Tensor:
+    """Take the values (count,) of a vector at coded positions, all NaN if it holds NaN or infinity anywhere."""
+    taken = vector.new_empty(count)
+    add_selected(vector, [(taken, encoded)], places, 1.0, True, extremes=torch.aminmax(vector))
+    return taken
+
+
 # --- chunks ---------------------------------------------------------------------------------------------------------
 
 

@@ -147,8 +147,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/random_k.py",
-        old="count, context.random.shared(), vector",
-        new="count, context.random.of_rank(), vector",
+        old="count, context.random.shared()",
+        new="count, context.random.of_rank()",
         tests=("tests/codecs/test_sparsifiers.py",),
         what="Every rank draws random-k's positions from a seed of its own.",
     ),

@@ -28,11 +28,10 @@ SELECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("topk", {"index_coding": "raw"}),
     ("topk", {"index_coding": "bitmap"}),
     ("topk", {"across_layers": False}),
-    ("topk", {"across_layers": False, "index_coding": "raw"}),
     ("topk", {"across_layers": False, "density": 0.4}),  # bit maps of most
     ("threshold", {"threshold": 60.0}),
-    ("threshold", {"threshold": 30.0}),
     ("sampled_threshold", {"density": 0.015}),
+    ("threshold", {"threshold": 30.0}),
     ("sampled_threshold", {"density": 0.1}),
 ]
 # Codecs whose sums, or values at one rank's positions, travel.
@@ -44,5 +43,6 @@ SUMMED: list[tuple[str, dict[str, Any]]] = [
     ("clt_k", {"density": 0.3}),  # bit maps
     ("clt_k", {"density": 0.03, "across_layers": False, "values": "int8"}),
     ("clt_k", {"density": 0.03, "selection": "chunks", "index_coding": "raw"}),
+    ("random_k", {"density": 0.03, "unbiased": True}),
     *(("terngrad", {"shared_scale": True, "clip": clip}) for clip in (0.0, 2.5)),
 ]
