@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,9 +23,14 @@ from gradlab.codec.settings import setting
 from gradlab.coding.bits import pack, packed_bytes, unpack
 from gradlab.coding.positions import below
 from gradlab.collectives import Coroutine
+from gradlab.kernels import usable
 from gradlab.layout import Layer
 
+if TYPE_CHECKING:
+    from gradlab.kernels.dct import Chunks
+
 AVERAGES = ("ranks", "senders")
+MOST_BY_KERNELS = 64  # elements on a side of a chunk
 Tiles = tuple[int, int, int, int]
 
 
@@ -100,6 +105,12 @@ class DCTTopK(Compressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return the coefficients sent, one vector, and their indices within the chunks, packed, uint8."""
+        if self._by_kernels(vector):
+            from gradlab.kernels.dct import largest_coefficients
+
+            nbytes = self.position_bytes(vector.numel())
+            count = (self.compressed_bytes(vector.numel()) - nbytes) // 4
+            return largest_coefficients(vector, self._places(vector), count, nbytes)
         values, places = [vector.new_empty(0)], [torch.empty(0, dtype=torch.uint8, device=vector.device)]
         for alike in self._layout(vector.numel()):
             coefficients = transform(alike.chunks_of(vector))
@@ -112,11 +123,17 @@ class DCTTopK(Compressor):
         return torch.cat(values), torch.cat(places)
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        total += self.average_into(torch.empty_like(total), [payload], scale)
+        if self._by_kernels(total):
+            self._restore_by_kernels(total, [payload], scale, add=True)
+        else:
+            total += self.average_into(torch.empty_like(total), [payload], scale)
 
     def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
         # The ranks' coefficients are added up, and their sum is transformed back once.
         ranks = [(values, places) for values, places in payloads]
+        if self._by_kernels(out):
+            self._restore_by_kernels(out, ranks, scale, add=False)
+            return out
         first = byte = 0
         for alike in self._layout(out.numel()):
             size, kept = alike.size, self._kept(alike.size)
@@ -139,6 +156,43 @@ class DCTTopK(Compressor):
             alike.put(restore(summed, alike.h, alike.w), out)
             first = stop
         return out
+
+    def _by_kernels(self, vector: torch.Tensor) -> bool:
+        return usable(vector) and vector.numel() > 0 and self.settings.chunk <= MOST_BY_KERNELS
+
+    def _restore_by_kernels(
+        self, out: torch.Tensor, payloads: Sequence[Sequence[torch.Tensor]], scale: float, add: bool
+    ) -> None:
+        from gradlab.kernels.dct import restore_coefficients
+
+        restore_coefficients(out, payloads, self._places(out), scale, add, self.settings.average == "senders")
+
+    def _places(self, vector: torch.Tensor) -> Chunks:
+        """Return what kernels read of a vector's chunks."""
+        return self.cached((vector.numel(), vector.device), lambda: self._table(vector))
+
+    def _table(self, like: torch.Tensor) -> Chunks:
+        from gradlab.kernels.dct import chunks_of
+
+        rows: list[tuple[int, ...]] = []
+        counts: list[int] = []
+        layout = self._layout(like.numel())
+        sides = sorted({side for alike in layout for side in (alike.h, alike.w)})
+        of_sides = {side: sum(before**2 for before in sides[:at]) for at, side in enumerate(sides)}
+        first = byte = 0
+        for alike in layout:
+            kept, base = self._kept(alike.size), 0
+            width = (alike.size - 1).bit_length() if kept < alike.size else 0
+            coding = (alike.count * kept, width, of_sides[alike.h], of_sides[alike.w])
+            for start, y, x in alike.layers:
+                at = (start, x * alike.w, x, alike.h, alike.w, sum(counts), kept, first, byte, base)
+                rows.append((*at, *coding))
+                counts.append(y * x)
+                base += y * x * kept
+            first += alike.count * kept
+            byte += packed_bytes(alike.count * kept, width)
+        of_all = torch.cat([cosines(side, like).view(-1) for side in sides])
+        return chunks_of(rows, counts, of_all, max(sides))
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         done = yield from super().exchange(grads, state, context)

@@ -22,7 +22,7 @@ from gradlab.codecs.ecsq import ECSQ
 from gradlab.coding.level_tables import nothing_known, running
 from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
-from support.kernel_cases import CASES, SELECTIONS, SUMMED
+from support.kernel_cases import CASES, SELECTIONS, SUMMED, TRANSFORMED
 
 TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32",
@@ -65,7 +65,7 @@ def compile_instead(kernel: Any, programs: int, arguments: tuple[Any, ...], cons
 def main() -> int:
     kernels.DEVICES.add("cpu")
     kernels.start = compile_instead
-    for (name, settings), sizes in product(CASES + SELECTIONS, SIZES):
+    for (name, settings), sizes in product(CASES + SELECTIONS + TRANSFORMED, SIZES):
         layers = [Layer(f"layer {at}", (size,)) for at, size in enumerate(sizes)]
         x = torch.randn(sum(sizes))
         codec = for_layers(codecs.make(name, **settings), layers)

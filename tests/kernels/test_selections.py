@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradlab import codecs
+from gradlab.codec.abilities import for_layers
+from gradlab.layout import Layer
 from support.by_kernels import by_kernels, encoded, equal, layered
-from support.kernel_cases import SELECTIONS
+from support.kernel_cases import SELECTIONS, TRANSFORMED
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of NaN in the interpreter
@@ -57,6 +60,24 @@ def test_what_is_not_finite_and_what_is_not_normal(name: str, options: dict[str,
     x = drawn(1100) * 1e-43
     x[7], x[88], x[420] = float("nan"), float("inf"), -float("inf")
     check(layered(name, {**options, "density": 0.3} if name == "topk" else options, [1100]), x)
+
+
+@pytest.mark.parametrize(("name", "options"), TRANSFORMED, ids=str)
+def test_coefficients_of_chunks(name: str, options: dict[str, Any]) -> None:
+    """They differ from PyTorch's by less than a millionth of the largest value, as sums have another order."""
+    shapes = [(16, 16), (7,), (0,), (24, 8), (3, 1), (16, 8)]
+    layers = [Layer(f"w{at}", shape) for at, shape in enumerate(shapes)]
+    codec, x = for_layers(codecs.make(name, **options), layers), drawn(sum(layer.numel for layer in layers))
+    x[-1] = float("nan")  # in a chunk of its own, or with others
+    wanted = [encoded(codec, each) for each in (x, x.roll(5), -2 * x)]
+    with by_kernels():
+        found = encoded(codec, x)
+        results = decoded(codec, x, wanted)
+    assert [(len(one), one.dtype) for one in found] == [(len(one), one.dtype) for one in wanted[0]]
+    lines = decoded(codec, x, [found, *wanted[1:]])
+    for mine, theirs, expected in zip(results, lines, decoded(codec, x, wanted), strict=True):
+        for one in (mine, theirs):
+            torch.testing.assert_close(one, expected, rtol=0.0, atol=1e-6 * float(x[:-1].abs().max()), equal_nan=True)
 
 
 @settings(max_examples=3)

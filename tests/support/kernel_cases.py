@@ -34,6 +34,12 @@ SELECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("threshold", {"threshold": 30.0}),
     ("sampled_threshold", {"density": 0.1}),
 ]
+# Coefficients of chunks.
+TRANSFORMED: list[tuple[str, dict[str, Any]]] = [
+    ("dct_topk", {"chunk": 8, "count": 5}),
+    ("dct_topk", {"chunk": 12, "count": 70, "average": "senders"}),
+    ("dct_topk", {"chunk": 64, "count": 32}),
+]
 # Codecs whose sums, or values at one rank's positions, travel.
 SUMMED: list[tuple[str, dict[str, Any]]] = [
     ("cast", {"dtype": "bfloat16", "stochastic": True}),
