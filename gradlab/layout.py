@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -201,6 +202,20 @@ def filter_axes(layer: Layer) -> tuple[int, int]:
         return (*layer.shape, 1, 1)[0], 1
     *_, depth, filters = (layer.shape[axis] for axis in _filters_last(len(layer.shape), layer.role))
     return filters, depth
+
+
+@functools.lru_cache(maxsize=4096)
+def filter_strides(layer: Layer) -> tuple[int, int, int, int, int] | None:
+    """Return F and D, and distances in memory of filters, depth and the places of both in GradiVeQ's order; None if
+    places are not equally far apart."""
+    axes = _filters_last(len(layer.shape), layer.role)
+    far = [math.prod(layer.shape[axis + 1 :]) for axis in range(len(layer.shape))]
+    if len(axes) < 2:
+        return layer.numel, 1, 1, 0, 0
+    *places, depth, filters = axes
+    if any(far[one] != far[after] * layer.shape[after] for one, after in pairwise(places)):
+        return None
+    return layer.shape[filters], layer.shape[depth], far[filters], far[depth], far[places[-1]] if places else 0
 
 
 def matrices(layer: Layer) -> tuple[int, int, int]:

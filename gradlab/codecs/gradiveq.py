@@ -17,11 +17,23 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
+from gradlab.codec import (
+    About,
+    Batch,
+    Bytes,
+    Codec,
+    Context,
+    Deferred,
+    Exchanged,
+    Guarantees,
+    PlanDefaults,
+    Table,
+    Tensors,
+)
 from gradlab.codec.kept import Kept
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.routes import BOTH_WAYS_FROM, sent_by
@@ -30,7 +42,8 @@ from gradlab.codecs.qsgd import QSGD
 from gradlab.collectives import Broadcast, Coroutine, Gather, Mean, Request, Ring, together
 from gradlab.collectives.ring import SummedRing
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, flatten_alike, unflatten_alike
+from gradlab.kernels import usable
+from gradlab.layout import Layer, filter_strides, flatten_alike, unflatten_alike
 from gradlab.learning.alike_layers import SMALL, SlicedGradients
 from gradlab.learning.slice_code import CodedSlices, SliceCode, SliceCoder, random_coordinates
 from gradlab.learning.slice_pca import (
@@ -47,6 +60,9 @@ from gradlab.learning.slice_pca import (
 )
 from gradlab.roles import WEIGHTS
 
+if TYPE_CHECKING:
+    from gradlab.kernels.slices import SliceCodes
+
 SAMPLING, COMPRESSING, DENSE = range(3)
 PHASES = ("sampled", "compressed", "dense")
 MONITORS = ("off", "absolute", "normalised")
@@ -61,6 +77,18 @@ class _Done:
     mean: torch.Tensor
     own: Callable[[], torch.Tensor]
     states: Sequence[Tensors]
+
+
+class _Opened(NamedTuple):
+    """A layer as kernels exchange it: its state, complete, its clock, K, d fitted axes, and R coordinates, or None
+    where all K elements are sent."""
+
+    state: Tensors
+    mode: int
+    position: int
+    size: int
+    axes: int = 0
+    drawn: int | None = None
 
 
 class GradiVeQ(Codec):
@@ -191,12 +219,14 @@ class GradiVeQ(Codec):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         states = _by_layer(state)
+        if opened := self._opened_for_kernels(grads, states):
+            return (yield from self._exchange_by_kernels(grads, opened, context))
         batches = [batch for alike in self._flattened(grads, context) for batch in self._opened(alike, states)]
         parts = yield from together([self._exchanged(batch, context) for batch in batches])
         return Exchanged(
             self._unflattened(batches, [done.mean for done in parts], grads, context),
             Deferred(grads, lambda: self._unflattened(batches, [done.own() for done in parts], grads, context)),
-            self._kept(grads, batches, parts),
+            self._kept(grads, dict(state for done in zip(batches, parts, strict=True) for state in _named(*done))),
         )
 
     def _of(self, name: str, layer_state: Tensors) -> Tensors:
@@ -214,14 +244,8 @@ class GradiVeQ(Codec):
     def _learned_of(self, name: str) -> Tensors:
         return self.cached("learned", lambda: _by_layer(self.learned), self.learned).get(name, {})
 
-    def _kept(self, grads: Tensors, batches: Sequence[SlicedGradients], parts: Sequence[_Done]) -> Tensors:
+    def _kept(self, grads: Tensors, states: Mapping[str, Tensors]) -> Tensors:
         """Collect new states under their layers' names, without tensors that are still the learned ones."""
-        states = {
-            name: state
-            for batch, done in zip(batches, parts, strict=True)
-            for name, state in zip(batch.names, done.states, strict=True)
-            if state
-        }
         return {
             f"{name}/{key}": value
             for name in grads
@@ -231,22 +255,23 @@ class GradiVeQ(Codec):
         }
 
     def _views_of(self, grads: Batch) -> list[tuple[Layer, int, tuple[str, ...]]]:
-        """List each layer as slices see it, K where no basis says otherwise, and its names, several for small layers of
-        one dtype."""
+        """List each layer as slices see it, K where no basis says otherwise, and its names, several for layers of one
+        dtype, on a CPU for small ones."""
         layers, dtypes = grads.table, tuple(grad.dtype for grad in grads.values())
+        on_host = all(grad.is_cpu for grad in grads.values())
 
         def made() -> list[tuple[Layer, int, tuple[str, ...]]]:
             alike: dict[Any, list[Layer]] = {}
             for layer, dtype in zip(layers, dtypes, strict=True):
                 view = self.slice_view(layer)
-                alone = layer.name if layer.numel >= SMALL else ""
+                alone = layer.name if layer.numel >= SMALL and on_host else ""
                 alike.setdefault((view.shape, view.role, dtype, alone), []).append(layer)
             return [
                 (self.slice_view(some[0]), self.slice_size(some[0]), tuple(one.name for one in some))
                 for some in alike.values()
             ]
 
-        return self.cached(("views", layers, dtypes), made)
+        return self.cached(("views", layers, dtypes, on_host), made)
 
     def _flattened(self, grads: Batch, context: Context) -> Iterator[SlicedGradients]:
         """Flatten gradients in GradiVeQ's order, those of alike layers together. States are yet to be looked at."""
@@ -303,6 +328,104 @@ class GradiVeQ(Codec):
         if batch.mode == SAMPLING:
             return (yield from self._sample(batch, context))
         return (yield from self._compress(batch, context))
+
+    # --- the exchange by kernels ---
+
+    def _opened_for_kernels(self, grads: Batch, states: Mapping[str, Tensors]) -> list[_Opened]:
+        """Read what the states of layers say, if kernels take all of them and none is sampled, else nothing."""
+        settings, found = self.settings, list[_Opened]()
+        plain = settings.reuse is None and not settings.ring and settings.monitor == "off"
+        refitted = settings.refresh == "decoded" and settings.complement < 1
+        if not plain or refitted or not all(map(usable, grads.values())):
+            return []
+        for layer in grads.table:
+            state, size = states.get(layer.name, {}), self.slice_size(layer)
+            if filter_strides(self.slice_view(layer)) is None or layer.numel >= 2**31:
+                return []
+            mode, position = COMPRESSING, 0
+            if not self.learned and layer.numel < size:
+                mode = DENSE
+            elif state or self.learned or settings.complement < 1:
+                state = self._of(layer.name, state)
+                mode, position = map(int, state["clock"].tolist())
+            _, size, axes = state["basis"].shape if "basis" in state else (1, size, 0)
+            if mode == DENSE or layer.numel < size:
+                found.append(_Opened(state, DENSE, position, max(1, layer.numel)))
+                continue
+            if mode == SAMPLING:
+                return []
+            width = self._width_of(layer.name, state["width"]) if "width" in state else self._width(size)
+            found.append(_Opened(state, mode, position, size, axes, width - axes))
+        return found
+
+    def _exchange_by_kernels(self, grads: Batch, opened: Sequence[_Opened], context: Context) -> Coroutine[Exchanged]:
+        """Exchange codes and what is sent as it is of all layers, as one vector."""
+        vector = grads.vector
+        code = self._kernels_of(grads.table, opened, vector.device)
+        drawn = self._drawn(grads, opened, context)
+        bases, means = (self._all_of(what, grads, opened) for what in ("basis", "mean"))
+        known = (vector if bases is None else bases, vector if means is None else means, drawn)
+        own = code.encode(vector, *known)
+        mean = yield Mean(own)
+        like = context.memory.like
+        return Exchanged(
+            context.once(lambda: grads.cut(code.decode(mean, *known, like(vector)))),
+            Deferred(
+                grads,
+                lambda: grads.cut(code.decode(own, *known, like(vector))),
+                lambda: grads.cut(code.decode(own, *known, like(vector), vector)),
+            ),
+            self._kept(grads, {name: self._moved_on(one) for name, one in zip(grads, opened, strict=True)}),
+        )
+
+    def _moved_on(self, layer: _Opened) -> Tensors:
+        """Return a layer's state after an exchange by kernels."""
+        if layer.mode == DENSE:
+            return layer.state
+        return {} if self.settings.complement == 1 else self._next(layer.state, layer.position)
+
+    def _kernels_of(self, table: Table, opened: Sequence[_Opened], device: torch.device) -> SliceCodes:
+        """Return the kernels' tables. Elements that fill no slice are a slice of their own, sent as it is."""
+
+        def made() -> SliceCodes:
+            from gradlab.kernels.slices import SliceCodes, Slices
+
+            rows, start = list[Slices](), 0
+            for layer, one in zip(table, opened, strict=True):
+                order, (count, left) = filter_strides(self.slice_view(layer)) or (), divmod(layer.numel, one.size)
+                whitened = "mean" in one.state and one.drawn is not None
+                rows.append(Slices(start, 0, count, one.size, one.axes, one.drawn, order, whitened))
+                rows.append(Slices(start, layer.numel - left, 1, left, 0, None, order))
+                start += layer.numel
+            return SliceCodes([row for row in rows if row.slices and row.size], device)
+
+        forms = tuple((*one[3:], "mean" in one.state) for one in opened)
+        return self.cached(("kernels", table, forms, device), made)
+
+    def _all_of(self, what: str, grads: Batch, opened: Sequence[_Opened]) -> torch.Tensor | None:
+        """Join the bases or the means of all layers that have them to a vector, again when one is another."""
+        some = [one.state[what] for one in opened if what in one.state and one.drawn is not None]
+        key = (f"all {what}", grads.table)
+        return self.cached(key, lambda: torch.cat([one.reshape(-1) for one in some]).float(), *some) if some else None
+
+    def _drawn(self, grads: Batch, opened: Sequence[_Opened], context: Context) -> torch.Tensor:
+        """Draw the coordinates of all layers, one after another, int32."""
+        device, names = next(iter(grads.values())).device, tuple(grads)
+        alike: dict[tuple[int, int], list[str]] = {}
+        for name, one in zip(names, opened, strict=True):
+            if one.drawn:
+                alike.setdefault((one.size, one.drawn), []).append(name)
+        forms = tuple(one[3:] for one in opened)
+        key = (context.seed, context.iteration, context.group, names, forms, device)
+        last = self._last_coordinates.get(names[0])
+        if last is None or last[0] != key:
+            by_name = dict[str, torch.Tensor]()
+            for (size, count), some in alike.items():
+                by_name |= zip(some, random_coordinates(context.random.seeds(tuple(some)), 1, size, count), strict=True)
+            parts = [by_name[name] for name in names if name in by_name]
+            drawn = torch.cat([*parts, torch.zeros(1, dtype=torch.int64)]).int()
+            last = self._last_coordinates[names[0]] = (key, drawn.to(device, non_blocking=True))
+        return last[1]
 
     # --- sampling ---
 
@@ -478,13 +601,21 @@ class GradiVeQ(Codec):
         self, layer_state: Tensors, average: torch.Tensor, outvoted: bool, position: int, context: Context
     ) -> Coroutine[Tensors]:
         """Return the state after a compressed iteration. average: the decoded mean, (M, K)."""
-        left = self.settings.compressed_steps - position - 1  # negative for no end
-        if outvoted or (left == 0 and self.settings.refresh == "sample"):
-            return {"clock": _clock(SAMPLING, 0)}
-        if self.settings.refresh == "decoded" and left < self.settings.sample_steps:
+        left = self._left(position)
+        if self.settings.refresh == "decoded" and left < self.settings.sample_steps and not outvoted:
             layer_state = self._with_sample(layer_state, self.settings.sample_steps - 1 - left, average, context)
             if left == 0:
                 return (yield from self._fit(layer_state, self.settings.sample_steps, len(average)))
+        return self._next(layer_state, position, outvoted)
+
+    def _left(self, position: int) -> int:
+        """Return the compressed iterations after one; negative for no end."""
+        return self.settings.compressed_steps - position - 1
+
+    def _next(self, layer_state: Tensors, position: int, outvoted: bool = False) -> Tensors:
+        """Return the state after a compressed iteration that fits nothing."""
+        if outvoted or (self._left(position) == 0 and self.settings.refresh == "sample"):
+            return {"clock": _clock(SAMPLING, 0)}
         return layer_state | {"clock": _clock(COMPRESSING, position + 1)}
 
     # --- fitting before the run, forecasts, checks ---
@@ -599,6 +730,11 @@ class GradiVeQ(Codec):
                 f"codec gradiveq: layer {name}: width is {width.tolist()}, expected one whole number from {least} to "
                 f"{most}"
             )
+
+
+def _named(batch: SlicedGradients, done: _Done) -> Iterator[tuple[str, Tensors]]:
+    """Return new states with their layers' names."""
+    return zip(batch.names, done.states, strict=True)
 
 
 def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:

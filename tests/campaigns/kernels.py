@@ -81,7 +81,13 @@ def main() -> int:
         around(codecs.make("powersgd", rank=rank, alternating=turns))
         for rank, turns in product((1, 4, 32), (False, True))
     ]
-    for codec in (*low_rank, wrappers.get("dion")(codecs.make("identity"))):
+    of_matrices, samples = [Layer(name, one.shape) for name, one in matrices.items()], torch.Generator().manual_seed(0)
+    sampled = {name: torch.randn(4, *one.shape, generator=samples) for name, one in matrices.items()}
+    sliced = [
+        around(codecs.make("gradiveq", slice_size=66, ratio=8.0, complement=share).fit(of_matrices, sampled))
+        for share in (0.5, 1.0)
+    ]
+    for codec in (*low_rank, *sliced, wrappers.get("dion")(codecs.make("identity"))):
         [done] = run_lockstep([exchange_group(codec, matrices, {}, Context(0, 1, 0))])
         run_lockstep([exchange_group(codec, matrices, done.value.state, Context(0, 1, 1))])
     for (name, settings), sizes in product(SUMMED, SIZES):

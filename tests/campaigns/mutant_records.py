@@ -460,8 +460,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/gradiveq.py",
-        old="left = self.settings.compressed_steps - position - 1",
-        new="left = self.settings.compressed_steps - position",
+        old="return self.settings.compressed_steps - position - 1",
+        new="return self.settings.compressed_steps - position",
         tests=("tests/codecs/test_gradiveq.py",),
         what="GradiVeQ compresses one iteration too many in each cycle.",
         select="cycle or forecast",
