@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from gradlab.codec import About, Batch, Context, Exchanged, Tensors, Traits
+from gradlab.codec.routes import exchanged_at
 from gradlab.codec.settings import setting
 from gradlab.coding.positions import index_bytes
 from gradlab.collectives import Coroutine, Gather, Mean, sum_in_rank_order
@@ -121,12 +122,8 @@ class LgcRing(LearnedSelection):
             mean = sum_in_rank_order(every)
             kept = yield from self._trained(entries, self.task(torch.stack(every), selected.scale), vector, context)
 
-        def spread(values: torch.Tensor) -> Tensors:
-            whole = context.memory.workspace.zeros_like(vector)
-            return grads.cut(whole.index_copy_(0, selected.positions, values.to(vector.dtype)))
-
-        average = context.once(lambda: spread(mean))
-        return Exchanged(average, average if own is mean else spread(own), prefixed(prefix, kept))
+        parts = (selected.positions, mean.to(vector.dtype), own.to(vector.dtype))
+        return replace(exchanged_at(*parts, vector, grads, context), state=prefixed(prefix, kept))
 
     def _averaged_codes(self, selected: Selection, weights: torch.Tensor, context: Context) -> Coroutine[torch.Tensor]:
         """Average the codes and decode the average, (count,): eqs. (17) to (19)."""

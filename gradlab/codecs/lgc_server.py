@@ -16,7 +16,7 @@ from gradlab.codec import About, Batch, Context, Deferred, Exchanged, Tensors
 from gradlab.codec.kept import Entry
 from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import setting
-from gradlab.codec.sparsifier import count_of, largest
+from gradlab.codec.sparsifier import count_of
 from gradlab.coding.positions import decode, encode, index_bytes, varies
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
@@ -32,6 +32,7 @@ from gradlab.learning.selection import (
     LearnedSettings,
     Selection,
     Task,
+    largest_of_parts,
     layer_of,
     padded,
     prefixed,
@@ -134,7 +135,11 @@ class LgcServer(LearnedSelection):
             whole = context.memory.workspace.zeros_like(vector)
             return grads.cut(whole.index_copy_(0, own.positions, values[context.rank].to(vector.dtype)))
 
-        return Exchanged(context.once(mean), Deferred(grads, decoded), prefixed(prefix, kept))
+        def error() -> Tensors:
+            out, at = context.memory.copy(vector), own.positions
+            return grads.cut(out.index_copy_(0, at, out[at] - values[context.rank].to(vector.dtype)))
+
+        return Exchanged(context.once(mean), Deferred(grads, decoded, error), prefixed(prefix, kept))
 
     @property
     def compares_codes(self) -> bool:
@@ -185,7 +190,7 @@ class LgcServer(LearnedSelection):
         architecture, own = self.architecture(context.world_size), every[context.rank]
         total, coding = sum(counts), self.settings.index_coding
         code = architecture.encode(weights, padded(own.values / own.scale, architecture))
-        kept = innovation_positions(own.values, counts, self.innovation_counts(counts, sizes))
+        kept = self.largest_of_each(own.values, tuple(counts), tuple(self.innovation_counts(counts, sizes)))
         sent = (own.values[kept], encode(kept, total, coding))
         code, values, positions = yield (
             Broadcast(code, TRAINER),
@@ -262,20 +267,10 @@ class LgcServer(LearnedSelection):
         return sum(self.innovation_counts(self.counts(sizes), sizes))
 
 
-def innovation_positions(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
-    """Return the ascending indices of each layer's `innovations` largest magnitudes among its `counts` of values
-    (count,)."""
-    indices, start = [], 0
-    for part, kept in zip(values.split(list(counts)), innovations, strict=True):
-        indices.append(largest(part, kept) + start)
-        start += len(part)
-    return torch.cat(indices)
-
-
 def innovations_of(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:
     """Return selected values (..., count) with zeros in place of those that are not part of the innovation."""
     apart = torch.zeros_like(values)
     for one, vector in zip(apart.view(-1, values.shape[-1]), values.reshape(-1, values.shape[-1]), strict=True):
-        kept = innovation_positions(vector, counts, innovations)
+        kept = largest_of_parts(vector, counts, innovations)
         one[kept] = vector[kept]
     return apart

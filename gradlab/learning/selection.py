@@ -13,7 +13,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -22,11 +23,15 @@ from gradlab.codec.kept import FLOATS, Entry, Kept, for_any
 from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
-from gradlab.coding.positions import decode, encode, random_encoded, varies
+from gradlab.coding.positions import code_size, decode, encode, random_encoded, varies
 from gradlab.collectives import Broadcast, Coroutine, ring_sends
 from gradlab.errors import GradlabError
+from gradlab.kernels import usable
 from gradlab.layout import Layer
 from gradlab.learning.autoencoder import OPTIMIZERS, RESOLUTIONS, Architecture, gradient_of, optimized
+
+if TYPE_CHECKING:
+    from gradlab.kernels.selection import Places
 
 TRAINER = 0  # the rank that trains, and whose code all ranks decode at a server
 TRAINING, COMPRESSING, SELECTING = range(3)
@@ -194,11 +199,17 @@ class LearnedSelection(Codec):
     def select(self, vector: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Select each layer's largest magnitudes: ascending positions in the concatenated layers (numel,), int64
         (count,)."""
-        positions, start = [], 0
-        for part, count in zip(vector.split(list(sizes)), self.counts(sizes), strict=True):
-            positions.append(largest(part, count) + start)
-            start += part.numel()
-        return torch.cat(positions)
+        return self.largest_of_each(vector, tuple(sizes), tuple(self.counts(sizes)))
+
+    def largest_of_each(self, vector: torch.Tensor, sizes: tuple[int, ...], counts: tuple[int, ...]) -> torch.Tensor:
+        """Return the ascending positions, int64, of so many of the largest magnitudes of each part of a vector."""
+        if usable(vector) and any(counts):
+            from gradlab.kernels.selection import largest_of_each
+
+            places, starts = self.cached((sizes, counts, vector.device), lambda: _places(sizes, counts, vector.device))
+            octets = largest_of_each(vector, places, len(starts), 4 * len(starts))[1]
+            return octets.view(torch.int32) + starts
+        return largest_of_parts(vector, sizes, counts)
 
     @abstractmethod
     def selected(self, vectors: torch.Tensor, sizes: Sequence[int], context: Context) -> Selection:
@@ -400,6 +411,28 @@ class LearnedSelection(Codec):
                 f"codec {self.name}: its decoders were trained for {trained} ranks, one each, and this run has "
                 f"{world_size}: fit again, or start with nothing learned"
             )
+
+
+def largest_of_parts(vector: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
+    """Return the ascending positions (sum of counts,), int64, of each part's largest magnitudes in a vector."""
+    positions, start = [], 0
+    for part, count in zip(vector.split(list(sizes)), counts, strict=True):
+        positions.append(largest(part, count) + start)
+        start += len(part)
+    return torch.cat(positions)
+
+
+def _places(sizes: Sequence[int], counts: Sequence[int], device: torch.device) -> tuple[Places, torch.Tensor]:
+    """Return what kernels read of layers, for positions of four bytes, and where each position's layer starts."""
+    from gradlab.kernels.selection import places_of
+
+    starts, before = (accumulate(some, initial=0) for some in (sizes, counts))
+    rows = [
+        (start, size, count, first, 0, first, sum(counts), *code_size("raw", size), 0)
+        for start, size, count, first in zip(starts, sizes, counts, before, strict=False)
+    ]
+    of_each = torch.tensor([row[0] for row in rows]).repeat_interleave(torch.tensor(counts))
+    return places_of([row for row in rows if row[2]], device), of_each.to(device)
 
 
 def _clock(mode: int, position: int) -> torch.Tensor:

@@ -16,14 +16,13 @@ from gradlab.codec import Context
 from gradlab.codec.kept import state_problem
 from gradlab.codec.wrapper import innermost, resize, wrappers_of
 from gradlab.codecs.lgc_ring import LgcRing
-from gradlab.codecs.lgc_server import innovation_positions
 from gradlab.coding.bits import packed_bytes
 from gradlab.collectives import sum_in_rank_order
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.learning.autoencoder import RESOLUTIONS, Architecture, Loss, gradient_of, optimized, ring_loss, server_loss
-from gradlab.learning.selection import LearnedSelection
+from gradlab.learning.selection import LearnedSelection, largest_of_parts
 from gradlab.plan import Group, Plan, Schedule, Wrap
 from support.laws import law
 from support.process_pool import ProcessPool
@@ -505,7 +504,7 @@ def test_short_selections_and_ranks_of_zeros(codec: str) -> None:
 def test_innovations_are_the_largest_of_each_layer(seed: int, counts: list[int]) -> None:
     values = torch.randn(sum(counts), generator=generator(seed))
     kept = [min(count, 1 + count // 10) if count else 0 for count in counts]
-    positions, start = innovation_positions(values, counts, kept), 0
+    positions, start = largest_of_parts(values, counts, kept), 0
     assert positions.tolist() == sorted(positions.tolist())
     for count, wanted in zip(counts, kept, strict=True):
         of_layer = [int(p) for p in positions if start <= p < start + count]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from gradlab import codecs
 from gradlab.codec.abilities import for_layers
+from gradlab.codecs.lgc_server import LgcServer
 from gradlab.layout import Layer
+from gradlab.learning.selection import largest_of_parts
 from support.by_kernels import by_kernels, encoded, equal, layered
 from support.kernel_cases import SELECTIONS, TRANSFORMED
 
@@ -106,3 +108,14 @@ def test_launches_do_not_grow_with_the_number_of_layers(name: str, most: int) ->
     options: dict[str, Any] = {"across_layers": False} if name == "topk" else {"chunk": 4096}
     started = [check(layered(name, options, [50] * layers), drawn(50 * layers)) for layers in (2, 40)]
     assert started[0] == started[1][: most - 1]  # and zeros are written once
+
+
+def test_what_lgc_selects() -> None:
+    """Each part's largest magnitudes, of none, one, several tiles and all of it."""
+    codec = LgcServer()
+    sizes, counts = (0, 1, 9000, 40, 40), (0, 1, 70, 0, 40)
+    vector = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1))
+    with by_kernels() as started:
+        found = codec.largest_of_each(vector, sizes, counts)
+    assert len(started) == 5
+    assert torch.equal(found, largest_of_parts(vector, sizes, counts))
