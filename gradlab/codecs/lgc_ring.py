@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from gradlab.codec import About, Batch, Context, Exchanged, Tensors, Traits
+from gradlab.codec import About, Batch, Context, Deferred, Exchanged, Tensors, Traits, concatenate
 from gradlab.codec.routes import exchanged_at
 from gradlab.codec.settings import setting
 from gradlab.coding.positions import index_bytes
@@ -123,7 +123,14 @@ class LgcRing(LearnedSelection):
             kept = yield from self._trained(entries, self.task(torch.stack(every), selected.scale), vector, context)
 
         parts = (selected.positions, mean.to(vector.dtype), own.to(vector.dtype))
-        return replace(exchanged_at(*parts, vector, grads, context), state=prefixed(prefix, kept))
+        done = replace(exchanged_at(*parts, vector, grads, context), state=prefixed(prefix, kept))
+        if own is not mean:
+            return done
+
+        def error() -> Tensors:
+            return grads.cut(torch.sub(vector, concatenate(done.mean), out=context.memory.like(vector)))
+
+        return replace(done, own=Deferred(grads, lambda: done.mean, error))
 
     def _averaged_codes(self, selected: Selection, weights: torch.Tensor, context: Context) -> Coroutine[torch.Tensor]:
         """Average the codes and decode the average, (count,): eqs. (17) to (19)."""
