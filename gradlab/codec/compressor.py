@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
@@ -179,14 +180,16 @@ class Sparsifier(Compressor):
     ) -> None:
         from gradlab.kernels.selection import add_selected
 
-        together = len({len(values) for values, _ in payloads}) == 1
-        for part in [payloads] if together else [[payload] for payload in payloads]:
-            count, each = len(part[0][0]), self._each_of(total.numel())
-            places, nbytes, given = self._places(total, count)
-            sizes = {len(encoded) for _, encoded in part}
-            if sizes != {nbytes} or (each is not None and count != each.count):
-                raise GradlabError(f"positions: {sorted(sizes)} bytes for {count}, expected {nbytes}")
-            add_selected(total, part, places, scale, add, given)
+        numel, coding, each = total.numel(), self.settings.index_coding, self._each_of(total.numel())
+        for _, of_coding in groupby(payloads, lambda one: chosen(coding, len(one[0]), numel)):
+            part = list(of_coding)
+            counts = [len(values) for values, _ in part]
+            places, _, given = self._places(total, counts[0])
+            for count, (_, encoded) in zip(counts, part, strict=True):
+                nbytes = self._places(total, count)[1]
+                if len(encoded) != nbytes or (each is not None and count != each.count):
+                    raise GradlabError(f"positions: {len(encoded)} bytes for {count}, expected {nbytes}")
+            add_selected(total, part, places, scale, add, given if len(set(counts)) == 1 else counts)
             add = True
 
     def add_rows(

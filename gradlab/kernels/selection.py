@@ -231,22 +231,33 @@ def _first_at(octets, first, base, of_class, width, step, count, wanted, steps):
 
 
 @triton.jit
-def _bits(octets, rows, of_tiles, counts, tiles, stride, TILE: tl.constexpr):
+def _bits(octets, sent, rows, of_tiles, counts, tiles, stride, VARYING: tl.constexpr, TILE: tl.constexpr):
     rank, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     layer = tl.load(of_tiles + tile)
     _, size, _, first_tile, _, of_class = _row(rows, layer, -1)
     first, base, width, step, bitmap = _coding(rows, layer)
     if bitmap:
         i = (tile - first_tile) * TILE + tl.arange(0, TILE)
-        bits = _get(octets + rank.to(tl.int64) * stride, first, base + i, of_class, width, step, i < size)
+        octets += tl.load(sent + 3 * rank + 2) if VARYING else rank.to(tl.int64) * stride
+        bits = _get(octets, first, base + i, of_class, width, step, i < size)
         tl.store(counts + rank * tiles + tile, tl.sum(bits.to(tl.int32), 0))
 
 
 @triton.jit
+def _message(values, octets, sent, rank, count, VARYING: tl.constexpr):
+    """Return where a rank's values and positions are, and how many. sent: these of each rank, if they are others."""
+    if VARYING:
+        count = tl.load(sent + 3 * rank)
+        values += tl.load(sent + 3 * rank + 1)
+        octets += tl.load(sent + 3 * rank + 2)
+    return values, octets, count
+
+
+@triton.jit
 def _add(
-    out, values, octets, least, greatest, rows, of_tiles, counts, tiles, ranks, value_stride, stride, given, steps,
-    scale, BITMAPS: tl.constexpr, ADD: tl.constexpr, TAKE: tl.constexpr, RANKS: tl.constexpr, TILE: tl.constexpr,
-    ENTRIES: tl.constexpr, TOGETHER: tl.constexpr,
+    out, values, octets, least, greatest, sent, rows, of_tiles, counts, tiles, ranks, value_stride, stride, given,
+    steps, scale, BITMAPS: tl.constexpr, ADD: tl.constexpr, TAKE: tl.constexpr, VARYING: tl.constexpr,
+    RANKS: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     layer = tl.load(of_tiles + tile)
@@ -264,12 +275,13 @@ def _add(
             for j in range(first_tile, tile, TOGETHER):
                 k = j + tl.arange(0, TOGETHER)
                 before += tl.load(counts + rank * tiles + k, mask=k < tile, other=0)
-            bit = _get(octets, first, base + i, of_class, width, step, i < size).to(tl.int32)
-            slot = tl.minimum(tl.sum(before, 0) + tl.cumsum(bit, 0) - 1, count - 1)
+            source, mine, n = _message(values, octets, sent, rank, count, VARYING)
+            bit = _get(mine, first, base + i, of_class, width, step, i < size).to(tl.int32)
+            slot = tl.minimum(tl.sum(before, 0) + tl.cumsum(bit, 0) - 1, n - 1)
             if TAKE:
                 tl.store(values + slot, total + unsound, mask=bit > 0)
             else:
-                value = tl.load(values + slot, mask=bit > 0, other=0.0)
+                value = tl.load(source + slot, mask=bit > 0, other=0.0)
                 total = tl.where(bit > 0, total + value * scale, total)
             octets += stride
             values += value_stride
@@ -278,23 +290,25 @@ def _add(
     else:
         if not ADD:
             tl.store(here + i, tl.zeros((TILE,), tl.float32), mask=i < size)
-        each = tl.arange(0, 2 * RANKS).to(tl.int64)
-        of_ranks = octets + tl.minimum(each // 2, ranks - 1) * stride
-        wanted = tl.where(each % 2 == 0, begin, end)  # of each rank, for two searches at once
-        edges = _first_at(of_ranks, first, base, of_class, width, step, count, wanted, steps)
+        number = tl.arange(0, 2 * RANKS).to(tl.int64)
+        each = tl.minimum(number // 2, ranks - 1)
+        wanted = tl.where(number % 2 == 0, begin, end)  # of each rank, for two searches at once
+        _, of_ranks, of_each = _message(values, octets + each * stride, sent, each, count, VARYING)
+        edges = _first_at(of_ranks, first, base, of_each if VARYING else of_class, width, step, of_each, wanted, steps)
         for rank in range(ranks):
             tl.debug_barrier()  # all that the rank before has written is there
-            low = tl.sum(tl.where(each == 2 * rank, edges, 0), 0)
-            high = tl.sum(tl.where(each == 2 * rank + 1, edges, 0), 0)
+            source, mine, n = _message(values, octets, sent, rank, count, VARYING)
+            low = tl.sum(tl.where(number == 2 * rank, edges, 0), 0)
+            high = tl.sum(tl.where(number == 2 * rank + 1, edges, 0), 0)
             for j in range(low, high, ENTRIES):
                 slot = j + tl.arange(0, ENTRIES)
-                place = _get(octets, first, base + slot, of_class, width, step, slot < high)
+                place = _get(mine, first, base + slot, n if VARYING else of_class, width, step, slot < high)
                 some = (slot < high) & (place >= begin) & (place < end)  # of a bad message no place is beyond
                 total = tl.load(here + place, mask=some, other=0.0)
                 if TAKE:
                     tl.store(values + slot, total + unsound, mask=some)
                 else:
-                    value = tl.load(values + slot, mask=some, other=0.0)
+                    value = tl.load(source + slot, mask=some, other=0.0)
                     tl.store(here + place, total + value * scale, mask=some)
             octets += stride
             values += value_stride
@@ -352,22 +366,42 @@ def add_selected(
     places: Places,
     scale: float,
     add: bool,
-    given: int = -1,
+    given: int | Sequence[int] = -1,
     extremes: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write the sum of what payloads of one size, values and positions, stand for, in their order, times a factor, to a
-    vector (numel,). add: whether it is added to what `out` has. extremes: of the vector, both (); values are then taken
-    from it, all NaN if one of these is not finite."""
-    (values, value_stride), (octets, stride) = map(rows_of, zip(*payloads, strict=True))
-    tiles, ranks, count = len(places.of_tiles), len(payloads), len(payloads[0][0])
+    """Write the sum of what payloads, values and positions, stand for, in their order, times a factor, to a vector
+    (numel,).
+
+    add: whether it is added to what `out` has.
+    given: number of elements as for `largest_of_each`, or that of each payload, all in one coding, if they differ.
+    extremes: least and greatest of the vector, from which values are then taken, all NaN if one of them is not finite.
+    """
+    varying, sent = not isinstance(given, int), places.rows
+    if isinstance(given, int):
+        (values, value_stride), (octets, stride) = map(rows_of, zip(*payloads, strict=True))
+        count = len(payloads[0][0])
+    else:
+        (values, of_values), (octets, of_octets) = map(_joined, zip(*payloads, strict=True))
+        sent = torch.tensor(list(zip(given, of_values, of_octets, strict=True))).to(out.device, non_blocking=True)
+        value_stride, stride, count, given = 0, 0, max(given), 0
+    tiles, ranks, form = len(places.of_tiles), len(payloads), {"VARYING": varying, "TILE": _TILE}
     counts = octets.new_empty(ranks * tiles, dtype=torch.int32)
     if places.bitmaps[1]:
-        launch(_bits, ranks * tiles, octets, places.rows, places.of_tiles, counts, tiles, stride, TILE=_TILE)
+        launch(_bits, ranks * tiles, octets, sent, places.rows, places.of_tiles, counts, tiles, stride, **form)
     sizes = (tiles, ranks, value_stride, stride, given, count.bit_length(), scale)
     constants = {"BITMAPS": places.bitmaps[0], "ADD": add, "RANKS": triton.next_power_of_2(ranks)}
-    constants |= {"TAKE": extremes is not None, "TILE": _TILE, "ENTRIES": _ENTRIES, "TOGETHER": 256}
-    given_tensors = (out, values, octets, *(extremes or (out, out)), places.rows, places.of_tiles, counts)
+    constants |= {"TAKE": extremes is not None, "ENTRIES": _ENTRIES, "TOGETHER": 256, **form}
+    given_tensors = (out, values, octets, *(extremes or (out, out)), sent, places.rows, places.of_tiles, counts)
     launch(_add, tiles, *given_tensors, *sizes, **constants)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    """Return a tensor, and where in it others begin, which are joined if they are no parts of one memory."""
+    first = next((one for one in tensors if len(one)), tensors[0])
+    if len({one.untyped_storage().data_ptr() for one in tensors if len(one)}) < 2:
+        apart = [one.data_ptr() - first.data_ptr() if len(one) else 0 for one in tensors]
+        return first, [one // first.element_size() for one in apart]
+    return torch.cat(list(tensors)), [sum(map(len, tensors[:at])) for at in range(len(tensors))]
 
 
 def values_at(vector: torch.Tensor, encoded: torch.Tensor, places: Places, count: int) -> torch.Tensor:

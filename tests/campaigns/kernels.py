@@ -63,8 +63,11 @@ def compile_instead(kernel: Any, programs: int, arguments: tuple[Any, ...], cons
 
 
 def main() -> int:
+    x, codec = torch.randn(9000), codecs.make("threshold", threshold=2.0)
+    unequal = [codec.compress(x * factor, torch.Generator()) for factor in (1.0, 1.1, 20.0, 21.0)]
     kernels.DEVICES.add("cpu")
     kernels.start = compile_instead
+    codec.average_into(torch.empty_like(x), unequal, 0.5)
     for (name, settings), sizes in product(CASES + SELECTIONS + TRANSFORMED, SIZES):
         layers = [Layer(f"layer {at}", (size,)) for at, size in enumerate(sizes)]
         x = torch.randn(sum(sizes))

@@ -48,6 +48,9 @@ def decoded(codec: Any, x: torch.Tensor, payloads: list[list[torch.Tensor]]) -> 
     """The mean of several ranks' payloads, and what is left of x."""
     left = x.clone()
     codec.add_decompressed(left, payloads[0], -1.0)
+    if codec.name == "threshold":  # parts of one memory, as a gather brings them
+        columns = [torch.cat(column).split(list(map(len, column))) for column in zip(*payloads, strict=True)]
+        payloads = [list(payload) for payload in zip(*columns, strict=True)]
     return codec.average_into(torch.full_like(x, 9.0), payloads, 1 / 3), left
 
 
