@@ -7,8 +7,9 @@
 A GPU works behind its host, until the host needs a value to go on (a number, a length that depends on data, a copy).
 This counts both without a GPU: tensors say that they are on a device which is not the CPU, and what is asked of them is
 counted and computed on the CPU. An operation that PyTorch itself makes of several kernels counts once. The count is of
-rank 0's work on one step, with the plan's wrappers, after the first iterations; collectives are not counted. Two waits
-are every step's: whether the gradients of all ranks were finite, and whether the means are.
+rank 0's work on one step, with the plan's wrappers, after the first iterations; collectives are not counted. Kernels
+are not run: messages of thresholds are empty. Two waits are every step's: whether the gradients of all ranks were
+finite, and whether the means are.
 """
 
 from __future__ import annotations
