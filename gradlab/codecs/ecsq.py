@@ -34,39 +34,24 @@ from gradlab.codec import (
     Table,
     Tensors,
     Traits,
-    concatenate,
 )
 from gradlab.codec.kept import Entry, Kept, for_any
-from gradlab.codec.routes import most_bytes, sent_by
+from gradlab.codec.routes import average_of_ranks, most_bytes
 from gradlab.codec.settings import require, setting
 from gradlab.codec.sparsifier import at_least
 from gradlab.coding.level_steps import sample_of, searched_step
-from gradlab.coding.level_tables import (
-    CLASSES,
-    DEAD_ZONE,
-    LevelTables,
-    advanced,
-    centroids_of,
-    in_units,
-    nothing_known,
-    running,
-    values_of,
-    wide,
-)
-from gradlab.coding.levels import FREQUENCIES, LARGEST, decode_levels, encode_levels
+from gradlab.coding.level_values import DEAD_ZONE, centroids_of, values_of, wide
+from gradlab.coding.levels import LARGEST, decode_levels, encode_levels
 from gradlab.collectives import Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
-# The step, where values lie above three classes of levels (or which tables are known), the squared error's share.
-_HEADER = struct.Struct("<f3bf")
-_CENTROIDS = struct.Struct("<3b")  # in the header
-_FITTED_TABLES = Kept(FREQUENCIES, (torch.int64,), least=0, most=2.0**53)
-_RUNNING_TABLES = Kept(FREQUENCIES, (torch.float64,), least=0, most=2.0**53)  # whole numbers; states are floating point
+_HEADER = struct.Struct("<f3bf")  # the step, where values lie above three classes of levels, the squared error's share
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
 _OFF, _FARTHEST = 0.04, 4.0  # octaves by which a step that is found anew is off, at low rates, and moves at first
+_TRIES = 2  # messages under steps that follow from the last one, before a step is searched
 _MANY, _FEW = 2**18, 2**16  # values on which a step is found, for the first time and anew
-_FIXED, _BY_LAYER = _HEADER.size + 18, 4  # bytes of a message of which all levels are zero
+_FIXED, _BY_LAYER = _HEADER.size + 2, 5  # bytes of a message of which all levels are zero
 _FEWEST = 16  # bytes of a message that are left for levels, at least
 _CHANCE = 8  # bytes that a message of few values differs by from one step to the next
 _LARGEST_STEP, _LEAST_ERROR = 3e38, 1e-12
@@ -74,20 +59,19 @@ _OF_GAUSSIAN = 2.4  # bits of Gaussian values at a step of their mean magnitude
 _DEAREST = 34  # bits of a level, at most, but for the gap before it
 
 
+Parts = Sequence[tuple["ECSQ", tuple[int, int]]]
+
+
 class ECSQ(Compressor):
     """C(x)_i = sign(x_i) (k_i + c(k_i)) step, with k_i = floor(|x_i| / step - z) + 1, or 0 below z = 0.65.
 
-    k is entropy-coded layer by layer (`gradlab.coding.levels`). c says how far from k steps the values of level 1, 2
-    and of all higher ones lie on average. By default each message carries its tables and its c, with its step, so that
-    whatever has to be known to decode travels. With `tables="running"` both follow, layer by layer, from what all ranks
-    decoded before: code lengths from frequencies that lose an eighth with every iteration, and c from the share of
-    level 1, as that of exponentially distributed magnitudes. With `tables="fitted"` both are those of a recording, in
-    the artifact (`gradlab fit ecsq -s tables=fitted`). A layer whose tables do not fit sends its own. All ranks decode
-    alike in each form, bit for bit.
+    k is entropy-coded layer by layer under codes that everybody knows (`gradlab.coding.levels`). c says how far from k
+    steps the values of level 1, 2 and of all higher ones lie on average. Each message carries its c and its step, and
+    names its codes, so that nothing else has to be known to decode it.
 
     The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration, beside
     the mean magnitude of its values, so that its messages take so many bits per value, with `error` so that C(x) misses
-    so much of x. The first step, and any under which a message is off by more than a tenth, is searched on the gradient
+    so much of x. The first step, and any after two messages that are off by a tenth, is searched on the gradient
     itself, by the size of its code. A message of
     few values has 16 bytes for levels, at least. With `step` it is fixed.
 
@@ -100,7 +84,7 @@ class ECSQ(Compressor):
     """
 
     name = "ecsq"
-    entries: ClassVar[Mapping[str, Entry]] = {"step": Entry(carried=True, of_group=True), "tables": Entry(carried=True)}
+    entries: ClassVar[Mapping[str, Entry]] = {"step": Entry(carried=True, of_group=True)}
     about = About(
         "quantization",
         "ceil(bits * n / 8) + 11",
@@ -126,12 +110,6 @@ class ECSQ(Compressor):
             above=0,
             help="step in the gradient's unit; None: what gives messages the size or the error",
         )
-        tables: str = setting(
-            "message",
-            choices=("message", "running", "fitted"),
-            help='source of codes and centroids: each message\'s own, what was decoded before ("running"), or a '
-            'recording ("fitted"); the last two are by layer, and not for shards',
-        )
 
         def __post_init__(self) -> None:
             both = self.error is not None and self.step is not None
@@ -140,12 +118,10 @@ class ECSQ(Compressor):
     def __init__(self, settings: Any = None, learned: Mapping[str, torch.Tensor] | None = None) -> None:
         super().__init__(settings, learned)
         self._sizes: tuple[int, ...] = ()
-        self._known: LevelTables | None = None
 
     @cached_property
     def traits(self) -> Traits:
-        # With tables of layers, a shard's would be those of whoever sent it.
-        return replace(super().traits, varying=True, own_exchange=self.settings.tables != "message")
+        return replace(super().traits, varying=True, own_exchange=False)
 
     def for_layers(self, layers: Sequence[Layer]) -> ECSQ:
         def made() -> ECSQ:
@@ -162,31 +138,25 @@ class ECSQ(Compressor):
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         vector, codec = grads.vector, self.for_layers(grads.table)
-        codec = codec._knowing(self._tables_of(list(grads), state))
         key = f"{next(iter(grads), '')}/step"
         # A rank whose gradients were all zero keeps 0: which keys a state has is the same on all ranks.
         last = state.get(key, torch.zeros((), dtype=torch.float64))
         message: torch.Tensor
         quantized: Contribution | _ByKernels
-        if sent := codec._sent_by_kernels(vector, float(last)):
-            message, quantized, unit = sent
+        if sent := codec._sent_by_kernels(vector, [(codec, (0, len(vector)))], float(last)):
+            (message,), used, unit = sent
+            quantized = _ByKernels(message, codec._on_device(vector))
+            after = codec._next(used, 0.0, len(message), len(vector))
         else:
             unit = _mean_magnitude(vector)  # the unit of steps from one iteration to the next
             message, quantized = codec.quantized(vector, float(last) * unit)
-        (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
-        if isinstance(quantized, _ByKernels):
-            after = codec._next(quantized.step, 0.0, len(message), vector.numel())
-        else:
             after = codec.next_step(message, vector.numel())
+        (answers,) = yield (Gather(message, varying=True, most=most_bytes(vector.numel())),)
 
-        def mean() -> tuple[Tensors, Tensors]:
-            total, seen = context.memory.for_mean(vector, grads).zero_(), nothing_known(len(grads))
-            by_kernels = codec._added_by_kernels(total, answers, 1.0 / context.world_size, seen)
-            for rank, message in enumerate(() if by_kernels else answers):
-                with sent_by(rank):
-                    sent = codec._decoded((message,), total, codec._sizes, seen)
-                sent.added_to(total, 1.0 / context.world_size)
-            return grads.cut(total), codec._tables_after(list(grads), seen)
+        def mean() -> Tensors:
+            total = context.memory.for_mean(vector, grads)
+            payloads = [(answer,) for answer in answers]
+            return grads.cut(average_of_ranks(codec, total, payloads, 1.0 / context.world_size))
 
         def own() -> Tensors:
             return grads.cut(quantized.added_to(context.memory.workspace.zeros_like(vector), 1.0))
@@ -195,111 +165,12 @@ class ECSQ(Compressor):
             out = context.memory.copy(vector)
             return grads.cut(quantized.added_to(out, -1.0))
 
-        average, tables = context.once(mean)
-        kept = tables
+        kept: Tensors = {}
         if self.settings.step is None and len(vector):
-            kept = tables | {key: last}
+            kept[key] = last
             if after is not None and 0 < unit < math.inf:
                 kept[key] = torch.tensor(after / unit, dtype=torch.float64)
-        return Exchanged(average, Deferred(grads, own, error), kept)
-
-    # --- tables that are known before a message ---
-
-    def _knowing(self, known: LevelTables | None) -> ECSQ:
-        told = copy.copy(self)
-        told._known = known
-        return told
-
-    def _tables_of(self, names: Sequence[str], state: Tensors) -> LevelTables | None:
-        """Return what is known of layers; None if messages carry it."""
-        if self.settings.tables == "fitted":
-            return self.cached(("fitted", *names), lambda: self._fitted_tables(names))
-        if self.settings.tables == "running":
-            frequencies = [
-                state[key].cpu().numpy().astype(np.int64) if (key := f"{name}/tables") in state else nothing
-                for name, nothing in zip(names, nothing_known(len(names)), strict=True)
-            ]
-            return running(frequencies)
-        return None
-
-    def _fitted_tables(self, names: Sequence[str]) -> LevelTables:
-        """Bring fitted tables to the host, where they are read in every iteration."""
-        frequencies, centroids = (
-            [self.learned[f"{name}/{what}"].cpu().numpy().astype(np.int64) for name in names]
-            for what in ("tables", "centroids")
-        )
-        return LevelTables(frequencies, np.stack(centroids))
-
-    def _tables_after(self, names: Sequence[str], seen: Sequence[np.ndarray]) -> Tensors:
-        """Return the tables after an iteration, for the state. seen: frequencies of all ranks' messages."""
-        if self._known is None or self.settings.tables != "running":
-            return {}
-        after = advanced(self._known.frequencies, seen)
-        return {f"{name}/tables": torch.from_numpy(one).double() for name, one in zip(names, after, strict=True)}
-
-    def check(self, layers: Sequence[Layer]) -> None:
-        if self.settings.tables != "fitted":
-            return super().check(layers)
-        wanted = {f"{layer.name}/{what}" for layer in layers for what in ("tables", "centroids")}
-        for key in sorted(wanted ^ self.learned.keys()):
-            found = "is not there" if key in wanted else "belongs to no layer"
-            raise GradlabError(
-                f'ecsq: tables = "fitted", but {key} {found}: `gradlab fit ecsq TRACE -s tables=fitted` makes an '
-                "artifact with the tables of all layers"
-            )
-        kept = {"tables": _FITTED_TABLES, "centroids": Kept((CLASSES,), (torch.int8,))}
-        for key in sorted(wanted):
-            if problem := kept[key.rpartition("/")[2]].problem(self.learned[key]):
-                raise GradlabError(f"ecsq: {key} {problem}")
-
-    def fit(self, layers: Sequence[Layer], samples: Mapping[str, torch.Tensor]) -> ECSQ:
-        names = [layer.name for layer in layers]
-        count = len(samples[names[0]])
-        return self.fitted(layers, ({name: samples[name][number] for name in names} for number in range(count)))
-
-    def fitted(self, layers: Sequence[Layer], contributions: Iterable[Tensors]) -> ECSQ:
-        """Return this codec with the tables and centroids of contributions of single ranks, in the order of their
-        iterations, if its tables are fitted."""
-        if self.settings.tables != "fitted":
-            return self
-        names, seen = [layer.name for layer in layers], nothing_known(len(layers))
-        bare = LevelTables(nothing_known(len(layers)), np.zeros((len(layers), CLASSES), np.int64))
-        codec = self.for_layers(layers)._knowing(bare)
-        offsets, counts, step = np.zeros_like(bare.centroids, float), np.zeros_like(bare.centroids), None
-        for grads in contributions:
-            vector = concatenate({name: grads[name].to(torch.float32) for name in names})
-            message, _ = codec.quantized(vector, step)
-            found, *_ = _header(bytes(message.tolist()))
-            if not math.isnan(found):
-                codec._count_offsets(
-                    codec._decoded((message,), vector, codec._sizes, seen), vector, found, offsets, counts
-                )
-                step = codec.next_step(message, len(vector)) or step
-        centroids = in_units(offsets / np.maximum(counts, 1))
-        learned: Tensors = {}
-        for name, frequencies, of_layer in zip(names, seen, centroids, strict=True):
-            learned[f"{name}/tables"] = torch.from_numpy(frequencies)
-            learned[f"{name}/centroids"] = torch.from_numpy(of_layer.astype(np.int8))
-        return type(self)(self.settings, learned)
-
-    def _count_offsets(
-        self, sent: Contribution, vector: torch.Tensor, step: float, offsets: np.ndarray, counts: np.ndarray
-    ) -> None:
-        """Add how far values, decoded without centroids, lie from their level, in steps, and their number, by layer and
-        class."""
-        if sent.values is None or sent.positions is None or not step:
-            return
-        levels = (sent.values.abs() / step).round_()
-        beyond = vector.index_select(0, sent.positions).abs() / step - levels
-        where = self._layers_at(sent.positions) * CLASSES + (levels.clamp(1, CLASSES) - 1).to(torch.int64)
-        for total, weights in ((offsets, beyond.double().numpy()), (counts, None)):
-            found = np.bincount(where.numpy(), weights, minlength=total.size)
-            total += found.reshape(total.shape).astype(total.dtype)
-
-    def _layers_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the layer at each of ascending positions, (count,), int64."""
-        counts = torch.searchsorted(positions, torch.tensor(np.cumsum([0, *self._sizes])).to(positions.device)).diff()
-        return torch.arange(len(counts)).to(counts.device).repeat_interleave(counts, output_size=len(positions))
+        return Exchanged(context.once(mean), Deferred(grads, own, error), kept)
 
     # --- one rank's message ---
 
@@ -309,76 +180,86 @@ class ECSQ(Compressor):
 
     def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
         """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
-        misses the target by far. A step of None: as set, or searched."""
-        before = self.settings.step or step
-        quantized = self._quantized(vector, before or self._found_step(vector, self._target(vector.numel())))
-        if quantized is None:
-            return self._message_of(vector, None), Contribution(None, None)
-        message = self._encoded(quantized, vector.numel())
-        target = self._target(vector.numel())
-        beyond = self._beyond(quantized.missed, len(message), vector.numel(), target) if before else 0.0
-        if abs(beyond) > self._tolerance and self._misses(len(message), vector.numel(), target):
-            found = self._found_step(vector, target, quantized.step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond)))
-            if found and _float32(found) != quantized.step and (again := self._quantized(vector, found)) is not None:
-                quantized, message = again, self._encoded(again, vector.numel())
-        return _message(vector, message), quantized.contribution
+        misses the target by far, and then under a step that is searched. A step of None: as set, or searched."""
+        numel, target, sent = vector.numel(), self._target(vector.numel()), None
+        step = self.settings.step or step
+        for _ in range(_TRIES if step else 0):
+            if (sent := self._quantized(vector, step or 0.0)) is None:
+                return self._message_of(vector, None), Contribution(None, None)
+            message = self._message_of(vector, sent)
+            beyond = self._beyond(sent.missed, len(message), numel, target)
+            if abs(beyond) <= self._tolerance or not self._misses(len(message), numel, target):
+                return message, sent.contribution
+            step = _nearer(sent.step, beyond)
+        found = self._found_step(vector, target, step)
+        again = self._quantized(vector, found) if found or sent is None else sent
+        return self._message_of(vector, again), again.contribution if again else Contribution(None, None)
 
-    # --- on a GPU: known tables lie there, and few numbers go to the host ---
+    # --- on a GPU: few numbers go to the host ---
 
     def _on_device(self, vector: torch.Tensor) -> Any:
         """Return what kernels know of the layers, on the vector's device; None where they do not take it."""
-        by_error, known = self.settings.error is not None, self._known  # by values on the host
-        if known is None or by_error or not (len(vector) and kernels.usable(vector)):
+        if not (len(vector) and kernels.usable(vector)):
             return None
-        held: dict[bytes, Any] = self.cached(("on device", vector.device, self._sizes), dict)
-        if known.content not in held:
-            before = held.popitem()[1] if held else None
-            held[known.content] = _levels().table_for(self._sizes, known, vector.device, _HEADER.size, before)
-        return held[known.content]
+        sizes = self._sizes or (len(vector),)
+        made = functools.partial(_levels().table_for, sizes, vector.device, _HEADER.size)
+        return self.cached(("on device", vector.device, sizes), made)
 
-    def _sent_by_kernels(self, vector: torch.Tensor, last: float) -> tuple[torch.Tensor, _ByKernels, float] | None:
-        """Do what `quantized` does under a step of so many mean magnitudes, or as it is set; return the mean magnitude,
-        too. None if a part needs its own table or the step has to be another. The host waits once."""
-        if not (self.settings.step or last) or (table := self._on_device(vector)) is None:
+    def _sent_by_kernels(
+        self, vector: torch.Tensor, parts: Parts, last: float
+    ) -> tuple[list[torch.Tensor], float, float] | None:
+        """Compress parts of a vector under a step of so many mean magnitudes, or as it is set. The host waits once or
+        twice.
+
+        Returns:
+            A message for each part, the step, and the mean magnitude. None if a part needs its own table, or the step
+            has to be another.
+        """
+        by_values = self.settings.error is not None  # on the host
+        if by_values or not (self.settings.step or last) or not (len(vector) and kernels.usable(vector)):
             return None
-        numel, target, magnitudes = len(vector), self._target(len(vector)), vector.abs()
+        numel, target, magnitudes = len(vector), self._target_of(parts, len(vector)), vector.abs()
         unit = magnitudes.sum(dtype=torch.float32).double() / numel
         step = (unit * last if self.settings.step is None else torch.full_like(unit, self.settings.step)).float()
-        capacity = _HEADER.size + numel // 8 + round(target.bits * numel / 4) + 1024
-        body, ends = _levels().encode(vector, step, table, capacity)
-        seen = torch.stack([*ends.double().unbind(), magnitudes.max().double(), unit, step.double()])
-        codes, rests, blocks, misfits, largest, mean, used = seen.tolist()
-        whole = table.nbytes + int(codes + rests + 2 * blocks)
-        beyond = self._beyond(0.0, whole, numel, target)
-        off = abs(beyond) > self._tolerance and self._misses(whole, numel, target)
-        sound = 0 < used < math.inf and mean < math.inf and largest / LARGEST <= used  # NaN is not
-        if misfits or off or whole > capacity or not sound:
-            return None
-        return body[:whole], _ByKernels(body[:whole], used, table), mean
+        for _ in range(_TRIES):
+            coded = [part._encoded_by_kernels(vector[start:stop], step, target) for part, (start, stop) in parts]
+            about = torch.stack([magnitudes.max().double(), unit, step.double()])
+            largest, mean, used, *seen = torch.cat([about, *(ends for _, ends in coded)]).tolist()
+            whole, misfits = int(sum(seen[::2])), any(seen[1::2])
+            sound = 0 < used < math.inf and mean < math.inf and largest / LARGEST <= used  # NaN is not
+            if misfits or not sound:
+                return None
+            beyond = self._beyond(0.0, whole, numel, target)
+            if abs(beyond) <= self._tolerance or not self._misses(whole, numel, target):
+                messages = [body[: int(nbytes)] for (body, _), nbytes in zip(coded, seen[::2], strict=True)]
+                return (messages, used, mean) if sum(map(len, messages)) == whole else None
+            step = torch.full_like(step, _nearer(used, beyond))
+        return None
 
-    def _told(self) -> tuple[int, ...]:
-        """Return three bytes of the header: which tables a message is written under."""
-        assert self._known is not None
-        return _CENTROIDS.unpack(self._known.digest)
+    def _encoded_by_kernels(
+        self, vector: torch.Tensor, step: torch.Tensor, target: _Target
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a message with what follows it, and its bytes and how many parts do not fit, (2,), float64."""
+        table = self._on_device(vector)
+        if table is None:
+            return _message(vector, b""), torch.zeros(2, dtype=torch.float64, device=vector.device)
+        capacity = _HEADER.size + len(vector) // 8 + round(target.bits * len(vector) / 4) + 1024
+        return _levels().encode(vector, step, table, capacity)
 
-    def _added_by_kernels(
-        self, total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float, seen: Sequence[np.ndarray]
-    ) -> bool:
-        """Add scale times what messages stand for to a vector of zeros, and their frequencies to `seen`, by layer;
-        False, and zeros, if one cannot be decoded. The host waits once."""
-        table = self._on_device(total)
-        if table is None or min(map(len, messages)) < _HEADER.size:
-            return False
-        wrong, *counts = np.split(_levels().add_decoded(total, messages, scale, table).cpu().numpy(), [1])
-        if wrong.any():
-            total.zero_()
-        else:
-            for of_layer, one in zip(seen, counts[0].reshape(-1, *FREQUENCIES), strict=True):
-                of_layer += one
-        return not wrong.any()
+    def average_into(self, out: torch.Tensor, payloads: Iterable[Sequence[torch.Tensor]], scale: float) -> torch.Tensor:
+        """Overwrite a vector (numel,) with scale times the sum of what messages stand for, and return it."""
+        messages = [payload[0] for payload in payloads]
+        table = self._on_device(out)
+        whole = table is not None and min(map(len, messages)) >= _HEADER.size
+        if whole and not _levels().add_decoded(out.zero_(), messages, scale, table).any():  # the host waits for it once
+            return out
+        out.zero_()
+        for message in messages:
+            self._add_one(out, message, scale)
+        return out
 
     def compress_parts(
-        self, vector: torch.Tensor, parts: Sequence[tuple[ECSQ, tuple[int, int]]], last: float
+        self, vector: torch.Tensor, parts: Parts, last: float
     ) -> tuple[list[tuple[torch.Tensor, ...]], float]:
         """Compress parts of a vector (numel,) under one step, so that together they take the size that is set.
 
@@ -389,18 +270,23 @@ class ECSQ(Compressor):
         Returns:
             The message of each part, and the next step in mean magnitudes.
         """
+        if sent := self._sent_by_kernels(vector, parts, last):
+            messages, used, unit = sent
+            after = self._next(used, 0.0, sum(map(len, messages)), len(vector), self._target_of(parts, len(vector)))
+            return [(message,) for message in messages], last if after is None else after / unit
         unit, pieces = _mean_magnitude(vector), [(part, vector[start:stop]) for part, (start, stop) in parts]
-        shares = [(part._target(len(piece)), len(piece) / max(1, len(vector))) for part, piece in pieces]
-        target = _Target(
-            sum(one.bits * share for one, share in shares), sum(one.fixed * share for one, share in shares)
-        )
-        before = self.settings.step or last * unit
-        step = before or self._found_step(vector, target)
-        messages, beyond = self._under_one_step(vector, pieces, step, target)
-        if before and abs(beyond) > self._tolerance:
-            beside = sum(map(len, messages)) - len(self._encoded_under(vector, step))  # what parts take more than all
-            target = target._replace(fixed=self._target(len(vector)).fixed + 8 * beside / len(vector))
-            step = self._found_step(vector, target, step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond)))
+        target = self._target_of(parts, len(vector))
+        step, beyond = self.settings.step or last * unit, 0.0
+        for again in range(_TRIES if step else 0):
+            step = _nearer(step, beyond) if again else step
+            messages, beyond = self._under_one_step(vector, pieces, step, target)
+            if abs(beyond) <= self._tolerance:
+                break
+        else:
+            if step:
+                more = sum(map(len, messages)) - len(self._encoded_under(vector, step))  # that parts take than all
+                target = target._replace(fixed=self._target(len(vector)).fixed + 8 * more / len(vector))
+            step = self._found_step(vector, target, _nearer(step, beyond) or None)
             messages, beyond = self._under_one_step(vector, pieces, step, target)
         stays = self.settings.step is not None or not 0 < unit < math.inf or not 0 < step < math.inf
         return [(message,) for message in messages], last if stays else step * _correction(beyond) / unit
@@ -433,11 +319,9 @@ class ECSQ(Compressor):
         return _OFF * max(1.0, _SLOPE * self.settings.bits)
 
     def _encoded(self, quantized: _Quantized, numel: int) -> bytes:
-        known = None if self._known is None else self._known.frequencies
-        levels = encode_levels(
-            quantized.positions.cpu().numpy(), quantized.levels.cpu().numpy(), self._sizes or (numel,), known
-        )
-        return _HEADER.pack(quantized.step, *quantized.told, quantized.missed) + levels
+        positions, levels = quantized.positions.cpu().numpy(), quantized.levels.cpu().numpy()
+        coded = encode_levels(positions, levels, self._sizes or (numel,))
+        return _HEADER.pack(quantized.step, *quantized.told, quantized.missed) + coded
 
     def _quantized(self, vector: torch.Tensor, step: float) -> _Quantized | None:
         """Quantize a vector (numel,); None if it is not finite."""
@@ -446,22 +330,11 @@ class ECSQ(Compressor):
             return None
         scaled = values.abs().to(wide(vector.dtype)) / step
         levels = (scaled - DEAD_ZONE).floor_().add_(1).clamp_(1, LARGEST)
-        # Three bytes of the header: the message's centroids, or which tables it was written under.
-        told = centroids_of(scaled - levels, levels) if self._known is None else self._told()
+        told = centroids_of(scaled - levels, levels)
         signed = levels.copysign(values).to(torch.int32)
-        decoded = self._values(positions, signed, step, told, vector.dtype)
+        decoded = values_of(signed, step, told, vector.dtype)
         missed = self._missed(vector, values, decoded)
         return _Quantized(step, told, missed, positions, signed, Contribution(positions, decoded))
-
-    def _values(
-        self, positions: torch.Tensor, levels: torch.Tensor, step: float, told: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Decode levels (count,), int32, by the header's numbers: the same arithmetic in the sender and every
-        receiver."""
-        if self._known is None:
-            return values_of(levels, step, np.array([told]), dtype)
-        layers = self._layers_at(positions) if len(self._sizes) > 1 else None
-        return values_of(levels, step, self._known.centroids, dtype, layers)
 
     def _selected(self, vector: torch.Tensor, step: float) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return the step as it is sent, the positions of values that are not zero under it, and these values. It is
@@ -491,28 +364,26 @@ class ECSQ(Compressor):
         return min(1.0, max(0.0, whole - sent + left) / whole) if whole > 0 else 0.0
 
     def add_decompressed(self, total: torch.Tensor, payload: Sequence[torch.Tensor], scale: float) -> None:
-        if total.numel():
-            self._decoded(payload, total, self._sizes or (total.numel(),)).added_to(total, scale)
+        table = self._on_device(total) if len(payload[0]) >= _HEADER.size else None
+        if table is not None:
+            before = total.clone()
+            if not _levels().add_decoded(total, payload, scale, table).any():  # the host waits for it
+                return
+            total.copy_(before)
+        self._add_one(total, payload[0], scale)
 
-    def _decoded(
-        self,
-        payload: Sequence[torch.Tensor],
-        like: torch.Tensor,
-        sizes: Sequence[int],
-        seen: Sequence[np.ndarray] | None = None,
-    ) -> Contribution:
-        """Decode a message of layers of these sizes, and add its frequencies to `seen`, by layer, where tables are
-        known."""
-        data = payload[0].cpu().numpy().tobytes()
+    def _add_one(self, total: torch.Tensor, message: torch.Tensor, scale: float) -> None:
+        if total.numel():
+            self._decoded(message, total).added_to(total, scale)
+
+    def _decoded(self, message: torch.Tensor, like: torch.Tensor) -> Contribution:
+        data = message.cpu().numpy().tobytes()
         step, *told, _ = _header(data)
         if math.isnan(step):
             return Contribution(None, None)
-        known = None if self._known is None else self._known.frequencies
-        if self._known is not None and _CENTROIDS.pack(*told) != self._known.digest:
-            raise GradlabError("ecsq: a message under other tables: the ranks' states or artifacts are not the same")
-        positions, levels = decode_levels(data[_HEADER.size :], sizes, known, seen)
+        positions, levels = decode_levels(data[_HEADER.size :], self._sizes or (len(like),))
         places, there = (torch.from_numpy(found).to(like.device) for found in (positions, levels))
-        return Contribution(places, self._values(places, there, step, told, like.dtype))
+        return Contribution(places, values_of(there, step, told, like.dtype))
 
     # --- the step ---
 
@@ -522,10 +393,16 @@ class ECSQ(Compressor):
         step, *_, missed = _header(bytes(message[: _HEADER.size].tolist()))
         return self._next(step, missed, len(message), numel)
 
-    def _next(self, step: float, missed: float, nbytes: int, numel: int) -> float | None:
+    def _next(self, step: float, missed: float, nbytes: int, numel: int, target: _Target | None = None) -> float | None:
         if self.settings.step is not None or not step > 0 or not numel:  # NaN is not
             return None
-        return step * _correction(self._beyond(missed, nbytes, numel, self._target(numel)))
+        return step * _correction(self._beyond(missed, nbytes, numel, target or self._target(numel)))
+
+    def _target_of(self, parts: Parts, numel: int) -> _Target:
+        """Return the bits per value asked for, and those of zeros, of messages of parts of a vector (numel,)."""
+        shares = [(part._target(stop - start), (stop - start) / max(1, numel)) for part, (start, stop) in parts]
+        bits, fixed = (sum(one[at] * share for one, share in shares) for at in range(2))
+        return _Target(bits, fixed)
 
     def _target(self, numel: int) -> _Target:
         """Return the bits per value asked for; more of few values, which need some bytes for levels."""
@@ -582,10 +459,7 @@ class ECSQ(Compressor):
         return 1 / max(_LEAST_ERROR, quantized.missed) if quantized else 0.0
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        step = for_any(layers, "step", Kept((), (torch.float64,), least=0.0))
-        if self.settings.tables != "running":
-            return step
-        return step | {f"{layer.name}/tables": _RUNNING_TABLES for layer in layers}
+        return for_any(layers, "step", Kept((), (torch.float64,), least=0.0))
 
     # --- forecasts ---
 
@@ -619,10 +493,9 @@ class Contribution:
 
 
 class _ByKernels(NamedTuple):
-    """The values that a message stands for, which kernels decode where it is, under a step of its table."""
+    """The values that a message stands for, which kernels decode where it is."""
 
     message: torch.Tensor
-    step: float
     table: Any
 
     def added_to(self, total: torch.Tensor, scale: float) -> torch.Tensor:
@@ -694,6 +567,11 @@ def _square(values: torch.Tensor) -> float:
 def _float32(number: float) -> float:
     """Round to single precision; infinite where that ends."""
     return struct.unpack("<f", struct.pack("<f", number))[0] if number < 3.4e38 else math.inf
+
+
+def _nearer(step: float, beyond: float) -> float:
+    """Return the step that is not as many octaves too fine."""
+    return step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond))
 
 
 def _correction(doublings: float) -> float:

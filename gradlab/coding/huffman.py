@@ -32,21 +32,20 @@ class Code:
     widths: widths of the codes in bits, (256,), uint8.
     codes: their bits, the first one lowest, (256,), uint64.
     head: beginning of DEFLATE data with this table.
-    excess: bits of a code over the entropy, of bytes of just these frequencies.
     """
 
     widths: np.ndarray
     codes: np.ndarray
     head: bytes
-    excess: float
 
     def fits(self, counts: np.ndarray) -> bool:
-        """Whether bytes of these frequencies (256,) take no more bits than with a table of their own, about."""
+        """Whether bytes of these frequencies (256,) take at most an eighth more bits than with a table of their own,
+        about."""
         count = int(counts.sum())
         if counts.max() == count > _REPEATED:
             return False
-        own = _OF_TABLE + _OF_SYMBOL * np.count_nonzero(counts) + max(count, self.excess * _entropy(counts))
-        return bool(int(counts @ self.widths) <= own)
+        own = _OF_TABLE + _OF_SYMBOL * np.count_nonzero(counts) + max(count, _entropy(counts))
+        return bool(8 * int(counts @ self.widths.astype(np.int64)) <= 9 * own)
 
     def decoded(self, data: bytes, count: int, what: str) -> np.ndarray:
         """Decode codes of `count` bytes, uint8; bytes that follow are not looked at. Errors are those of `inflated`."""
@@ -55,13 +54,7 @@ class Code:
 
 def code_of(frequencies: np.ndarray) -> Code:
     """Make the code of frequencies (256,), whole numbers from 0: the same one wherever these are the same."""
-    return _code(np.ascontiguousarray(frequencies, "<i8").tobytes())
-
-
-@functools.lru_cache(maxsize=4096)
-def _code(frequencies: bytes) -> Code:
-    known = np.frombuffer(frequencies, "<i8")
-    counts = [_SEEN * count for count in known.tolist()]
+    counts = [_SEEN * count for count in frequencies.tolist()]
     rarest, widths = max(1, sum(counts) // _RAREST), [LONGEST + 1]
     while max(widths) > LONGEST:  # once, but for frequencies that are far apart
         widths = _widths([*(max(rarest, count) for count in counts), rarest])  # the last one is the end's
@@ -69,7 +62,7 @@ def _code(frequencies: bytes) -> Code:
     beginning, bits = _beginning(widths)
     head = (_EMPTY | beginning << _OF_EMPTY).to_bytes((_OF_EMPTY + bits) // 8, "little")
     of_bytes, codes = np.array(widths[:SYMBOLS], np.uint8), np.array(_codes(widths)[:SYMBOLS], np.uint64)
-    return Code(of_bytes, codes, head, max(1.0, float(known @ of_bytes) / max(1.0, _entropy(known))))
+    return Code(of_bytes, codes, head)
 
 
 def _entropy(counts: np.ndarray) -> float:

@@ -6,11 +6,11 @@ follows from the layer's share of zeros, so that gaps of layers whose shares dif
 denser layer is two numbers or one. Symbols get Huffman codes. A second stream has what they leave open: signs, places
 in classes, low bits and large numbers, which are nearly uniform.
 
-Large layers are cut into parts. A message begins with a table of parts: a part's numbers other than zero, and the bytes
-of its second stream. If both sides know how often symbols occurred in each layer before, codes follow from that
-(`gradlab.coding.huffman`). The bits of each 4,096 codes are sent before them, so that they are written and read side by
-side. Codes and second streams of each part begin with a byte. Parts that no table is known of, or whose table does not
-fit, come last, with tables as DEFLATE writes them anew for every 32 thousand symbols or so.
+Large layers are cut into parts. A message begins with a table of parts: which of the codes that everybody knows a part
+has (`gradlab.coding.level_codes`), its numbers other than zero, and the bytes of its second stream. The bits of each
+4,096 codes are sent before them, so that they are written and read side by side. Codes and second streams of each part
+begin with a byte. Parts that no such code fits come last, with tables as DEFLATE writes them anew for every 32 thousand
+symbols or so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import numpy as np
 
 from gradlab.coding.deflate import CODES_ALONE, deflated, inflated
 from gradlab.coding.fields import ends_of, numbers_at_bytes, packed_fields, packed_together, padded, read_fields
-from gradlab.coding.huffman import SYMBOLS, Code, code_of
+from gradlab.coding.huffman import SYMBOLS, Code
+from gradlab.coding.level_codes import INDEX, Book, books
 from gradlab.coding.threads import each
 from gradlab.errors import GradlabError
 
@@ -42,8 +43,8 @@ _MIDDLE = 127  # byte of a zero in a dense layer; 255 stands for a number in the
 _PAIRED = 7  # half a byte of a zero, where two numbers share a byte; 15 stands for such a number
 _FEW = 200  # so many numbers up to 7 for each larger one, and two share a byte
 _OF_GAPS, _OF_PAIRS, _OF_NUMBERS = range(3)  # what bytes are codes of
-FREQUENCIES = (3, SYMBOLS)  # of the bytes of a layer, by what they are codes of
 _COUNT = struct.Struct("<I")
+HEAD = 2 + INDEX  # bits of a part's row in the table, before its count
 PART, _BLOCK = 2**18, 2**16  # elements of a layer's part, and numbers other than zero that are worked on together
 CODES = 4096  # of which a message tells the bits
 _TOGETHER = 4  # codes that make one field
@@ -90,11 +91,13 @@ class _Parts:
     layers: the parts as `gradlab.coding.levels` has them.
     own: whether a part's codes come with their table, (P,), bool.
     paired: whether a dense part has two numbers to a symbol, (P,), bool.
+    codes: number of a part's code in the book of its kind, (P,), int64.
     """
 
     layers: _Layers
     own: np.ndarray
     paired: np.ndarray
+    codes: np.ndarray
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -134,39 +137,29 @@ class _Row:
         return [self.symbols[first:last] for first, last in pairwise(self.ends.tolist())]
 
 
-def ones_and_all(frequencies: np.ndarray) -> tuple[int, int]:
-    """Count the numbers of magnitude 1, and all that are not zero, in frequencies of the shape `FREQUENCIES`."""
-    gaps = frequencies[_OF_GAPS].reshape(16, 16)
-    by_half = frequencies[_OF_PAIRS].reshape(16, 16).sum(0) + frequencies[_OF_PAIRS].reshape(16, 16).sum(1)
-    numbers = frequencies[_OF_NUMBERS]
-    of_one = by_half[[_PAIRED - 1, _PAIRED + 1]].sum() + numbers[[_MIDDLE - 1, _MIDDLE + 1]].sum()
-    of_all = by_half.sum() - by_half[_PAIRED] + numbers.sum() - numbers[_MIDDLE]
-    return int(gaps[:, 0].sum() + of_one), int(gaps.sum() + of_all)
+def book_of(kind: int) -> Book:
+    """Return the codes of symbols of a kind: of gaps, of pairs, or of numbers."""
+    return books(tuple(_LEAST.tolist()), _PAIRED, _MIDDLE)[kind]
 
 
-def encode_levels(
-    positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int], known: Sequence[np.ndarray] | None = None
-) -> bytes:
-    """Encode levels other than zero, int32 up to `LARGEST`, and ascending positions, int64, (count,) each.
-
-    known: frequencies that the decoder knows too, by layer, each of the shape `FREQUENCIES`, whole numbers from 0;
-        None: tables come with the bytes.
-    """
-    edges, owners = edges_of(sizes)
+def encode_levels(positions: np.ndarray, levels: np.ndarray, sizes: Sequence[int]) -> bytes:
+    """Encode levels other than zero, int32 up to `LARGEST`, and ascending positions, int64, (count,) each."""
+    edges = edges_of(sizes)
     ends = np.searchsorted(positions, edges)
-    parts = _Parts(_layers(edges, np.diff(ends)), *np.zeros((2, len(owners)), bool))
-    bits, codes, rests = ([b""] * len(owners) for _ in range(3))
+    none = np.zeros(len(edges) - 1, bool)
+    parts = _Parts(_layers(edges, np.diff(ends)), none, none.copy(), none.astype(np.int64))
+    bits, codes, rests = ([b""] * len(none) for _ in range(3))
 
     def write(chosen: np.ndarray) -> bytes:
         last = b""
         for row in _rows(_joined(positions, chosen, ends), _joined(levels, chosen, ends), parts.layers, chosen):
-            fits = np.zeros(len(row.parts), bool)
-            if known is not None:
-                tables = [code_of(known[layer][row.kind]) for layer in owners[row.parts].tolist()]
-                fits[:] = [table.fits(_counted(one)) for table, one in zip(tables, row.of_parts, strict=True)]
-                coded = _codes_of(row, np.flatnonzero(fits), tables)
-                for part, *streams in zip(row.parts[fits].tolist(), *coded, strict=True):
-                    bits[part], codes[part] = streams
+            counts, book = np.stack([_counted(one) for one in row.of_parts]), book_of(row.kind)
+            parts.codes[row.parts] = picked = book.shortest(counts)
+            tables = [book.codes[number] for number in picked.tolist()]
+            fits = np.array([table.fits(one) for table, one in zip(tables, counts, strict=True)])
+            coded = _codes_of(row, np.flatnonzero(fits), tables)
+            for part, *streams in zip(row.parts[fits].tolist(), *coded, strict=True):
+                bits[part], codes[part] = streams
             parts.own[row.parts], parts.paired[row.parts] = ~fits, row.kind == _OF_PAIRS
             of_row = _cut(*packed_fields(row.fields, row.widths, row.field_ends))
             for part, rest in zip(row.parts.tolist(), of_row, strict=True):
@@ -180,63 +173,44 @@ def encode_levels(
     return b"".join([_table(parts, np.array([*map(len, rests)])), *bits, *codes, *rests, *own])
 
 
-def decode_levels(
-    data: bytes,
-    sizes: Sequence[int],
-    known: Sequence[np.ndarray] | None = None,
-    seen: Sequence[np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the bytes of `encode_levels` to ascending positions (count,), int64, and levels (count,), int32.
-
-    known: tables as the encoder had them.
-    seen: counts by layer, of the shape `FREQUENCIES`, to which those of these bytes are added, if tables are known.
-    """
-    edges, owners = edges_of(sizes)
+def decode_levels(data: bytes, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the bytes of `encode_levels` to ascending positions (count,), int64, and levels (count,), int32."""
+    edges = edges_of(sizes)
     parts, bits, code_cuts, rest_cuts = _from_table(data, edges)
     ends = ends_of(parts.layers.counts)
     positions, levels = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int32)
 
-    def read(row: tuple[np.ndarray, bytes]) -> list[tuple[int, int, np.ndarray]]:
+    def read(row: tuple[np.ndarray, bytes]) -> None:
         chosen, last = row
-        kind, own, counts = int(parts.kinds[chosen[0]]), parts.own[chosen], parts.symbols[chosen]
-        symbols, noted = _inflated_alone(last, int(counts[own].sum())), list[tuple[int, int, np.ndarray]]()
-        if known is not None:
-            tables = [code_of(known[layer][kind]) for layer in owners[chosen].tolist()]
-            symbols, counted = _decoded(data, chosen, parts, code_cuts, tables, symbols)
-            widths = np.concatenate([table.widths for table in tables]).reshape(-1, SYMBOLS)
-            if (np.einsum("ps,ps->p", counted, widths, dtype=np.int64) != bits[chosen])[~own].any():
-                raise GradlabError("levels: codes of other widths than announced")
-            noted = [(layer, kind, one) for layer, one in zip(owners[chosen].tolist(), counted, strict=True)]
-        elif not own.all():
-            raise GradlabError("levels: codes under a table that is not known")
+        own, counts = parts.own[chosen], parts.symbols[chosen]
+        symbols = _decoded(data, chosen, parts, code_cuts, bits, _inflated_alone(last, int(counts[own].sum())))
         rest = _joined(np.frombuffer(data, np.uint8), chosen, rest_cuts)
-        numbers = _from_gaps if kind == _OF_GAPS else _from_dense
+        numbers = _from_gaps if parts.kinds[chosen[0]] == _OF_GAPS else _from_dense
         where, there = numbers(symbols, rest, np.diff(rest_cuts)[chosen], parts, chosen)
         _put(positions, where, chosen, ends)
         _put(levels, there, chosen, ends)
-        return noted
 
-    for of_row in each(read, _cut_rows(data, int(rest_cuts[-1]), parts)):
-        if seen is not None:
-            for layer, kind, frequencies in of_row:
-                seen[layer][kind] += frequencies
+    each(read, _cut_rows(data, int(rest_cuts[-1]), parts))
     return positions, levels
 
 
 def _decoded(
-    data: bytes, chosen: np.ndarray, parts: _Parts, cuts: np.ndarray, tables: Sequence[Code], own: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the symbols of some parts of one kind, beside those that came with their own tables, and count them,
-    (K, 256)."""
-    found, within = [], 0
-    for part, table, count in zip(chosen.tolist(), tables, parts.symbols[chosen].tolist(), strict=True):
+    data: bytes, chosen: np.ndarray, parts: _Parts, cuts: np.ndarray, bits: np.ndarray, own: np.ndarray
+) -> np.ndarray:
+    """Decode the symbols of some parts of one kind, beside those that came with their own tables."""
+    found, within, book = [], 0, book_of(int(parts.kinds[chosen[0]]))
+    for part, count in zip(chosen.tolist(), parts.symbols[chosen].tolist(), strict=True):
         if parts.own[part]:
             found.append(own[within : within + count])
             within += count
-        else:
-            found.append(table.decoded(data[cuts[part] : cuts[part + 1]], count, "levels: codes"))
-    counted = np.concatenate([*map(_counted, found)]).reshape(-1, SYMBOLS)
-    return found[0] if len(found) == 1 else np.concatenate(found), counted
+            continue
+        if (number := int(parts.codes[part])) >= len(book.codes):
+            raise GradlabError(f"levels: code {number} of part {part}, expected one below {len(book.codes)}")
+        code = book.codes[number]
+        found.append(code.decoded(data[cuts[part] : cuts[part + 1]], count, "levels: codes"))
+        if int(_counted(found[-1]) @ book.widths[number]) != bits[part]:
+            raise GradlabError("levels: codes of other widths than announced")
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _cut_rows(data: bytes, at: int, parts: _Parts) -> list[tuple[np.ndarray, bytes]]:
@@ -265,12 +239,10 @@ def _inflated_alone(data: bytes, count: int) -> np.ndarray:
     return np.frombuffer(found, np.uint8)
 
 
-def edges_of(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Cut layers into P parts whose work fits the cache: return where parts begin, and the end, (P + 1,), and the layer
-    of each, (P,)."""
+def edges_of(sizes: Sequence[int]) -> np.ndarray:
+    """Cut layers into P parts whose work fits the cache: return where parts begin, and the end, (P + 1,)."""
     lengths = [min(PART, size - start) for size in sizes for start in range(0, max(1, size), PART)]
-    owners = np.repeat(np.arange(len(sizes)), [max(1, -(-size // PART)) for size in sizes])
-    return np.concatenate([[0], np.cumsum(np.array(lengths, np.int64))]), owners
+    return ends_of(np.array(lengths, np.int64))
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------
@@ -279,8 +251,9 @@ def edges_of(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 def _table(parts: _Parts, nbytes: np.ndarray) -> bytes:
     """Write the table of parts. nbytes: of their second streams, (P,)."""
     of_count, of_rest = in_table(parts.sizes)
-    rows = parts.own | parts.paired << 1 | parts.layers.counts << 2 | nbytes << 2 + of_count
-    return packed_fields(rows.astype(np.uint64), (2 + of_count + of_rest).astype(np.uint8), np.array([0, len(rows)]))[0]
+    rows = parts.own | parts.paired << 1 | parts.codes << 2 | parts.layers.counts << HEAD | nbytes << HEAD + of_count
+    widths = (HEAD + of_count + of_rest).astype(np.uint8)
+    return packed_fields(rows.astype(np.uint64), widths, np.array([0, len(rows)]))[0]
 
 
 def in_table(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -294,21 +267,22 @@ def _from_table(data: bytes, edges: np.ndarray) -> tuple[_Parts, np.ndarray, np.
     end, (P + 1,) each, all within the message."""
     sizes = np.diff(edges)
     of_count, of_rest = in_table(sizes)
-    ends = ends_of(2 + of_count + of_rest)
+    ends = ends_of(HEAD + of_count + of_rest)
     at = -(-int(ends[-1]) // 8)
     _at_least(data, at)
     rows = read_fields(np.frombuffer(data, np.uint8, at), ends[:-1], np.diff(ends)).astype(np.int64)
-    counts = rows >> 2 & (1 << of_count) - 1
+    counts = rows >> HEAD & (1 << of_count) - 1
     if (counts > sizes).any():
         worst = int(np.argmax(counts - sizes))
         raise GradlabError(f"levels: {counts[worst]} numbers in part {worst}, expected at most {sizes[worst]}")
-    parts = _Parts(_layers(edges, counts), (rows & 1).astype(bool), (rows & 2).astype(bool))
+    flags = (rows & 1).astype(bool), (rows & 2).astype(bool)
+    parts = _Parts(_layers(edges, counts), *flags, rows >> 2 & (1 << INDEX) - 1)
     of_blocks = ends_of(np.where(parts.own, 0, -(-parts.symbols // CODES)))
     _at_least(data, at + 2 * int(of_blocks[-1]))
     blocks = np.frombuffer(data, "<u2", of_blocks[-1], at)
     bits = np.diff(ends_of(blocks)[of_blocks])
     code_cuts = at + blocks.nbytes + ends_of((bits + 7) >> 3)
-    rest_cuts = code_cuts[-1] + ends_of(rows >> 2 + of_count)
+    rest_cuts = code_cuts[-1] + ends_of(rows >> HEAD + of_count)
     _at_least(data, int(rest_cuts[-1]))
     return parts, bits, code_cuts, rest_cuts
 

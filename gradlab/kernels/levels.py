@@ -1,4 +1,4 @@
-"""Levels of a vector as the bytes of `gradlab.coding.levels` under known tables, and back, by a few launches.
+"""Levels of a vector as the bytes of `gradlab.coding.levels`, and back, by a few launches.
 
 A program works on a slot: 4,096 elements of a part, or as many of its symbols. Sums of slots are running sums of
 PyTorch's. Codes and fields are put into words by atomic operations on bits that nobody else sets, so that their order
@@ -7,9 +7,10 @@ does not matter.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ import triton
 import triton.language as tl
 
 from gradlab.coding import levels as form
-from gradlab.coding.huffman import LONGEST, SYMBOLS, code_of, reversed_bits
-from gradlab.coding.level_tables import DEAD_ZONE, UNIT, LevelTables
+from gradlab.coding.huffman import LONGEST, SYMBOLS
+from gradlab.coding.level_values import DEAD_ZONE, PARTS, UNIT
 from gradlab.kernels import launch
 
 _SLOT = form.CODES
@@ -28,23 +29,38 @@ _PER = 128  # parts that one program reads
 
 
 @dataclass(frozen=True)
+class Codes:
+    """The codes that everybody knows, on a device: K of them, kind by kind, and what `gradlab.coding.levels` has.
+
+    widths, codes: widths and bits by code and symbol, (K * 256,), int32.
+    known: symbols and widths by the next 15 bits of a stream, (K, 2^15), int16.
+    firsts: codes before each kind's, and all, (4,), int64.
+    classes, least, in_gap, in_more: tables by number, low bits and symbol, int32.
+    weights: bytes that bytes of codes, of second streams, blocks and misfits add, and misfits, (2, 4), float64.
+    """
+
+    widths: torch.Tensor
+    codes: torch.Tensor
+    known: torch.Tensor
+    firsts: torch.Tensor
+    classes: torch.Tensor
+    least: torch.Tensor
+    in_gap: torch.Tensor
+    in_more: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
 class LevelTable:
-    """Parts of a vector's layers and what is known of each, on a device.
+    """Parts of a vector's layers, on a device.
 
     edges: beginnings of P parts, and the end, (P + 1,), int64.
     slots: slots before each part, and all, (P + 1,), int64.
     part_of: the part of each slot, (B,), int64.
     places: bits before each part's row in a message, and before what follows its table, (P + 1,), int64.
     count_bits: bits of a part's count there, (P,), int64.
-    layer_of: the layer of each part, (P,), int64.
-    widths, codes: the code of each layer, kind and symbol, (layers * 3 * 256,), int32.
-    excess: bits of these codes over the entropy, (layers * 3,), float64.
-    known: symbols and widths by the next 15 bits of a stream, (layers * 3, 2^15), int16.
-    digest: three bytes that a message's header has after its step.
-    centroids: distance of a class's values from their level, in steps, (layers * 7,), float32.
-    classes, least, in_gap, in_more: tables of `gradlab.coding.levels` by number, low bits and symbol, int32.
-    reversed: numbers of 15 bits with their bits in the other order, (2^15,), int64.
-    nbytes: bytes of a message's header and table.
+    of: the codes.
+    nbytes, fixed: bytes of a message's header and table, and beside 0, (2,), float64.
     """
 
     edges: torch.Tensor
@@ -52,19 +68,9 @@ class LevelTable:
     part_of: torch.Tensor
     places: torch.Tensor
     count_bits: torch.Tensor
-    layer_of: torch.Tensor
-    widths: torch.Tensor
-    codes: torch.Tensor
-    excess: torch.Tensor
-    known: torch.Tensor
-    centroids: torch.Tensor
-    classes: torch.Tensor
-    least: torch.Tensor
-    in_gap: torch.Tensor
-    in_more: torch.Tensor
-    reversed: torch.Tensor
-    digest: int
+    of: Codes
     nbytes: int
+    fixed: torch.Tensor
 
     @property
     def parts(self) -> int:
@@ -120,14 +126,36 @@ def _rest_widths(symbol, kind, low, in_gap, in_more):
 
 @triton.jit
 def _count(x, edges, slots, part_of, sums, lasts, stride, steps, ZONE: tl.constexpr, LARGEST: tl.constexpr,
-           SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+           WHOLE: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64)
     p = tl.load(part_of + slot)
     i = tl.load(edges + p) + (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
-    level, _ = _level(x, i, i < tl.load(edges + p + 1), tl.load(steps), tl.load(steps + 1), ZONE, LARGEST)
-    tl.store(sums + slot + 1, tl.sum((level > 0).to(tl.int64)))
-    tl.store(sums + stride + slot + 1, tl.sum((level > 7).to(tl.int64)))
+    inside, step = i < tl.load(edges + p + 1), tl.load(steps)
+    level, _ = _level(x, i, inside, step, tl.load(steps + 1), ZONE, LARGEST)
+    sums += slot + 1
+    tl.store(sums, tl.sum((level > 0).to(tl.int64)))
+    tl.store(sums + stride, tl.sum((level > 7).to(tl.int64)))
     tl.store(lasts + slot + 1, tl.max(tl.where(level > 0, i + 1, 0)))  # 0: none
+    size = tl.abs(tl.load(x + i, mask=inside, other=0.0))
+    beyond = tl.div_rn(size, step + tl.zeros_like(size)) - level.to(tl.float32)
+    whole = tl.floor(tl.where(level > 0, tl.minimum(beyond, 1e9), 0.0).to(tl.float64) * WHOLE).to(tl.int64)
+    for k in tl.static_range(1, 4):
+        here = (level == k) if k < 3 else (level > 2)
+        tl.store(sums + 2 * k * stride, tl.sum(here.to(tl.int64)))
+        tl.store(sums + (2 * k + 1) * stride, tl.sum(tl.where(here, whole, 0)))
+
+
+@triton.jit
+def _told(run, last, stride, UNIT_PARTS: tl.constexpr):
+    """Return three bytes of a header: centroids, by running sums of slots' numbers and of their offsets."""
+    told = tl.full((), 0, tl.int64)
+    for k in tl.static_range(1, 4):
+        count = tl.load(run + 2 * k * stride + last).to(tl.float64)
+        total = tl.load(run + (2 * k + 1) * stride + last).to(tl.float64)
+        mean = tl.floor(total / tl.maximum(count, 1.0) / UNIT_PARTS + 0.5)
+        mean = tl.minimum(tl.maximum(mean, -128.0), 127.0).to(tl.int64)
+        told |= (mean & 255) << (8 * (k - 1))
+    return told
 
 
 @triton.jit
@@ -219,39 +247,50 @@ def _symbols(x, edges, slots, part_of, run, before, symbols, fields, seen, class
 
 
 @triton.jit
-def _bits(edges, slots, part_of, layer_of, run, symbols, widths, in_gap, in_more, sums, stride, SLOT: tl.constexpr):
+def _choose(edges, slots, run, seen, widths, firsts, chosen, told, stride, parts, SLOT: tl.constexpr):
+    """Choose the code under which a part's symbols take the fewest bits, and tell whether it needs its own table."""
+    p = tl.program_id(0).to(tl.int64)
+    kind, _, symbols, count = _part(p, edges, slots, run, stride)
+    byte = tl.arange(0, 256)
+    counts = tl.load(seen + p * 256 + byte)
+    best, last = tl.full((), 2**62, tl.int64), tl.load(firsts + kind + 1)
+    for first in range(tl.load(firsts + kind), last, 16):
+        code = first + tl.arange(0, 16)
+        width = tl.load(widths + code[:, None] * 256 + byte[None, :], mask=code[:, None] < last, other=2**12)
+        best = tl.minimum(best, tl.min(tl.sum(counts[None, :] * width.to(tl.int64), 1) * 1024 + code))
+    took = best >> 10
+    share = tl.where(counts > 0, symbols, 1).to(tl.float64) / tl.maximum(counts, 1).to(tl.float64)
+    entropy = tl.sum(counts.to(tl.float64) * tl.log2(share))
+    own = 90 + 5 * tl.sum((counts > 0).to(tl.int64)).to(tl.float64)
+    own += tl.maximum(symbols.to(tl.float64), entropy)
+    alike = (tl.max(counts) == symbols) & (symbols > 1024)
+    misses = ((8 * took).to(tl.float64) > 9 * own) | alike
+    tl.store(chosen + p, tl.where(count > 0, best & 1023, tl.load(firsts + kind)))
+    tl.store(told + 2 * (parts + 1) + p + 1, (symbols + SLOT - 1) // SLOT)
+    tl.store(told + 3 * (parts + 1) + p + 1, (misses & (count > 0)).to(tl.int64))
+
+
+@triton.jit
+def _bits(edges, slots, part_of, chosen, run, symbols, widths, in_gap, in_more, sums, stride, SLOT: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
     p = tl.load(part_of + slot)
     kind, low, count, _ = _part(p, edges, slots, run, stride)
     k = (slot - tl.load(slots + p)) * SLOT + tl.arange(0, SLOT)
     inside = k < count
     symbol = tl.load(symbols + tl.load(edges + p) + k, mask=inside, other=0).to(tl.int32)
-    width = tl.load(widths + (tl.load(layer_of + p) * 3 + kind) * 256 + symbol)
+    width = tl.load(widths + tl.load(chosen + p) * 256 + symbol)
     tl.store(sums + slot + 1, tl.sum(tl.where(inside, width, 0).to(tl.int64)))
     rest = _rest_widths(symbol, kind, low, in_gap, in_more)
     tl.store(sums + stride + slot + 1, tl.sum(tl.where(inside, rest, 0)))
 
 
 @triton.jit
-def _fits(edges, slots, layer_of, run, bits, seen, widths, excess, told, stride, parts, SLOT: tl.constexpr):
+def _bytes(slots, bits, told, stride, parts):
     p = tl.program_id(0).to(tl.int64)
-    kind, _, symbols, count = _part(p, edges, slots, run, stride)
     first, last = tl.load(slots + p), tl.load(slots + p + 1)
-    row, byte = tl.load(layer_of + p) * 3 + kind, tl.arange(0, 256)
-    counts = tl.load(seen + p * 256 + byte)
-    share = tl.where(counts > 0, symbols, 1).to(tl.float64) / tl.maximum(counts, 1).to(tl.float64)
-    entropy = tl.sum(counts.to(tl.float64) * tl.log2(share))
-    own = 90 + 5 * tl.sum((counts > 0).to(tl.int64)).to(tl.float64)
-    own += tl.maximum(symbols.to(tl.float64), tl.load(excess + row) * entropy)
-    took = tl.load(bits + last) - tl.load(bits + first)
-    alike = (tl.max(counts) == symbols) & (symbols > 1024)
-    misses = (took.to(tl.float64) > own) | alike
-    told += p + 1
-    step = parts + 1
-    tl.store(told, (took + 7) >> 3)
-    tl.store(told + step, (tl.load(bits + stride + last) - tl.load(bits + stride + first) + 7) >> 3)
-    tl.store(told + 2 * step, (symbols + SLOT - 1) // SLOT)
-    tl.store(told + 3 * step, (misses & (count > 0)).to(tl.int64))
+    for stream in tl.static_range(2):
+        took = tl.load(bits + stream * stride + last) - tl.load(bits + stream * stride + first)
+        tl.store(told + stream * (parts + 1) + p + 1, (took + 7) >> 3)
 
 
 @triton.jit
@@ -266,8 +305,9 @@ def _put(words, at, field, inside, most):
 
 
 @triton.jit
-def _pack(edges, slots, part_of, layer_of, places, count_bits, run, bits, told, symbols, fields, widths, codes, in_gap,
-          in_more, words, steps, digest, most, nbytes, stride, parts, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+def _pack(edges, slots, part_of, chosen, places, count_bits, run, bits, told, symbols, fields, widths, codes, in_gap,
+          in_more, firsts, words, steps, most, nbytes, stride, parts, UNIT_PARTS: tl.constexpr, HEAD: tl.constexpr,
+          SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64)
     p = tl.load(part_of + slot)
     kind, low, count, numbers = _part(p, edges, slots, run, stride)
@@ -280,18 +320,21 @@ def _pack(edges, slots, part_of, layer_of, places, count_bits, run, bits, told, 
     inside = k < count
     at = tl.load(edges + p) + k
     symbol = tl.load(symbols + at, mask=inside, other=0).to(tl.int32)
-    row = (tl.load(layer_of + p) * 3 + kind) * 256 + symbol
+    code = tl.load(chosen + p)
+    row = code * 256 + symbol
     width = tl.where(inside, tl.load(widths + row), 0).to(tl.int64)
     _put(words, code_at + tl.cumsum(width, 0) - width, tl.load(codes + row).to(tl.int64), inside, most)
     rest = tl.where(inside, _rest_widths(symbol, kind, low, in_gap, in_more), 0)
     field = tl.load(fields + at, mask=inside, other=0)
     _put(words, rest_at + tl.cumsum(rest, 0) - rest, field, inside & (rest > 0), most)
-    head = (tl.load(steps).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (slot * 0 + digest) << 32
+    head = tl.load(steps).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    head |= _told(run, stride - 1, stride, UNIT_PARTS) << 32
     _put(words, slot, head, slot == 0, most)
     one = tl.arange(0, 2)  # the table's row of the part, in its first slot, and the bits of this one's codes
     bits_here = tl.load(bits + slot + 1) - tl.load(bits + slot)
     of_rest = tl.load(told + step + p + 1) - tl.load(told + step + p)
-    row_here = tl.where(kind == 1, 2, 0) | numbers << 2 | of_rest << (2 + tl.load(count_bits + p))
+    row_here = tl.where(kind == 1, 2, 0) | tl.where(numbers > 0, code - tl.load(firsts + kind), 0) << 2
+    row_here |= numbers << HEAD | of_rest << (HEAD + tl.load(count_bits + p))
     place = 8 * (nbytes + 2 * (tl.load(told + 2 * step + p) + slot - first))
     wanted = (slot - first) * SLOT + one * 0 < tl.where(one == 0, 1, count)
     _put(words, tl.where(one == 0, tl.load(places + p), place), tl.where(one == 0, row_here, bits_here), wanted, most)
@@ -310,29 +353,33 @@ def _get(message, at, inside, total):
 
 @triton.jit
 def _head(message, total):
-    """Return a message's step, and its digest with what follows."""
+    """Return a message's step, three bytes of centroids, and the share that it misses."""
     place = tl.full((1,), 0, tl.int64)
     head = tl.sum(_get(message, place, place == 0, total))
-    last = tl.sum(_get(message, place + 32, place == 0, total))
-    return head.to(tl.int32).to(tl.float32, bitcast=True), last & 0xFFFFFFFFFFFFFF
+    told = tl.sum(_get(message, place + 32, place == 0, total))
+    missed = (told >> 24).to(tl.int32).to(tl.float32, bitcast=True)
+    return head.to(tl.int32).to(tl.float32, bitcast=True), told & 0xFFFFFF, missed
 
 
 @triton.jit
-def _read_parts(message, edges, slots, places, count_bits, told, part, flags, digest, total, nbytes, parts,
-                SLOT: tl.constexpr, PER: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+def _read_parts(message, edges, slots, places, count_bits, told, part, flags, firsts, total, nbytes, parts,
+                HEAD: tl.constexpr, PER: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     p = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
-    step, told_digest = _head(message, total)
-    fits = (step >= 0) & (step < float("inf")) & (told_digest == digest)
+    step, _, missed = _head(message, total)
+    fits = (step >= 0) & (step < float("inf")) & (missed >= 0) & (missed <= 1)
     tl.atomic_or(flags, tl.where(fits, 0, 1).to(tl.int64))
     inside = p < parts
     size = tl.load(edges + p + 1, mask=inside, other=0) - tl.load(edges + p, mask=inside, other=0)
     place, bits = tl.load(places + p, mask=inside, other=0), tl.load(count_bits + p, mask=inside, other=0)
     row = _get(message, place, inside, total)
     row &= (tl.full((PER,), 1, tl.int64) << (tl.load(places + p + 1, mask=inside, other=0) - place)) - 1
-    count, rest = (row >> 2) & ((tl.full((PER,), 1, tl.int64) << bits) - 1), row >> (2 + bits)
-    wrong = tl.where(inside & (count > size), 2, 0) | tl.where(inside & ((row & 1) > 0) & (count > 0), 1, 0)
-    tl.atomic_or(flags + p * 0, wrong.to(tl.int64), mask=wrong > 0)
+    count, rest = (row >> HEAD) & ((tl.full((PER,), 1, tl.int64) << bits) - 1), row >> (HEAD + bits)
     kind, low, symbols = _kind(size, tl.minimum(count, size), (row & 2) > 0)
+    number, first = (row >> 2) & ((1 << (HEAD - 2)) - 1), tl.load(firsts + kind)
+    there = tl.load(firsts + kind + 1) - first
+    wrong = tl.where(count > size, 2, 0) | tl.where(((row & 1) > 0) & (count > 0), 1, 0)
+    wrong |= tl.where((number >= there) & (count > 0), 2, 0)
+    tl.atomic_or(flags + p * 0, wrong.to(tl.int64), mask=inside & (wrong > 0))
     step = parts + 1
     tl.store(told + p + 1, (symbols + SLOT - 1) // SLOT, mask=inside)
     tl.store(told + step + p + 1, rest, mask=inside)
@@ -340,6 +387,7 @@ def _read_parts(message, edges, slots, places, count_bits, told, part, flags, di
     tl.store(part + parts + p, low, mask=inside)
     tl.store(part + 2 * parts + p, symbols, mask=inside)
     tl.store(part + 3 * parts + p, count, mask=inside)
+    tl.store(part + 4 * parts + p, first + tl.minimum(number, there - 1), mask=inside)
 
 
 @triton.jit
@@ -353,18 +401,18 @@ def _read_lengths(message, slots, told, begins, codes, total, nbytes, parts, MOS
 
 
 @triton.jit
-def _read_codes(message, edges, slots, part_of, layer_of, told, part, begins, codes, known, symbols, flags, total,
+def _read_codes(message, edges, slots, part_of, told, part, begins, codes, known, symbols, flags, total,
                 nbytes, parts, count, SLOT: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
     slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = slot < count
     p = tl.load(part_of + slot, mask=inside, other=0)
     k = (slot - tl.load(slots + p)) * SLOT
     left = tl.where(inside, tl.minimum(tl.load(part + 2 * parts + p) - k, SLOT), 0)
-    row = (tl.load(layer_of + p) * 3 + tl.load(part + p)) << BITS
-    start = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + p))
-    at = start + tl.load(begins + slot, mask=inside & (left > 0), other=0)
-    last = k + left == tl.load(part + 2 * parts + p)
-    end = tl.load(begins + slot + 1, mask=inside & (left > 0) & (last == 0), other=0) + start
+    row = tl.load(part + 4 * parts + p) << BITS
+    at = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + p))
+    at += tl.load(begins + slot, mask=inside & (left > 0), other=0)
+    length = 8 * (nbytes + 2 * (tl.load(told + p) + slot - tl.load(slots + p)))
+    end = at + (_get(message, length, inside & (left > 0), total) & 0xFFFF)
     where = tl.load(edges + p) + k
     for number in range(0, tl.max(left)):
         here = inside & (number < left)
@@ -377,8 +425,7 @@ def _read_codes(message, edges, slots, part_of, layer_of, told, part, begins, co
         )
         tl.store(symbols + where + number, (found & 255).to(tl.uint8), mask=here)
         at += found >> 8
-    stop = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + p + 1))
-    wrong = (left > 0) & tl.where(last, (at > stop) | (at + 7 < stop), at != end)
+    wrong = (left > 0) & (at != end)
     tl.atomic_or(flags + slot * 0, tl.full((LANES,), 4, tl.int64), mask=wrong)
 
 
@@ -395,17 +442,17 @@ def _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, par
 
 
 @triton.jit
-def _rest_bits(edges, slots, part_of, layer_of, part, symbols, in_gap, in_more, sums, seen, parts, SLOT: tl.constexpr):
+def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, SLOT: tl.constexpr):
     slot = tl.program_id(0).to(tl.int64)
-    p, _, symbol, inside, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
+    _, _, _, _, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
     tl.store(sums + slot + 1, tl.sum(width))
-    _add_counts(seen + (tl.load(layer_of + p) * 3 + tl.load(part + p)) * 256, symbol, inside)
 
 
 @triton.jit
-def _value(level, negative, centroids, step, scale):
-    kind = tl.minimum(level, 3)
-    offset = tl.load(centroids + tl.where(negative, 3 - kind, 3 + kind))
+def _value(level, negative, centroids, step, scale, UNIT: tl.constexpr):
+    told = (centroids >> (8 * (tl.minimum(tl.maximum(level, 1), 3) - 1)).to(tl.int64)) & 255
+    offset = (tl.where(told > 127, told - 256, told)).to(tl.float32) * UNIT
+    offset = tl.where(negative, -offset, offset)
     return (tl.where(negative, -level, level).to(tl.float32) + offset) * step * scale
 
 
@@ -418,12 +465,13 @@ def _unescaped(code, field, middle, escape):
 
 
 @triton.jit
-def _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, LARGEST: tl.constexpr):
+def _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, UNIT: tl.constexpr,
+            LARGEST: tl.constexpr):  # fmt: skip
     wrong = inside & ((i >= end) & (level != 0) | (level > LARGEST) | (level < 0))
     tl.atomic_or(flags + i * 0, tl.full(i.shape, 2, tl.int64), mask=wrong)
     there = inside & (level > 0) & (i < end) & (wrong == 0)
     total = tl.load(out + i, mask=there, other=0.0)
-    tl.store(out + i, total + _value(level, negative, centroids, step, scale), mask=there)
+    tl.store(out + i, total + _value(level, negative, centroids, step, scale, UNIT), mask=there)
     return tl.sum(there.to(tl.int64))
 
 
@@ -463,34 +511,35 @@ def _gap_sums(message, edges, slots, part_of, told, part, codes, rest, symbols, 
 
 
 @triton.jit
-def _add(message, out, edges, slots, part_of, layer_of, told, part, codes, rest, gaps, symbols, least_gap, in_gap,
-         in_more, centroids, numbers, flags, scale, total, nbytes, parts, LARGEST: tl.constexpr,
+def _add(message, out, edges, slots, part_of, told, part, codes, rest, gaps, symbols, least_gap, in_gap, in_more,
+         numbers, flags, scale, total, nbytes, parts, UNIT: tl.constexpr, LARGEST: tl.constexpr,
          SLOT: tl.constexpr):  # fmt: skip
     slot, p, k, symbol, inside, width, at = _places(
         message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts, SLOT
     )
     kind, low = tl.load(part + p), tl.load(part + parts + p)
-    step, _ = _head(message, total)
+    step, centroids, _ = _head(message, total)
     begin, end = tl.load(edges + p), tl.load(edges + p + 1)
-    centroids += tl.load(layer_of + p) * 7
     if kind == 0:
         gap, negative, above = _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total)
         more = symbol & 15
         level = tl.load(least_gap + (more << 4)) + 1 + tl.where(more >= 8, above, 0).to(tl.int32)
         i = begin - 1 + tl.load(gaps + slot) - tl.load(gaps + tl.load(slots + p)) + tl.cumsum(gap, 0)
-        count = _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        count = _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST)
         tl.store(numbers + slot, count)
     elif kind == 1:
         a, b = symbol >> 4, symbol & 15
         level, negative = _unescaped(a, _get(message, at, inside & (a == 15), total), 7, 15)
-        count = _add_at(out, begin + 2 * k, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        count = _add_at(out, begin + 2 * k, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST)
         at += tl.where(a == 15, 31, 0)
         level, negative = _unescaped(b, _get(message, at, inside & (b == 15), total), 7, 15)
-        count += _add_at(out, begin + 2 * k + 1, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        count += _add_at(
+            out, begin + 2 * k + 1, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST
+        )
         tl.store(numbers + slot, count)
     else:
         level, negative = _unescaped(symbol, _get(message, at, inside & (symbol == 255), total), 127, 255)
-        count = _add_at(out, begin + k, end, level, negative, inside, flags, centroids, step, scale, LARGEST)
+        count = _add_at(out, begin + k, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST)
         tl.store(numbers + slot, count)
 
 
@@ -509,53 +558,34 @@ def _moved(array: Any, device: torch.device, dtype: Any = np.int32) -> torch.Ten
     return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
 
 
-def _coded(told: LevelTables, device: torch.device, reverse: torch.Tensor) -> dict[str, Any]:
-    """Bring codes and centroids to a device, by one copy: fields of a table."""
-    tables = [code_of(kind) for layer in told.frequencies for kind in layer]
-    widths = np.stack([table.widths for table in tables]).astype(np.int64)
-    last = 2**LONGEST - (1 << LONGEST - widths).sum(1, keepdims=True)  # what is left is the end's
-    widths = np.append(widths, LONGEST - np.frexp(last)[1] + 1, 1)
-    order = np.argsort(widths, axis=1, kind="stable")
-    by_width = np.take_along_axis(widths, order, 1)
-    upwards = told.centroids * UNIT
-    offsets = np.concatenate([-upwards[:, ::-1], np.zeros((len(upwards), 1)), upwards], 1).astype(np.float32)
-    arrays: list[Any] = [
-        np.array([table.excess for table in tables]).view(np.int32),
-        offsets.view(np.int32),
-        widths[:, :SYMBOLS],
-        np.stack([table.codes for table in tables]),
-        np.where(order < SYMBOLS, order | by_width << 8, 0),
-        1 << LONGEST - by_width,
-    ]
-    whole = _moved(np.concatenate([array.reshape(-1).astype(np.int32) for array in arrays]), device)
-    excess, centroids, *of_codes, values, repeats = whole.split([array.size for array in arrays])
-    known = values.short().repeat_interleave(repeats, output_size=len(tables) << LONGEST).view(len(tables), -1)
-    return {
-        "widths": of_codes[0],
-        "codes": of_codes[1],
-        "excess": excess.view(torch.float64),
-        "known": known.index_select(1, reverse),
-        "centroids": centroids.view(torch.float32),
-        "digest": int.from_bytes(told.digest, "little"),
-    }
+@functools.cache
+def codes_on(device: torch.device) -> Codes:
+    """Bring the codes to a device."""
+    books = [form.book_of(kind) for kind in range(3)]
+    every = [code for book in books for code in book.codes]
+    known = np.zeros((len(every), 2**LONGEST), np.int16)
+    for row, code in zip(known, every, strict=True):
+        for symbol, (width, bits) in enumerate(zip(code.widths.tolist(), code.codes.tolist(), strict=True)):
+            row[bits :: 1 << width] = np.uint16(symbol | width << 8).view(np.int16)
+    return Codes(
+        widths=_moved(np.stack([code.widths for code in every]).reshape(-1), device),
+        codes=_moved(np.stack([code.codes for code in every]).reshape(-1), device),
+        known=_moved(known, device, np.int16),
+        firsts=_moved(form.ends_of([len(book.codes) for book in books]), device, np.int64),
+        classes=_moved(form.CLASS, device),
+        least=_moved(form.LEAST_GAP, device),
+        in_gap=_moved(form.IN_GAP, device),
+        in_more=_moved(form.IN_MORE, device),
+        weights=_moved([[1, 1, 2, 0], [0, 0, 0, 1]], device, np.float64),
+    )
 
 
-def table_for(
-    sizes: Sequence[int], told: LevelTables, device: torch.device, head: int, before: LevelTable | None = None
-) -> LevelTable:
-    """Bring to a device what is known of layers of these sizes.
-
-    head: bytes of a message's header.
-    before: a table of the same layers there, with which this one shares what does not follow from `told`.
-    """
-    reverse = _moved(reversed_bits(), device, np.int64) if before is None else before.reversed
-    coded = _coded(told, device, reverse)
-    if before is not None:
-        return replace(before, **coded)
-    edges, owners = form.edges_of(sizes)
+def table_for(sizes: Sequence[int], device: torch.device, head: int) -> LevelTable:
+    """Bring to a device where layers of these sizes lie. head: bytes of a message's header."""
+    edges = form.edges_of(sizes)
     numels = np.diff(edges)
     of_count, of_rest = form.in_table(numels)
-    places = 8 * head + form.ends_of(2 + of_count + of_rest)
+    places = 8 * head + form.ends_of(form.HEAD + of_count + of_rest)
     slots = form.ends_of(-(-numels // _SLOT))
     return LevelTable(
         edges=_moved(edges, device, np.int64),
@@ -563,14 +593,9 @@ def table_for(
         part_of=_moved(np.repeat(np.arange(len(numels)), np.diff(slots)), device, np.int64),
         places=_moved(places, device, np.int64),
         count_bits=_moved(of_count, device, np.int64),
-        layer_of=_moved(owners, device, np.int64),
-        classes=_moved(form.CLASS, device),
-        least=_moved(form.LEAST_GAP, device),
-        in_gap=_moved(form.IN_GAP, device),
-        in_more=_moved(form.IN_MORE, device),
-        reversed=reverse,
+        of=codes_on(device),
         nbytes=-(-int(places[-1]) // 8),
-        **coded,
+        fixed=_moved([-(-int(places[-1]) // 8), 0], device, np.float64),
     )
 
 
@@ -589,78 +614,76 @@ def encode(
     capacity: bytes that the message may take.
 
     Returns:
-        The message, (capacity,), uint8, zeros after its end; and the bytes of its codes, those of second streams, the
-        number of blocks of codes, and how many parts do not fit their tables, (4,), int64. The message is not valid
-        if one does not fit, or if it takes more bytes.
+        The message, (capacity,), uint8, zeros after its end; and its bytes, and how many parts no code fits, (2,),
+        float64. The message is not valid if one does not fit, or if it takes more bytes.
     """
-    device, count, parts = vector.device, len(table.part_of), table.parts
+    device, count, parts, of = vector.device, len(table.part_of), table.parts, table.of
     steps = torch.stack([step, (step.double() * DEAD_ZONE).float()])
     levels = {"ZONE": DEAD_ZONE, "LARGEST": form.LARGEST, "SLOT": _SLOT}
-    sums, sums_of_bits, lasts, told, seen = _zeros(
-        device, (2, count + 1), (2, count + 1), (count + 1,), (4, parts + 1), (parts, SYMBOLS)
+    sums, sums_of_bits, lasts, told, seen, chosen = _zeros(
+        device, (8, count + 1), (2, count + 1), (count + 1,), (4, parts + 1), (parts, SYMBOLS), (parts,)
     )
-    where = (table.edges, table.slots, table.part_of)
-    launch(_count, count, vector, *where, sums, lasts, count + 1, steps, **levels)
+    where, rest = (table.edges, table.slots, table.part_of), (of.in_gap, of.in_more)
+    launch(_count, count, vector, *where, sums, lasts, count + 1, steps, WHOLE=PARTS, **levels)
     run, before = sums.cumsum(1), lasts.cummax(0).values
     symbols = torch.empty(max(1, len(vector)), dtype=torch.uint8, device=device)
     fields = torch.empty(max(1, len(vector)), dtype=torch.int64, device=device)
-    by_class = (table.classes, table.least, table.in_gap)
+    by_class = (of.classes, of.least, of.in_gap)
     launch(_symbols, count, vector, *where, run, before, symbols, fields, seen, *by_class, count + 1, steps, **levels)
-    rest = (table.in_gap, table.in_more)
-    launch(_bits, count, *where, table.layer_of, run, symbols, table.widths, *rest, sums_of_bits, count + 1, SLOT=_SLOT)
+    of_parts = (table.edges, table.slots, run, seen, of.widths, of.firsts, chosen, told)
+    launch(_choose, parts, *of_parts, count + 1, parts, SLOT=_SLOT)
+    launch(_bits, count, *where, chosen, run, symbols, of.widths, *rest, sums_of_bits, count + 1, SLOT=_SLOT)
     bits = sums_of_bits.cumsum(1)
-    of_parts = (table.edges, table.slots, table.layer_of, run, bits, seen, table.widths, table.excess, told)
-    launch(_fits, parts, *of_parts, count + 1, parts, SLOT=_SLOT)
+    launch(_bytes, parts, table.slots, bits, told, count + 1, parts)
     told = told.cumsum(1)
     words = torch.zeros(-(-capacity // 4), dtype=torch.int32, device=device)
-    of_table = (*where, table.layer_of, table.places, table.count_bits)
-    streams = (run, bits, told, symbols, fields, table.widths, table.codes, *rest)
+    of_table = (*where, chosen, table.places, table.count_bits)
+    streams = (run, bits, told, symbols, fields, of.widths, of.codes, *rest, of.firsts)
     end = (len(words), table.nbytes, count + 1, parts)
-    launch(_pack, count, *of_table, *streams, words, steps, table.digest, *end, SLOT=_SLOT)
-    return words.view(torch.uint8), told[:, -1]
+    constants = {"UNIT_PARTS": UNIT * PARTS, "HEAD": form.HEAD, "SLOT": _SLOT}
+    launch(_pack, count, *of_table, *streams, words, steps, *end, **constants)
+    return words.view(torch.uint8), torch.addmv(table.fixed, of.weights, told[:, -1].double())
 
 
 def add_decoded(total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float, table: LevelTable) -> torch.Tensor:
     """Add scale times the values of messages, each (bytes,), uint8, with their headers, to a vector (numel,), float32.
 
     Returns:
-        (1 + layers * 3 * 256,), int64. First 0; or bits: 1 if a part has its own table or a message is of another
-        digest, 2 if something is out of its bounds, 4 if sums differ. Then the vector is not valid, but nothing was
-        written outside. After that how often each layer's codes occur, by kind.
+        (1,), int64: 0; or bits: 1 if a part has its own table or a message's header is not of numbers, 2 if something
+        is out of its bounds, 4 if sums differ. Then the vector is not valid, but nothing was written outside.
     """
-    found = torch.zeros(1 + len(table.widths), dtype=torch.int64, device=total.device)
+    flags = torch.zeros(1, dtype=torch.int64, device=total.device)
     for message in messages:
-        _add_one(total, message, scale, table, found)
-    return found
+        _add_one(total, message, scale, table, flags)
+    return flags
 
 
-def _add_one(total: torch.Tensor, message: torch.Tensor, scale: float, table: LevelTable, found: torch.Tensor) -> None:
-    device, count, parts, nbytes = total.device, len(table.part_of), table.parts, len(message)
-    flags, seen = found[:1], found[1:]
+def _add_one(total: torch.Tensor, message: torch.Tensor, scale: float, table: LevelTable, flags: torch.Tensor) -> None:
+    device, count, parts, nbytes, of = total.device, len(table.part_of), table.parts, len(message), table.of
     told, part, begins, codes, rest, gaps, numbers = _zeros(
-        device, (2, parts + 1), (4, parts), (count + 1,), (parts + 1,), (count + 1,), (count + 1,), (count,)
+        device, (2, parts + 1), (5, parts), (count + 1,), (parts + 1,), (count + 1,), (count + 1,), (count,)
     )
     of_table = (table.edges, table.slots, table.places, table.count_bits)
     end = (nbytes, table.nbytes, parts)
-    given = (message, *of_table, told, part, flags, table.digest)
-    launch(_read_parts, triton.cdiv(parts, _PER), *given, *end, SLOT=_SLOT, PER=_PER)
+    given = (message, *of_table, told, part, flags, of.firsts)
+    launch(_read_parts, triton.cdiv(parts, _PER), *given, *end, HEAD=form.HEAD, PER=_PER, SLOT=_SLOT)
     told = told.cumsum(1)
     most = triton.next_power_of_2(form.PART // _SLOT)
     launch(_read_lengths, parts, message, table.slots, told, begins, codes, *end, MOST=most)
     codes = codes.cumsum(0)
     symbols = torch.empty(max(1, len(total)), dtype=torch.uint8, device=device)
-    where = (table.edges, table.slots, table.part_of, table.layer_of)
+    where = (table.edges, table.slots, table.part_of)
     launch(
-        _read_codes, triton.cdiv(count, _LANES), message, *where, told, part, begins, codes, table.known, symbols,
+        _read_codes, triton.cdiv(count, _LANES), message, *where, told, part, begins, codes, of.known, symbols,
         flags, *end, count, SLOT=_SLOT, LANES=_LANES, BITS=LONGEST,
     )  # fmt: skip
-    bits = (table.in_gap, table.in_more)
-    launch(_rest_bits, count, *where, part, symbols, *bits, rest, seen, parts, SLOT=_SLOT)
+    bits = (of.in_gap, of.in_more)
+    launch(_rest_bits, count, *where, part, symbols, *bits, rest, parts, SLOT=_SLOT)
     streams = (told, part, codes, rest.cumsum(0))
-    by_symbol = (symbols, table.least, *bits)
-    launch(_gap_sums, count, message, *where[:3], *streams, *by_symbol, gaps, *end, SLOT=_SLOT)
+    by_symbol = (symbols, of.least, *bits)
+    launch(_gap_sums, count, message, *where, *streams, *by_symbol, gaps, *end, SLOT=_SLOT)
     launch(
-        _add, count, message, total, *where, *streams, gaps.cumsum(0), *by_symbol, table.centroids, numbers, flags,
-        scale, *end, LARGEST=form.LARGEST, SLOT=_SLOT,
+        _add, count, message, total, *where, *streams, gaps.cumsum(0), *by_symbol, numbers, flags, scale, *end,
+        UNIT=UNIT, LARGEST=form.LARGEST, SLOT=_SLOT,
     )  # fmt: skip
     launch(_check, parts, table.slots, *streams, numbers, flags, *end, MOST=most)

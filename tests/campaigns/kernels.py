@@ -19,7 +19,6 @@ from gradlab import codecs, kernels, wrappers
 from gradlab.codec import Context, exchange_group
 from gradlab.codec.abilities import for_layers
 from gradlab.codecs.ecsq import ECSQ
-from gradlab.coding.level_tables import nothing_known, running
 from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
 from support.kernel_cases import CASES, SELECTIONS, SUMMED, TRANSFORMED
@@ -75,10 +74,9 @@ def main() -> int:
         payload = codec.compress(x, torch.Generator())
         codec.average_into(torch.empty_like(x), [payload, payload], 0.5)
         codec.add_decompressed(x.clone(), payload, -1.0)
-        nothing, message = nothing_known(len(sizes)), torch.zeros(99, dtype=torch.uint8)
-        levels = ECSQ(ECSQ.Settings(step=1.0)).for_layers(layers)._knowing(running(nothing))
-        levels._sent_by_kernels(x, 0.0)
-        levels._added_by_kernels(x, [message], 0.5, nothing)
+        levels = ECSQ(ECSQ.Settings(step=1.0)).for_layers(layers)
+        levels._sent_by_kernels(x, [(levels, (0, len(x)))], 0.0)
+        levels.average_into(x, [(torch.zeros(99, dtype=torch.uint8),)], 0.5)
     around, matrices = wrappers.get("error_feedback"), {"wide": torch.randn(8, 99), "tall": torch.randn(1300, 70)}
     low_rank = [
         around(codecs.make("powersgd", rank=rank, alternating=turns))

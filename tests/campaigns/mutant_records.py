@@ -380,11 +380,11 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A value that is not a number is sent as a number.",
     ),
     Mutant(
-        file="gradlab/coding/level_tables.py",
-        old="old - (old >> _FORGOTTEN) + new",
-        new="old - (old >> _FORGOTTEN)",
-        tests=("tests/codecs/test_ecsq.py",),
-        what="Nothing is learned from what was decoded.",
+        file="gradlab/coding/level_codes.py",
+        old="return (counts @ self.widths.T).argmin(1)",
+        new="return (counts @ self.widths.T).argmax(1)",
+        tests=("tests/coding/test_levels.py",),
+        what="The longest of known codes is chosen.",
     ),
     Mutant(
         file="gradlab/coding/fields.py",

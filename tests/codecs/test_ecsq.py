@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from gradlab.codec import Context, Exchanged, Table, Tensors, exchange_group
 from gradlab.codec.abilities import decompress
 from gradlab.codecs.ecsq import ECSQ
-from gradlab.coding.level_tables import DEAD_ZONE
+from gradlab.coding.level_values import DEAD_ZONE
 from gradlab.collectives import LockstepResult, Request, observed, run_lockstep
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer
 from gradlab.wrappers import two_way
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from gradlab.wrappers.two_way import TwoWay
@@ -82,19 +81,13 @@ def kinds(numel: int, seed: int) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("bits", "kind", "tables"),
-    [
-        (0.1, "Gaussian", "message"),
-        (8.0, "Gaussian", "running"),
-        (2.0, "1 %", "message"),
-        (0.1, "heavy tails", "running"),
-        (2.0, "signs", "running"),
-    ],
+    ("bits", "kind"),
+    [(0.1, "Gaussian"), (8.0, "Gaussian"), (2.0, "1 %"), (0.1, "heavy tails"), (2.0, "signs")],
 )
-def test_every_message_takes_the_bits_asked_for(bits: float, kind: str, tables: str) -> None:
+def test_every_message_takes_the_bits_asked_for(bits: float, kind: str) -> None:
     """The first one, and those after the scale of a gradient has changed, with and without feedback; never more, and
     fewer only where the values have no more: of 1 % a third of a bit, of signs alone one bit or none."""
-    bare, numel = ECSQ(ECSQ.Settings(bits=bits, tables=tables)), 30_000
+    bare, numel = ECSQ(ECSQ.Settings(bits=bits)), 30_000
     most = 0.3 if kind == "1 %" else math.inf
     for codec in (bare, ErrorFeedback(bare)):
         state, counted = dict[str, torch.Tensor](), []
@@ -176,74 +169,6 @@ def test_ranks_miss_as_much_as_asked_for() -> None:
             x, own = (torch.cat([one[n].reshape(-1) for n in SHAPES]) for one in (draw(rank, step), result.value.own))
             missed.append(float((x - own).norm() / x.norm()))
     assert np.mean(missed[12:]) == pytest.approx(0.4, rel=0.02)
-
-
-@pytest.mark.parametrize("bits", [0.1, 3.0])
-def test_tables_that_run_save_their_bytes_and_are_the_same_on_all_ranks(bits: float) -> None:
-    """At the bits asked for the step is smaller, and less is missed, than with tables in messages."""
-    missed = {}
-    for tables in ("message", "running"):
-        codec, states, lost, counted = ECSQ(ECSQ.Settings(bits=bits, tables=tables)), [{}, {}, {}], [], []
-        for step in range(14):
-            results = exchange(codec, states, step)
-            states = [result.value.state for result in results]
-            keys = {f"{name}/tables" for name in SHAPES} if tables == "running" else set()
-            assert states[0].keys() == {"w/step", *keys}
-            assert all(torch.equal(state[key], states[0][key]) for state in states for key in keys)
-            counted.append(8 * results[0].payload_bytes / sum(map(math.prod, SHAPES.values())))
-            own, x = results[0].value.own, draw(0, step)
-            lost.append(sum(float((own[name] - x[name]).square().sum()) for name in SHAPES))
-        assert np.mean(counted[8:]) == pytest.approx(bits, rel=0.05)
-        missed[tables] = np.mean(lost[8:])
-    assert missed["running"] < missed["message"]
-
-
-def test_fitted_tables_are_those_of_the_contributions() -> None:
-    """And centroids are where values lie on average, by layer and class."""
-    settings = ECSQ.Settings(step=0.8, tables="fitted")
-    layers = [Layer(name, shape, "linear") for name, shape in SHAPES.items()]
-    codec = ECSQ(settings).fitted(layers, (draw(rank, 3) for rank in range(5)))
-    codec.check(layers)
-    for name in SHAPES:
-        scaled = torch.cat([draw(rank, 3)[name].reshape(-1) for rank in range(5)]).abs() / 0.8
-        levels = (scaled - DEAD_ZONE).floor() + 1
-        for at, which in enumerate((levels == 1, levels == 2, levels >= 3)):
-            if which.any():
-                expected = float((scaled - levels)[which].mean()) * 128
-                assert float(codec.learned[f"{name}/centroids"][at]) == pytest.approx(expected, abs=0.6)
-    (bare,), (told,) = (
-        run_lockstep([exchange_group(one, draw(0), {}, Context(0, 1, 0, "g"))])
-        for one in (ECSQ(ECSQ.Settings(step=0.8)), codec)
-    )
-    assert told.payload_bytes < bare.payload_bytes
-    assert told.value.state == {}
-
-
-def test_ranks_whose_tables_are_not_the_same_are_told_so() -> None:
-    codec, states = ECSQ(ECSQ.Settings(tables="running")), [{}, {}]
-    for step in range(3):
-        states = [result.value.state for result in exchange(codec, states, step)]
-    states[1] = {key: value + (key == "b/tables") for key, value in states[1].items()}
-    with pytest.raises(GradlabError, match="ecsq: a message under other tables: the ranks' states or artifacts"):
-        exchange(codec, states, 3)
-
-
-def test_tables_that_are_missing_or_misshapen_are_refused() -> None:
-    layers = [Layer("w", (40, 300), "linear")]
-    settings = ECSQ.Settings(tables="fitted")
-    with pytest.raises(GradlabError, match="w/centroids is not there: `gradlab fit ecsq TRACE -s tables=fitted` makes"):
-        ECSQ(settings).check(layers)
-    learned = ECSQ(settings).fitted(layers, [draw(0)]).learned
-    with pytest.raises(GradlabError, match="x/tables belongs to no layer"):
-        ECSQ(settings, {**learned, "x/tables": learned["w/tables"]}).check(layers)
-    for wrong in (learned["w/tables"][:2], learned["w/tables"].float(), -learned["w/tables"] - 1):
-        with pytest.raises(GradlabError, match=r"ecsq: w/tables (has the shape|is float32|holds)"):
-            ECSQ(settings, {**learned, "w/tables": wrong}).check(layers)
-    with pytest.raises(GradlabError, match="learns nothing, but came with"):
-        ECSQ(ECSQ.Settings(), learned).check(layers)
-    for tables in ("running", "fitted"):
-        with pytest.raises(GradlabError, match="two_way around ecsq with a form of exchange of its own"):
-            TwoWay(ECSQ(ECSQ.Settings(tables=tables)))
 
 
 @pytest.mark.parametrize("bits", [0.25, 1.2, 3.0])

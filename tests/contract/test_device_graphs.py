@@ -30,8 +30,6 @@ NOT_RECORDED = {
     "clt_k": "it reads the iteration",
     "clt_k, int8": RANDOM,
     "ecsq": ON_HOST,
-    "ecsq, fitted": ON_HOST,
-    "ecsq, running": ON_HOST,
     "identity, ring": "it works while a ring's messages travel",
     "intsgd, running": ON_HOST,
     "lgc_ring": ON_HOST,

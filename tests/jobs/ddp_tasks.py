@@ -114,14 +114,11 @@ def long_run(
     wrappers: Sequence[str] | None = None,
     adaptive: bool = False,
 ) -> dict[str, Any]:
-    """Whether all ranks hold the same parameters after many steps, and the same state of what follows from messages."""
+    """Whether all ranks hold the same parameters after many steps."""
     around = {} if wrappers is None else {"wrappers": [Wrap(name) for name in wrappers]}
     done = train(group, steps, lambda model: Plan.uniform(model, codec, **around, **settings), adaptive=adaptive)
-    flat, states = done["parameters"], done["state"].run.states
-    kept = [(key, value) for one in states.values() for key, value in sorted(one.items())]
-    shared = [value.float().reshape(-1) for key, value in kept if key.rpartition("/")[2] == "tables"]
+    flat = done["parameters"]
     return {
-        "shared": [len(shared), agree(torch.cat([flat.new_zeros(0), *shared]), group)],
         "agree": agree(flat, group),
         "finite": bool(flat.isfinite().all()),
         "buckets": done["buckets"],

@@ -29,24 +29,13 @@ def test_identity_plan_is_plain_ddp(pool: ProcessPool) -> None:
         assert result["threads"] == []
 
 
-@pytest.mark.parametrize(
-    ("wrappers", "tables", "kept"),
-    [
-        (["error_feedback", "two_way"], "message", 0),
-        (["error_feedback"], "running", 3),
-    ],
-)
-def test_what_follows_from_messages_is_the_same_on_all_ranks(
-    pool: ProcessPool, wrappers: list[str], tables: str, kept: int
-) -> None:
-    """ecsq's tables by layer, after 6 steps under AdamW; and after 1,000 with STEPS=1000 around it."""
-    settings = {"bits": 0.3, "tables": tables}
-    arguments = {"settings": settings, "wrappers": wrappers, "steps": int(os.environ.get("STEPS", "6"))}
+@pytest.mark.parametrize("wrappers", [["error_feedback", "two_way"], ["error_feedback"]])
+def test_messages_whose_sizes_vary_give_all_ranks_the_same(pool: ProcessPool, wrappers: list[str]) -> None:
+    """ecsq after 6 steps under AdamW; and after 1,000 with STEPS=1000 around it."""
+    arguments = {"settings": {"bits": 0.3}, "wrappers": wrappers, "steps": int(os.environ.get("STEPS", "6"))}
     for result in pool.run("jobs.ddp_tasks:long_run", 3, codec="ecsq", adaptive=True, **arguments):
         assert result["agree"]
         assert result["finite"]
-        # Every rank has a step of its own, which travels.
-        assert result["shared"] == [kept, True]
 
 
 def test_warm_up_is_plain_ddp(pool: ProcessPool) -> None:

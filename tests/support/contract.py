@@ -45,8 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "block_scaled": {"block_size": 100},
     "powersgd, alternating": {"rank": 2, "alternating": True},
     "terngrad, shared scale": {"shared_scale": True},
-    "ecsq, running": {"bits": 1.0, "tables": "running"},
-    "ecsq, fitted": {"bits": 1.0, "tables": "fitted"},
     "intsgd, running": {"bits": 32, "scale": "running", "random": False},
     "topk, smallest coding": {"density": 0.07, "index_coding": "smallest"},
     "clt_k, int8": {"density": 0.07, "values": "int8", "leader": "random", "selection": "chunks"},

@@ -75,7 +75,7 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     "two-way over feedback": (Wrap("two_way"), Wrap("error_feedback")),
 }
 MINIMUM_NUMEL = 256
-STATEFUL = ("ecsq, running", "intsgd, running")  # settings by which a codec keeps what it does not by default
+STATEFUL = ("intsgd, running",)  # settings by which a codec keeps what it does not by default
 
 
 @dataclass(frozen=True)

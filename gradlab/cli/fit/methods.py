@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gradlab.analysis.chart import Chart
-from gradlab.analysis.fit.ecsq import earlier_half, with_fitted_tables
 from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED, GradiveqOptions, fit_gradiveq
 from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
 from gradlab.analysis.fit.signs import (
@@ -174,15 +173,13 @@ class Gradiveq(Method):
 class Ecsq(PlanMethod):
     """One quantization step for the whole model and an entropy coder, replayed on the trace.
 
-    With -s tables=fitted, code tables and centroids by layer are taken from the trace's earlier half into the artifact.
-
     `gradlab analyze` places it beside the least bits possible and beside every other codec.
 
     Example:
 
       gradlab fit ecsq trace --bits 0.25 --out ecsq.safetensors
 
-      gradlab fit ecsq trace --error 0.3 -s tables=fitted --out ecsq.safetensors
+      gradlab fit ecsq trace --error 0.3 --out ecsq.safetensors
 
       gradlab fit ecsq trace --bits 0.5 --both-ways --warmup-steps 100 --out ecsq.safetensors
     """
@@ -200,22 +197,19 @@ class Ecsq(PlanMethod):
     def make(self, job: Job) -> Made:
 
         settings = {"bits": self.bits, **job.settings, **({} if self.error is None else {"error": self.error})}
-        fitted = settings.get("tables") == "fitted"
         around = [*FEEDBACK, *([Wrap("two_way")] if self.both_ways else [])]
         plan = Plan.uniform(
             job.trace.model_layers,
             "ecsq",
-            wrappers=around if self.both_ways or fitted else None,
+            wrappers=around if self.both_ways else None,
             warmup_steps=self.warmup_steps or 0,
             roles=self.role or None,
             seed=self.seed,
-            **(settings | ({"tables": "message"} if fitted else {})),
+            **settings,
         )
-        plan = with_fitted_tables(job.trace, plan) if fitted else plan
-        about = {"fitted_on": earlier_half(job.trace)} if fitted else {}
         optimizer = self.optimizer(job)
         note = require_trainable(optimizer, *applied_by(plan), "")
-        return _replayed(job, plan, optimizer, [note], **about)
+        return _replayed(job, plan, optimizer, [note])
 
 
 @dataclass(frozen=True, kw_only=True)

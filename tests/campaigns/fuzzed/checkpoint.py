@@ -49,7 +49,7 @@ PLANS: dict[str, Callable[[DistributedDataParallel], Plan]] = {
     "momentum": lambda model: Plan.uniform(
         model, "topk", density=0.1, wrappers=[Wrap("momentum_correction", {"buffer": "int8"})]
     ),
-    "ecsq": lambda model: Plan.uniform(model, "ecsq", bits=1.0, tables="running"),
+    "ecsq": lambda model: Plan.uniform(model, "ecsq", bits=1.0),
     "threshold": lambda _: grouped("threshold", ("wide", "tall")),
     "lgc": lambda _: grouped("lgc_ring", ("conv", "wide"), training_steps=9),
     "gradiveq": lambda _: grouped("gradiveq", ("conv", "wide"), sample_steps=5),
