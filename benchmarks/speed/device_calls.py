@@ -243,11 +243,11 @@ def count(codec: str, settings: Mapping[str, Any], layers: Sequence[Layer], rank
         ranks = min(2, ranks)
     plan = Plan.uniform(layers, codec, **{**BEFORE.get(codec, {}), **settings, **grouping})
     generator = torch.Generator().manual_seed(0)
-    values = [{layer.name: torch.randn(layer.shape, generator=generator) for layer in layers} for _ in range(ranks)]
     with far_device(programs=2**31 if codec in BY_DATA else 0) as device:
-        far = [{name: FarTensor(value) for name, value in mine.items()} for mine in values]
         runs = [PlanRun(plan, rank, ranks, RunSettings(device=FAR)) for rank in range(ranks)]
         for _ in range(2 + ITERATIONS_BEFORE.get(codec, 1)):
+            values = ({one.name: torch.randn(one.shape, generator=generator) for one in layers} for _ in range(ranks))
+            far = [{name: FarTensor(value) for name, value in mine.items()} for mine in values]
             device.work.clear()
             device.waits.clear()
             step(runs, far, device)

@@ -49,7 +49,7 @@ from gradlab.layout import Layer
 _HEADER = struct.Struct("<f3bf")  # the step, where values lie above three classes of levels, the squared error's share
 _SLOPE = 2.5  # bits that a doubling of the step saves, per bit, at low rates; at high ones it saves one bit
 _OFF, _FARTHEST = 0.04, 4.0  # octaves by which a step that is found anew is off, at low rates, and moves at first
-_TRIES = 2  # messages under steps that follow from the last one, before a step is searched
+_TRIES = 3  # messages under steps that follow from the last one, before a step is searched
 _MANY, _FEW = 2**18, 2**16  # values on which a step is found, for the first time and anew
 _FIXED, _BY_LAYER = _HEADER.size + 2, 5  # bytes of a message of which all levels are zero
 _FEWEST = 16  # bytes of a message that are left for levels, at least
@@ -71,7 +71,7 @@ class ECSQ(Compressor):
 
     The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration, beside
     the mean magnitude of its values, so that its messages take so many bits per value, with `error` so that C(x) misses
-    so much of x. The first step, and any after two messages that are off by a tenth, is searched on the gradient
+    so much of x. The first step, and any after three messages that are off by a tenth, is searched on the gradient
     itself, by the size of its code. A message of
     few values has 16 bytes for levels, at least. With `step` it is fixed.
 
@@ -182,7 +182,7 @@ class ECSQ(Compressor):
         """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
         misses the target by far, and then under a step that is searched. A step of None: as set, or searched."""
         numel, target, sent = vector.numel(), self._target(vector.numel()), None
-        step = self.settings.step or step
+        step, tried = self.settings.step or step, list[tuple[float, float]]()
         for _ in range(_TRIES if step else 0):
             if (sent := self._quantized(vector, step or 0.0)) is None:
                 return self._message_of(vector, None), Contribution(None, None)
@@ -190,7 +190,8 @@ class ECSQ(Compressor):
             beyond = self._beyond(sent.missed, len(message), numel, target)
             if abs(beyond) <= self._tolerance or not self._misses(len(message), numel, target):
                 return message, sent.contribution
-            step = _nearer(sent.step, beyond)
+            tried.append((sent.step, beyond))
+            step = _nearer(tried)
         found = self._found_step(vector, target, step)
         again = self._quantized(vector, found) if found or sent is None else sent
         return self._message_of(vector, again), again.contribution if again else Contribution(None, None)
@@ -208,8 +209,8 @@ class ECSQ(Compressor):
     def _sent_by_kernels(
         self, vector: torch.Tensor, parts: Parts, last: float
     ) -> tuple[list[torch.Tensor], float, float] | None:
-        """Compress parts of a vector under a step of so many mean magnitudes, or as it is set. The host waits once or
-        twice.
+        """Compress parts of a vector under a step of so many mean magnitudes, or as it is set. The host waits for
+        each.
 
         Returns:
             A message for each part, the step, and the mean magnitude. None if a part needs its own table, or the step
@@ -221,6 +222,7 @@ class ECSQ(Compressor):
         numel, target, magnitudes = len(vector), self._target_of(parts, len(vector)), vector.abs()
         unit = magnitudes.sum(dtype=torch.float32).double() / numel
         step = (unit * last if self.settings.step is None else torch.full_like(unit, self.settings.step)).float()
+        tried: list[tuple[float, float]] = []
         for _ in range(_TRIES):
             coded = [part._encoded_by_kernels(vector[start:stop], step, target) for part, (start, stop) in parts]
             about = torch.stack([magnitudes.max().double(), unit, step.double()])
@@ -233,7 +235,8 @@ class ECSQ(Compressor):
             if abs(beyond) <= self._tolerance or not self._misses(whole, numel, target):
                 messages = [body[: int(nbytes)] for (body, _), nbytes in zip(coded, seen[::2], strict=True)]
                 return (messages, used, mean) if sum(map(len, messages)) == whole else None
-            step = torch.full_like(step, _nearer(used, beyond))
+            tried.append((used, beyond))
+            step = torch.full_like(step, _nearer(tried))
         return None
 
     def _encoded_by_kernels(
@@ -276,17 +279,18 @@ class ECSQ(Compressor):
             return [(message,) for message in messages], last if after is None else after / unit
         unit, pieces = _mean_magnitude(vector), [(part, vector[start:stop]) for part, (start, stop) in parts]
         target = self._target_of(parts, len(vector))
-        step, beyond = self.settings.step or last * unit, 0.0
-        for again in range(_TRIES if step else 0):
-            step = _nearer(step, beyond) if again else step
+        step, tried = self.settings.step or last * unit, list[tuple[float, float]]()
+        for _ in range(_TRIES if step else 0):
+            step = _nearer(tried) if tried else step
             messages, beyond = self._under_one_step(vector, pieces, step, target)
             if abs(beyond) <= self._tolerance:
                 break
+            tried.append((step, beyond))
         else:
             if step:
                 more = sum(map(len, messages)) - len(self._encoded_under(vector, step))  # that parts take than all
                 target = target._replace(fixed=self._target(len(vector)).fixed + 8 * more / len(vector))
-            step = self._found_step(vector, target, _nearer(step, beyond) or None)
+            step = self._found_step(vector, target, _nearer(tried) if tried else None)
             messages, beyond = self._under_one_step(vector, pieces, step, target)
         stays = self.settings.step is not None or not 0 < unit < math.inf or not 0 < step < math.inf
         return [(message,) for message in messages], last if stays else step * _correction(beyond) / unit
@@ -569,9 +573,14 @@ def _float32(number: float) -> float:
     return struct.unpack("<f", struct.pack("<f", number))[0] if number < 3.4e38 else math.inf
 
 
-def _nearer(step: float, beyond: float) -> float:
-    """Return the step that is not as many octaves too fine."""
-    return step * 2 ** max(-_FARTHEST, min(_FARTHEST, beyond))
+def _nearer(tried: Sequence[tuple[float, float]]) -> float:
+    """Return the step to try after others, each with the octaves that it was too fine by: the first estimate, and then
+    where a line through the last two ends at 0."""
+    (before, finer), (step, octaves) = tried[-2:] if len(tried) > 1 else (tried[0], tried[0])
+    apart = math.log2(step / before) if min(step, before) > 0 else 0.0
+    if apart * (octaves - finer) < 0:
+        octaves *= -apart / (octaves - finer)
+    return step * 2 ** max(-_FARTHEST, min(_FARTHEST, octaves))
 
 
 def _correction(doublings: float) -> float:
