@@ -88,9 +88,6 @@ class Exchange(Uncopied):
         hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
         rules: action of each rule of `gradlab.executor.rules`, by name: "warn" (each once, on rank 0),
             "error" (raised on all ranks) or "ignore"; one of these words for all rules.
-        cuda_graphs: record the kernels of each group's exchange on a GPU and launch them together, if the codec
-            never waits for the device and draws no random numbers on the host. The results are the same, bit for bit;
-            each group's graphs keep memory of their own. `graphs` says what became of it. Without effect on a CPU.
 
     Raises:
         GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both
@@ -303,12 +300,6 @@ class Exchange(Uncopied):
     def findings(self) -> tuple[Finding, ...]:
         """Return what the rules have found so far, the same on all ranks."""
         return self._driver.rules.findings
-
-    @property
-    def graphs(self) -> dict[str, str]:
-        """Say, with `cuda_graphs` on a GPU, what became of every group: "recorded", "not yet", or why it cannot be."""
-        graphs = self.run.graphs.items()
-        return {name: one.why or ("recorded" if one.recorded else "not yet") for name, one in graphs}
 
     def chrome_trace(self) -> list[dict[str, Any]]:
         """Return the events of the iterations in `trace_steps`, which chrome://tracing and Perfetto show once saved.

@@ -67,7 +67,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 # Every codec compresses from the first iteration.
 BEFORE: dict[str, dict[str, Any]] = {name: {"warmup_steps": 0} for name in ("gradiveq", "lgc_ring", "lgc_server")}
 
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # a name begins so
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel")  # a name begins so
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")  # a step ends with another one, for the clock
 
 

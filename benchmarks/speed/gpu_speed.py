@@ -46,7 +46,6 @@ from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
 
 Attach = Callable[[DistributedDataParallel], Any]
-GRAPHS = ", graphs"
 SMALL, MEDIUM = "GPT-2 small", "GPT-2 medium"
 SIZES = {
     SMALL: TransformerSize(50257, 1024, 768, layers=12, heads=12),
@@ -57,10 +56,10 @@ BATCH = 8
 WARMUP, TURNS, FEWEST, ENOUGH = 8, 15, 7, 5.0  # steps; turns, and after how many seconds fewer of them do
 
 
-def ours(codec: str, cuda_graphs: bool = False, **settings: Any) -> Attach:
+def ours(codec: str, **settings: Any) -> Attach:
     def attach(model: DistributedDataParallel) -> CompressionState:
         plan = Plan.uniform(model, codec, **{**BEFORE.get(codec, {}), **settings})
-        state = CompressionState(plan, model, measure_every=0, cuda_graphs=cuda_graphs)
+        state = CompressionState(plan, model, measure_every=0)
         model.register_comm_hook(state, compression_hook)
         return state
 
@@ -78,7 +77,6 @@ FIRST: dict[str, Attach] = {
 WAYS: dict[str, Attach] = {
     **FIRST,
     **{title: ours(codec, **settings) for title, (codec, settings) in CASE_OF.items()},
-    **{title + GRAPHS: ours(codec, True, **settings) for title, (codec, settings) in CASE_OF.items()},
 }
 IMPORTANT = ("block_scaled", "ecsq", "topk", "powersgd", "sign", "cast", "qsgd")
 
@@ -103,8 +101,6 @@ def keys() -> Iterator[Row]:
     for layers in (SMALL, "one tensor", "300 small layers"):
         yield from codecs(layers, rest)
     yield from steps(MEDIUM, rest)
-    for model in (SMALL, MEDIUM):
-        yield from steps(model, [title + GRAPHS for title in (*first, *rest)])
 
 
 def title_of(key: Row) -> str:
@@ -169,9 +165,6 @@ def step_row(size: TransformerSize, way: str, device: torch.device) -> Row:
     row: Row = {"seconds": statistics.median(seconds), "quartiles": statistics.quantiles(seconds, n=4)[::2]}
     row |= {"plain": statistics.median(others), "memory": memory, **looked_at(training.step, device)}
     if isinstance(training.state, CompressionState):
-        if made := training.state.run.graphs.values():
-            row["recorded"] = sum(one.recorded for one in made)
-            row["not recorded"] = sorted({one.why for one in made if one.why})
         training.state.close()
     return row
 

@@ -128,7 +128,7 @@ class PiecewiseCompressor(Compressor):
         more: other arguments of `gradlab.kernels.codes.encode`.
         """
         form = form or self.form()
-        if form is None or not usable(vector) or (bits is not None and bits.seed is None):
+        if form is None or not usable(vector):
             return None
         from gradlab.kernels.codes import encode
 

@@ -132,8 +132,7 @@ class Sparsifier(Compressor):
         else:
             positions = self.select(vector, generator)
             encoded = encode(positions, numel, coding)
-        # On a GPU they may lie in a recorded graph's memory, which is used again.
-        self._sent = (encoded, positions) if encoded.is_cpu else None
+        self._sent = encoded, positions
         return vector[positions], encoded
 
     def selected(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -78,7 +78,7 @@ class Cast(Codec):
         return Exchanged(mean, Deferred(grads, lambda: _widened(sent, grads, scale, context.memory.workspace)))
 
     def _rounded_at_random(self, grads: Batch, bits: RandomBits, workspace: Workspace) -> Sequence[torch.Tensor]:
-        if bits.seed is None or not all(map(usable, grads.values())):
+        if not all(map(usable, grads.values())):
             return [_rounded_at_random(grad, bits, workspace) for grad in grads.values()]
         from gradlab.kernels.layers import bfloat16, layers_of, rounded
 

@@ -110,7 +110,7 @@ class IntSGD(Codec):
             return Exchanged(done.mean, done.own, _kept(keys.values(), energies))
         bits = RandomBits(context.random.of_rank(), next(iter(grads.values())).device) if grads else None
         dtype = _DTYPES[self.settings.bits]
-        if by_kernels is not None and bits is not None and (bits.seed is not None or not self.settings.random):
+        if by_kernels is not None and bits is not None:
             codes = by_kernels.codes(alphas, most, bits.seed if self.settings.random else None, dtype)
         else:
             codes = {

@@ -36,7 +36,6 @@ from gradlab.plan import Group, Plan
 from gradlab.workspace import Workspace
 
 if TYPE_CHECKING:
-    from gradlab.executor.device_graphs import Graph, GroupGraphs
     from gradlab.plan.replanning import Replanner
 
 _DENSE = Identity()
@@ -51,14 +50,12 @@ class RunSettings:
         hold_unused: whether a layer without a gradient on any rank is held.
         replan_beside: whether a refresh measures in a thread while training goes on, or when its choice is due.
         device: device of the codecs' tensors.
-        graphs: makes a graph; None: exchanges are not recorded.
     """
 
     plain_sgd: bool = False
     hold_unused: bool = False
     replan_beside: bool = False
     device: torch.device | str = "cpu"
-    graphs: Callable[[], Graph] | None = None
 
 
 class PlanRun:
@@ -74,7 +71,6 @@ class PlanRun:
         overflowed: whether gradients of the last step were finite on all ranks, and results were not.
         learning_rates: last rate of a committed step that was not zero, by layer name: the unit of residuals.
         open_step: exchanges since the last optimizer step, if these are known.
-        graphs: recorded exchanges by group name.
         seen: names of the groups whose gradients have been compared with the plan's shapes.
 
     Args:
@@ -115,11 +111,6 @@ class PlanRun:
             codecs = {group.name: plan.build(group, self.settings.device) for group in chosen}
         self.codecs: dict[str, Codec] = dict(codecs)
         self.states: dict[str, Tensors] = {}
-        self.graphs: dict[str, GroupGraphs] = {}
-        if (make := self.settings.graphs) is not None:
-            from gradlab.executor.device_graphs import GroupGraphs
-
-            self.graphs = {name: GroupGraphs(make) for name in self.groups}
         self.iteration = 0
         self.overflowed = False
         self.learning_rates: dict[str, float] = {}
@@ -342,11 +333,7 @@ class Step:
         that the mean may be written in their memory."""
         given = self._run.codecs[group], self.batch(group), self._run.states.get(group, {})
         context = replace(self.context, group=group, once=once)
-        if reuse and self.compressing and group in self._run.graphs:
-            graphs = self._run.graphs[group]
-            done = yield from graphs.exchange(*given, context, scaled_by=self._scaled_by)
-        else:
-            done = yield from exchange_group(*given, context, scaled_by=self._scaled_by, reuse=reuse)
+        done = yield from exchange_group(*given, context, scaled_by=self._scaled_by, reuse=reuse)
         self.staged[group] = done.state
         return done
 

@@ -39,7 +39,6 @@ class RunOptions:
     history: int = 1000
     hold_unused: bool = False
     rules: Mapping[str, str] | str | None = None
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, Iterator):  # which could be read once only
@@ -53,7 +52,7 @@ class RunOptions:
     def check(self) -> None:
         """Refuse what would fail only when it is used."""
         check_optimizer_and_scaler(self.optimizer, self.scaler)
-        for name in ("deterministic", "check_requests", "hold_unused", "cuda_graphs"):
+        for name in ("deterministic", "check_requests", "hold_unused"):
             if not isinstance(getattr(self, name), bool):
                 raise GradlabError(f"{name} = {getattr(self, name)!r}, expected True or False")
         if not isinstance(self.trace_steps, Collection):
@@ -115,12 +114,8 @@ class Surroundings:
 
     def run(self, plan: Plan, rank: int, world_size: int, codecs: Mapping[str, Codec] | None = None) -> PlanRun:
         """Make a rank's run of a plan; `codecs` are those of the groups that it carries (None: all)."""
-        plain, device, graphs = self.held.plain_sgd(compressed_layers(plan)), self.device.device, None
-        if self.options.cuda_graphs and device.type == "cuda":
-            from gradlab.executor.device_graphs import CudaGraphs
-
-            graphs = CudaGraphs(device)
-        settings = RunSettings(plain, self.options.hold_unused, replan_beside=True, device=device, graphs=graphs)
+        plain, device = self.held.plain_sgd(compressed_layers(plan)), self.device.device
+        settings = RunSettings(plain, self.options.hold_unused, replan_beside=True, device=device)
         return PlanRun(plan, rank, world_size, settings, codecs=codecs, workspace=self.workspace)
 
 

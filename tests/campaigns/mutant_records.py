@@ -1382,14 +1382,6 @@ MUTANTS: tuple[Mutant, ...] = (
         select="first_reason",
     ),
     Mutant(
-        file="gradlab/executor/device_graphs.py",
-        old="            self.draws.seed(number)\n            graph.replay()",
-        new="            graph.replay()",
-        tests=("tests/contract/test_device_graphs.py",),
-        what="A graph that is replayed draws the same random numbers in every step.",
-        select="qsgd",
-    ),
-    Mutant(
         file="analysis/chart.py",
         old="(1 - place.y1) * height",
         new="place.y0 * height",

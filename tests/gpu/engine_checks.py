@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from outcome import FAILED, NOT_RUN, Check, Difference, Outcome, Place, all_true
+from outcome import NOT_RUN, Check, Difference, Outcome, Place, all_true
 from subjects import SHAPES, Prescribed, cases, gradients, lockstep, plan_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,12 +36,6 @@ from jobs.outer_tasks import Oracle, adamw, batch, network
 from jobs.outer_tasks import plan_of as plan_of_network
 
 STEPS = 6
-GRAPH_STEPS = 15
-GRAPHS = (
-    *("block_scaled", "block_scaled, fp8", "cast", "chunk_topk", "dct_topk", "gradiveq", "intsgd", "natural"),
-    *("nuqsgd", "one_bit", "powersgd", "qsgd", "random_k", "sign", "terngrad", "terngrad, shared scale", "topk"),
-)
-NOT_RECORDED = ("gradiveq", "random_k")  # of these: it changes its phase before, or draws on the host
 BUCKET_MIB = 0.01  # several buckets
 SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU
 # The same arithmetic on the same device, in deterministic mode. A library may still choose another kernel.
@@ -93,17 +87,6 @@ class LateTopK(codecs.get("topk")):  # type: ignore[misc]
         return replace(done, mean={name: tensor.clone() for name, tensor in done.mean.items()})
 
 
-class CopyingTopK(codecs.get("topk")):  # type: ignore[misc]
-    """Top-k that copies a number to the device, which no graph can hold, and which is seen only while one records."""
-
-    name = "copying_topk"
-
-    def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
-        done = yield from super().exchange(grads, state, context)
-        one = torch.tensor([1.0], device=next(iter(grads.values())).device)
-        return replace(done, mean={name: mean * one for name, mean in done.mean.items()})
-
-
 def wrapped(place: Place, model: torch.nn.Module | None = None, **options: Any) -> DistributedDataParallel:
     """A prescribed model on the device, in DDP."""
     ids = [place.device] if place.device.type == "cuda" else None
@@ -114,18 +97,10 @@ def wrapped(place: Place, model: torch.nn.Module | None = None, **options: Any) 
 class Run:
     """A prescribed model that trains compressed. A context manager."""
 
-    def __init__(
-        self,
-        place: Place,
-        plan: Plan,
-        model: torch.nn.Module | None = None,
-        scaler: Any = None,
-        momentum: float = 0.0,
-        cuda_graphs: bool = False,
-    ) -> None:
+    def __init__(self, place: Place, plan: Plan, model: torch.nn.Module | None = None, scaler: Any = None) -> None:
         self.place, self.scaler = place, scaler
         self.model = wrapped(place, model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125, momentum=momentum)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125)
         self.state = CompressionState(
             plan,
             self.model,
@@ -133,7 +108,6 @@ class Run:
             scaler=scaler,
             deterministic=True,
             process_group=place.spare,
-            cuda_graphs=cuda_graphs,
         )
         self.model.register_comm_hook(self.state, compression_hook)
 
@@ -327,14 +301,12 @@ def late_memory(place: Place) -> Outcome:
     return difference.outcome(SAME_DEVICE)
 
 
-def exchange_in_line(place: Place, cuda_graphs: bool = False) -> Outcome:
+def exchange_in_line(place: Place) -> Outcome:
     """Without DDP and without a thread, on gradients that are written late in the caller's own stream."""
-    steps = GRAPH_STEPS if cuda_graphs else STEPS
-    expected, difference = lockstep(plan_of("powersgd"), place.world_size, steps, place.device), Difference()
+    expected, difference = lockstep(plan_of("powersgd"), place.world_size, STEPS, place.device), Difference()
     parameters = Prescribed(SHAPES).to(place.device).named_parameters()
-    options = {"deterministic": True, "cuda_graphs": cuda_graphs}
-    with Exchange(plan_of("powersgd"), parameters, place.spare, **options) as exchange:
-        for step in range(steps):
+    with Exchange(plan_of("powersgd"), parameters, place.spare, deterministic=True) as exchange:
+        for step in range(STEPS):
             grads = gradients(place.rank, step, place.device)
             sleep(place.device)
             grads = {name: gradient.clone() for name, gradient in grads.items()}
@@ -402,78 +374,28 @@ def recorded(place: Place) -> Outcome:
     return difference.outcome(0.0)
 
 
-def graphs_change_nothing(place: Place, case: str) -> Outcome:
-    """Exchanges recorded as graphs, with a measured step, and one that overflows, between those that are replayed."""
-
-    def spoil(grads: Tensors) -> None:
-        grads["conv"].view(-1)[0] = torch.inf
-
-    runs = []
-    for cuda_graphs in (False, True):
-        # With momentum, as residuals do not follow learning rates then.
-        with Run(place, plan_of(case), momentum=0.5, cuda_graphs=cuda_graphs) as run:
-            averaged = [run.step(step, spoil if step == 9 else None) for step in range(GRAPH_STEPS)]
-            runs.append((averaged, run.states(), dict(run.state.run.graphs)))
-    (expected, states, _), (got, recorded_states, graphs) = runs
-    difference = Difference()
-    for step in (step for step in range(GRAPH_STEPS) if step != 9):
-        difference.add_all(f"step {step}", got[step], expected[step])
-    difference.add_all("state", recorded_states, states)
-    whys = {one.why for one in graphs.values() if one.why}
-    count = sum(one.recorded for one in graphs.values())
-    found = f"{count} of {len(graphs)} recorded {' / '.join(sorted(whys))}"
-    return recorded_or_failed(difference.outcome(0.0), place, found, count > 0 or case in NOT_RECORDED)
-
-
-def recorded_or_failed(outcome: Outcome, place: Place, found: str, recorded: bool) -> Outcome:
-    """Tell what was recorded, and fail where nothing was on a GPU."""
-    status = FAILED if place.device.type == "cuda" and not recorded else outcome.status
-    return replace(outcome, status=status, found=f"{outcome.found}; {found}")
-
-
-def sharded_graphs(place: Place, codec: str) -> Outcome:
-    """FSDP2, each rank a node of one: shards' exchanges recorded as graphs, beside those that are not."""
+def shards_agree(place: Place, codec: str) -> Outcome:
+    """FSDP2, each rank a node of one: all nodes get the same gradients of their shards, bit for bit."""
     if place.world_size == 1:
         return Outcome(NOT_RUN, "needs two ranks")
     mesh = init_device_mesh(place.device.type, (place.world_size, 1), mesh_dim_names=("replicate", "shard"))
-    runs = []
-    for cuda_graphs in (False, True):
-        model = network().to(place.device)
-        plan = plan_of_network(codec, {})
-        for layer in (model[0], model):
-            fully_shard(layer, mesh=mesh["shard"])
-        optimizer, averaged = adamw(model), []
-        options = {"optimizer": optimizer, "cuda_graphs": cuda_graphs, "deterministic": True}
-        with compress_fsdp(model, plan, between=mesh["replicate"], **options) as state:
-            for step in range(GRAPH_STEPS):
-                inputs, wanted = (one.to(place.device) for one in batch(place.rank, step))
-                optimizer.zero_grad()
-                (model(inputs) - wanted).square().mean().backward()
-                averaged.append({name: p.grad.to_local().clone() for name, p in model.named_parameters()})
-                optimizer.step()
-            became = state.graphs
-        runs.append(averaged)
-    difference = Difference()
-    for step, (expected, got) in enumerate(zip(*runs, strict=True)):
-        difference.add_all(f"step {step}", got, expected)
-    found = " / ".join(sorted(set(became.values()))) or "no graphs"
-    return recorded_or_failed(difference.outcome(0.0), place, found, "recorded" in became.values())
-
-
-def failed_recording(place: Place) -> Outcome:
-    """A codec whose recording fails goes on without, beside ones whose recording does not."""
-    codecs.register(CopyingTopK)
-    difference, layers = Difference(), layers_of(Prescribed(SHAPES))
-    averaged = []
-    for codec in ("topk", "copying_topk"):
-        plan = Plan.uniform(layers, codec, density=0.07)
-        with Run(place, plan, momentum=0.5, cuda_graphs=codec == "copying_topk") as run:
-            averaged.append([run.step(step) for step in range(GRAPH_STEPS)])
-            graphs = run.state.run.graphs.values()
-    for step, (expected, got) in enumerate(zip(*averaged, strict=True)):
-        difference.add_all(f"step {step}", got, expected)
-    outcome = difference.outcome(0.0)
-    return replace(outcome, found=f"{outcome.found}; {' / '.join(sorted({one.why for one in graphs}))}")
+    model, difference = network().to(place.device), Difference()
+    plan = plan_of_network(codec, {})
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = adamw(model)
+    with compress_fsdp(model, plan, between=mesh["replicate"], optimizer=optimizer, deterministic=True):
+        for step in range(STEPS):
+            inputs, wanted = (one.to(place.device) for one in batch(place.rank, step))
+            optimizer.zero_grad()
+            (model(inputs) - wanted).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                mean = parameter.grad.to_local()
+                first = mean.clone()
+                dist.broadcast(first, 0, group=place.group)
+                difference.add(f"step {step} {name}", mean, first)
+            optimizer.step()
+    return difference.outcome(0.0)
 
 
 def outer_steps(place: Place, codec: str, delay: int) -> Outcome:
@@ -507,7 +429,6 @@ CHECKS: dict[str, Check] = {
     "streams: late codec": late_codec,
     "streams: late gradients in bucket views": late_memory,
     "Exchange, in line": exchange_in_line,
-    "graphs: Exchange, in line": functools.partial(exchange_in_line, cuda_graphs=True),
     "drive: topk": functools.partial(driven, case="topk"),
     "drive: qsgd, ring": functools.partial(driven, case="qsgd, ring"),
     "artifact, loaded": loaded_artifact,
@@ -518,8 +439,6 @@ CHECKS: dict[str, Check] = {
         for codec in ("identity", "block_scaled")
         for delay in (0, 2)
     },
-    "graphs: a failed recording": failed_recording,
-    **{f"graphs: FSDP2, {codec}": functools.partial(sharded_graphs, codec=codec) for codec in ("topk", "qsgd")},
-    **{f"graphs: {case}": functools.partial(graphs_change_nothing, case=case) for case in GRAPHS},
+    **{f"FSDP2: {codec}": functools.partial(shards_agree, codec=codec) for codec in ("topk", "qsgd")},
     **{f"resume: {name}": functools.partial(resumed_is_unbroken, case=name) for name in codecs.names()},
 }
