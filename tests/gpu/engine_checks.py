@@ -325,7 +325,7 @@ def driven(place: Place, case: str) -> Outcome:
         context = Context(place.rank, place.world_size, 0, group.name, plan.seed)
         own = {name: grads[name] for name in group.layers}
         done = drive(
-            exchange_group(plan.build(group).to(place.device), Batch.of(own, plan.members(group)), {}, context),
+            exchange_group(plan.build(group, place.device), Batch.of(own, plan.members(group)), {}, context),
             communicator,
         )
         difference.add_all("step 0", done.mean, {name: expected[name] for name in group.layers})
