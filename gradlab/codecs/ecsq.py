@@ -72,8 +72,7 @@ class ECSQ(Compressor):
     The step follows from one of three settings. With `bits` every rank controls it from iteration to iteration, beside
     the mean magnitude of its values, so that its messages take so many bits per value, with `error` so that C(x) misses
     so much of x. The first step, and any after three messages that are off by a tenth, is searched on the gradient
-    itself, by the size of its code. A message of
-    few values has 16 bytes for levels, at least. With `step` it is fixed.
+    itself, by the size of its code. A message of few values has 16 bytes for levels, at least. With `step` it is fixed.
 
     Message sizes vary. Their forecast is what was asked for. Values that are not zero are few at low rates, so that
     error feedback is on by default. A plan has one group of all layers by default, so that there is one step.
@@ -179,7 +178,7 @@ class ECSQ(Compressor):
         return (self.quantized(vector, None)[0],)
 
     def quantized(self, vector: torch.Tensor, step: float | None) -> tuple[torch.Tensor, Contribution]:
-        """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: once more if the message
+        """Compress a vector (numel,) to a message (bytes,), uint8, and what it stands for: up to twice more if it
         misses the target by far, and then under a step that is searched. A step of None: as set, or searched."""
         numel, target, sent = vector.numel(), self._target(vector.numel()), None
         step, tried = self.settings.step or step, list[tuple[float, float]]()
@@ -209,8 +208,8 @@ class ECSQ(Compressor):
     def _sent_by_kernels(
         self, vector: torch.Tensor, parts: Parts, last: float
     ) -> tuple[list[torch.Tensor], float, float] | None:
-        """Compress parts of a vector under a step of so many mean magnitudes, or as it is set. The host waits for
-        each.
+        """Compress parts of a vector under a step of so many mean magnitudes, or as it is set. The host waits once,
+        and for each further try of a step.
 
         Returns:
             A message for each part, the step, and the mean magnitude. None if a part needs its own table, or the step

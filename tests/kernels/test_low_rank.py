@@ -16,7 +16,7 @@ from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.layout import Layer
 from gradlab.wrappers.dion import unit_rows
 from gradlab.wrappers.error_feedback import ErrorFeedback
-from support.benchmark_modules import benchmark_modules
+from support.by_kernels import work_of_steps
 from support.laws import law, thorough
 
 pytest.importorskip("triton")
@@ -138,23 +138,9 @@ def test_zeros_do_not_blind_the_next_step() -> None:
 )
 def test_operations_do_not_grow_with_layers(codec: Codec) -> None:
     """At most 10 for each group with its feedback, and no wait. Kernels are counted, not run."""
-    counts = []
-    with benchmark_modules("device_calls") as modules, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "start", lambda *given: None)
-        calls = modules["device_calls"]
-        for count in (2, 40):
-            state = Tensors()
-            with calls.far_device() as device:
-                for step in range(3):
-                    device.work.clear()
-                    given = {str(at): calls.FarTensor(torch.randn(6 + at % 5, 8)) for at in range(count)}
-                    run = exchange_group(codec, Batch.of(given), state, Context(0, 1, step))
-                    [done] = run_lockstep([calls._counted(run, device, True)])
-                    state = done.value.state
-                assert not +device.waits
-                counts.append(+device.work)
-    assert counts[0] == counts[1]
-    assert counts[0].total() <= 10
+    few, many = (work_of_steps(lambda: codec, layers, 3) for layers in (2, 40))
+    assert few == many
+    assert few.total() <= 10
 
 
 @pytest.mark.parametrize("bad", [thorough(None), torch.nan, thorough(torch.inf)])

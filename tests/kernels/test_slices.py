@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradlab import codecs, kernels
+from gradlab import codecs
 from gradlab.codec import Batch, Context, Exchanged, Tensors, exchange_group
 from gradlab.collectives import LockstepResult, run_lockstep
 from gradlab.layout import Layer, filter_strides, flatten
-from support.benchmark_modules import benchmark_modules
-from support.by_kernels import by_kernels
+from support.by_kernels import by_kernels, work_of_steps
 
 pytest.importorskip("triton")
 LAYERS = [
@@ -96,21 +95,6 @@ def test_the_order_follows_from_distances(layer: Layer) -> None:
 @pytest.mark.parametrize(("settings", "most"), [(DRAWN, 5), (HALF, 6)], ids=["drawn", "half"])
 def test_operations_do_not_grow_with_layers(settings: dict[str, Any], most: int) -> None:
     """Layers of several shapes: one of the operations joins their gradients, one brings coordinates. No wait."""
-    counts = []
-    with benchmark_modules("device_calls") as modules, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "start", lambda *given: None)
-        calls = modules["device_calls"]
-        for count in (2, 12):
-            codec, state = codecs.make("gradiveq", slice_size=8, **settings), Tensors()
-            with calls.far_device() as device:
-                for step in range(4):
-                    device.work.clear()
-                    device.waits.clear()
-                    given = {str(at): calls.FarTensor(torch.randn(6 + at % 5, 8)) for at in range(count)}
-                    run = exchange_group(codec, Batch.of(given), state, Context(0, 1, step))
-                    [done] = run_lockstep([calls._counted(run, device, True)])
-                    state = done.value.state
-                assert not +device.waits
-                counts.append(+device.work)
-    assert counts[0] == counts[1]
-    assert counts[0].total() == most
+    few, many = (work_of_steps(lambda: codecs.make("gradiveq", slice_size=8, **settings), n, 4, 3) for n in (2, 12))
+    assert few == many
+    assert few.total() == most

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from gradlab import codecs, kernels
+from gradlab.codec import Batch, Codec, Context, Tensors, exchange_group
 from gradlab.codec.abilities import for_layers
+from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
+from support.benchmark_modules import benchmark_modules
 
 
 @contextmanager
@@ -50,3 +54,22 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return np.array_equal(a.numpy(), b.numpy(), equal_nan=True) and torch.equal(
         torch.signbit(a.nan_to_num()), torch.signbit(b.nan_to_num())
     )
+
+
+def work_of_steps(make: Callable[[], Codec], layers: int, steps: int, settled: int = 0) -> Counter[str]:
+    """Operations of the last of some steps of so many layers, by name; none from step `settled` on waits. Kernels are
+    counted, not run."""
+    with benchmark_modules("device_calls") as modules, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "start", lambda *given: None)
+        calls, codec, state = modules["device_calls"], make(), Tensors()
+        with calls.far_device() as device:
+            for step in range(steps):
+                device.work.clear()
+                if step <= settled:
+                    device.waits.clear()
+                given = {str(at): calls.FarTensor(torch.randn(6 + at % 5, 8)) for at in range(layers)}
+                run = exchange_group(codec, Batch.of(given), state, Context(0, 1, step))
+                [done] = run_lockstep([calls._counted(run, device, True)])
+                state = done.value.state
+            assert not +device.waits
+            return +device.work
