@@ -6,6 +6,7 @@ the nodes' first ranks that measure, because a node's ranks share its link.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -26,6 +27,7 @@ from gradlab.jsonable import Jsonable, plain
 COLLECTIVES = ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 _LEAST, _TIMES, _MOST = 2**12, 8, 2**26  # bytes of the first collective, of each next one over the last, at most
 _SOME = 2**18  # bytes up to which a collective is measured in any case
+_SEEN = 2  # times that the largest collective takes as long as the smallest, at least
 _PINGS, _REPEATS = 30, 3
 _MESSAGE_SECONDS = 0.2  # of a message that measures bandwidth, after which a burst counts no more
 _SIDE, _WORK_SECONDS = 512, 0.5  # of matrices that are multiplied, and how long
@@ -184,14 +186,17 @@ def _measured(
 
 
 def _collectives(group: Any, name: str, device: torch.device, seconds: float) -> Iterator[Timed]:
-    """Time a collective over sizes: some, and more until a larger one would not fit into the time that is left."""
+    """Time a collective over sizes: until a larger one would not fit into the time that is left, though in any case
+    some, and as many as it takes to see bytes beside the noise of the smallest.
+    """
     size, nbytes = dist.get_world_size(group), _LEAST
-    left, took = seconds, 0.0
-    while nbytes <= _MOST and (nbytes <= _SOME or _TIMES * took * (_REPEATS + 1) <= left):
+    left, took, least = seconds, 0.0, math.inf
+    while nbytes <= _MOST and (nbytes <= _SOME or took < _SEEN * least or _TIMES * took * (_REPEATS + 1) <= left):
         run = _collective(group, name, nbytes, size, device)
         run()  # connections are made when they are first used
         times = [_together(run, group, device) for _ in range(_PINGS if nbytes < _SOME else _REPEATS)]
         took, left = statistics.median(times), left - sum(times)
+        least = min(least, took)
         yield Timed(name, nbytes, took)
         nbytes *= _TIMES
 

@@ -197,8 +197,12 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "2 ranks on 1 node."
     written = json.loads(out.read_text())
-    kinds = {one["collective"] for one in written["checkup"]["inside"]["timed"]}
-    assert kinds == {"all-reduce", "all-gather", "reduce-scatter"}
+    seconds: dict[str, dict[int, float]] = {}
+    for one in written["checkup"]["inside"]["timed"]:
+        seconds.setdefault(one["collective"], {})[one["nbytes"]] = one["seconds"]
+    assert set(seconds) == {"all-reduce", "all-gather", "reduce-scatter"}
+    for of_kind in seconds.values():  # on a machine that is busy, more bytes than the time was for
+        assert of_kind[max(of_kind)] >= 2 * min(of_kind.values()) or max(of_kind) == 2**26
     assert [one["ranks"] for one in written["checkup"]["inside"]["messages"]] == [[0, 1]]
     assert len(written["checkup"]["work_seconds"]) == 2
     assert read_link(out).bits_per_second > 1e6
