@@ -38,6 +38,7 @@ from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import InPlaceMean
 from gradlab.runtime.network.relay import measured
+from gradlab.runtime.timeline import profiled
 
 Result = TypeVar("Result")
 
@@ -125,18 +126,22 @@ class Running:
         """Run to the next request, or to the end; without answers, from the start."""
         began = time.perf_counter()
         try:
-            try:
-                coroutine = self._coroutine
-                self._requested = next(coroutine) if answers is None else resumed(coroutine, self._requested, answers)
-                self.requests = as_requests(self._requested)
-            except StopIteration as stop:
-                self.requests, self._requested, self.done = (), (), True
-                self._finish(stop.value)
+            with profiled("encode" if answers is None else "decode"):
+                self._go_on(answers)
         except BadMessage:
             raise  # it names the codec and the group
         except Exception as error:
             raise GradlabError(f"{self._label}: {type(error).__name__}: {error}") from error
         self._watch(self, began, time.perf_counter(), answers is None)
+
+    def _go_on(self, answers: Sequence[Any] | None) -> None:
+        try:
+            coroutine = self._coroutine
+            self._requested = next(coroutine) if answers is None else resumed(coroutine, self._requested, answers)
+            self.requests = as_requests(self._requested)
+        except StopIteration as stop:
+            self.requests, self._requested, self.done = (), (), True
+            self._finish(stop.value)
 
 
 @dataclass

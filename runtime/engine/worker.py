@@ -19,6 +19,7 @@ import torch
 from gradlab.codec import Tensors
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.engine.driver import Part, StepDriver
+from gradlab.runtime.timeline import profiled_until
 
 
 @dataclass(eq=False)
@@ -81,6 +82,7 @@ class Engine:
         bucket = Bucket(
             index, gradients, buffer, is_last=is_last, future=self._device.future(), ready=self._device.ready()
         )
+        profiled_until("exchange", bucket.future)
         if self._starts_here(index):
             bucket.start(self._driver.start)
         if self._thread is None:

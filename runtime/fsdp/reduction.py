@@ -30,6 +30,7 @@ from gradlab.runtime.engine.driver import StepDriver
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.engine.statistics import Place
 from gradlab.runtime.network.communicator import Communicator
+from gradlab.runtime.timeline import profiled
 
 
 class Resumption(NamedTuple):
@@ -97,12 +98,14 @@ class ShardReduction:
         coroutines: list[Any] = [self._of_group(group) for group in groups]
         if dense[self.mine]:
             coroutines.append(reduce_scatter_dense(dense, self.mine))
-        asked = [next(coroutine) for coroutine in coroutines]
+        with profiled("encode"):
+            asked = [next(coroutine) for coroutine in coroutines]
         answers = iter(self.communicator.issue([request for requests in asked for request in requests]).answers())
         result: Tensors = {}
         for coroutine, requests in zip(coroutines, asked, strict=True):
             try:
-                coroutine.send(tuple(next(answers) for _ in requests))
+                with profiled("decode"):
+                    coroutine.send(tuple(next(answers) for _ in requests))
             except StopIteration as stop:
                 result |= stop.value
         return result

@@ -33,7 +33,7 @@ from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse
 from gradlab.runtime.network.relay import Relay
-from gradlab.runtime.timeline import Timeline
+from gradlab.runtime.timeline import Timeline, profiled
 from gradlab.workspace import Workspace
 
 # torch 2.13 renames all_gather_into_tensor and warns of the old name.
@@ -177,7 +177,8 @@ class Communicator:
             self.payload_bytes += payload_bytes(request, self.rank)
         if self.check_requests:
             self._compare([signature(request) for request in requests])
-        return Round(self, requests)
+        with profiled("send"):
+            return Round(self, requests)
 
     def take_counts(self) -> tuple[int, int]:
         """Return the payload and the wire bytes since the last call."""
@@ -188,14 +189,16 @@ class Communicator:
     def mean_in_place(self, buffer: torch.Tensor) -> InPlaceMean:
         """Start replacing a flat buffer by its mean: unless deterministic, with exactly plain DDP's arithmetic."""
         self.payload_bytes += buffer.nbytes
-        return InPlaceMean(self, buffer)
+        with profiled("send"):
+            return InPlaceMean(self, buffer)
 
     def wait(self, work: Work | None) -> None:
         """Wait for a collective (None: for nothing), and note how long that took; a CommunicationError if it failed."""
         if work is not None:
             start = time.perf_counter()
             try:
-                work.wait()
+                with profiled("wait"):
+                    work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"a collective failed: {error}") from error
             stop = time.perf_counter()
