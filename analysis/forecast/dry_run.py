@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from gradlab.analysis.forecast.link import weightless
+from gradlab.analysis.forecast.link import longer, weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
-from gradlab.codec import Batch, Codec, Context, Exchanged, Memory, Tensors, Training, exchange_group
+from gradlab.codec import Batch, Codec, Compressor, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.kept import running_state
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import innermost, served, sizes_vary, wrappers_of
@@ -32,6 +32,8 @@ from gradlab.workspace import RecyclingWorkspace
 REPEATS, _LONG_SECONDS = 5, 0.5
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
+# Values of a group beyond which a part of each layer stands for it, and to what multiples layers are cut.
+MOST_VALUES, _CUT = 2**25, 2**12
 
 
 def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:
@@ -77,10 +79,45 @@ def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.
     return [copies[i % made] for i in range(count)], spent
 
 
-def dry_run(codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = REPEATS) -> Exchange:
+def dry_run(
+    codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = REPEATS, most: int = MOST_VALUES
+) -> Exchange:
     """Run an exchange on random gradients, and take each turn's median processor time, in seconds.
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
+    A compressor's time and messages grow with its vector: a group of more values than `most` is forecast from a part.
     """
+    part = _part_of(layers, most) if isinstance(innermost(codec), Compressor | Identity) else layers
+    done = _dry_run(codec, part, context, repeats)
+    if part is layers:
+        return done
+    return _times(done, sum(layer.numel for layer in layers) / sum(layer.numel for layer in part))
+
+
+def _part_of(layers: Sequence[Layer], most: int) -> Sequence[Layer]:
+    """Return the first rows of each layer, if all together have more values than `most`."""
+    share = most / max(1, sum(layer.numel for layer in layers))
+    return layers if share >= 1 else [_first_rows(layer, share) for layer in layers]
+
+
+def _first_rows(layer: Layer, share: float) -> Layer:
+    """Return about a share of a layer's rows. Few are left as they are, others cut where blocks are likely to end."""
+    if not layer.shape or layer.numel < _CUT:
+        return layer
+    rows, *others = layer.shape
+    whole = next(size for size in (_CUT, 64, 1) if rows * share >= size or size == 1)
+    return replace(layer, shape=(max(1, round(rows * share / whole)) * whole, *others))
+
+
+def _times(exchange: Exchange, times: float) -> Exchange:
+    """Return the exchange of so many times the values."""
+    turns = tuple(
+        replace(turn, requests=tuple(longer(request, times) for request in turn.requests)) for turn in exchange.turns
+    )
+    size = round(times * exchange.gradient_bytes)
+    return replace(exchange, gradient_bytes=size, turns=turns).scaled(times, times)
+
+
+def _dry_run(codec: Codec, layers: Sequence[Layer], context: Context, repeats: int) -> Exchange:
     inner = innermost(codec)
     varying = sizes_vary(codec, context.world_size)
     if varying and served(codec, context.world_size):

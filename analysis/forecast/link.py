@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -217,6 +217,22 @@ def weightless(request: Request) -> Request:
     if isinstance(request, Ring):
         return Ring(_Sizes(request.sizes))
     return Broadcast(_empty(request.tensor), request.root)
+
+
+def longer(request: Request, times: float) -> Request:
+    """Make a request of so many times the elements, without values."""
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(round(times * tensor.numel()), dtype=tensor.dtype, device="meta")
+
+    if isinstance(request, AllToAll):
+        return AllToAll(tuple(map(of, request.tensors)), request.varying)
+    if isinstance(request, Ring):
+        return Ring(_Sizes([round(times * size) for size in request.sizes]))
+    if isinstance(request, Gather):
+        lengths = None if request.lengths is None else tuple(round(times * length) for length in request.lengths)
+        return Gather(of(request.tensor), request.varying, lengths)
+    return replace(request, tensor=of(request.tensor))
 
 
 class _Sizes(RingCode):

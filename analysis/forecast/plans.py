@@ -10,7 +10,7 @@ from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.decide import SPEED_NOISE
-from gradlab.analysis.forecast.dry_run import REPEATS, DryRuns, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import MOST_VALUES, REPEATS, DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Bucket
@@ -286,6 +286,8 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
             f"Codec times at other numbers of nodes than {profile.codec.world_size} follow the codecs' code, run here "
             "with made-up answers."
         )
+    if any(sum(layer.numel for layer in plan.members(group)) > MOST_VALUES for group in plan.compressed_groups):
+        lines.append(f"A part of {MOST_VALUES / 1e6:.0f} million values stands for a compressor's larger groups.")
     if plan.refresh is not None:
         lines.append(refresh_remark(plan.refresh))
     if varying := varying_codecs(plan):

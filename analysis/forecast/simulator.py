@@ -26,6 +26,9 @@ from gradlab.executor.ticks import SEGMENT_BYTES
 # The gradients that plans run on if a node has several ranks: means of nodes that DDP's ranks have averaged
 # (`gradlab.compress(within=)`), or FSDP2's shards (`gradlab.runtime.compress_fsdp`).
 PLANS = BETWEEN, SHARDS = "between nodes", "shards"
+# Collectives of requests that travel together, by rank, ranks, a link's `relay_below` and the requests' identities: the
+# same at every speed.
+Known = dict[tuple[int, ...], list[Transfer]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,9 @@ class Exchange:
             replace(turn, seconds=codec * turn.seconds, copy_seconds=engine * turn.copy_seconds) for turn in self.turns
         )
         return replace(self, turns=turns, apply_seconds=engine * self.apply_seconds)
+
+
+_FLAG = Exchange("finite flag", 0, (Turn(0.0, (Mean(torch.empty(1, device="meta")),)), Turn(0.0)))
 
 
 @dataclass(frozen=True)
@@ -264,18 +270,22 @@ def simulate(
     speed: float = 1.0,
     segment_bytes: int = SEGMENT_BYTES,
     within: Within | None = None,
+    known: Known | None = None,
 ) -> Step:
     """Simulate one step. Buckets without any exchange are plain DDP."""
     _check(compute_seconds, world_size, speed)
     clock = Clock(compute_seconds, speed)
     wire = Wire(link, clock)
     inside, below = Inside(within, clock), link.relay_below(world_size)
+    known = {} if known is None else known
     compressing = any(bucket.exchanges for bucket in buckets)
     in_place: list[tuple[int, float]] = []  # bytes of a bucket, and the moment at which its average is there
 
     def issue(requests: Sequence[Request]) -> Arriving:
-        together = transfers(requests, rank, world_size, below)
-        ends = [wire.send(transfer, clock.now) for transfer in together]
+        key = (rank, world_size, below, *map(id, requests))
+        if key not in known:
+            known[key] = transfers(requests, rank, world_size, below)
+        ends = [wire.send(transfer, clock.now) for transfer in known[key]]
         return Arriving(max(ends, default=0.0), len(requests), clock)
 
     ticks = Ticks[Simulated](issue, segment_bytes)
@@ -289,7 +299,7 @@ def simulate(
             ticks.start(Simulated(exchange, clock), exchange.gradient_bytes)
         ticks.end_part()
     if compressing:
-        ticks.start(Simulated(Exchange("finite flag", 0, (Turn(0.0, _flag()), Turn(0.0))), clock), 0)
+        ticks.start(Simulated(_FLAG, clock), 0)
         ticks.tick()
         ticks.drain()
         # Results of earlier ticks were spread while the last one's travelled, which are left.
@@ -306,10 +316,6 @@ def _turns(exchange: Exchange) -> Iterator[Turn]:
     *before, last = exchange.turns
     yield from before
     yield replace(last, seconds=last.seconds + exchange.apply_seconds)
-
-
-def _flag() -> tuple[Request, ...]:
-    return (Mean(torch.empty(1, device="meta")),)
 
 
 def _check(compute_seconds: float, world_size: int, speed: float) -> None:

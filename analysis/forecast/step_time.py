@@ -15,7 +15,7 @@ from typing import Any
 
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.simulator import Bucket, Exchange, Node, Step, Within, simulate
+from gradlab.analysis.forecast.simulator import Bucket, Exchange, Known, Node, Step, Within, simulate
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
@@ -71,6 +71,7 @@ class Job:
     """A plan's step at N ranks, ready for any link: DDP's buckets under the plan, and under plain DDP.
 
     rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
+    known: collectives of the exchanges' requests, which simulations of this job share.
     """
 
     world_size: int
@@ -78,6 +79,7 @@ class Job:
     buckets: tuple[Bucket, ...]
     dense_buckets: tuple[Bucket, ...]
     rank_buckets: tuple[Bucket, ...] | None = None
+    known: Known = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def half_buckets(self) -> tuple[Bucket, ...]:
@@ -238,10 +240,11 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
     hierarchical averaging and native HSDP send what one rank per node would.
     """
 
-    dense, half, in_32_bits = _uncompressed(replace(job, buckets=(), rank_buckets=None), link, speed, node)
+    dense, half, in_32_bits = _uncompressed(replace(job, buckets=(), rank_buckets=None, known={}), link, speed, node)
 
     def step(buckets: Sequence[Bucket], within: Within | None = None) -> Step:
-        return simulate(buckets, job.compute_seconds, link, job.world_size, speed=speed, within=within)
+        seconds, ranks = job.compute_seconds, job.world_size
+        return simulate(buckets, seconds, link, ranks, speed=speed, within=within, known=job.known)
 
     if node is None:
         return Comparison(link, step(job.buckets), dense, half)
@@ -285,7 +288,9 @@ def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> 
     mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
     halves = [node.half(bucket.nbytes) for bucket in job.dense_buckets]
     inside = [node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves]
-    exchanges = [simulate([replace(unit, ready_seconds=0.0)], 0.0, mine, job.world_size) for unit in units]
+    exchanges = [
+        simulate([replace(unit, ready_seconds=0.0)], 0.0, mine, job.world_size, known=job.known) for unit in units
+    ]
     encode = sum(one.encode for one in exchanges)
     communicate = sum(one.communicate for one in exchanges) + sum(inside)
     communicate += max(0.0, 2 * sum(inside) - job.compute_seconds)
@@ -309,7 +314,7 @@ def break_even(saves: Callable[[float], float]) -> float | None:
     if paying[-1] == len(grid) - 1:
         return math.inf
     low, high = grid[paying[-1]], grid[paying[-1] + 1]
-    while high > low * (1 + 1e-9):
+    while high > low * (1 + 2e-7):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if saves(middle) > _NOTHING else (low, middle)
     return low

@@ -47,7 +47,7 @@ from gradlab.analysis.forecast.step_time import (
     ready_seconds,
 )
 from gradlab.artifact import Artifact
-from gradlab.codec import Batch, exchange_group
+from gradlab.codec import Batch, Compressor, exchange_group
 from gradlab.codec.kept import running_state
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import (
@@ -247,6 +247,21 @@ def require_same_bytes(plan: Plan, world_size: int) -> None:
 )
 def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str) -> None:
     require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), 3)
+
+
+@pytest.mark.parametrize("codec", [name for name in COMPRESSORS if issubclass(codecs.get(name), Compressor)])
+def test_a_part_stands_for_a_large_group(codec: str) -> None:
+    shapes = {"w": (4096, 75), "v": (4096, 66), "b": (70,)}
+    plan = Plan.uniform([Layer(name, shape, "linear") for name, shape in shapes.items()], codec)
+    for group in plan.compressed_groups:
+        layers, context = plan.members(group), DryRuns(plan, 3).context(group.name)
+        whole, part = (dry_run(plan.build(group), layers, context, repeats=1, most=most) for most in (2**25, 2**18))
+        assert part.gradient_bytes == pytest.approx(whole.gradient_bytes, rel=1e-6)
+        sent = [
+            [sum(transfer.wire_bytes for transfer in transfers(turn.requests, 0, 3)) for turn in one.turns]
+            for one in (whole, part)
+        ]
+        assert sent[1] == pytest.approx(sent[0], rel=0.03, abs=32)
 
 
 @pytest.mark.parametrize("codec", COMPRESSORS)
