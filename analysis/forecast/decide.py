@@ -56,8 +56,8 @@ class Decision(Jsonable):
 
     @property
     def text(self) -> str:
-        """All of it, in prose."""
-        return " ".join(line for line in (self.why, self.cost, self.break_even, self.refused) if line)
+        """All of it but where it turns, in prose."""
+        return " ".join(line for line in (self.why, self.cost, self.refused) if line)
 
 
 def decide(at: Configuration, judged: Mapping[str, Judged], limit: str, break_even: str = "") -> Decision:

@@ -54,7 +54,9 @@ class Profile:
     @classmethod
     def as_recorded(cls, times: RecordedTimes, codec: CodecTime | None = None) -> Profile:
         """Take the time of computing that a recording has."""
-        return cls(times.computing, f"as recorded on {format_counted(times.ranks, 'rank')}", codec, recorded=True)
+        return cls(
+            times.computing, f"as recorded on {format_counted(times.ranks, times.recorded)}", codec, recorded=True
+        )
 
 
 # A computing time that nobody gave: next to nothing, so that a step is the exchange alone.

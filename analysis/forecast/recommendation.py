@@ -1,4 +1,4 @@
-"""Recommend for one network what to train with, and the plans that a pilot should try.
+"""Recommend for each network what to train with, and the plans that a pilot should try.
 
 The decision follows from trainings of other tasks (`gradlab.analysis.forecast.endings`). A pilot tries plans on the
 task at hand. Faster plans than the decision's are proposed for one.
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradlab.analysis.forecast.decide import SPEED_NOISE
+from gradlab.analysis.forecast.decide import SPEED_NOISE, Decision
+from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.networks import networks_lines
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_seconds
@@ -54,26 +56,36 @@ class Recommendation(Jsonable):
     proposals: tuple[Proposal, ...]
 
 
-def recommend(speed: SpeedForecast) -> Recommendation:
-    """Choose for the forecast's one number of nodes and one link."""
-    if len(speed.configurations) != 1:
-        raise GradlabError(f"{len(speed.configurations)} pairs of nodes and links, expected one to recommend for")
+def recommend(speed: SpeedForecast, stands_in: str = "") -> tuple[Recommendation, ...]:
+    """Choose on each link, as if it were the only one. stands_in: ranks that were judged in place of nodes, in prose.
+
+    Raises:
+        GradlabError: if the time of computing is not known.
+    """
     require_computing(speed.network.profile)
-    (at,), (found,) = speed.configurations, speed.decisions
+    shared = [*caution_lines(speed.judged.values())], [_inside(speed, stands_in), _computing(speed)]
+    return tuple(
+        _recommend(at, found, speed, *shared) for at, found in zip(speed.configurations, speed.decisions, strict=True)
+    )
+
+
+def _recommend(
+    at: Configuration, found: Decision, speed: SpeedForecast, first: Sequence[str], assumed: Sequence[str]
+) -> Recommendation:
     proposals = _proposals(at, found.seconds, speed)
     tried = "" if found.plan is None else "Not tried on your task: gradlab pilot does."
-    cost = f"{found.cost} {tried}".rstrip()
-    lines = [
-        *caution_lines(speed.judged.values()),
-        found.why,
-        cost,
-        found.break_even,
-        _computing(speed),
-        *_faster(proposals),
-    ]
+    lines = [*first, found.why, f"{found.cost} {tried}".rstrip(), found.break_even, *assumed, _faster(proposals)]
     text = "\n".join(line for line in lines if line)
     seconds = found.seconds, at.dense_seconds, at.half_seconds
     return Recommendation(found.take, found.plan, *seconds, speed.max_loss, text, proposals)
+
+
+def lines_for_several(speed: SpeedForecast, found: Sequence[Recommendation], stands_in: str = "") -> list[str]:
+    """Write what stands below the table of several links: what to take, its cost, where that turns, and the rest."""
+    proposals = list({one.plan: one for each in found for one in each.proposals}.values())
+    named = "; ".join(f"{one.plan} ({one.text})" for one in proposals)
+    lines = [*networks_lines(speed), _inside(speed, stands_in), _computing(speed)]
+    return [line for line in (*lines, _tries(named)) if line]
 
 
 def require_computing(profile: Profile) -> None:
@@ -92,6 +104,15 @@ def _computing(speed: SpeedForecast) -> str:
         return ""
     told = f"{format_seconds(profile.compute_seconds)} a step, {profile.compute_source}"
     return f"Computing: {told}; it changes with the batch of a rank (--compute-seconds)."
+
+
+def _inside(speed: SpeedForecast, stands_in: str) -> str:
+    """Name the link that is assumed inside nodes of several ranks."""
+    node = speed.network.node
+    if node is None:
+        return ""
+    inside = f"{spell_rate(node.inside.bits_per_second)} for each of a node's {node.local_ranks} ranks"
+    return f"Inside nodes: {inside} is assumed (--inside){stands_in and f'; {stands_in}'}."
 
 
 def _saves(at: Configuration, name: str) -> bool:
@@ -119,7 +140,10 @@ def _may_hold(judged: Judged, max_loss: float) -> bool:
     return judged.ended is None or judged.ended.low <= max_loss
 
 
-def _faster(proposals: Sequence[Proposal]) -> list[str]:
+def _faster(proposals: Sequence[Proposal]) -> str:
     """Name what a pilot would try."""
-    named = "; ".join(f"{one.plan}, {format_seconds(one.seconds)} ({one.text})" for one in proposals)
-    return [f"A pilot tries faster plans: {named}."] if proposals else []
+    return _tries("; ".join(f"{one.plan}, {format_seconds(one.seconds)} ({one.text})" for one in proposals))
+
+
+def _tries(named: str) -> str:
+    return named and f"A pilot tries faster plans: {named}."

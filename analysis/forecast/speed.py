@@ -6,6 +6,7 @@ A plan is judged by the cosine of its replay, and by what trainings ended at who
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ from gradlab.analysis.forecast.decide import SPEED_NOISE, Decision, decide
 from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text, standing
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import NOT_MEASURED, CodecTime, Network
-from gradlab.analysis.forecast.plans import Forecast, forecast, pays_text
+from gradlab.analysis.forecast.networks import networks_lines, turning_points, turns_text
+from gradlab.analysis.forecast.plans import Forecast, forecast
 from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.analysis.replay.many_ranks import CosineAt
 from gradlab.errors import GradlabError
@@ -172,51 +174,42 @@ class SpeedForecast:
             "forecasts": plain(self.forecasts),
             "max_loss": self.max_loss,
             "places": plain(self.configurations),
+            "decisions": None if self.compute_seconds is None else plain(self.decisions),
         }
 
-    @property
+    @functools.cached_property
     def decisions(self) -> list[Decision]:
         """Decisions in each configuration. The time of computing must be known."""
-        return [decide(item, self.judged, self.limit, self._break_even_text(item)) for item in self.configurations]
+        turns = {count: self._turns(place) for place, count in enumerate(self.network.nodes)}
+        return [decide(item, self.judged, self.limit, turns[item.nodes]) for item in self.configurations]
+
+    def _turns(self, place: int) -> str:
+        """Say at which link speeds the decision turns, at one of the numbers of nodes."""
+        if not self.forecasts:
+            return ""
+        text, counts = turns_text(*turning_points(place, self)), self.network.nodes
+        return f"Between {format_counted(counts[place], 'node')}: {text}" if len(counts) > 1 else text
 
     @property
     def verdict(self) -> str:
-        """Decisions in each configuration, and limits of the replays, in prose."""
+        """Decisions in each configuration, where they turn, and limits of the replays, in prose."""
         if self.compute_seconds is None:
             return _exchange_verdict(self.configurations)
-        return " ".join([*(one.text for one in self.decisions), *caution_lines(self.judged.values())])
+        turns = dict.fromkeys(one.break_even for one in self.decisions if one.break_even)
+        return " ".join([*(one.text for one in self.decisions), *turns, *caution_lines(self.judged.values())])
 
     @property
     def brief(self) -> str:
-        """The verdict in short, as a report's first line: the first decision, and the next one in a few words."""
+        """The verdict in short, as a report's first line: two decisions, the second in a few words, or all in short."""
         if self.compute_seconds is None:
             return (
                 "Whether compression pays depends on how long a step computes, which is not known: give "
                 "--compute-seconds, or move the slider in report.html."
             )
         first, *others = self.decisions
-        lines = [first.text, *(one.short for one in others[:1])]
         if len(others) > 1:
-            lines.append(f"{format_counted(len(others) - 1, 'more case')} in the report.")
-        return " ".join(lines)
-
-    def _break_even_text(self, item: Configuration) -> str:
-        """Write a sentence on the link speeds at which the plan to take pays; empty if there is none."""
-        half = item.taken is None and item.half_saves > SPEED_NOISE
-        at = {
-            name: node.half_break_even if half else node.break_even
-            for name in ([item.taken] if item.taken is not None else self.allowed)
-            if name in self.forecasts
-            for node in self.forecasts[name].nodes
-            if node.job.world_size == item.nodes
-        }
-        name = max(at, key=lambda one: at[one] or 0.0, default=None)
-        if name is None:
-            return ""
-        if half:
-            return f"Compared with plain 16 bits, {name} {pays_text(at[name])}."
-        sentence = f"{name} {pays_text(at[name])}."
-        return sentence if item.taken is not None else f"Of the plans with {self.limit}, {sentence}"
+            return " ".join(networks_lines(self))
+        return " ".join(line for line in (first.text, *(one.short for one in others), first.break_even) if line)
 
 
 def forecast_speed(

@@ -13,6 +13,7 @@ from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_speed import MOST_WAITING, LocalSpeed
 from gradlab.analysis.forecast.local_steps import CLOSE, LocalSteps
+from gradlab.analysis.forecast.networks import networks_table
 from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.speed import Judged, SpeedForecast
 from gradlab.analysis.section import Drawing, Section, Table
@@ -24,7 +25,11 @@ Json = Mapping[str, Any]
 def pays_section(data: Json) -> Section | None:
     """Make the page: the report's first line answers it, and it is answered in full beneath."""
     parts = [part for part in (step_times_section(data), local_steps_section(data)) if part is not None]
-    return Section("pay", "Will it pay, on my nodes and my link?", parts=parts) if parts else None
+    speed: SpeedForecast | None = data.get("payoff")
+    tables = []
+    if speed is not None and speed.compute_seconds is not None and len(speed.configurations) > 1 and trace_brief(data):
+        tables.append(networks_table(speed))
+    return Section("pay", "Will it pay, on my nodes and my link?", "", tables, parts=parts) if parts else None
 
 
 def trace_brief(data: Json) -> str:

@@ -13,7 +13,7 @@ from gradlab.codec.measures import LayerErrors, add_errors, relative
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import GroupCost
 from gradlab.executor.rules import Finding, sentences
-from gradlab.formatting import format_percent
+from gradlab.formatting import format_counted, format_percent
 from gradlab.jsonable import Jsonable, plain
 from gradlab.saving import Saving
 
@@ -138,8 +138,8 @@ class Replay:
     dense_payload_bytes, forecast_payload_bytes: per step, of the plan while dense and while compressing. fitted_on:
     iterations of this trace that the plan was fitted on; only later ones count as a prediction. windows: sums of
     several steps, see `gradlab.analysis.replay.windows`. memory: whether the plan applies gradients of earlier steps.
-    nodes: number of ranks whose form of the plan was replayed, on `world_size` recorded ones. products: what these say
-    of `nodes`, see `gradlab.analysis.replay.many_ranks`.
+    nodes: number of ranks whose form of the plan was replayed, on `world_size` recorded ones. of_nodes: whether
+    these are nodes' means. products: what they say of `nodes`, see `gradlab.analysis.replay.many_ranks`.
     """
 
     steps: tuple[ReplayStep, ...]
@@ -155,6 +155,7 @@ class Replay:
     windows: tuple[Window, ...] = ()
     memory: bool = False
     nodes: int | None = None
+    of_nodes: bool = False
     products: tuple[RankProducts, ...] = ()
 
     def held_out(self, provenance: Mapping[str, Any]) -> Replay:
@@ -233,7 +234,8 @@ class Replay:
         span = f"iterations {first} to {last}"
         found = []
         if self.nodes not in (None, self.world_size):
-            found.append(f"{self.world_size} recorded ranks are judged, for {self.nodes}")
+            recorded = format_counted(self.world_size, f"recorded {'node' if self.of_nodes else 'rank'}")
+            found.append(f"{recorded} are judged, for {self.nodes}")
         if count < _FEW:
             found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):

@@ -174,6 +174,7 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
         steps=tuple(done),
         world_size=trace.world_size,
         nodes=work.nodes,
+        of_nodes=trace.of_nodes,
         plan_digest=work.plan.digest,
         trace_digest=trace.digest,
         methods=methods_of(work.plan.groups),

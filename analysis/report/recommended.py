@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,65 +17,161 @@ from gradlab.analysis.forecast.candidates import HALF_PLAN, without
 from gradlab.analysis.forecast.decide import HALF, NOTHING
 from gradlab.analysis.forecast.frontier import Tried
 from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume, where_to_paste
-from gradlab.analysis.forecast.recommendation import Recommendation
+from gradlab.analysis.forecast.link import spell_rate
+from gradlab.analysis.forecast.networks import TAKEN, listed
+from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation
+from gradlab.analysis.outputs import require_free
 from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.artifact import Artifact
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_counted
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.plan.shards import conflict_between_nodes, conflict_on_shards
 from gradlab.progress import Progress
 from gradlab.trace import Trace
 
+RISKS = (LIKELY, BOLD)  # of plans that are written beside the answer's, for a pilot
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names of an answer's files: plan.safetensors, and plan.bold.safetensors for a pilot. by_link: they bear link
+    speeds, too, as plan.100mbit+1gbit.safetensors.
+    """
+
+    out: Path
+    by_link: bool = False
+
+    @classmethod
+    def chosen(cls, out: Path, rates: Sequence[float], overwrite: bool) -> Files:
+        """Choose names that are free, before the work.
+
+        Raises:
+            GradlabError: if there are files of an earlier answer for one of the links, and they are not overwritten.
+        """
+        for path in (out, *(beside(out, risk) for risk in RISKS)):
+            require_free(path, overwrite=True)
+        taken = any(os.path.lexists(cls(out).path(risk, ())) for risk in ("", *RISKS))
+        if len(rates) == 1 and (overwrite or not taken):
+            return cls(out)
+        there = [path for path in cls(out).there(rates) if path != out]
+        if there and not overwrite:
+            raise GradlabError(f"{there[0]} exists already: choose another name or ask to overwrite it (--overwrite)")
+        return cls(out, by_link=True)
+
+    def path(self, risk: str, rates: Sequence[float]) -> Path:
+        """Name the file of a plan. risk: that of a plan for a pilot, or empty; rates: its links' speeds."""
+        words = [risk, "+".join(map(_in_name, rates)) if self.by_link else ""]
+        return beside(self.out, ".".join(word for word in words if word)) if any(words) else self.out
+
+    def there(self, rates: Sequence[float]) -> list[Path]:
+        """List the files that are there of earlier answers: those of some of these links, and that of no link."""
+        words = {_in_name(rate) for rate in rates}
+        begins = f"{self.out.stem}."
+        found = sorted(self.out.parent.glob(f"{glob.escape(begins)}*{glob.escape(self.out.suffix)}"))
+        of_links = [path for path in found if words & _links_in(path.name, begins, self.out.suffix)]
+        return [*([self.out] if os.path.lexists(self.out) else []), *of_links]
+
+
+def _in_name(rate: float) -> str:
+    """Write a link speed as part of a file's name: 100mbit."""
+    return "unlimited" if math.isinf(rate) else spell_rate(rate).removesuffix("/s").replace(" ", "").lower()
+
+
+def _links_in(name: str, begins: str, suffix: str) -> set[str]:
+    words = name.removeprefix(begins).removesuffix(suffix)
+    for risk in RISKS:
+        words = words.removeprefix(f"{risk}.")
+    return set(words.split("+"))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Links with one answer: their places and speeds, what they take, its artifact, and lines to paste."""
+
+    places: Sequence[int]
+    rates: Sequence[float]
+    take: str
+    artifact: Path | None
+    warmup_steps: int
+    paste: str
+
+    @property
+    def links(self) -> str:
+        """The links in prose: "100 Mbit/s and 1 Gbit/s"."""
+        return listed([*map(spell_rate, self.rates)])
+
+    def to_json(self) -> dict[str, Any]:
+        artifact = self.artifact and str(self.artifact)
+        return {"paste": self.paste, "artifact": artifact, "warmup_steps": self.warmup_steps}
+
 
 @dataclass(frozen=True)
 class Saved:
-    """Consequences of the answer: the artifact, others for a pilot, and the lines to paste."""
+    """Consequences of the answer: artifacts, others for a pilot, and the lines to paste.
+
+    kept: files of earlier answers, which stay as they are.
+    """
 
     trace: Path
-    out: Path
-    artifact: Path | None
+    best: Path
+    chosen: Sequence[Chosen]
     to_try: Sequence[Path]
-    warmup_steps: int
-    paste: str
     fsdp: bool
     recorded: Mapping[str, Any]
+    kept: Sequence[Path]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "paste": self.paste,
-            "artifact": self.artifact and str(self.artifact),
-            "pilot": self.pilot,
-            "artifacts_to_try": [str(path) for path in self.to_try],
-            "warmup_steps": self.warmup_steps,
-        }
+        return {"pilot": self.pilot, "artifacts_to_try": [str(path) for path in self.to_try]}
+
+    def at(self, place: int) -> dict[str, Any]:
+        """Write what the link at a place is answered by, as plain JSON."""
+        [one] = [one for one in self.chosen if place in one.places]
+        return one.to_json()
+
+    @property
+    def artifacts(self) -> list[Path]:
+        """Artifacts of the plans to take."""
+        return [one.artifact for one in self.chosen if one.artifact is not None]
 
     @property
     def pilot(self) -> str:
         """The command that tries plans on the user's own training; empty if there is none to try."""
-        plans = [path for path in (self.artifact, *self.to_try) if path is not None]
+        plans = [*self.artifacts, *self.to_try]
         if not plans:
             return ""
-        words = ["gradlab", "pilot", str(self.trace), "--out", str(beside(self.out, "best"))]
+        words = ["gradlab", "pilot", str(self.trace), "--out", str(self.best)]
         words += [word for path in plans for word in ("--plan", str(path))]
         return f"{shlex.join(words)} -- torchrun ..."
 
     def lines(self) -> list[str]:
-        """The lines to paste, not indented, what else there is to say, and the artifact."""
-        where = where_to_paste(self.fsdp, self.recorded, half=self.artifact is None)
-        lines = [f"\n{where}\n\n{self.paste}"] if self.paste else []
-        if self.warmup_steps:
-            lines.append(f"\nThe plan compresses after {self.warmup_steps} dense steps: it was judged from there on.")
-        if self.artifact and (resume := lines_to_resume(self.fsdp, self.recorded)):
+        """The lines to paste, not indented, what else there is to say, and the artifacts."""
+        lines = [f"\n{self._where(one)}\n\n{one.paste}" for one in self.chosen if one.paste]
+        if warmup := max(one.warmup_steps for one in self.chosen):
+            plan = "A plan compresses" if len(self.chosen) > 1 else "The plan compresses"
+            lines.append(f"\n{plan} after {warmup} dense steps: it was judged from there on.")
+        if self.artifacts and (resume := lines_to_resume(self.fsdp, self.recorded)):
             lines.append(f"\n{resume}")
         if self.pilot:
             lines.append(
                 "\nTo try it on your own training, with the command that made the recording in place of `torchrun ...`:"
             )
             lines.append(f"\n{self.pilot}")
-        return [*lines, f"\n{self.artifact or 'No artifact is written: there is no plan to load.'}"]
+        if self.kept:
+            lines.append(f"\nFiles of earlier answers stay: {listed([*map(str, self.kept)])}.")
+        files = [f"{one.artifact}{self._for(one)}" for one in self.chosen if one.artifact is not None]
+        return [*lines, "\n" + ("\n".join(files) or "No artifact is written: there is no plan to load.")]
+
+    def _where(self, one: Chosen) -> str:
+        """Say where lines to paste go, and for which of several links they are."""
+        where = where_to_paste(self.fsdp, self.recorded, half=one.artifact is None)
+        return where if len(self.chosen) == 1 else f"At {one.links}: {one.take}. {where}"
+
+    def _for(self, one: Chosen) -> str:
+        return "" if sum(len(each.places) for each in self.chosen) == 1 else f": {one.take}, at {one.links}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +179,7 @@ class Search:
     """Plans to choose from: those of the recording's model, and those given.
 
     given: artifacts by name.
-    network: one number of nodes and one link.
+    network: one number of nodes, and at least one link.
     fsdp: whether parameters are sharded among a node's ranks.
     quick: whether a few steps only are replayed.
     """
@@ -114,32 +213,57 @@ class Search:
         )
         return tried, [*remarks_on(trace, look), *tried.remarks, *_left_out(conflicts)]
 
-    def save(self, found: Recommendation, tried: Tried, out: Path, overwrite: bool) -> Saved:
-        """Write the artifact, and beside it what a pilot is to try: plan.likely.safetensors, plan.bold.safetensors."""
-
-        def write(name: str, path: Path) -> Path:
-            plan, replay = tried.plans[name], tried.replays[name]
-            times = self.trace.times
-            told = {"optimizer": self._optimizer, "recorded_computing": times and times.computing}
-            made = self.given.get(name) or uniform_artifact(plan, replay, **told)
-            return made.save(path, overwrite)
-
-        # Between nodes of several ranks 16 bits are those of codec `cast`.
-        half = found.decision == HALF and self._ranks > 1 and HALF_PLAN in tried.plans
-        chosen = HALF_PLAN if half else found.plan
-        artifact = None if chosen is None else write(chosen, out)
-        to_try = [write(one.plan, beside(out, one.risk)) for one in found.proposals]
-        paste = lines_to_paste(artifact, self.network.nodes[0], self._ranks, self.fsdp, self.trace.metadata)
+    def save(self, found: Sequence[Recommendation], tried: Tried, files: Files, overwrite: bool) -> Saved:
+        """Write an artifact for each plan that a link takes, and beside them what a pilot is to try."""
+        links = [link.bits_per_second for link in self.network.links]
+        taken: dict[tuple[str, str | None], list[int]] = {}
+        to_try: dict[tuple[str, str], list[float]] = {}
+        for place, one in enumerate(found):
+            taken.setdefault((one.decision, self._plan_of(one, tried)), []).append(place)
+            for proposal in one.proposals:
+                to_try.setdefault((proposal.plan, proposal.risk), []).append(links[place])
+        plans = {plan for _, plan in taken}
+        chosen = []
+        for (decision, plan), places in taken.items():
+            rates = [links[place] for place in places]
+            path = None if plan is None else self._write(plan, tried, files.path("", rates), overwrite)
+            paste = lines_to_paste(path, self.network.nodes[0], self._ranks, self.fsdp, self.trace.metadata)
+            warmup = 0 if plan is None else tried.plans[plan].schedule.warmup_steps
+            take = found[places[0]].plan or TAKEN[decision]
+            chosen.append(Chosen(places, rates, take, path, warmup, "" if decision == NOTHING else paste))
+        likely = [
+            self._write(plan, tried, files.path(risk, rates), overwrite)
+            for (plan, risk), rates in to_try.items()
+            if plan not in plans
+        ]
+        written = {*likely, *(one.artifact for one in chosen)}
         return Saved(
             trace=self.trace.path,
-            out=out,
-            artifact=artifact,
-            to_try=to_try,
-            warmup_steps=0 if chosen is None else tried.plans[chosen].schedule.warmup_steps,
-            paste="" if found.decision == NOTHING else paste,
+            best=files.path("best", links),
+            chosen=chosen,
+            to_try=likely,
             fsdp=self.fsdp,
             recorded=self.trace.metadata,
+            kept=[path for path in files.there(links) if path not in written] if files.by_link else [],
         )
+
+    def _plan_of(self, one: Recommendation, tried: Tried) -> str | None:
+        """The plan whose artifact trains as recommended: between nodes of several ranks 16 bits are codec `cast`'s."""
+        half = one.decision == HALF and self._ranks > 1 and HALF_PLAN in tried.plans
+        return HALF_PLAN if half else one.plan
+
+    def _write(self, name: str, tried: Tried, path: Path, overwrite: bool) -> Path:
+        times = self.trace.times
+        told = {"optimizer": self._optimizer, "recorded_computing": times and times.computing}
+        made = self.given.get(name) or uniform_artifact(tried.plans[name], tried.replays[name], **told)
+        return made.save(path, overwrite)
+
+    @property
+    def stands_in(self) -> str:
+        """Say which recorded ranks were judged in place of nodes of several ranks; empty: nodes were recorded."""
+        if self.trace.of_nodes or self._ranks == 1:
+            return ""
+        return f"{format_counted(self.trace.world_size, 'recorded rank')} are judged in place of nodes' means"
 
     @property
     def _ranks(self) -> int:

@@ -76,12 +76,23 @@ def workers_of(text: str | None) -> int:
 
 
 def links_of(rates: str, latency: str) -> list[Link]:
-    """Read link speeds with commas between them; a name that ends with .json is a file of `gradlab doctor`."""
-    from gradlab.analysis.forecast.diagnosis import read_link
-    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds
+    """Read link speeds with commas between them; a name that ends with .json is a file of `gradlab doctor`.
 
-    delay, words = parse_seconds(latency), rates.split(",")
-    return [read_link(word) if word.endswith(".json") else Link(parse_bandwidth(word), delay) for word in words]
+    Raises:
+        GradlabError: if an item is empty or of no speed, or two are of the same speed.
+    """
+    from gradlab.analysis.forecast.diagnosis import read_link
+    from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds, spell_rate
+
+    delay, words = parse_seconds(latency), [word.strip() for word in rates.split(",")]
+    if not all(words):
+        raise GradlabError(f"--bandwidth {rates[:80]!r}: an item is empty, expected link speeds such as 100mbit,1gbit")
+    links = [read_link(word) if word.endswith(".json") else Link(parse_bandwidth(word), delay) for word in words]
+    spelled = [spell_rate(link.bits_per_second) for link in links]
+    for rate in spelled:
+        if spelled.count(rate) > 1:
+            raise GradlabError(f"--bandwidth {rates[:80]!r}: {rate} is named twice, expected each link speed once")
+    return links
 
 
 def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], Node | None]:

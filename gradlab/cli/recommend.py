@@ -7,9 +7,15 @@ reduction is about as fast, that is the answer. If no plan saves more than a for
 compress", and no artifact is written. Faster plans, which may lose more, are written beside the artifact for
 `gradlab pilot`, which tries them on your own training.
 
+Several link speeds are one question, with a table for an answer: --bandwidth 100mbit,1gbit,10gbit. Replays are made
+once for all. Each plan that some link takes is written, with these links in its name:
+plan.100mbit+1gbit.safetensors. So it is where --out is taken by an earlier answer, which stays.
+
 Examples:
 
   gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit
+
+  gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 100mbit,1gbit,10gbit
 
   gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --compute-seconds 0.36s
 
@@ -18,30 +24,45 @@ Examples:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gradlab.analysis.forecast import Network
-from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, require_computing
+from gradlab.analysis.forecast.link import Link, json_rate
+from gradlab.analysis.forecast.networks import networks_table
+from gradlab.analysis.forecast.recommendation import Recommendation, lines_for_several, require_computing
 from gradlab.analysis.forecast.recommendation import recommend as choose
-from gradlab.analysis.outputs import require_free
+from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.replay.named_method import loaded_plans
-from gradlab.analysis.report.recommended import Search, beside
+from gradlab.analysis.report.recommended import Files, Saved, Search
 from gradlab.cli import options
 from gradlab.cli.console import Answer, print_json, progress_bars
 from gradlab.errors import GradlabError
 from gradlab.trace import Trace
 
+MOST_LINKS = 12
+
 
 def recommend(
     trace: options.TraceFolder,
-    out: Annotated[Path, typer.Option(metavar="ARTIFACT", help="File for the plan, if there is one to train with.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="ARTIFACT",
+            help="File for the plan, if there is one to train with. If it is taken, or for several links, the links "
+            "are put into the name: plan.1gbit.safetensors.",
+        ),
+    ],
     nodes: Annotated[
         str, typer.Option(metavar="N[xR]", help="Number of nodes, and of ranks on each: 8, or 8x8.")
     ] = "8",
-    bandwidth: Annotated[str, typer.Option(help="Speed of a node's link: 200mbit, 10gbit.")] = "1gbit",
+    bandwidth: Annotated[
+        str, typer.Option(help="Speed of a node's link, or several: 200mbit,10gbit; or link.json of `gradlab doctor`.")
+    ] = "1gbit",
     inside: options.InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Parameters are sharded among a node's ranks by FSDP2.")] = False,
     latency: options.Latency = "100us",
@@ -55,13 +76,11 @@ def recommend(
     as_json: options.AsJson = False,
 ) -> None:
 
-    for path in (out, beside(out, LIKELY), beside(out, BOLD)):
-        require_free(path, overwrite)
-    for option, words in (("nodes", nodes), ("bandwidth", bandwidth)):
-        if "," in words:
-            raise GradlabError(f"--{option} {words!r}: expected one, to recommend a plan for it")
+    if "," in nodes:
+        raise GradlabError(f"--nodes {nodes[:80]!r}: expected one number of nodes; several links may be asked about")
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
-    links = options.links_of(bandwidth, latency)
+    links = _links(bandwidth, latency)
+    files = Files.chosen(out, [link.bits_per_second for link in links], overwrite)
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         profile = options.profile_of_step(compute_seconds, opened)
         require_computing(profile)
@@ -72,10 +91,50 @@ def recommend(
         tried, remarks = search.tried(allowed, sharing, progress)
     if tried.speed is None:
         raise GradlabError(" ".join(remarks) or f"{trace}: no plan could be forecast")
-    found = choose(tried.speed)
-    saved = search.save(found, tried, out, overwrite)
-    if as_json:
-        written = {"remarks": remarks, "frontier": [row.to_json() for row in tried.frontier]}
-        print_json({**found.to_json(), **saved.to_json(), **written})
+    found = choose(tried.speed, search.stands_in)
+    saved = search.save(found, tried, files, overwrite)
+    written = {**saved.to_json(), "remarks": remarks, "frontier": [row.to_json() for row in tried.frontier]}
+    if len(found) > 1:
+        _print_several(tried.speed, found, saved, written, as_json, stands_in=search.stands_in)
+    elif as_json:
+        print_json({**found[0].to_json(), **saved.at(0), **written})
     else:
-        Answer([found.text], remarks, notes=saved.lines()).print()
+        Answer([found[0].text], remarks, notes=saved.lines()).print()
+
+
+def _links(bandwidth: str, latency: str) -> list[Link]:
+    """Read the links that are asked about: one that was measured, or several speeds."""
+    links = options.links_of(bandwidth, latency)
+    if len(links) > MOST_LINKS:
+        raise GradlabError(f"--bandwidth: {len(links)} link speeds, expected at most {MOST_LINKS}")
+    if len({replace(link, bits_per_second=1.0) for link in links}) > 1:
+        raise GradlabError(f"--bandwidth {bandwidth[:80]!r}: a measured link has costs of its own: ask about it alone")
+    return links
+
+
+def _print_several(
+    speed: SpeedForecast,
+    found: Sequence[Recommendation],
+    saved: Saved,
+    written: Mapping[str, Any],
+    as_json: bool,
+    stands_in: str,
+) -> None:
+    """Print the answers for several links: a table, and lines on all of them."""
+    cautions, lines = caution_lines(speed.judged.values()), lines_for_several(speed, found, stands_in)
+    table = networks_table(speed)
+    if as_json:
+        networks = [
+            {
+                "nodes": at.nodes,
+                "bits_per_second": json_rate(at.bits_per_second),
+                "final_loss": row[-1],
+                **one.to_json(),
+                **saved.at(place),
+            }
+            for place, (at, one, row) in enumerate(zip(speed.configurations, found, table.rows, strict=True))
+        ]
+        print_json({"text": "\n".join([*cautions, *lines]), "networks": networks, **written})
+        return
+    Answer(cautions, tables=[table]).print()
+    Answer(lines, written["remarks"], notes=saved.lines()).print()

@@ -22,7 +22,7 @@ class RecordedTimes(Jsonable):
     waited: time for averages between ranks or nodes, after the last gradient was there; before, for a processor.
     recording: time of the recorder.
     bits_per_second: rate at which averages passed through each rank's link, at least; None: not known.
-    ranks, steps: numbers of those that were timed.
+    ranks, steps: numbers of those that were timed. recorded: "rank", or "node" where a record is that of a node.
     """
 
     seconds: float
@@ -32,6 +32,7 @@ class RecordedTimes(Jsonable):
     bits_per_second: float | None
     ranks: int
     steps: int
+    recorded: str = "rank"
 
     def __str__(self) -> str:
         return (
@@ -54,7 +55,8 @@ def recorded_times(records: Sequence[np.ndarray], gathers: bool = False) -> Reco
     slowest = rows[int(np.argmax(medians))][timed]
     seconds, waited, recording = (float(np.median(slowest[name])) for name in ("seconds", "waited", "recording"))
     rate = None if gathers else _link_rate(rows[:, timed])
-    return RecordedTimes(seconds, float(medians.max()), waited, recording, rate, len(rows), int(timed.sum()))
+    recorded = "node" if gathers else "rank"
+    return RecordedTimes(seconds, float(medians.max()), waited, recording, rate, len(rows), int(timed.sum()), recorded)
 
 
 def _link_rate(rows: np.ndarray) -> float | None:

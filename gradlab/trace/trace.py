@@ -203,7 +203,16 @@ class Trace:
         if self.local_steps:
             return None
         rows = [rank.records[at] for rank, at in zip(self._ranks, self._rows, strict=True)]
-        return recorded_times(rows, gathers="averaged_ranks" in self.metadata)
+        return recorded_times(rows, gathers=self._gathers)
+
+    @property
+    def of_nodes(self) -> bool:
+        """Whether its ranks are nodes: each is the mean of several ranks."""
+        return self.average_ranks > 1 or self._gathers
+
+    @property
+    def _gathers(self) -> bool:
+        return "averaged_ranks" in self.metadata
 
     @property
     def source(self) -> TraceSource:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradlab.analysis.forecast.network import Profile
 from gradlab.trace import Trace, check
 from jobs.node_recording_tasks import STEPS, UNUSED_AT
 from support.process_pool import ProcessPool
@@ -48,6 +49,7 @@ def test_a_recording_under_fsdp_is_that_of_the_nodes_under_ddp(pool: ProcessPool
     for trace in (under_ddp, under_fsdp):
         assert trace.times is not None
         assert (trace.times.seconds > trace.times.computing, trace.times.bits_per_second) == (True, None)
+        assert (trace.of_nodes, Profile.as_recorded(trace.times).compute_source) == (True, "as recorded on 2 nodes")
     assert under_fsdp.scalars(0)["unused"].any(axis=1).tolist() == [step == UNUSED_AT for step in range(STEPS)]
 
 

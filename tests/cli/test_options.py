@@ -14,6 +14,7 @@ import pytest
 
 from gradlab import codecs
 from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.diagnosis import link_to_json
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
@@ -165,10 +166,16 @@ def test_a_forecast_is_printed_as_it_was_computed() -> None:
     assert len(set(row[3:])) == 3
 
 
-def test_one_network_is_recommended_for(tmp_path: Path) -> None:
-    for words in ({"nodes": "4,8"}, {"bandwidth": "1gbit,2gbit"}):
-        with pytest.raises(GradlabError, match="expected one, to recommend a plan for it"):
-            recommend.recommend(tmp_path, tmp_path / "plan.safetensors", **words)  # type: ignore[arg-type]
+def test_one_number_of_nodes_is_recommended_for(tmp_path: Path) -> None:
+    with pytest.raises(GradlabError, match="--nodes '4,8': expected one number of nodes"):
+        recommend.recommend(tmp_path, tmp_path / "plan.safetensors", nodes="4,8")
+
+
+def test_a_measured_link_is_asked_about_alone(tmp_path: Path) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(json.dumps({"link": link_to_json(Link(2e8, collective_seconds=1e-4))}))
+    with pytest.raises(GradlabError, match="a measured link has costs of its own: ask about it alone"):
+        recommend.recommend(tmp_path, tmp_path / "plan.safetensors", bandwidth=f"{path},1gbit")
 
 
 @pytest.mark.parametrize(

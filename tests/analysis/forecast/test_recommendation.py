@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +22,10 @@ from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
+from gradlab.analysis.forecast.networks import networks_table, turning_points, turns_text
 from gradlab.analysis.forecast.plans import pays_text
 from gradlab.analysis.forecast.recommendation import BOLD, Recommendation, recommend
+from gradlab.analysis.forecast.simulator import SHARDS, Node
 from gradlab.analysis.forecast.speed import forecast_speed
 from gradlab.analysis.report.examine import families_of
 from gradlab.analysis.report.look import Look
@@ -62,7 +66,8 @@ def recommended(
 ) -> Recommendation:
     chosen = {name: PLANS[name] for name in plans}
     judged: Any = {name: replays[name] for name in plans}
-    return recommend(forecast_speed(chosen, judged, Network([link], (8,), profile), max_loss=max_loss))
+    [found] = recommend(forecast_speed(chosen, judged, Network([link], (8,), profile), max_loss=max_loss))
+    return found
 
 
 def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> None:
@@ -77,7 +82,7 @@ def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> 
 def test_the_allowed_loss_and_the_break_even_are_said() -> None:
     found = recommended(SLOW, 0.01)
     assert "the fastest with at most 1 % worse loss (--max-loss)" in found.text
-    assert "int8 pays below about " in found.text
+    assert "Compress below about " in found.text
     assert "No plan with at most 1 % worse loss (--max-loss) saves" in recommended(FAST, 0.01).text
 
 
@@ -135,7 +140,7 @@ def test_a_report_takes_what_is_recommended_on_every_link(plans: tuple[str, ...]
     for exponent in range(6, 12):
         network = Network([Link(10**exponent, 1e-5)], (8,), COMPUTING)
         speed = forecast_speed(chosen, replays, network, max_loss=0.01)  # type: ignore[arg-type]
-        found = recommend(speed)
+        [found] = recommend(speed)
         decision = speed.decisions[0]
         assert (decision.take, decision.plan, decision.seconds) == (found.decision, found.plan, found.seconds)
         assert decision.why in found.text
@@ -145,13 +150,64 @@ def test_a_report_takes_what_is_recommended_on_every_link(plans: tuple[str, ...]
     assert {NOTHING, HALF} <= seen
 
 
-def test_no_answer_without_the_time_of_computing_or_for_several_links() -> None:
+def test_no_answer_without_the_time_of_computing() -> None:
     with pytest.raises(GradlabError, match="how long a step computes, which is not known: give --compute-seconds"):
         recommended(SLOW, 0.01, profile=NOT_MEASURED)
-    replays: Any = REPLAYS
-    several = forecast_speed(PLANS, replays, Network([SLOW, FAST], (8,), COMPUTING))
-    with pytest.raises(GradlabError, match="2 pairs of nodes and links, expected one"):
-        recommend(several)
+
+
+LADDER = [Link(rate, 1e-4) for rate in (1e6, 1e9, 1e12)]
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clocks of processor time tick once for each look: codecs then take as long in every process."""
+    for clock in ("thread_time", "process_time"):
+        looks = itertools.count()
+        monkeypatch.setattr(time, clock, lambda looks=looks: 2.0**-17 * next(looks))
+
+
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize("node", [None, Node(4, Link(4e11), SHARDS)])
+def test_several_links_are_answered_as_each_alone(node: Node | None) -> None:
+    def found(links: list[Link]) -> tuple[tuple[Recommendation, ...], list[list[str]]]:
+        speed = forecast_speed(PLANS, REPLAYS, Network(links, (8,), COMPUTING, node=node), max_loss=0.01)  # type: ignore[arg-type]
+        return recommend(speed), [list(row) for row in networks_table(speed).rows]
+
+    found([SLOW])  # what is timed once in a process
+    several, rows = found(LADDER)
+    alone = [found([link]) for link in LADDER]
+    assert list(several) == [one for (one,), _ in alone]
+    assert rows == [row for _, (row,) in alone]
+    assert {one.decision for one in several} == {COMPRESS, HALF, NOTHING}
+
+
+@pytest.mark.usefixtures("ticking")
+def test_it_turns_where_the_decision_does() -> None:
+    """Asked just beside the two speeds that are said, it decides otherwise on each side."""
+    speed = forecast_speed(PLANS, REPLAYS, Network([SLOW], (8,), COMPUTING), max_loss=0.01)  # type: ignore[arg-type]
+    compress, half = turning_points(0, speed)
+    assert 0 < compress < half < math.inf
+    rates = [0.9 * compress, 1.1 * compress, 0.9 * half, 1.1 * half]
+    there = forecast_speed(
+        PLANS, REPLAYS, Network([Link(rate, 1e-4) for rate in rates], (8,), COMPUTING), max_loss=0.01
+    )  # type: ignore[arg-type]
+    assert [one.take for one in there.decisions] == [COMPRESS, HALF, HALF, NOTHING]
+    assert len({one.break_even for one in there.decisions}) == 1
+
+
+@pytest.mark.parametrize(
+    ("compress", "half", "text"),
+    [
+        (2e8, 4e9, "Compress below about 200 Mbit/s, take 16 bits up to about 4 Gbit/s, do not compress above."),
+        (0.0, 4e9, "Take 16 bits below about 4 Gbit/s, do not compress above."),
+        (4e9, 2e8, "Compress below about 4 Gbit/s, do not compress above."),
+        (math.inf, math.inf, "Compress at every speed tried."),
+        (2e8, math.inf, "Compress below about 200 Mbit/s, take 16 bits above."),
+        (0.0, 0.0, "Do not compress at any speed tried."),
+    ],
+)
+def test_where_it_turns_in_prose(compress: float, half: float, text: str) -> None:
+    assert turns_text(compress, half) == text
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +265,69 @@ def test_what_is_printed_trains(
     assert len([*tmp_path.glob("gradlab-*.pt")]) == (2 if decision == COMPRESS else 0)  # saved and loaded
     if decision == COMPRESS:
         assert Artifact.load(out).provenance["replay"]["judged_cosine"] > 0.9
-        code, printed, error = gradlab(*words)
-        assert (code, printed) == (2, "")
-        assert "exists" in error
+
+
+RATES = ["1mbit", "2mbit", "100gbit"]
+
+
+def answered(gradlab: Command, trace: Path, out: Path, bandwidth: str, *words: str) -> dict[str, Any]:
+    asked = [
+        "--nodes",
+        "2",
+        "--bandwidth",
+        bandwidth,
+        "--compute-seconds",
+        "0.2",
+        "--workers",
+        "1",
+        "--quick",
+        "--json",
+        *words,
+    ]
+    code, printed, error = gradlab("recommend", trace, "--out", out, *asked)
+    assert code == 0, error
+    return dict(json.loads(printed))
+
+
+@pytest.mark.usefixtures("few", "ticking")
+def test_one_command_answers_for_several_links_as_for_each_alone(gradlab: Command, trace: Path, tmp_path: Path) -> None:
+    """The artifacts, too, each under the names of the links that take it; a second question goes beside the first."""
+    answered(gradlab, trace, tmp_path / "first", "1mbit")  # what is timed once in a process
+    several = answered(gradlab, trace, tmp_path / "plan.safetensors", ",".join(RATES))
+    alone = {rate: answered(gradlab, trace, tmp_path / f"{rate}.safetensors", rate) for rate in RATES}
+    for one, found in zip(several["networks"], alone.values(), strict=True):
+        assert {key: one[key] for key in ("decision", "plan", "text", "warmup_steps", "proposals")} == {
+            key: found[key] for key in ("decision", "plan", "text", "warmup_steps", "proposals")
+        }
+        for key in ("seconds", "dense_seconds", "half_seconds"):
+            assert one[key] == found[key]
+        if one["artifact"]:
+            made, expected = (Artifact.load(path["artifact"]) for path in (one, found))
+            assert made.plan == expected.plan
+        assert one["paste"] == found["paste"].replace(str(found["artifact"]), str(one["artifact"]))
+    first, second, third = (one["artifact"] for one in several["networks"])
+    assert (Path(first).name, second, third) == ("plan.1mbit+2mbit.safetensors", first, None)
+    assert [path.name for path in tmp_path.glob("plan.*")].count("plan.safetensors") == 0
+
+
+@pytest.mark.usefixtures("few")
+def test_a_later_question_replaces_no_earlier_answer(gradlab: Command, trace: Path, tmp_path: Path) -> None:
+    out, quick = tmp_path / "plan.safetensors", "--quick"
+    answered(gradlab, trace, out, "1mbit", quick)
+    before = out.read_bytes()
+    found = answered(gradlab, trace, out, "2mbit", quick)
+    assert Path(found["artifact"]).name == "plan.2mbit.safetensors"
+    words = ["recommend", trace, "--out", out, "--nodes", "2", "--compute-seconds", "0.2", quick]
+    for asked in ("2mbit", "2mbit,1gbit"):
+        code, printed, error = gradlab(*words, "--bandwidth", asked)
+        assert (code, printed, error.count("\n")) == (2, "", 1)
+        assert "plan.2mbit.safetensors exists already" in error
+    code, printed, _ = gradlab(*words, "--bandwidth", "2mbit,1mbit", "--overwrite")
+    assert code == 0
+    assert "What to take between 2 nodes" in printed
+    assert f"{tmp_path / 'plan.2mbit+1mbit.safetensors'}: int" in printed
+    assert "Files of earlier answers stay: " in printed
+    assert out.read_bytes() == before
 
 
 @pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate"])
@@ -256,6 +372,9 @@ def test_words_that_mean_nothing_are_refused_by_name(gradlab: Command, trace: Pa
     assert (code, "give --compute-seconds" in error) == (2, True)
     for wrong, said in (
         (["--fsdp"], "FSDP2: parameters are sharded among a node's ranks; name them, such as --nodes 8x8"),
+        (["--bandwidth", "1gbit,,2gbit"], "--bandwidth '1gbit,,2gbit': an item is empty, expected link speeds"),
+        (["--bandwidth", "1gbit,1000mbit"], "--bandwidth '1gbit,1000mbit': 1 Gbit/s is named twice"),
+        (["--bandwidth", ",".join(f"{n}mbit" for n in range(1, 14))], "13 link speeds, expected at most 12"),
         *((["--nodes", nodes], f"--nodes {nodes!r}: expected ") for nodes in ("8by8", "4,8", "4x", "8x8x8", "")),
         (["--max-loss", "lots"], "--max-loss lots: expected a share of the loss such as 1% or 0.01"),
     ):
@@ -276,6 +395,7 @@ def printed_for(gradlab: Command, trace: Path, out: Path, *words: str) -> str:
     """What is printed for two nodes of two ranks, after it was seen to name an artifact."""
     code, printed, _ = gradlab("recommend", trace, "--out", out, *BETWEEN_NODES, *words)
     assert (code, printed.splitlines()[-1]) == (0, str(out))
+    assert "400 Gbit/s for each of a node's 2 ranks is assumed (--inside); 2 recorded ranks are judged" in printed
     return printed
 
 

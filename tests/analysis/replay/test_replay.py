@@ -85,6 +85,13 @@ def test_a_plan_is_replayed_in_the_form_that_it_will_have(tmp_path):
         assert uniform_artifact(default, replayed).provenance["replay"]["nodes"] == (nodes or 3)
 
 
+def test_recorded_nodes_are_called_nodes(tmp_path):
+    record(tmp_path / "t", random_gradients(0, 6, 4)).close()
+    with Trace(tmp_path / "t", average_ranks=2) as trace:
+        caution = replay_plans(trace, {"": uniform("topk")}, nodes=8)[""].caution
+    assert caution.startswith("2 recorded nodes are judged, for 8")
+
+
 def simulated_topk(gradients, density, names):
     """Error feedback and top-k in plain numpy: per step the contribution error and the aggregate error."""
     ranks = len(gradients[0])

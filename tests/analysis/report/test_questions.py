@@ -91,11 +91,11 @@ def test_the_page_begins_in_short_and_says_all_beneath(report: tuple[dict[str, A
     # What is taken ends near dense training; what is faster and does not is named after it.
     assert data["brief"].startswith(f"At 1 Mbit/s between 4 nodes take {slow['closest']}: ")
     assert "the fastest with at most 1 % worse loss" in data["brief"]
-    assert f"{slow['closest']} pays below about " in data["brief"]
+    assert "Compress below about " in data["brief"]
     assert f" {slow['fastest']} would save" in data["brief"]
     assert slow["fastest"] != slow["closest"]
     assert fast["fastest"] is None
-    assert data["brief"].endswith("At 1 Tbit/s between 4 nodes do not compress.")
+    assert "At 1 Tbit/s between 4 nodes do not compress." in data["brief"]
     assert page.count(data["brief"]) == 1
     words = " ".join(re.sub(r"<[^>]+>", " ", page).split())
     assert words.index(" ".join(data["brief"].split())) < words.index("Will it pay")
