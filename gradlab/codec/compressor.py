@@ -27,7 +27,7 @@ from gradlab.kernels import usable
 from gradlab.layout import Layer
 
 if TYPE_CHECKING:
-    from gradlab.kernels.selection import Places
+    from gradlab.kernels.selection import Counted, Places
 
 SomeSparsifier = TypeVar("SomeSparsifier", bound="Sparsifier")
 
@@ -161,7 +161,7 @@ class Sparsifier(Compressor):
     def _by_kernels(self, vector: torch.Tensor) -> bool:
         return usable(vector) and vector.numel() > 0 and not varies(self.settings.index_coding)
 
-    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int | None, torch.Tensor | None]:
+    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int | None, Counted | None]:
         """Return how many largest magnitudes of a vector kernels send, and what counted them; None if they cannot."""
         return count_of(self.settings.density, vector.numel()) if self.exact else None, None
 

@@ -90,8 +90,9 @@ class CLTK(Codec):
         vector, leader = grads.vector, self.leader(context)
         known = self._places([grad.numel() for grad in grads.values()])
         by_kernels = usable(vector) and vector.numel() > 0
+        values = None
         if context.rank == leader:
-            encoded = self._selected(vector, known, by_kernels)
+            values, encoded = self._selected(vector, known, by_kernels)
         else:
             encoded = torch.zeros(known.nbytes, dtype=torch.uint8, device=vector.device)
         encoded = yield Broadcast(encoded, leader)
@@ -99,20 +100,24 @@ class CLTK(Codec):
             from gradlab.kernels.selection import values_at
 
             places = known.places(vector.device)
-            mean, own = yield from self._values(values_at(vector, encoded, places, known.count), context)
+            if values is None:
+                values = values_at(vector, encoded, places, known.count)
+            mean, own = yield from self._values(values, context)
             return exchanged_by_kernels(encoded, places, mean, own, vector, grads, context)
         with sent_by(leader):
             positions = context.once(lambda: known.decode([encoded])[0])
         mean, own = yield from self._values(with_non_finite(vector[positions], vector), context)
         return exchanged_at(positions, mean, own, vector, grads, context)
 
-    def _selected(self, vector: torch.Tensor, known: EachLayer, by_kernels: bool) -> torch.Tensor:
-        """Return the encoded positions of a vector's elements that are sent."""
+    def _selected(
+        self, vector: torch.Tensor, known: EachLayer, by_kernels: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return the values that are sent of a vector, where a kernel finds them, and their encoded positions."""
         if not by_kernels or self.settings.selection == "chunks":
-            return known.encode(known.select(vector, self._select))
+            return None, known.encode(known.select(vector, self._select))
         from gradlab.kernels.selection import largest_of_each
 
-        return largest_of_each(vector, known.places(vector.device), known.count, known.nbytes)[1]
+        return largest_of_each(vector, known.places(vector.device), known.count, known.nbytes, sound=True)
 
     def _places(self, sizes: Sequence[int]) -> EachLayer:
         """Return where the elements lie that are sent of layers of these sizes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,10 @@ from gradlab.codec.sparsifier import (
     density_setting,
     largest,
 )
+from gradlab.coding.random_bits import RandomBits
+
+if TYPE_CHECKING:
+    from gradlab.kernels.selection import Counted
 
 _SAMPLED = 0.01  # share of elements in the sample
 _LEAST = 16  # values of the sample that reach the threshold
@@ -81,25 +86,29 @@ class SampledThreshold(Sparsifier):
 
     def _top(self, vector: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
         """Return the magnitudes in a sample that reach the threshold; None where all elements are sorted instead."""
-        numel, density = vector.numel(), self.settings.density
-        wanted = max(math.ceil(_SAMPLED * numel), math.ceil(min(numel + 1, _LEAST / density)))
-        if 2 * wanted > numel:
+        if (sample := self._sample(vector.numel())) is None:
             return None
         # At random: an even stride may follow the columns of a matrix.
-        places = torch.randint(numel, (wanted,), generator=generator).to(vector.device, non_blocking=True)
-        return vector[places].abs().topk(max(1, math.ceil(density * wanted)), sorted=False).values
+        places = RandomBits(generator, vector.device).below(vector.numel(), sample[0])
+        return vector[places].abs().topk(sample[1], sorted=False).values
 
-    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int, torch.Tensor | None]:
-        from gradlab.kernels.selection import counts_above, levels_reached
+    def _sample(self, numel: int) -> tuple[int, int] | None:
+        """Return the elements of a sample, and how many of them reach the threshold; None where there is no sample."""
+        density = self.settings.density
+        wanted = max(math.ceil(_SAMPLED * numel), math.ceil(min(numel + 1, _LEAST / density)))
+        return None if 2 * wanted > numel else (wanted, max(1, math.ceil(density * wanted)))
 
-        count, top = count_of(self.settings.density, vector.numel()), self._top(vector, generator)
-        if top is None:
+    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int, Counted | None]:
+        from gradlab.kernels.selection import levels_reached, places_of
+
+        numel, device = vector.numel(), vector.device
+        count, sample = count_of(self.settings.density, numel), self._sample(numel)
+        if sample is None:
             return count, None
-        *reached, least = levels_reached(vector, top, _ADJUSTMENTS + 1, _LOWERED).cpu()
-        lowered = next((at for at, found in enumerate(reached) if found >= _ENOUGH * count), _ADJUSTMENTS)
-        if (found := int(reached[lowered])) > count:
-            return count, None
-        level = least.view(torch.float32)
-        for _ in range(lowered):
-            level = level * _LOWERED
-        return found, counts_above(vector, self._places(vector, 1)[0], float(level))
+        rows = [(0, *sizes, *[0] * 7) for sizes in ((numel, count), sample)]
+        places = self.cached(("sampled", numel, device), lambda: places_of(rows, device))
+        nbytes, seed = self._places(vector, count)[1], RandomBits(generator, device).seed
+        reached, [of_count, *of_levels] = levels_reached(vector, places, nbytes, seed, _ADJUSTMENTS + 1, _LOWERED)
+        counts = reached.cpu().tolist()
+        lowered = next((at for at, found in enumerate(counts) if found >= _ENOUGH * count), _ADJUSTMENTS)
+        return (count, of_count) if counts[lowered] > count else (counts[lowered], of_levels[lowered])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -20,6 +20,9 @@ from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import DENSITIES, at_least, coding_setting, count_of, density_setting, largest
 from gradlab.collectives import Coroutine, Mean
 from gradlab.layout import Layer
+
+if TYPE_CHECKING:
+    from gradlab.kernels.selection import Counted
 
 
 class Threshold(Sparsifier):
@@ -71,11 +74,11 @@ class Threshold(Sparsifier):
         # A measured lambda may be as small as it likes, but not zero: zeros are never sent.
         return self.settings.threshold or torch.finfo(vector.dtype).tiny
 
-    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int, torch.Tensor]:
+    def _counted(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[int, Counted]:
         from gradlab.kernels.selection import counts_above
 
         above = counts_above(vector, self._places(vector, 1)[0], self._least(vector))
-        return int(above.cpu()[2::2].sum()), above
+        return int(above.counts.cpu()[::2].sum()), above
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         fixed, known = yield from self.settled(grads, state, context)

@@ -17,6 +17,7 @@ class RandomBits:
         self.seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         self._counted = np.random.Philox(key=self.seed) if device.type == "cpu" else None
         self._generator: torch.Generator | None = None
+        self._device = device
 
     def sixteen(self, like: torch.Tensor) -> torch.Tensor:
         """Draw uniform integers in [-2^15, 2^15), int16, in the shape of `like`, 64 bits at a time."""
@@ -29,3 +30,9 @@ class RandomBits:
             words = torch.empty(count, dtype=torch.int64, device=like.device)
             words.random_(-(2**63), None, generator=self._generator)
         return words.view(torch.int16)[: like.numel()].view(like.shape)
+
+    def below(self, numel: int, count: int) -> torch.Tensor:
+        """Draw positions (count,), int64, below numel < 2^32, 64 bits each, the same ones on every device."""
+        drawn = np.random.Philox(key=self.seed).random_raw(count)
+        positions = ((drawn >> np.uint64(32)) * np.uint64(numel)) >> np.uint64(32)
+        return torch.from_numpy(positions.view(np.int64)).to(self._device, non_blocking=True)

@@ -48,12 +48,17 @@ def lanes_of(words, TILE: tl.constexpr):
 
 
 @triton.jit
+def random_words(seed, first, TILE: tl.constexpr):
+    """Return the random words first, first + 1, ..., uint64 (TILE,). first: a multiple of 4."""
+    a, b, c, d = philox(seed, first // 4 + tl.arange(0, TILE // 4))
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE,))  # a, b, c, d of each counter in turn
+
+
+@triton.jit
 def sixteen(seed, first, TILE: tl.constexpr):
     """Return the random numbers in [-2^15, 2^15) of elements first, first + 1, ..., int32 (TILE,). first: a multiple of
     16."""
-    a, b, c, d = philox(seed, first // 16 + tl.arange(0, TILE // 16))
-    # a, b, c, d of each counter in turn
-    return lanes_of(tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (TILE // 4,)), TILE)
+    return lanes_of(random_words(seed, first // 4, TILE // 4), TILE)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ import triton.language as tl
 from gradlab.coding.bits import packed_bytes
 from gradlab.kernels import launch
 from gradlab.kernels.blocks import magnitude_bits
-from gradlab.kernels.codes import load_codes, rows_of, store_codes
+from gradlab.kernels.codes import load_codes, random_words, rows_of, store_codes
 
 _TILE, _BINS = 4096, 2048  # elements of a layer that a program works on, and numbers of a digit of magnitudes
 _ENTRIES = 128  # of a message that are added together
+_FINITE, _INFINITE = 0x7F7FFFFF, 0x7F800000  # bits of the largest finite magnitude, and of infinity
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,21 @@ class Places:
     rows: torch.Tensor
     of_tiles: torch.Tensor
     bitmaps: tuple[bool, bool]
+
+
+class Counted(NamedTuple):
+    """Elements of layers that a kernel has counted, for one that writes them.
+
+    limits: bits of a magnitude above which a layer's elements are sent, and how many equal it, (2 * layers,), int32.
+    counts: number of a tile's elements above that magnitude, and of those that equal it, (2 * tiles,), int32.
+    words: zeros for coded positions, int32; None: there are none yet.
+    unsound: a number that is not 0 if all values have to be NaN, (1,), int32; None: they never have to.
+    """
+
+    limits: torch.Tensor
+    counts: torch.Tensor
+    words: torch.Tensor | None = None
+    unsound: torch.Tensor | None = None
 
 
 def places_of(rows: Sequence[Sequence[int]], device: torch.device) -> Places:
@@ -123,15 +140,28 @@ def _threshold(bins, layers, layer, wanted, PASSES: tl.constexpr, BINS: tl.const
 
 
 @triton.jit
+def _sampled_at(at, first, layer, rows, seed, TILE: tl.constexpr):
+    if layer == 1:  # elements of the first layer, drawn at random
+        high = random_words(seed, first, TILE) >> 32
+        at = ((high * tl.load(rows + 1).to(tl.uint64)) >> 32).to(tl.int64)
+    return at
+
+
+@triton.jit
 def _histogram(
-    x, rows, of_tiles, bins, layers, given, PASS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+    x, rows, of_tiles, bins, mark, layers, given, seed,
+    PASS: tl.constexpr, MARKED: tl.constexpr, SAMPLED: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     layer = tl.load(of_tiles + tile)
     start, size, count, first_tile, _, _ = _row(rows, layer, given)
-    i = (tile - first_tile) * TILE + tl.arange(0, TILE)
+    first = (tile - first_tile) * TILE
+    i = first + tl.arange(0, TILE)
     inside = i < size
-    key = magnitude_bits(tl.load(x + start + i, mask=inside, other=0.0))
+    at = _sampled_at(start + i, first, layer, rows, seed, TILE) if SAMPLED else start + i
+    key = magnitude_bits(tl.load(x + at, mask=inside, other=0.0))
+    if PASS == 0 and MARKED > 0:
+        tl.store(mark, 1, mask=(tl.max(tl.where(inside, key, 0), 0) > MARKED) & (layer >= SAMPLED))
     found, _ = _threshold(bins, layers, layer, count, PASS, BINS)
     if PASS == 0:
         digit = key >> 20
@@ -149,7 +179,22 @@ def _histogram(
 
 
 @triton.jit
-def _count(x, rows, of_tiles, bins, limits, counts, layers, given, BINS: tl.constexpr, TILE: tl.constexpr):
+def _tally(key, limit, ties, limits, counts, layer, tile, first_tile):
+    """Write a tile's part of `Counted`, and return the number of elements above the limit."""
+    above = tl.sum((key > limit).to(tl.int32), 0)
+    tl.store(counts + 2 * tile, above)
+    tl.store(counts + 2 * tile + 1, tl.sum((key == limit).to(tl.int32), 0))
+    if tile == first_tile:
+        tl.store(limits + 2 * layer, limit)
+        tl.store(limits + 2 * layer + 1, ties.to(tl.int32))
+    return above
+
+
+@triton.jit
+def _count(
+    x, rows, of_tiles, bins, limits, counts, found, mark, layers, given, stride,
+    LEVELS: tl.constexpr, LOWERED: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     layer = tl.load(of_tiles + tile)
     start, size, count, first_tile, _, _ = _row(rows, layer, given)
@@ -159,38 +204,24 @@ def _count(x, rows, of_tiles, bins, limits, counts, layers, given, BINS: tl.cons
         limit, ties = _threshold(bins, layers, layer, count, 3, BINS)
     else:
         limit, ties = given, count * 0
-    tl.store(counts + 2 * tile, tl.sum((key > limit).to(tl.int32), 0))
-    tl.store(counts + 2 * tile + 1, tl.sum((key == limit).to(tl.int32), 0))
-    if tile == first_tile:
-        tl.store(limits + 2 * layer, limit)
-        tl.store(limits + 2 * layer + 1, ties.to(tl.int32))
-
-
-@triton.jit
-def _reached(
-    x, top, found, numel, tops, LEVELS: tl.constexpr, LOWERED: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr
-):  # fmt: skip
-    least, greatest = tl.full((TOGETHER,), 0x7FFFFFFF, tl.int32), tl.zeros((TOGETHER,), tl.int32)
-    for begin in range(0, tops, TOGETHER):
-        j = begin + tl.arange(0, TOGETHER)
-        key = magnitude_bits(tl.load(top + j, mask=j < tops, other=0.0))
-        least = tl.minimum(least, tl.where(j < tops, key, 0x7FFFFFFF))
-        greatest = tl.maximum(greatest, key)
-    limit = tl.where(tl.max(greatest, 0) > 0x7F800000, 0x7FFFFFFF, tl.min(least, 0))
-    if tl.program_id(0) == 0:
-        tl.store(found + LEVELS, limit)
-    level = limit.to(tl.float32, bitcast=True)
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    magnitude = tl.abs(tl.load(x + i, mask=i < numel, other=0.0))
-    for at in tl.static_range(LEVELS):
-        n = tl.sum(((i < numel) & ((magnitude < level) == 0)).to(tl.int32), 0)
-        tl.atomic_add(found + at, n, sem="relaxed")
-        level = level * LOWERED
+    _tally(key, limit, ties, limits, counts, layer, tile, first_tile)
+    if LEVELS > 0:
+        least, _ = _threshold(bins, layers, 1, tl.load(rows + 13), 3, BINS)
+        level = tl.where(tl.load(mark) > 0, 0x7FFFFFFF, least).to(tl.float32, bitcast=True)
+        for at in tl.static_range(LEVELS):
+            limits += stride
+            counts += stride
+            # NaN reaches all levels, as all elements do NaN.
+            limit = tl.where(level == level, level.to(tl.int32, bitcast=True), 0) - 1
+            reached = _tally(key, limit, count * 0, limits, counts, layer, tile, first_tile)
+            tl.atomic_add(found + at, reached, sem="relaxed")
+            level = level * LOWERED
 
 
 @triton.jit
 def _write(
-    x, rows, of_tiles, limits, counts, values, octets, words, given, TILE: tl.constexpr, TOGETHER: tl.constexpr
+    x, rows, of_tiles, limits, counts, values, octets, words, mark, given,
+    MARKED: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     layer = tl.load(of_tiles + tile)
@@ -211,6 +242,8 @@ def _write(
     sent = (key > limit) | ((same > 0) & (tl.cumsum(same, 0) <= left))
     before = tl.sum(above, 0) + tl.minimum(tl.sum(alike, 0), ties)
     slot = before + tl.cumsum(sent.to(tl.int32), 0) - 1
+    if MARKED:
+        value = tl.where(tl.load(mark) > 0, float("nan"), value + 0.0)
     tl.store(values + of_values + slot, value, mask=sent)
     place = base + tl.where(bitmap, i, slot.to(tl.int64))
     _put(octets, words, first, place, tl.where(bitmap, 1, i), of_class, width, step, sent)
@@ -315,49 +348,80 @@ def _add(
 
 
 def largest_of_each(
-    vector: torch.Tensor, places: Places, count: int, nbytes: int, given: int = -1, above: torch.Tensor | None = None
+    vector: torch.Tensor,
+    places: Places,
+    count: int,
+    nbytes: int,
+    given: int = -1,
+    counted: Counted | None = None,
+    sound: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the largest magnitudes of each layer of a vector (numel,): values (count,) and coded positions, uint8.
 
     given: number of elements that are sent of the only layer; -1: the table has it.
-    above: result of `counts_above`, if it has counted them already.
+    counted: the result of `counts_above` or `levels_reached`; None: the largest are counted here.
+    sound: whether all values are NaN if there is NaN or infinity anywhere in the vector.
     """
-    layers, tiles = len(places.rows), len(places.of_tiles)
-    bin_count = 0 if above is not None else 3 * layers * _BINS
-    scratch = vector.new_zeros(bin_count + -(-nbytes // 4) + 1, dtype=torch.int32)
-    bins, words = scratch.split([bin_count, -(-nbytes // 4) + 1])
-    limits = scratch.new_empty(2 * (layers + tiles)) if above is None else above
-    counts, octets, values = limits[2 * layers :], words.view(torch.uint8), vector.new_empty(count)
-    table = (places.rows, places.of_tiles)
-    if above is None:
-        for at in range(3):
-            launch(_histogram, tiles, vector, *table, bins, layers, given, PASS=at, BINS=_BINS, TILE=_TILE)
-        launch(_count, tiles, vector, *table, bins, limits, counts, layers, given, BINS=_BINS, TILE=_TILE)
-    launch(
-        _write, tiles, vector, *table, limits, counts, values, octets, words, given, TILE=_TILE, TOGETHER=256
-    )  # fmt: skip
+    if counted is None:
+        counted = _counted(vector, places, nbytes, given, _FINITE if sound else 0)[1][0]
+    words = counted.words
+    words = vector.new_zeros(-(-nbytes // 4) + 1, dtype=torch.int32) if words is None else words
+    octets, values, mark = words.view(torch.uint8), vector.new_empty(count), counted.unsound
+    tensors = (vector, places.rows, places.of_tiles, counted.limits, counted.counts, values, octets, words)
+    constants = {"MARKED": mark is not None, "TILE": _TILE, "TOGETHER": 256}
+    launch(_write, len(places.of_tiles), *tensors, words if mark is None else mark, given, **constants)
     return values, octets[:nbytes]
 
 
-def counts_above(vector: torch.Tensor, places: Places, level: float) -> torch.Tensor:
-    """Count the elements of a vector's only layer that reach a level, and NaN, for `largest_of_each`: (2 + 2 tiles,),
-    int32, from the third on every other one those of a tile."""
-    limit = int(np.float32(level).view(np.int32)) - 1
-    above = vector.new_empty(2 + 2 * len(places.of_tiles), dtype=torch.int32)
-    given = (vector, places.rows, places.of_tiles, above, above, above[2:], 1, limit)
-    launch(_count, len(places.of_tiles), *given, BINS=0, TILE=_TILE)
-    return above
+def _counted(
+    vector: torch.Tensor, places: Places, nbytes: int, given: int, marked: int,
+    levels: int = 0, lowered: float = 0.0, seed: int = 0,
+) -> tuple[torch.Tensor, list[Counted]]:  # fmt: skip
+    """Count the largest magnitudes of each layer; with levels, do what `levels_reached` does."""
+    layers, tiles = (1, -(-vector.numel() // _TILE)) if levels else (len(places.rows), len(places.of_tiles))
+    stride, tables = 2 * (layers + tiles), len(places.rows)
+    bin_count, word_count = 3 * tables * _BINS, -(-nbytes // 4) + 1
+    scratch = vector.new_zeros(bin_count + 16 + word_count, dtype=torch.int32)
+    bins, found, mark, words = scratch.split([bin_count, 15, 1, word_count])
+    rows, table = scratch.new_empty(levels + 1, stride), (places.rows, places.of_tiles)
+    form = {"MARKED": marked, "SAMPLED": int(levels > 0), "BINS": _BINS, "TILE": _TILE}
+    for at in range(3):
+        given_numbers = (tables, given, seed)
+        launch(_histogram, len(places.of_tiles), vector, *table, bins, mark, *given_numbers, PASS=at, **form)
+    unsound = mark if marked and not levels else None
+    counted = [Counted(row[: 2 * layers], row[2 * layers :], words, unsound) for row in rows.unbind()]
+    tensors = (vector, *table, bins, counted[0].limits, counted[0].counts, found, mark)
+    launch(_count, tiles, *tensors, tables, given, stride, LEVELS=levels, LOWERED=lowered, BINS=_BINS, TILE=_TILE)
+    return found[:levels], counted
 
 
-def levels_reached(vector: torch.Tensor, top: torch.Tensor, levels: int, lowered: float) -> torch.Tensor:
-    """Count the elements of a vector (numel,) that reach the least magnitude of others (count,), and that lowered by a
-    factor once, twice, ...: (levels + 1,), int32, the last one the bits of that magnitude. NaN reaches all, as all do
-    NaN."""
-    found = vector.new_zeros(levels + 1, dtype=torch.int32)
-    given, sizes = (vector, top, found), (vector.numel(), len(top))
-    constants = {"LEVELS": levels, "LOWERED": lowered, "TILE": _TILE, "TOGETHER": 256}
-    launch(_reached, triton.cdiv(vector.numel(), _TILE), *given, *sizes, **constants)
-    return found
+def counts_above(vector: torch.Tensor, places: Places, level: float) -> Counted:
+    """Count the elements of a vector's only layer that reach a level, and NaN."""
+    limit, tiles = int(np.float32(level).view(np.int32)) - 1, len(places.of_tiles)
+    limits, counts = vector.new_empty(2 + 2 * tiles, dtype=torch.int32).split([2, 2 * tiles])
+    tensors = (vector, places.rows, places.of_tiles, limits, limits, counts, limits, limits)
+    launch(_count, tiles, *tensors, 1, limit, 0, LEVELS=0, LOWERED=0.0, BINS=0, TILE=_TILE)
+    return Counted(limits, counts)
+
+
+def levels_reached(
+    vector: torch.Tensor, places: Places, nbytes: int, seed: int, levels: int, lowered: float
+) -> tuple[torch.Tensor, list[Counted]]:
+    """Count the elements of a vector (numel,) that reach the least of a random sample's largest magnitudes, and that
+    lowered by a factor once, twice, ... NaN reaches all, as all do NaN.
+
+    Args:
+        places: the vector, with how many of its largest may be sent, and the sample, with how many of it are taken.
+        nbytes: the most bytes of coded positions.
+        seed: the key of random numbers, from which the sample's positions follow as in `RandomBits.below`.
+        levels: number of levels, at most 15.
+        lowered: the factor.
+
+    Returns:
+        The counts (levels,), int32; and what `largest_of_each` takes to send as many of the largest as may be, and to
+        send what reaches each of the levels.
+    """
+    return _counted(vector, places, nbytes, -1, _INFINITE, levels, lowered, seed)
 
 
 def add_selected(

@@ -67,6 +67,21 @@ def test_what_is_not_finite_and_what_is_not_normal(name: str, options: dict[str,
     check(layered(name, {**options, "density": 0.3} if name == "topk" else options, [1100]), x)
 
 
+@pytest.mark.parametrize(("density", "special"), [(0.02, 0.0), (0.02, float("nan")), (1.0, float("nan"))])
+def test_a_threshold_from_a_sample(density: float, special: float) -> None:
+    """It is reached by too many, enough or too few at first; or by all, as it is not a number."""
+    x, codec, sent = drawn(4200, 7), layered("sampled_threshold", {"density": density}, [4200]), []
+    x[::70] += special
+    for seed in range(3):
+        wanted = codec.compress(x, torch.Generator().manual_seed(seed))
+        with by_kernels() as started:
+            found = codec.compress(x, torch.Generator().manual_seed(seed))
+        assert all(map(equal, found, wanted))
+        assert started == ["_histogram", "_histogram", "_histogram", "_count", "_write"]
+        sent.append(len(wanted[0]))
+    assert special or (min(sent) < 84 and max(sent) == 84)
+
+
 @pytest.mark.parametrize(("name", "options"), TRANSFORMED, ids=str)
 def test_coefficients_of_chunks(name: str, options: dict[str, Any]) -> None:
     """They differ from PyTorch's by less than a millionth of the largest value, as sums have another order."""
