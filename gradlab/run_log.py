@@ -23,7 +23,8 @@ _LINE_BYTES = 2**20  # a longer one is none of ours
 _ERROR, _NORM = "relative_error/", "residual_norm/"  # before a layer's name
 # gradlab's own numbers: what one's script gave, such as the loss, comes before them.
 _OWN = ("bytes", "seconds", "loss_scale", "finite", "compression_ratio", "ratio_to_16_bits")
-_DERIVED = ("step_seconds", "residual_norm", "largest_relative_error")
+_RANK, _SLOW = "slowest_rank", 1.25  # times the usual rank's seconds, beyond which it is named
+_DERIVED = ("noise_scale", "step_seconds", "residual_norm", "largest_relative_error")
 _LINE = {"step": int, "rules?": (None, [str])}
 Numbers = Mapping[str, float | None]
 
@@ -131,10 +132,18 @@ class WatchedLog:
         return seconds_between(recent[0], recent[-1]) if recent else None
 
     def lines(self) -> list[str]:
-        """How far the run is, in one line."""
+        """How far the run is, in one line, and a slow rank."""
         step = int(self.last.get("step") or 0)
         state = {None: "running", "ended": "ended"}.get(self.end, f"ended with an error: {self.end}")
-        return [f"step {step}, {state}, {format_seconds(self.step_seconds)} a step"]
+        return [f"step {step}, {state}, {format_seconds(self.step_seconds)} a step", *self._slow_rank()]
+
+    def _slow_rank(self) -> list[str]:
+        """Name the slowest rank, if it takes much longer than the others."""
+        rank, slow, usual = (self.last.get(name) for name in (_RANK, f"{_RANK}_seconds", "usual_rank_seconds"))
+        if rank is None or slow is None or usual is None or slow <= _SLOW * usual:
+            return []
+        after = f"its gradients are ready after {format_seconds(slow)}, the usual rank's after {format_seconds(usual)}"
+        return [f"rank {rank:.0f} is slow: {after}"]
 
     def tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Titles, columns and cells: the numbers, and the layers whose error is largest with their residuals' norms."""
@@ -154,7 +163,7 @@ class WatchedLog:
 
     def series(self) -> list[Series]:
         """The numbers of the run as a whole; what one's script gave comes first."""
-        names = [name for name in (self.rows[-1] if self.rows else {}) if name not in ("step", "time")]
+        names = [name for name in (self.rows[-1] if self.rows else {}) if name not in ("step", "time", _RANK)]
         names.sort(key=lambda name: name in _DERIVED or name.endswith(_OWN))
         return [Series(name, [row.get(name) for row in self.rows]) for name in names]
 

@@ -79,8 +79,8 @@ class Exchange(Uncopied):
             replay, instead of by the backend's all-reduce.
         segment_bytes: gradients encoded before the next collective is issued, in bytes. It also waits until messages
             are a thirty-second of that, and those of a bucket that are less than a 256th travel with the next one's.
-        measure_every: steps from one whose errors, norms and bytes by layer are measured (two passes over the
-            gradients, five without feedback) to the next. 0: none is measured.
+        measure_every: steps from one whose errors, norms and bytes by layer are measured (five passes over the
+            gradients, eight without feedback) to the next. 0: none is measured.
         trace_steps: iterations whose spans are kept for `chrome_trace`.
         non_finite_limit: non-finite steps in a row after which every rank raises an error.
         check_requests: compare all ranks' requests before each collective (debugging).
@@ -293,7 +293,11 @@ class Exchange(Uncopied):
         return reporting.table(_summary(self))
 
     def scalars(self) -> dict[str, float]:
-        """Return the last step's numbers by name; `gradlab.runtime.log_scalars` hands them to a logger."""
+        """Return the last step's numbers by name; `gradlab.runtime.log_scalars` hands them to a logger.
+
+        `gradlab/wait_seconds` is the exposed wait, `gradlab/noise_scale` the gradient noise scale over the last 50
+        measured steps, in batches of one rank.
+        """
         return reporting.scalars(self.statistics.steps, self._driver.place)
 
     @property

@@ -72,8 +72,10 @@ class ScalarLog:
             log.add(state, loss=loss.item())
 
     A line has "step" (from 1), "time" (seconds since 1970), the state's `scalars()`, the values that were given, and
-    what rules found since the last line. Numbers that are not finite are null. The last line has "ended": true, or
-    "error". A log that cannot be written any more, as on a full disk, warns once, and training goes on.
+    what rules found since the last line. "slowest_rank" is the rank whose gradients are ready last, with its seconds
+    and the usual rank's, once all ranks have told theirs. Numbers that are not finite are null. The last line has
+    "ended": true, or "error". A log that cannot be written any more, as on a full disk, warns once, and training goes
+    on.
 
     >>> import json
     >>> from pathlib import Path
@@ -95,6 +97,7 @@ class ScalarLog:
         if type(every) is not int or every < 1:
             raise GradlabError(f"every = {every!r}, expected a whole number from 1")
         self._every, self._steps, self._told = every, 0, 0
+        self._asked, self._slowest = -math.inf, dict[str, float]()
         self._file: TextIO | None = None
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             try:
@@ -116,8 +119,14 @@ class ScalarLog:
         line: dict[str, Any] = {"step": self._steps, "time": time.time()}
         if state is not None:
             line |= {name.removeprefix("gradlab/"): value for name, value in state.scalars().items()}
-            line |= self._rules(state)
+            line |= self._ranks_of(state) | self._rules(state)
         self._write({**line, **values})
+
+    def _ranks_of(self, state: Exchange) -> dict[str, float]:
+        """The slowest rank, which is asked for once a second."""
+        if time.monotonic() - self._asked >= 1.0:
+            self._asked, self._slowest = time.monotonic(), state._driver.rank_times.numbers()
+        return self._slowest
 
     def _rules(self, state: Exchange) -> dict[str, list[str]]:
         """Findings of the rules since the last line, a sentence each."""

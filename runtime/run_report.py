@@ -16,11 +16,13 @@ from gradlab.executor.rules import Finding, sentences
 from gradlab.jsonable import Jsonable, plain
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.plan.optimizer_rules import compressed_layers
-from gradlab.runtime.engine.statistics import TIMES, Place, StepRecord, Summary, summarize_steps
+from gradlab.runtime.engine.statistics import TIMES, Place, StepRecord, Summary, noise_scale, summarize_steps
 from gradlab.saving import Saving
 
 if TYPE_CHECKING:
     from gradlab.plan.replanning import Replanner
+
+_RECENT = 50  # measured steps that the noise scale is over
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,9 @@ def scalars(steps: Sequence[StepRecord], place: Place) -> dict[str, float]:
         "gradlab/loss_scale": last.loss_scale,
         **{f"gradlab/{name}": float(getattr(last, name)) for name in TIMES},
     }
+    squares = [step.squares for step in steps if step.squares and step.finite]
+    scale = noise_scale(squares[-_RECENT:], place.exchanging)
+    values |= {} if scale is None else {"gradlab/noise_scale": scale}
     saving = place.saving(last.wire_bytes).to_json()
     values |= {f"gradlab/{name}": ratio for name, ratio in saving.items() if ratio is not None}
     measured = next((step for step in reversed(steps) if step.errors and step.finite), None)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gradlab.codec import Codec, Exchanged, Tensors
+from gradlab.codec import Codec, Compressor, Exchanged, Tensors
 from gradlab.codec.measures import squared_norms
-from gradlab.codec.wrapper import load_buffer, wrappers_of
+from gradlab.codec.wrapper import innermost, load_buffer, wrappers_of
+from gradlab.codecs.cast import Cast
+from gradlab.codecs.identity import Identity
 from gradlab.executor import rules
 from gradlab.executor.rules import Feedback, Finding, LateWatch, ResidualWatch
 from gradlab.plan import Plan
@@ -49,6 +51,28 @@ def measure(
         server_residual=_norm(served),
         server_input=_norm(done.server_input.values()) if served else 0.0,
     )
+
+
+def noise_squares(
+    codec: Codec, gradients: Tensors, done: Exchanged, scale: float = 1.0
+) -> tuple[float, float, float] | None:
+    """Compute ||g||^2 of this rank's gradients, ||c||^2 of its decoded contribution, ||m||^2 of the mean.
+
+    scale: the loss scale of gradients and mean.
+
+    Returns:
+        None for a codec whose ranks do not each code a gradient for themselves, or a wrapper that keeps earlier ones in
+        a momentum: their contributions are alike for other reasons than gradients' being so.
+    """
+    alone = isinstance(innermost(codec), Compressor | Cast | Identity)
+    if not alone or any(wrapper.effects.acts_when_dense for wrapper in wrappers_of(codec)):
+        return None
+    errors = done.compression_error
+    own = [value - errors[name] if name in errors else done.own[name] for name, value in done.compressor_input.items()]
+    kinds = list(gradients.values()), own, list(done.mean.values())
+    norms = [torch.stack(torch._foreach_norm(one, dtype=torch.float32)).double().square().sum() for one in kinds]
+    gradient, contribution, mean = torch.stack(norms).tolist()
+    return gradient / scale**2, contribution, mean / scale**2
 
 
 def residual_norms(done: Exchanged) -> dict[str, float]:

@@ -57,7 +57,7 @@ class CudaDevice(HostDevice):
         self._stream: torch.cuda.Stream | None = None
 
     def ready(self) -> Any:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -27,16 +27,18 @@ from gradlab.codec.exchanged import described
 from gradlab.codec.measures import contribution_error, is_finite, largest_magnitudes
 from gradlab.collectives import Coroutine, Request, as_requests, payload_bytes, resumed
 from gradlab.collectives import Step as Requested
+from gradlab.ddp.step_clock import Moment, moment
 from gradlab.errors import BadMessage, GradlabError
 from gradlab.executor import PlanRun, Step, Ticks
 from gradlab.executor.ticks import InFlight
-from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, residual_norms
+from gradlab.executor.watch import GroupMeasures, gradient_norms, measure, noise_squares, residual_norms
 from gradlab.runtime.engine.options import Surroundings
 from gradlab.runtime.engine.rules import RuleWatch
 from gradlab.runtime.engine.statistics import Place, Statistics, StepRecord
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.network.faults import CommunicationError, Reasons
 from gradlab.runtime.network.in_flight import InPlaceMean
+from gradlab.runtime.network.rank_times import RankTimes
 from gradlab.runtime.network.relay import measured
 from gradlab.runtime.timeline import profiled
 
@@ -79,6 +81,7 @@ class Part:
     index: number within the step, from 0.
     buffer: the flat memory that holds all of them and nothing else; None if there is none.
     arrived: when they came, by time.perf_counter.
+    ready: event of a device after which they are there; None: at `arrived`.
     started: result of `StepDriver.start`, if the first collective is on its way already.
     """
 
@@ -86,6 +89,7 @@ class Part:
     gradients: Tensors
     buffer: torch.Tensor | None = None
     arrived: float = field(default_factory=time.perf_counter)
+    ready: Any = None
     started: Any = None
 
     @property
@@ -179,6 +183,7 @@ class StepDriver:
     broken: why no further step can follow, None while all is well.
     ranks_compared: whether all ranks are known to stand at the same step.
     all_dense: whether no codec will run in the next step.
+    rank_times: how long each rank takes to its gradients.
     """
 
     def __init__(
@@ -207,7 +212,10 @@ class StepDriver:
         self._timeline = communicator.timeline
         self.rules = RuleWatch(run, around.options, self.everyone)
         assert self.everyone.group is not None
-        self._reasons = Reasons(self.everyone.group.group_name, self.everyone.rank, self.everyone.world_size)
+        ranks = self.everyone.rank, self.everyone.world_size
+        self._reasons = Reasons(self.everyone.group.group_name, *ranks)
+        self.rank_times = RankTimes(self._reasons.store, self._reasons.prefix, *ranks)
+        self._ended: Moment | None = None  # the last step
 
     @property
     def may_start(self) -> bool:
@@ -359,6 +367,7 @@ class StepDriver:
         record.payload_bytes, record.wire_bytes = self.communicator.take_counts()
         first, last = (current.parts[at].arrived if current.parts else time.perf_counter() for at in (0, -1))
         record.wait_seconds = time.perf_counter() - last
+        before, self._ended = self._ended, moment(self.around.device.device)
         self._timeline.add("backward", "backward", first, last)
         self.statistics.steps.append(record)
         self.rules.see_step(record, current.measured_groups)
@@ -368,6 +377,7 @@ class StepDriver:
         self.around.workspace.recycle()
         for part in current.parts:
             part.settle()
+        self.rank_times.tell(before, (current.parts[-1].ready or last) if current.parts else None)
         return record
 
     def fail(self, error: BaseException) -> str:
@@ -486,6 +496,8 @@ class StepDriver:
         record.residual_norms |= residuals
         record.gradient_norms |= norms
         current.measured_groups[name] = measure(codec, done, residuals, norms)
+        if (squares := noise_squares(codec, gradients, done, record.loss_scale)) is not None:
+            record.squares = [a + b for a, b in zip(record.squares or (0.0, 0.0, 0.0), squares, strict=True)]
 
     def _watch(self, one: Running, began: float, stop: float, first: bool) -> None:
         """Note a stretch of an exchange's code, and the bytes of the requests that it ended with."""

@@ -130,7 +130,7 @@ class NodeDriver(StepDriver):
         with self._timed_inside(current):
             spread = self._average_inside(part)
         own = self._own_gradients(spread)
-        super().add(Part(part.index, own, spread.memory if own else None, part.arrived))
+        super().add(Part(part.index, own, spread.memory if own else None, part.arrived, part.ready))
         self._spreads.append(spread)
         self._waiting.append(spread)
         self._arrived |= part.gradients.keys()

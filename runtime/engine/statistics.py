@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradlab.codec.measures import LayerErrors, add_errors, relative
@@ -70,10 +72,14 @@ class Place:
         ranks = "shards" if self.sharded else "local_ranks"  # the latter share out whole layers
         return {**identity, ranks: at.local_ranks, "node": at.node, "local_rank": at.local_rank}
 
+    @property
+    def exchanging(self) -> int:
+        """Number of ranks, or nodes, between which the plan exchanges."""
+        return self.world_size if self.topology is None else len(self.topology.nodes)
+
     def saving(self, sent_bytes: float) -> Saving:
         """Compare the bytes that this rank sends in a step with a ring all-reduce between as many ranks, or nodes."""
-        ring = self.world_size if self.topology is None else len(self.topology.nodes)
-        return Saving.of_sent(sent_bytes, self.dense_payload_bytes, ring, self.half_payload_bytes)
+        return Saving.of_sent(sent_bytes, self.dense_payload_bytes, self.exchanging, self.half_payload_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Write the rank's place; nodes and ranks of a node count from 0."""
@@ -86,7 +92,7 @@ class Place:
 
 @dataclass
 class StepRecord:
-    """One synchronised step on this rank. The last six fields are filled on measured steps alone."""
+    """One synchronised step on this rank. The last seven fields are filled on measured steps alone."""
 
     step: int  # iteration
     compressing: bool  # whether the schedule compresses
@@ -108,6 +114,7 @@ class StepRecord:
     group_payload_bytes: dict[str, int] = field(default_factory=dict)  # by group
     group_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # by group (encode, decode)
     bucket_payload_bytes: dict[int, int] = field(default_factory=dict)  # by number of the bucket that completed a group
+    squares: Sequence[float] = ()  # (3,), see `noise_squares`, over groups that have them
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,26 @@ class Statistics:
 
     def __init__(self, history: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=history)
+
+
+def noise_scale(squares: Sequence[Sequence[float]], ranks: int) -> float | None:
+    """Estimate the gradient noise scale tr(Sigma) / ||G||^2 in batches of one rank, or node, over several steps.
+
+    McCandlish et al. (2018), appendix A.1: means over 1 and N batches have squared norms ||G||^2 + tr(Sigma) / batches.
+    The mean that is known was compressed, as were the contributions to it. Compression errors that ranks make each for
+    themselves are one more noise of both, which leaves ||G||^2; then ||g||^2 of the gradient gives the noise without
+    them. The mean's own errors, of a second rounding or of servers, count as signal.
+
+    squares: `gradlab.executor.watch.noise_squares` of steps.
+
+    Returns:
+        The scale, infinity where no signal is found; None for one rank, or no step.
+    """
+    if ranks < 2 or not squares:
+        return None
+    gradient, contribution, mean = np.mean(squares, axis=0).tolist()
+    signal = (ranks * mean - contribution) / (ranks - 1)
+    return max(0.0, gradient - signal) / signal if signal > 0 else math.inf
 
 
 def summarize_steps(steps: Sequence[StepRecord]) -> Summary:

@@ -27,13 +27,11 @@ class Bucket(Part):
     """One bucket as DDP handed it over.
 
     future: DDP waits for it. It resolves to the buffer.
-    ready: event that a device's worker has to wait for before it reads the gradients.
     failure: why the hook could not issue the first collective.
     """
 
     is_last: bool = False
     future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
-    ready: Any = None
     failure: Exception | None = None
 
     def start(self, first: Callable[[Part], Any]) -> None:

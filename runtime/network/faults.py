@@ -33,19 +33,22 @@ class Reasons:
 
     All ranks of a process group make one together. One group may serve several runs, one after the other: the reasons
     of an earlier run are not read.
+
+    store: the store; None where there is none.
+    prefix: prefix of the run's keys in it.
     """
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         _runs[name] += 1
-        self._prefix = f"gradlab/failure/{name}/{_runs[name]}"
-        self._store: Any = None
+        self.prefix = f"gradlab/{name}/{_runs[name]}"
+        self.store: Any = None
         with suppress(Exception):  # private, and absent where the default group was made without one
-            self._store = dist.distributed_c10d._get_default_store()
+            self.store = dist.distributed_c10d._get_default_store()
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank fails."""
-        _patiently(lambda: self._store.set(f"{self._prefix}/{self._rank}", json.dumps(reason)))
+        _patiently(lambda: self.store.set(f"{self.prefix}/failure/{self._rank}", json.dumps(reason)))
 
     def of(self, error: BaseException, iteration: int) -> str:
         """Find in one line why a step failed. If the cause is on this rank, leave it for the others."""
@@ -59,15 +62,15 @@ class Reasons:
 
     def find(self) -> str | None:
         """Look for the reason that another rank left, as "rank 2: ..."."""
-        return None if self._store is None else _patiently(self._look)
+        return None if self.store is None else _patiently(self._look)
 
     def _look(self) -> str | None:
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             for rank in range(self._world_size):
-                key = f"{self._prefix}/{rank}"
-                if rank != self._rank and self._store.check([key]):
-                    return f"rank {rank}: {json.loads(self._store.get(key))}"
+                key = f"{self.prefix}/failure/{rank}"
+                if rank != self._rank and self.store.check([key]):
+                    return f"rank {rank}: {json.loads(self.store.get(key))}"
             time.sleep(0.05)
         return None
 
