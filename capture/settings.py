@@ -96,7 +96,9 @@ def announce(path: Path, size: object, settings: StepSettings) -> None:
 
 def run_metadata(model: nn.Module, settings: StepSettings) -> dict[str, Any]:
     """Collect what a manifest says of any run, in plain JSON, unless the user's metadata say it."""
+    device = next(model.parameters()).device.type
     return {
+        **({} if device == "cpu" else {"device": device}),
         "torch": str(torch.__version__),
         "model": type(model).__name__,
         "every": settings.every,

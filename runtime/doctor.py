@@ -31,7 +31,6 @@ _SEEN = 2  # times that the largest collective takes as long as the smallest, at
 _PINGS, _REPEATS = 30, 3
 _MESSAGE_SECONDS = 0.2  # of a message that measures bandwidth, after which a burst counts no more
 _SIDE, _WORK_SECONDS = 512, 0.5  # of matrices that are multiplied, and how long
-_COPY = 2**25  # bytes
 # torch 2.13 renames reduce_scatter_tensor and warns of the old name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -80,7 +79,6 @@ class Checkup(Jsonable):
     between: the nodes' first ranks; None of one node.
     inside: ranks of one node, the slowest; None of nodes of one rank.
     work_seconds: time of the same products of matrices on each rank, while all compute.
-    copy_bytes_per_second: speed of each rank's memory.
     interface, interface_bits_per_second: name and nominal speed of the first rank's network interface; "" and 0 where
         the system does not tell.
     """
@@ -90,7 +88,6 @@ class Checkup(Jsonable):
     between: Measured | None
     inside: Measured | None
     work_seconds: tuple[float, ...]
-    copy_bytes_per_second: tuple[float, ...]
     interface: str = ""
     interface_bits_per_second: float = 0.0
 
@@ -128,7 +125,6 @@ def measure(device: torch.device, seconds: float = 20.0, group: dist.ProcessGrou
         between,
         inside,
         tuple(ranks.gather(_work(group, device))),
-        tuple(ranks.gather(_copies(device))),
         *ranks.gather(_interface())[0],
     )
 
@@ -275,16 +271,3 @@ def _work(group: dist.ProcessGroup, device: torch.device) -> float:
         float((matrix @ matrix)[0, 0])
         times.append(time.perf_counter() - began)
     return statistics.fmean(times)
-
-
-def _copies(device: torch.device) -> float:
-    """Return the bytes per second of copies from memory to memory."""
-    source = torch.zeros(_COPY, dtype=torch.uint8, device=device)
-    target, times = torch.empty_like(source), list[float]()
-    for _ in range(_REPEATS + 1):
-        began = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return _COPY / statistics.median(times[1:])

@@ -14,6 +14,7 @@ from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
 from gradlab.analysis.forecast.plans import forecast
+from gradlab.analysis.forecast.processors import Processor, processor_from
 from gradlab.analysis.forecast.simulator import Node
 from gradlab.analysis.forecast.step_time import FLAT
 from gradlab.errors import GradlabError
@@ -110,6 +111,11 @@ def read_link(path: str | os.PathLike[str]) -> Link:
         raise GradlabError(f"{path}: {error}") from None
 
 
+def read_processor(path: str | os.PathLike[str]) -> Processor | None:
+    """Read the processor that codecs will run on from what `gradlab doctor --out` wrote; None if it names none."""
+    return processor_from(read_json(path, _FORM), path)
+
+
 def _transformer(parameters: int) -> list[Layer]:
     """List the layers of a transformer of so many parameters."""
     width = min(_WIDEST, max(16, round((parameters / (12 * _BLOCKS)) ** 0.5 / 16) * 16))
@@ -143,17 +149,19 @@ def waiting(
     names: Sequence[str] = (),
     *,
     cores: float = 2.0,
+    processor: Processor | None = None,
 ) -> Waiting:
     """Forecast a step of a model under some of `PLANS`, or all.
 
     model: layers, or a number of parameters, of which a transformer is made up.
     computing: seconds, None: the exchange alone.
     cores: number of cores per rank, for computing and codecs.
+    processor: the one that codecs run on; None: this one.
     """
     layers = _transformer(model) if isinstance(model, int) else model
     parameters = model if isinstance(model, int) else sum(layer.numel for layer in model)
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
-    network, found = Network([link], [nodes], profile, cores, node=node), dict[str, float]()
+    network, found = Network([link], [nodes], profile, cores, node=node, processor=processor), dict[str, float]()
     for name in names or PLANS:
         codec, settings = PLANS[name]
         plan = Plan.uniform(layers, codec, **settings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -34,22 +34,34 @@ _SCANNED = 2**20
 _COPIED_BYTES = 2**28
 # Values of a group beyond which a part of each layer stands for it, and to what multiples layers are cut.
 MOST_VALUES, _CUT = 2**25, 2**12
+CPU = torch.device("cpu")
+Clock = Callable[[], float]
 
 
-def fabricate(request: Request, rank: int, world_size: int) -> tuple[Any, float]:
+def clock_of(device: torch.device) -> Clock:
+    """Return what tells this thread's processor time, in seconds; of another device, the time when its work is done."""
+
+    def when_done() -> float:
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return time.thread_time if device.type == "cpu" else when_done
+
+
+def fabricate(request: Request, rank: int, world_size: int, now: Clock = time.thread_time) -> tuple[Any, float]:
     """Make an answer to a request, as if all ranks had sent the same; return it and the engine's copy seconds."""
-    began = time.thread_time()
+    began = now()
     if isinstance(request, AllToAll):
         _pack(request.tensors)
-        return _copies(request.tensors[rank], world_size, began)
+        return _copies(request.tensors[rank], world_size, began, now)
     if isinstance(request, Ring):
-        return _around(request.code, rank), time.thread_time() - began
+        return _around(request.code, rank), now() - began
     packed = _pack([request.tensor])
     if isinstance(request, Gather) and request.lengths is not None:
-        return [_of_length(request.tensor, length) for length in request.lengths], time.thread_time() - began
+        return [_of_length(request.tensor, length) for length in request.lengths], now() - began
     if isinstance(request, Gather):
-        return _copies(request.tensor, world_size, began)
-    spent = time.thread_time() - began
+        return _copies(request.tensor, world_size, began, now)
+    spent = now() - began
     return packed.view(request.tensor.dtype).reshape(request.tensor.shape), spent
 
 
@@ -71,23 +83,29 @@ def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
-def _copies(tensor: torch.Tensor, count: int, began: float) -> tuple[list[torch.Tensor], float]:
+def _copies(tensor: torch.Tensor, count: int, began: float, now: Clock) -> tuple[list[torch.Tensor], float]:
     """Make `count` copies, untimed, for the network's work; beyond a limit of memory they are used again."""
-    spent = time.thread_time() - began
+    spent = now() - began
     made = max(1, min(count, _COPIED_BYTES // max(1, tensor.nbytes)))
     copies = [tensor.clone() for _ in range(made)]
     return [copies[i % made] for i in range(count)], spent
 
 
 def dry_run(
-    codec: Codec, layers: Sequence[Layer], context: Context, *, repeats: int = REPEATS, most: int = MOST_VALUES
+    codec: Codec,
+    layers: Sequence[Layer],
+    context: Context,
+    *,
+    repeats: int = REPEATS,
+    most: int = MOST_VALUES,
+    device: torch.device = CPU,
 ) -> Exchange:
-    """Run an exchange on random gradients, and take each turn's median processor time, in seconds.
+    """Run an exchange of random gradients on a device, and take each turn's median time there, in seconds.
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     A compressor's time and messages grow with its vector: a group of more values than `most` is forecast from a part.
     """
     part = _part_of(layers, most) if isinstance(innermost(codec), Compressor | Identity) else layers
-    done = _dry_run(codec, part, context, repeats)
+    done = _dry_run(codec, part, context, repeats, device)
     if part is layers:
         return done
     return _times(done, sum(layer.numel for layer in layers) / sum(layer.numel for layer in part))
@@ -117,20 +135,20 @@ def _times(exchange: Exchange, times: float) -> Exchange:
     return replace(exchange, gradient_bytes=size, turns=turns).scaled(times, times)
 
 
-def _dry_run(codec: Codec, layers: Sequence[Layer], context: Context, repeats: int) -> Exchange:
+def _dry_run(codec: Codec, layers: Sequence[Layer], context: Context, repeats: int, device: torch.device) -> Exchange:
     inner = innermost(codec)
     varying = sizes_vary(codec, context.world_size)
     if varying and served(codec, context.world_size):
         layers, context = _as_server(codec, layers, context)
-    grads = _gradients(layers, context.seed)
+    grads, now = _gradients(layers, context.seed, device), clock_of(device)
     workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
     context = replace(context, memory=Memory(workspace))
-    running = running_state(inner, layers, context.world_size)
-    _, state = _once(codec, grads, running, context)
+    running = {name: tensor.to(device) for name, tensor in running_state(inner, layers, context.world_size).items()}
+    _, state = _once(codec, grads, running, context, now)
     runs: list[Exchange] = []
     began = time.perf_counter()
     while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        run, state = _once(codec, grads, running if varying else state, context)
+        run, state = _once(codec, grads, running if varying else state, context, now)
         runs.append(run)
         workspace.recycle()
     turns = [
@@ -149,36 +167,37 @@ def _as_server(codec: Codec, layers: Sequence[Layer], context: Context) -> tuple
     return [replace(layers[0], shape=(numel,), role="other")], replace(context, rank=servers[0])
 
 
-def _gradients(layers: Sequence[Layer], seed: int) -> Batch:
+def _gradients(layers: Sequence[Layer], seed: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return Batch.of({layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in layers}, layers)
+    drawn = {layer.name: 1e-3 * torch.randn(layer.shape, generator=generator) for layer in layers}
+    return Batch.of({name: tensor.to(device) for name, tensor in drawn.items()}, layers)
 
 
 @torch.no_grad()
-def _once(codec: Codec, grads: Batch, state: Tensors, context: Context) -> tuple[Exchange, Tensors]:
+def _once(codec: Codec, grads: Batch, state: Tensors, context: Context, now: Clock) -> tuple[Exchange, Tensors]:
     """Run the exchange once, and return it with the new state."""
     fresh = grads.like({name: grad.clone() for name, grad in grads.items()})
     coroutine, turns, copying = exchange_group(codec, fresh, state, context), list[Turn](), 0.0
     answers: Any = None
     while True:
-        began = time.thread_time()
+        began = now()
         try:
             step = coroutine.send(answers)
         except StopIteration as stop:
-            turns.append(Turn(time.thread_time() - began, (), copying))
+            turns.append(Turn(now() - began, (), copying))
             size = sum(grad.nbytes for grad in grads.values())
-            return Exchange(context.group, size, tuple(turns), _apply(stop.value, fresh)), stop.value.state
-        seconds, requests = time.thread_time() - began, as_requests(step)
+            return Exchange(context.group, size, tuple(turns), _apply(stop.value, fresh, now)), stop.value.state
+        seconds, requests = now() - began, as_requests(step)
         turns.append(Turn(seconds, tuple(weightless(request) for request in requests), copying))
-        made = [fabricate(request, context.rank, context.world_size) for request in requests]
+        made = [fabricate(request, context.rank, context.world_size, now) for request in requests]
         answers, copying = answer_for(step, [answer for answer, _ in made]), sum(spent for _, spent in made)
 
 
-def _apply(done: Exchanged, grads: Tensors) -> float:
-    began = time.thread_time()
+def _apply(done: Exchanged, grads: Tensors, now: Clock) -> float:
+    began = now()
     for name, grad in grads.items():
         grad.copy_(done.mean[name])
-    return time.thread_time() - began
+    return now() - began
 
 
 class DryRuns:
@@ -203,7 +222,8 @@ class DryRuns:
 
     def group(self, group: Group) -> Exchange:
         """Return one group's exchange."""
-        return self.exchange(group.name, self.plan.build(group), self.plan.members(group), self._kind(group))
+        codec, members = self.plan.build(group), self.plan.members(group)
+        return replace(self.exchange(group.name, codec, members, self._kind(group)), codec=group.codec)
 
     def exchange(self, name: str, codec: Codec, layers: Sequence[Layer], kind: str) -> Exchange:
         """Return the exchange of `layers` by `codec`. It is run once for equal kinds and equal shapes."""

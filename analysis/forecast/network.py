@@ -17,6 +17,7 @@ from gradlab.formatting import format_counted
 from gradlab.jsonable import read_json
 
 if TYPE_CHECKING:
+    from gradlab.analysis.forecast.processors import Processor
     from gradlab.trace.times import RecordedTimes
 
 _HOW = (
@@ -157,6 +158,7 @@ class Network:
     cores: processor cores per rank, for its two threads, computing and codecs. With one core or less the threads take
         turns. Below one core codecs take as many times longer as ranks share a core.
     bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
+    processor: the one that codecs run on; None: this one. On an accelerator they take turns with computing.
 
     >>> from gradlab.analysis import Network
     >>> from gradlab.analysis.forecast.link import Link
@@ -174,6 +176,7 @@ class Network:
     cores: float = 2.0
     bucket_cap_mb: float | None = None
     node: Node | None = None
+    processor: Processor | None = None
 
     def __post_init__(self) -> None:
         if not self.nodes or not self.links:
@@ -192,10 +195,17 @@ class Network:
     @property
     def speed(self) -> float:
         """Speed of computing and of codecs while both run, see `gradlab.analysis.forecast.simulator.Clock`."""
-        return min(1.0, max(1.0, self.cores) / 2)
+        return 0.5 if self.on_accelerator else min(1.0, max(1.0, self.cores) / 2)
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether codecs run on an accelerator, which computes too."""
+        return self.processor is not None and self.processor.accelerator
 
     @property
     def crowding(self) -> float:
         """How many times longer codecs take where several ranks share a core; those timed in a run shared it then."""
         codec = self.profile.codec
+        if self.processor is not None:
+            return 1.0
         return 1.0 if codec is not None and codec.engine else max(1.0, 1 / self.cores)

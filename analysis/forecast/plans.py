@@ -13,6 +13,7 @@ from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.dry_run import MOST_VALUES, REPEATS, DryRuns, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
+from gradlab.analysis.forecast.processors import moved
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Bucket
 from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
 from gradlab.analysis.parallel import one_thread
@@ -21,6 +22,7 @@ from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_ratio, format_seconds
 from gradlab.jsonable import plain
 from gradlab.plan import Plan
+from gradlab.plan.gpu_groups import in_gpu_groups
 from gradlab.plan.plan import between
 from gradlab.plan.traffic import varying_codecs
 from gradlab.progress import Progress
@@ -202,6 +204,8 @@ def forecast(
 
 def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
     """Run a plan's exchanges dry at each of a network's numbers of nodes."""
+    if network.on_accelerator:
+        plan = in_gpu_groups(plan)
     # Timed once, for factors and steps alike.
     runs = functools.cache(lambda world_size: DryRuns(plan, world_size, repeats=repeats))
     with one_thread():
@@ -209,7 +213,13 @@ def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
         codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))
         for count in network.nodes:
             job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
-            yield job.scaled(codec, engine)
+            yield _on_its_processor(job.scaled(codec, engine), network)
+
+
+def _on_its_processor(job: Job, network: Network) -> Job:
+    """Take the times of the processor that codecs will run on, unless a run there has measured its own."""
+    codec = network.profile.codec
+    return job if network.processor is None or (codec and codec.engine) else moved(job, network.processor)
 
 
 def _job(runs: DryRuns, network: Network, scan: float) -> Job:
@@ -277,6 +287,8 @@ def _curve_rates(marks: Sequence[float]) -> list[float]:
 def _remarks(plan: Plan, network: Network) -> list[str]:
     profile = network.profile
     source = "timed here: one rank, one thread, random gradients" if profile.codec is None else profile.codec.source
+    if network.processor is not None:
+        source = f"of {network.processor.name}, by gradlab doctor"
     lines = [
         f"Codec times ({source}) are of this kind of machine, computing time ({profile.compute_source}) of the one it "
         "was measured on: on another kind both change."

@@ -48,12 +48,14 @@ class Exchange:
     """One group's exchange in an iteration, in the turns of its codec's code.
 
     apply_seconds: the engine's time to measure the result's error and to copy it.
+    codec: the codec's name; "" of dense layers.
     """
 
     name: str
     gradient_bytes: int
     turns: tuple[Turn, ...]
     apply_seconds: float = 0.0
+    codec: str = ""
 
     @property
     def codec_seconds(self) -> float:

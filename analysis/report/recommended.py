@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,16 @@ from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted
 from gradlab.plan import Plan
+from gradlab.plan.gpu_groups import in_gpu_groups
 from gradlab.plan.optimizer_rules import conflict_of
 from gradlab.plan.shards import conflict_between_nodes, conflict_on_shards
 from gradlab.progress import Progress
 from gradlab.trace import Trace
 
+_TIMES_ELSEWHERE = [
+    "Recorded on a GPU, but codecs were timed on this processor: `gradlab doctor --out link.json` times them there. "
+    "Then give `--bandwidth link.json`."
+]
 RISKS = (LIKELY, BOLD)  # of plans that are written beside the answer's, for a pilot
 
 
@@ -211,7 +216,8 @@ class Search:
             workers=workers,
             progress=progress,
         )
-        return tried, [*remarks_on(trace, look), *tried.remarks, *_left_out(conflicts)]
+        times = _TIMES_ELSEWHERE if self._on_gpu and self.network.processor is None else []
+        return tried, [*remarks_on(trace, look), *tried.remarks, *_left_out(conflicts), *times]
 
     def save(self, found: Sequence[Recommendation], tried: Tried, files: Files, overwrite: bool) -> Saved:
         """Write an artifact for each plan that a link takes, and beside them what a pilot is to try."""
@@ -256,6 +262,8 @@ class Search:
         times = self.trace.times
         told = {"optimizer": self._optimizer, "recorded_computing": times and times.computing}
         made = self.given.get(name) or uniform_artifact(tried.plans[name], tried.replays[name], **told)
+        if self._on_gpu and name not in self.given:
+            made = replace(made, plan=in_gpu_groups(made.plan))
         return made.save(path, overwrite)
 
     @property
@@ -266,12 +274,15 @@ class Search:
         return f"{format_counted(self.trace.world_size, 'recorded rank')} are judged in place of nodes' means"
 
     @property
+    def _on_gpu(self) -> bool:
+        return self.network.on_accelerator or self.trace.metadata.get("device", "cpu") != "cpu"
+
+    @property
     def _ranks(self) -> int:
         return 1 if self.network.node is None else self.network.node.local_ranks
 
     @property
     def _optimizer(self) -> OptimizerSettings | None:
-
         return OptimizerSettings.from_metadata(self.trace.metadata)
 
     def _conflict(self, plan: Plan) -> str:

@@ -62,10 +62,12 @@ def analyze(
     require_free(out, overwrite, contents=REPORT_FILES)
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
     counts, node = options.nodes_of(nodes, inside)
-    links = options.links_of(bandwidth, latency)
+    links, processor = options.links_of(bandwidth, latency), options.processor_of(bandwidth)
     artifacts, look = loaded_plans(plan or ()), QUICK if quick else THOROUGH
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
-        network = Network(links, counts, options.profile_of_step(compute_seconds, opened), node=node)
+        network = Network(
+            links, counts, options.profile_of_step(compute_seconds, opened), node=node, processor=processor
+        )
         examination = examine(
             opened,
             families=families_of(opened, look),

@@ -5,8 +5,9 @@ than a minute, needs no recording, and prints once, on the first rank.
 
 A step is forecast for a transformer of each number of parameters that --parameters names. --compute-seconds is the time
 of its step without any exchange; without it, the forecast is of the exchange alone. With --out the links are written
-to a file that other commands take in place of a speed: --bandwidth link.json. In a training script
-`with gradlab.doctor(ddp_model):` around some 20 steps tells the same of these.
+to a file that other commands take in place of a speed: --bandwidth link.json. It holds the speed of codecs on these
+processors or GPUs, too. In a training script `with gradlab.doctor(ddp_model):` around some 20 steps tells the same of
+these.
 
 Examples:
 
@@ -29,6 +30,7 @@ import typer
 
 from gradlab.analysis.forecast.diagnosis import Waiting, cores_of, network_of, sentences, waiting, written
 from gradlab.analysis.forecast.link import parse_seconds
+from gradlab.analysis.forecast.processors import Processor, timed
 from gradlab.analysis.outputs import require_free
 from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, say
@@ -65,14 +67,15 @@ def doctor(
     _take_names_of_launchers()
     if out is not None and os.environ.get("RANK") == "0":
         require_free(out, overwrite)
-    found = _measured(backend, most)
+    found, processor = _measured(backend, most)
     if os.environ["RANK"] != "0":
         return
     links, nodes, node = network_of(found)
     first = next(iter(links.values()))
     say(f"measured; forecasting a step of {parameters} parameters")
-    steps = [waiting(count, computing, first, nodes, node, cores=cores_of(found)) for count in counts]
-    answer = written(found, links, steps)
+    cores = cores_of(found)
+    steps = [waiting(one, computing, first, nodes, node, cores=cores, processor=processor) for one in counts]
+    answer = written(found, links, steps, processor=processor)
     if out is not None:
         write_whole(out, json.dumps(plain(answer), indent=1).encode())
     if as_json:
@@ -104,7 +107,7 @@ def _take_names_of_launchers() -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def _measured(backend: str | None, seconds: float) -> dict[str, Any]:
+def _measured(backend: str | None, seconds: float) -> tuple[dict[str, Any], Processor]:
     import torch
     import torch.distributed as dist
 
@@ -116,7 +119,8 @@ def _measured(backend: str | None, seconds: float) -> dict[str, Any]:
         torch.cuda.set_device(device)
     dist.init_process_group(backend or ("nccl" if on_gpu else "gloo"))
     try:
-        return measure(device, seconds).to_json()
+        found = measure(device, seconds).to_json()
+        return found, timed(device)  # while the other ranks do so, as in training
     finally:
         dist.destroy_process_group()
 

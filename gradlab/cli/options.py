@@ -14,6 +14,7 @@ from gradlab.errors import GradlabError
 if TYPE_CHECKING:
     from gradlab.analysis.forecast.link import Link
     from gradlab.analysis.forecast.network import Profile
+    from gradlab.analysis.forecast.processors import Processor
     from gradlab.analysis.forecast.simulator import Node
     from gradlab.trace import Trace
     from gradlab.trace.times import RecordedTimes
@@ -93,6 +94,14 @@ def links_of(rates: str, latency: str) -> list[Link]:
         if spelled.count(rate) > 1:
             raise GradlabError(f"--bandwidth {rates[:80]!r}: {rate} is named twice, expected each link speed once")
     return links
+
+
+def processor_of(rates: str) -> Processor | None:
+    """Read the processor that codecs will run on from the file of `gradlab doctor` among link speeds, if one is."""
+    from gradlab.analysis.forecast.diagnosis import read_processor
+
+    found = [read_processor(word) for word in map(str.strip, rates.split(",")) if word.endswith(".json")]
+    return found[0] if found else None
 
 
 def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], Node | None]:

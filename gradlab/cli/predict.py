@@ -92,7 +92,8 @@ def predict(
         require_figure(out, overwrite)
     numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
     loaded = Artifact.load(artifact)
-    network = Network(links, counts, profile_of(loaded, run, seconds, recorded), bucket_cap_mb=bucket_cap_mb, node=node)
+    profile, processor = profile_of(loaded, run, seconds, recorded), options.processor_of(bandwidth)
+    network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, processor=processor)
     with progress_bars() as progress:
         result = forecast(
             loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None

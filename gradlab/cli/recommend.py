@@ -86,7 +86,7 @@ def recommend(
         require_computing(profile)
         fsdp = fsdp or opened.metadata.get("fully_shard") is True
         counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
-        network = Network(links, counts, profile, node=node)
+        network = Network(links, counts, profile, node=node, processor=options.processor_of(bandwidth))
         search = Search(opened, loaded_plans(plan or ()), network, fsdp, quick)
         tried, remarks = search.tried(allowed, sharing, progress)
     if tried.speed is None:

@@ -284,7 +284,7 @@ class Plan:
             "group_bytes": group_bytes,
         }
         choice = replace(built.about.defaults, **{name: value for name, value in given.items() if value is not None})
-        alone = choice.group_bytes is None and _may_span(built)
+        alone = choice.group_bytes is None and may_span(built)
         if (
             group_bytes is None
             and isinstance(model, nn.Module)
@@ -297,9 +297,9 @@ class Plan:
             _check_coverage(codec, layers, compressed, choice)
         members = _consecutive(compressed, choice.group_bytes)
         # Where layers share a group only to travel together, each keeps its own selection.
-        of_layers = {**(_EACH_BY_ITSELF if alone else {}), **settings}
+        of_layers = {**(EACH_BY_ITSELF if alone else {}), **settings}
         groups = [
-            Group(_group_name(names), names, codec, of_layers if len(names) > 1 else settings, around)
+            Group(group_name(names), names, codec, of_layers if len(names) > 1 else settings, around)
             for names in members
         ]
         rest = groups_of_the_rest(layers, compressed, around)
@@ -539,10 +539,10 @@ def _consecutive(layers: Sequence[Layer], group_bytes: float | None) -> list[tup
     return [tuple(layer.name for layer in run) for run in cut_runs]
 
 
-_EACH_BY_ITSELF = {"across_layers": False}
+EACH_BY_ITSELF = {"across_layers": False}
 
 
-def _may_span(codec: Codec) -> bool:
+def may_span(codec: Codec) -> bool:
     """Whether a codec can select from all layers of a group together."""
     return codec.traits.selects and any(field.name == "across_layers" for field in fields(codec.settings))
 
@@ -558,7 +558,7 @@ def _group_bytes_of(run: Sequence[Layer]) -> int:
     return SMALL_GROUP_BYTES if many_small else 0
 
 
-def _group_name(layers: Sequence[str]) -> str:
+def group_name(layers: Sequence[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 

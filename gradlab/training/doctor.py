@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from gradlab.analysis.forecast.diagnosis import cores_of, network_of, sentences, waiting, written
+from gradlab.analysis.forecast.processors import timed
 from gradlab.analysis.forecast.real_steps import StepTimes, link_in_training, times_of_steps
 from gradlab.analysis.outputs import require_free
 from gradlab.ddp.copies import Uncopied
@@ -71,6 +72,7 @@ class doctor(Uncopied):
         self._layers = [layer for layer, _ in synchronised_layers(ddp)]
         self._found = measure(device, _SECONDS, ddp.process_group).to_json()
         self._links, self._nodes, self._node = network_of(self._found)
+        self._processor = timed(device)
         self._summary: dict[str, Any] | None = None
         self._switch = switched(ddp)
         self._times = BucketTimes(self._switch.average, device)
@@ -98,14 +100,15 @@ class doctor(Uncopied):
         links = self._links | {first: link_in_training(self._links[first], times)}
         steps, remarks = [], list[str]()
         if self._ranks.rank == 0:
-            network, cores = (links[first], self._nodes, self._node), cores_of(self._found)
+            network = links[first], self._nodes, self._node
+            ours: dict[str, Any] = {"cores": cores_of(self._found), "processor": self._processor}
             try:
-                steps = [waiting(self._layers, times.computing_seconds, *network, ["int4"], cores=cores)]
+                steps = [waiting(self._layers, times.computing_seconds, *network, ["int4"], **ours)]
             except GradlabError as error:  # training goes on
                 remarks = [f"No forecast: {error}"]
             lines = sentences(self._found | {"work_seconds": times.computing}, links, steps)
             print(*lines[:1], *times.sentences, *lines[1:], *remarks, sep="\n", flush=True)
-        self._summary = plain(written(self._found, links, steps, training=times))
+        self._summary = plain(written(self._found, links, steps, training=times, processor=self._processor))
         if self._out is not None and self._ranks.rank == 0:
             write_whole(self._out, json.dumps(self._summary, indent=1).encode())
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from gradlab import codecs
 from gradlab.errors import GradlabError
 from gradlab.executor.lockstep_plan import LockstepPlan
 from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
+from gradlab.plan.gpu_groups import in_gpu_groups
 from gradlab.plan.plan import FEWEST_SMALL, SMALL_GROUP_BYTES, SMALL_LAYER_BYTES
 
 SHAPES = ((16, 20), (7, 40), (16, 20), (300, 1), (5, 8, 3, 3), (33, 9))
@@ -83,6 +87,29 @@ def test_layers_of_a_model_on_another_device_share_large_groups() -> None:
     assert len(Plan.uniform(far, "ecsq").groups) == 1
     for alone in ("identity", "lgc_ring"):
         assert len(Plan.uniform(far, alone).groups) == 6
+
+
+@pytest.mark.parametrize("codec", codecs.names())
+def test_groups_of_a_plan_become_those_of_a_model_on_another_device(codec: str) -> None:
+    widths = (64, 256, 256, 700, 64, 64, 64, 64, 64, 64, 64, 64, 64, 3000, 2900, 1024)
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)), nn.LayerNorm(1024))
+    made, expected = in_gpu_groups(Plan.uniform(model, codec)), Plan.uniform(model.to("meta"), codec)
+    assert [(group.layers, group.name, group.wrappers) for group in made.groups] == [
+        (group.layers, group.name, group.wrappers) for group in expected.groups
+    ]
+    shared = [[group.settings for group in plan.groups if len(group.layers) > 1] for plan in (made, expected)]
+    assert shared[0] == shared[1]
+    assert in_gpu_groups(made) == made
+
+
+def test_groups_that_select_together_or_are_learned_stay() -> None:
+    across = Plan.uniform(SMALL, "topk", across_layers=True, group_bytes=4000)
+    assert len(across.groups) > 1
+    assert in_gpu_groups(across) == across
+    mixed = replace(across, groups=Plan.uniform(SMALL, "topk", group_bytes=0).groups)
+    halves = [replace(group, settings={"density": 0.5}) for group in mixed.groups[:4]]
+    joined = in_gpu_groups(replace(mixed, groups=(*halves, *mixed.groups[4:]))).groups
+    assert [len(group.layers) for group in joined] == [4, len(SMALL) - 4]
 
 
 def test_a_gradient_of_another_shape_than_the_plans_is_refused() -> None:

@@ -18,12 +18,14 @@ import gradlab.runtime
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import Family
 from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING
+from gradlab.analysis.forecast.diagnosis import link_to_json
 from gradlab.analysis.forecast.endings import MAX_LOSS
 from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume
 from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.networks import networks_table, turning_points, turns_text
 from gradlab.analysis.forecast.plans import pays_text
+from gradlab.analysis.forecast.processors import Processor
 from gradlab.analysis.forecast.recommendation import BOLD, Recommendation, recommend
 from gradlab.analysis.forecast.simulator import SHARDS, Node
 from gradlab.analysis.forecast.speed import forecast_speed
@@ -32,8 +34,10 @@ from gradlab.analysis.report.look import Look
 from gradlab.artifact import Artifact
 from gradlab.cli.options import MAX_LOSS_TEXT, share_of_loss
 from gradlab.errors import GradlabError
+from gradlab.jsonable import plain
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import Plan, Wrap
+from gradlab.plan.gpu_groups import in_gpu_groups
 from gradlab.plan.refresh import Refresh
 from gradlab.trace import Trace
 from jobs.attach_tasks import WIDTH, network
@@ -342,6 +346,23 @@ def test_lines_are_those_of_what_recorded(framework: str) -> None:
     assert {one.name for one in imported.names} <= defined
     assert lines_to_resume(False, recorded) == ""
     assert "optimizer=optimizer, scaler=scaler)" in lines_to_paste(Path("plan"), 2, 1, False, {"loss_scaler": True})
+
+
+@pytest.mark.usefixtures("few")
+def test_a_recording_of_a_gpu_is_answered_in_its_groups_and_with_its_times(gradlab: Command, tmp_path: Path) -> None:
+    layers, folder = layers_of(network(WIDTH)), tmp_path / "trace"
+    record(folder, random_gradients(0, 6, 2, layers), layers, metadata={"device": "cuda"})
+    plan, link = tmp_path / "plan.safetensors", tmp_path / "link.json"
+    words = ["recommend", folder, "--out", plan, "--compute-seconds", "0.2s", "--quick", "--json", "--nodes", "2"]
+    answers = []
+    for processor in (None, Processor("H", True, 1e12, {"block_scaled": (1e-4, 1e-4)})):
+        link.write_text(json.dumps(plain({"link": link_to_json(SLOW), "processor": processor})))
+        answers.append(json.loads(gradlab(*words, "--bandwidth", link, "--overwrite")[1]))
+        made = Artifact.load(plan).plan
+        assert in_gpu_groups(made) == made
+        assert len(made.compressed_groups) < len([layer for layer in layers if len(layer.shape) > 1])
+    told = [[one for one in answer["remarks"] if "gradlab doctor" in one] for answer in answers]
+    assert (len(told[0]), told[1]) == (1, [])
 
 
 @pytest.mark.usefixtures("few")
