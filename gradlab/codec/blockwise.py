@@ -248,13 +248,15 @@ class BlockCompressor(PiecewiseCompressor):
             parts.append(reduction.of_rows(values.view(1, -1)) if numbers is None else torch.from_numpy(numbers))
         return torch.cat(parts, -1)
 
-    def reduced_by_kernel(self, vector: torch.Tensor, kind: str, over: float = 1.0) -> torch.Tensor | None:
+    def reduced_by_kernel(
+        self, vector: torch.Tensor, kind: str, over: float = 1.0, tops: bool = False
+    ) -> torch.Tensor | None:
         """Reduce as `gradlab.kernels.blocks.reduced` does; None where there is no kernel for it."""
         if not usable(vector):
             return None
         from gradlab.kernels.blocks import reduced
 
-        return reduced(vector, self.block_table(vector), kind, over)
+        return reduced(vector, self.block_table(vector), kind, over, tops)
 
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""

@@ -207,12 +207,13 @@ class BlockScaled(BlockCompressor):
 
     def _with_scales(self, vector: torch.Tensor, bits: RandomBits | None) -> tuple[torch.Tensor, ...] | None:
         """Do what `compress` does, by kernels that write scales of a byte too; None where there are none."""
-        if not vector.numel() or (magnitudes := self.reduced_by_kernel(vector, "largest")) is None:
+        of_all, count = self.format.scales == "e4m3", self.blocks.count(vector.numel())
+        if not vector.numel() or (found := self.reduced_by_kernel(vector, "largest", tops=of_all)) is None:
             return None
+        magnitudes, others = found[:count], found[count:] if of_all else None
         written = [torch.empty_like(magnitudes, dtype=torch.uint8)]
-        others = magnitudes.amax(0, keepdim=True) if self.format.scales == "e4m3" else None
-        if others is not None:
-            written.insert(0, torch.empty_like(others))
+        if of_all:
+            written.insert(0, found.new_empty(1))
         codes = self.encoded(vector, magnitudes, bits, others=others, written=written)
         return None if codes is None else (*written, codes[: vector.numel()] if self.bits == 8 else codes)
 

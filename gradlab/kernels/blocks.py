@@ -13,6 +13,7 @@ import triton.language as tl
 from gradlab.kernels import launch
 
 CHUNK, _TOGETHER = 4096, 1024  # elements that a program reduces at most, and of several small blocks
+_OF_A_TOP = 8192  # elements of several small blocks where their largest is kept too, of which there are to be few
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def two_means(a, b, c, size, over):
 @triton.jit
 def _of_chunks(
     x, chunks, out, count, over,
-    TERMS: tl.constexpr, FINISH: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr,
+    TERMS: tl.constexpr, FINISH: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr, TOPS: tl.constexpr,
     ROWS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -207,6 +208,9 @@ def _of_chunks(
         tl.store(out + chunk, first, mask=some)
         if N == 2:
             tl.store(out + count + chunk, second, mask=some)
+        if TOPS:
+            top = tl.max(tl.where(some, magnitude_bits(first), 0), 0).to(tl.float32, bitcast=True)
+            tl.store(out + count + tl.program_id(0), top)
 
 
 @triton.jit
@@ -251,25 +255,29 @@ REDUCTIONS: dict[str, tuple[Any, Any, int]] = {
 }
 
 
-def reduced(vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0) -> torch.Tensor | None:
+def reduced(
+    vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0, tops: bool = False
+) -> torch.Tensor | None:
     """Reduce each block of a vector (numel,) to a number or two, (blocks,) or (2, blocks), float32.
 
     kind: "largest" magnitude, divided by `over`, "mean magnitude", "root mean square", "two means", of elements from 0
         on and of those below, "clipped": the largest magnitude, or `over` root mean squares if less, or "norm", the
         Euclidean one by halves. None is returned for that of blocks larger than a chunk.
+    tops: whether the largest numbers of runs of chunks follow the "largest" of blocks that are chunks.
     """
     terms, finish, n = REDUCTIONS[kind]
-    out, chunks = vector.new_empty(n, table.count), len(table.chunks) - 1
-    log = (table.widest - 1).bit_length()
-    rows, halves = max(1, _TOGETHER >> log), kind == "norm"
-    if halves and not table.whole:
+    chunks, log = len(table.chunks) - 1, (table.widest - 1).bit_length()
+    rows, halves = max(1, (_OF_A_TOP if tops else _TOGETHER) >> log), kind == "norm"
+    if (halves or tops) and not table.whole:
         return None
-    constants = {"TERMS": terms, "FINISH": finish, "HALVES": halves, "ROWS": rows, "LOG": log}
+    programs = triton.cdiv(chunks, rows)
+    out = vector.new_empty(n * table.count + (programs if tops else 0))
+    constants = {"TERMS": terms, "FINISH": finish, "HALVES": halves, "TOPS": tops, "ROWS": rows, "LOG": log}
     if table.whole:
-        launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, out, chunks, over, **constants, N=n)
+        launch(_of_chunks, programs, vector, table.chunks, out, chunks, over, **constants, N=n)
     else:
         parts = vector.new_empty(3, chunks, dtype=torch.float64)
-        launch(_of_chunks, triton.cdiv(chunks, rows), vector, table.chunks, parts, chunks, over, **constants, N=0)
+        launch(_of_chunks, programs, vector, table.chunks, parts, chunks, over, **constants, N=0)
         given = (parts, table.starts, table.of_blocks, out, table.count, chunks, over)
         launch(_of_blocks, table.count, *given, LARGEST=kind in ("largest", "clipped"), FINISH=finish, N=n, TILE=1024)
-    return out if n > 1 else out[0]
+    return out.view(n, -1) if n > 1 else out

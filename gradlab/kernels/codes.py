@@ -14,7 +14,7 @@ import triton.language as tl
 
 from gradlab.coding.bits import packed_bytes
 from gradlab.kernels import Form, formats, launch
-from gradlab.kernels.blocks import BlockTable, block_at
+from gradlab.kernels.blocks import BlockTable, block_at, magnitude_bits
 
 _TILE = 1024
 
@@ -110,7 +110,7 @@ def load_codes(packed, i, inside, groups, BITS: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x, numbers, starts, packed, others, scales, units, numel, count, steps, groups, seed,
+    x, numbers, starts, packed, others, scales, units, numel, count, steps, groups, seed, tops,
     CODE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
     N: tl.constexpr, SCALES: tl.constexpr, CLIP: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,13 @@ def _encode(
             limit = tl.load(others + block, mask=inside, other=1.0)
             value = formats.clamped(value, -limit, limit)
         if SCALES != 0:
-            unit = tl.div_rn(tl.load(others), 448.0 * Q)
+            unit = 1.0
+            if SCALES < 0:
+                largest = tl.zeros((TILE,), tl.int32)
+                for begin in range(0, tops, TILE):
+                    j = begin + tl.arange(0, TILE)
+                    largest = tl.maximum(largest, magnitude_bits(tl.load(others + j, mask=j < tops, other=0.0)))
+                unit = tl.div_rn(tl.max(largest, 0).to(tl.float32, bitcast=True), 448.0 * Q)
             code = formats.scale_code(number, unit, Q, SCALES, RANDOM)
             number = formats.scale_value(code, unit, SCALES)
             first_of_block = inside & (tl.load(starts + block, mask=inside, other=-1) == i)
@@ -186,8 +192,8 @@ def encode(
 
     numbers: (blocks,), float32; or empty.
     seed: the key of random numbers; None: it rounds without them.
-    others: magnitudes at which elements of blocks are cut off first, (blocks,); with E4M3's scales the vector's
-        largest, (1,). None: there are none.
+    others: magnitudes at which elements of blocks are cut off first, (blocks,); with E4M3's scales the largest of
+        parts of the vector, (parts,). None: there are none.
     written: takes the scales of blocks whose largest magnitudes are `numbers`, (blocks,), uint8, after the float32
         number (1,) of E4M3's.
     """
@@ -195,7 +201,7 @@ def encode(
     packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=vector.device)
     places = (vector, numbers, table.starts, packed, numbers if others is None else others)
     scales, units = (written[-1], written[0]) if written else (packed, numbers)
-    given = (*places, scales, units, numel, table.count, table.steps, -(-numel // 8), seed or 0)
+    sizes = (numel, table.count, table.steps, -(-numel // 8), seed or 0, 0 if others is None else len(others))
     constants = {
         "CODE": getattr(formats, f"{form.name}_code"),
         "P": form.p,
@@ -205,7 +211,7 @@ def encode(
     }
     constants |= {"N": _numbers(numbers, table), "RANDOM": seed is not None, "TILE": _TILE}
     constants |= {"SCALES": form.scales, "CLIP": others is not None and not written}
-    launch(_encode, triton.cdiv(numel, _TILE), *given, **constants)
+    launch(_encode, triton.cdiv(numel, _TILE), *places, scales, units, *sizes, **constants)
     return packed
 
 

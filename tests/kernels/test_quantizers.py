@@ -20,6 +20,7 @@ from support.laws import thorough
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of NaN in the interpreter
 LAYERS = [300, 1, 8, 777]
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {"nvfp4": ("block_scaled", {"dtype": "nvfp4"})}
 SPECIAL = {2: float("nan"), 99: float("inf"), 303: 1e-42, 305: -1e-42}  # by place
 
 
@@ -41,7 +42,10 @@ def check(name: str, options: dict[str, Any], sizes: list[int], x: torch.Tensor)
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda one: one if isinstance(one, str) else str(one))
 def test_a_kernel_equals_the_lines_that_it_stands_for(name: str, options: dict[str, Any]) -> None:
-    sizes = [*LAYERS, 4500] if name in ("sign", "one_bit") else LAYERS
+    large = (
+        [4500] if name in ("sign", "one_bit") else [9000] if options == {"dtype": "nvfp4", "stochastic": False} else []
+    )
+    sizes = [*LAYERS, *large]
     x = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(len(sizes)))
     check(name, options, sizes, x * torch.logspace(-6, 2, len(x)))
 
@@ -66,11 +70,11 @@ def test_any_layers(case: tuple[str, dict[str, Any]], sizes: list[int], magnitud
     check(*case, sizes, x)
 
 
-@pytest.mark.parametrize("name", ["block_scaled", "sign", "one_bit", "qsgd", "nuqsgd", "terngrad", "natural"])
+@pytest.mark.parametrize("name", ["block_scaled", "nvfp4", "sign", "one_bit", "qsgd", "nuqsgd", "terngrad", "natural"])
 def test_launches_do_not_grow_with_the_number_of_layers(name: str) -> None:
     counts = []
     for layers in (2, 300):
-        codec, x = layered(name, {}, [9] * layers), torch.ones(9 * layers)
+        codec, x = layered(*NAMED.get(name, (name, {})), [9] * layers), torch.ones(9 * layers)
         with by_kernels() as started:
             decoded(codec, x, encoded(codec, x))
         counts.append(started)
