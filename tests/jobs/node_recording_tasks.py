@@ -17,7 +17,7 @@ from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
 from jobs.fsdp_tasks import Network, backward, local_gradients, mesh_of, sharded
 
-STEPS = 4
+STEPS = 8  # of which three have to be timed, on a machine that others may keep busy
 UNUSED_AT, PARTLY_AT = 1, 2  # steps: a block that no rank uses; one that the first rank alone leaves out
 
 
