@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable, read_json
 
 # Rows of the picture, from the top.
 LANES = ("backward", "encode and decode", "wait", "network")
 _WORK = LANES[:2]
+Intervals = np.ndarray  # (n, 2): starts and ends in seconds
 
 
 @dataclass(frozen=True)
@@ -68,33 +71,52 @@ class StepSpans:
     def times(self) -> StepTimes:
         """The spans as seconds."""
         network = self._busy("network")
-        hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in network for c, d in self._busy(*_WORK))
+        work = self._busy(*_WORK)
+        exposed = length(union(np.concatenate([work, network]))) - length(work)
         return StepTimes(
             step=self.step,
             rank=self.rank,
             seconds=max(span.stop for span in self.spans) - self.begin,
-            backward_seconds=_length(self._busy("backward")),
-            codec_seconds=_length(self._busy("encode and decode")),
-            network_seconds=_length(network),
-            hidden_seconds=hidden,
-            exposed_seconds=_length(network) - hidden,
+            backward_seconds=length(self._busy("backward")),
+            codec_seconds=length(self._busy("encode and decode")),
+            network_seconds=length(network),
+            hidden_seconds=length(network) - exposed,
+            exposed_seconds=exposed,
         )
 
-    def _busy(self, *lanes: str) -> list[tuple[float, float]]:
-        """Find the disjoint intervals in which something was in at least one of these lanes."""
-        busy: list[tuple[float, float]] = []
-        for span in self.spans:
-            if span.lane not in lanes:
-                continue
-            if busy and span.start <= busy[-1][1]:
-                busy[-1] = (busy[-1][0], max(busy[-1][1], span.stop))
-            else:
-                busy.append((span.start, span.stop))
-        return busy
+    def _busy(self, *lanes: str) -> Intervals:
+        return union(np.array([(one.start, one.stop) for one in self.spans if one.lane in lanes]).reshape(-1, 2))
 
 
-def _length(intervals: Sequence[tuple[float, float]]) -> float:
-    return sum(stop - start for start, stop in intervals)
+def union(spans: Intervals) -> Intervals:
+    """Return the disjoint intervals (m, 2), in order, that intervals (n, 2) cover."""
+    if not len(spans):
+        return np.zeros((0, 2))
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(spans[:, 1])
+    first = np.flatnonzero(np.concatenate([[True], spans[1:, 0] > reach[:-1]]))
+    return np.stack([spans[first, 0], np.concatenate([reach[first[1:] - 1], reach[-1:]])], axis=1)
+
+
+def without(spans: Intervals, holes: Intervals) -> Intervals:
+    """Return what of disjoint intervals lies in no hole; both are in order."""
+    left, at = list[tuple[float, float]](), 0
+    for start, stop in spans.tolist():
+        while at < len(holes) and holes[at, 1] <= start:
+            at += 1
+        hole = at
+        while hole < len(holes) and holes[hole, 0] < stop:
+            if holes[hole, 0] > start:
+                left.append((start, float(holes[hole, 0])))
+            start, hole = max(start, float(holes[hole, 1])), hole + 1
+        if start < stop:
+            left.append((start, stop))
+    return np.array(left).reshape(-1, 2)
+
+
+def length(spans: Intervals) -> float:
+    """Return the length of disjoint intervals together."""
+    return float((spans[:, 1] - spans[:, 0]).sum())
 
 
 def read_step(path: Path, rank: int = 0, step: int | None = None) -> StepSpans:

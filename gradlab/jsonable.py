@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -20,13 +22,17 @@ def read_json(
     path: str | os.PathLike[str], expected: str, most_bytes: int = _MOST_BYTES, most_values: int = _MOST_VALUES
 ) -> Any:
     """Read a JSON file that may hold anything, in memory that its size bounds; `expected` is in words. A larger file,
-    more than about `most_values` values, and what is not JSON are refused."""
+    more than about `most_values` values, and what is not JSON are refused. A name that ends in .gz is unpacked."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise GradlabError(f"{path} is no file: expected {expected}")
-    if path.stat().st_size > most_bytes:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            written = file.read(most_bytes + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise GradlabError(f"{path} is not gzip, or cut off: expected {expected}") from None
+    if len(written) > most_bytes:
         raise GradlabError(f"{path}: larger than {most_bytes} bytes: expected {expected}")
-    written = path.read_bytes()
     if sum(map(written.count, b"[{:,")) > most_values:
         raise GradlabError(f"{path}: more than {most_values} values: expected {expected}")
     try:

@@ -26,6 +26,7 @@ COMMANDS = {  # module and short help, in the order of the list
     "analyze": ("analyze", "Write a report on a recording: will it pay?"),
     "compare": ("compare", "Set two reports side by side"),
     "doctor": ("doctor", "Measure what connects your ranks, without a model"),
+    "timeline": ("timeline", "Read a trace of torch.profiler: computing, waiting"),
     "recommend": ("recommend", "Choose one plan for your network, or none"),
     "pilot": ("pilot", "Try plans on your own training command"),
     "evaluate": ("evaluate", "Replay methods on recorded gradients"),

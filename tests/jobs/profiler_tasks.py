@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from gradlab.plan import Plan
 from jobs.ddp_tasks import train
@@ -32,3 +33,17 @@ def ranges(group: dist.ProcessGroup, all_threads: bool) -> dict[str, Any]:
 
 def _plan(model: torch.nn.Module) -> Plan:
     return Plan.uniform(model, "powersgd", rank=2)
+
+
+def plain_trace(group: dist.ProcessGroup, path: str) -> int:
+    """Write the trace of some steps of a plain training, on rank 0; return the number of its parameters."""
+    inner = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+    model = DistributedDataParallel(inner, process_group=group, bucket_cap_mb=0.5)
+    when = schedule(wait=2, warmup=1, active=STEPS)  # buckets are made anew after the first step
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=when) as seen:
+        for _ in range(3 + STEPS):
+            model(torch.ones(8, 256)).square().mean().backward()
+            seen.step()
+    if dist.get_rank(group) == 0:
+        seen.export_chrome_trace(path)
+    return sum(parameter.numel() for parameter in model.parameters())
