@@ -1233,8 +1233,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="runtime/network/communicator.py",
-        old="        self.payload_bytes += buffer.nbytes\n        return InPlaceMean",
-        new="        return InPlaceMean",
+        old="        self.payload_bytes += buffer.nbytes\n        with profiled",
+        new="        with profiled",
         tests=("tests/runtime/test_runtime.py",),
         what="Dense buckets are not counted.",
         select="warm_up",
@@ -1595,7 +1595,7 @@ MUTANTS += (
             "--workers is ignored.",
         ),
         ("int(text) < 1", "int(text) < 0", "", "--workers 0 is taken."),
-        ('latency), rates.split(",")', 'latency), rates.split(";")', "", "Only one link speed is read."),
+        ('in rates.split(",")', 'in rates.split(";")', "", "Only one link speed is read."),
         ("if fsdp and ranks == 1", "if fsdp and ranks > 1", "", "--fsdp without ranks is taken."),
         (
             "SHARDS if fsdp else BETWEEN",
@@ -1710,7 +1710,33 @@ MUTANTS += (
     *_faults(
         "gradlab/cli/recommend.py",
         "tests/cli/test_options.py",
-        ('if "," in words:', 'if ";" in words:', "", "Two numbers of nodes are taken for a recommendation."),
+        ('if "," in nodes:', 'if ";" in nodes:', "", "Two numbers of nodes are taken for a recommendation."),
+        (
+            "if len({replace",
+            "if not len({replace",
+            "asked_about_alone",
+            "Speeds are forecast with a measured link's costs.",
+        ),
+    ),
+    *_faults(
+        "analysis/forecast/networks.py",
+        "tests/analysis/forecast/test_recommendation.py",
+        (
+            "(beside_half if beside_half < half else alone for",
+            "(alone for",
+            "turns_where",
+            "Compression is said to pay where 16 bits are taken.",
+        ),
+    ),
+    *_faults(
+        "analysis/report/recommended.py",
+        "tests/analysis/forecast/test_recommendation.py",
+        (
+            "tried)), []).append(place)",
+            "tried)), []).append(0)",
+            "one_command_answers",
+            "All links have the first one's answer.",
+        ),
     ),
     *_faults(
         "gradlab/run_log.py",

@@ -174,10 +174,10 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("node", [None, Node(4, Link(4e11), SHARDS)])
 def test_several_links_are_answered_as_each_alone(node: Node | None) -> None:
     def found(links: list[Link]) -> tuple[tuple[Recommendation, ...], list[list[str]]]:
-        speed = forecast_speed(PLANS, REPLAYS, Network(links, (8,), COMPUTING, node=node), max_loss=0.01)  # type: ignore[arg-type]
+        network = Network(links, (8,), COMPUTING, node=node)
+        speed = forecast_speed({"int8": PLANS["int8"]}, REPLAYS, network, max_loss=0.01)  # type: ignore[arg-type]
         return recommend(speed), [list(row) for row in networks_table(speed).rows]
 
-    found([SLOW])  # what is timed once in a process
     several, rows = found(LADDER)
     alone = [found([link]) for link in LADDER]
     assert list(several) == [one for (one,), _ in alone]
@@ -296,7 +296,6 @@ def answered(gradlab: Command, trace: Path, out: Path, bandwidth: str, *words: s
 @pytest.mark.usefixtures("few", "ticking")
 def test_one_command_answers_for_several_links_as_for_each_alone(gradlab: Command, trace: Path, tmp_path: Path) -> None:
     """The artifacts, too, each under the names of the links that take it; a second question goes beside the first."""
-    answered(gradlab, trace, tmp_path / "first", "1mbit")  # what is timed once in a process
     several = answered(gradlab, trace, tmp_path / "plan.safetensors", ",".join(RATES))
     alone = {rate: answered(gradlab, trace, tmp_path / f"{rate}.safetensors", rate) for rate in RATES}
     for one, found in zip(several["networks"], alone.values(), strict=True):
