@@ -34,7 +34,7 @@ from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.model import require_ddp, without_compile
 from gradlab.ddp.sharded_units import HOW_TO, Unit, refuse_thawed, require_whole_backward, set_hooks, sharded_modules
-from gradlab.ddp.step_clock import StepClock
+from gradlab.ddp.step_clock import BufferTimes, StepClock
 from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
 from gradlab.trial import trial
@@ -174,9 +174,14 @@ class TraceRecorder(Uncopied):
         self._forward_passes, self._clock = _ForwardPasses(), StepClock(chosen[0][1].device)
         self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
         in_ddp = isinstance(source, BucketSource)
+        self._buffers = (
+            BufferTimes(source.model, chosen[0][1].device, self._clock.came)
+            if isinstance(source, BucketSource)
+            else None
+        )
         self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen] if in_ddp else ())
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
-        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps)
+        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps, self._buffers)
         self._finalizer.atexit = False
         self._source = source
         if isinstance(source, ShardSource):
@@ -232,7 +237,7 @@ class TraceRecorder(Uncopied):
         self._discard_step()
         self._finalizer.detach()
         self._warn(closing=True)
-        return _finish(self._writer, self._counting, self._steps, None)
+        return _finish(self._writer, self._counting, self._steps, self._buffers, None)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._wrap is None:
@@ -405,8 +410,14 @@ class _ForwardPasses:
 
 
 def _finish(
-    writer: AsyncWriter | NoWriter, counting: Any, steps: StepCount, timeout: float | None = EXIT_SECONDS
+    writer: AsyncWriter | NoWriter,
+    counting: Any,
+    steps: StepCount,
+    buffers: BufferTimes | None,
+    timeout: float | None = EXIT_SECONDS,
 ) -> RecorderReport:
     counting.remove()
+    if buffers is not None:
+        buffers.close()
     steps.close()
     return writer.close(timeout)

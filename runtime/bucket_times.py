@@ -9,24 +9,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.ddp.copies import Uncopied
-from gradlab.ddp.step_clock import moment, seconds_between
+from gradlab.ddp.step_clock import BufferTimes, Span, moment, seconds_between, total_of
 from gradlab.ddp.switch import PlainAverage
 
 
 class BucketTimes(Uncopied):
     """The state of `timed_hook`: moments of every bucket of every step since it was made."""
 
-    def __init__(self, average: PlainAverage, device: torch.device) -> None:
+    def __init__(self, ddp: DistributedDataParallel, average: PlainAverage, device: torch.device) -> None:
         self._average, self._device = average, device
         self._steps: list[list[list[Any]]] = []  # by step and bucket: bytes, and the moments of its coming and going
+        self._waits: list[list[Span]] = []  # for buffers, by step
+        self._open: list[Span] = []
+        self._buffers = BufferTimes(ddp, device, self._open.append)
         self._began = moment(self._device)
 
     def submit(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket as plain DDP does, and note when."""
         if bucket.index() == 0:
             self._steps.append([])
+            self._waits.append(self._open.copy())
+            self._open.clear()
         row = [bucket.buffer().nbytes, moment(self._device), None]
         self._steps[-1].append(row)
 
@@ -37,17 +43,24 @@ class BucketTimes(Uncopied):
         return self._average(bucket).then(ended)
 
     def rows(self) -> list[list[list[float]]]:
-        """Return by step and bucket: bytes, and the seconds from the start at which it was ready, and averaged.
+        """Return by step and bucket: bytes, the seconds from the start at which it was ready, and averaged, and those
+        that forward passes before it waited for buffers.
 
         Steps that an error has ended are left out.
         """
-        whole = [step for step in self._steps if all(ended is not None for _, _, ended in step)]
+        self._buffers.close()
+        pairs = zip(self._steps, self._waits, strict=True)
+        whole = [(step, waits) for step, waits in pairs if all(ended is not None for _, _, ended in step)]
         return [
             [
-                [nbytes, seconds_between(self._began, ready), seconds_between(self._began, ended)]
-                for nbytes, ready, ended in step
+                [
+                    nbytes,
+                    *(seconds_between(self._began, at) for at in (ready, ended)),
+                    0.0 if place else total_of(waits),
+                ]
+                for place, (nbytes, ready, ended) in enumerate(step)
             ]
-            for step in whole
+            for step, waits in whole
         ]
 
 

@@ -1,8 +1,8 @@
 """Turn moments of DDP's buckets in real steps into what a step is made of: computing, exchanging, waiting.
 
-A rank waits from its last bucket's readiness until the last average has come; the rest of the step it computes. The
-bytes of a bucket travel from the moment at which the last rank is ready and the bucket before has come: that is the
-shortest time that any rank sees, and needs no common clock.
+A rank waits from its last bucket's readiness until the last average has come, and for DDP's buffers; the rest of the
+step it computes. The bytes of a bucket travel from the moment at which the last rank is ready and the bucket before has
+come: that is the shortest time that any rank sees, and needs no common clock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from gradlab.analysis.forecast.link import Link, all_reduce, spell_rate
 from gradlab.formatting import format_bytes, format_seconds
 from gradlab.jsonable import Jsonable
 
-Rows = Sequence[Sequence[Sequence[Sequence[float]]]]  # by rank, step and bucket: bytes, seconds of coming and going
+# By rank, step and bucket: bytes, seconds of coming and going, and of waits for buffers in the forward passes before.
+Rows = Sequence[Sequence[Sequence[Sequence[float]]]]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class StepTimes(Jsonable):
     computing, waiting: the two parts of a step, by rank.
     nbytes, exchanging, bus_bits_per_second: bytes, time and bus bandwidth of each bucket's all-reduce. Those on
         their way at once share their time by bytes.
-    ready, averaged, exposed: moments at which a bucket is ready and averaged, from the end of the step before, and the
-        time that a rank waits for it, by rank and bucket.
+    ready, averaged, exposed: moments at which a bucket is ready and averaged, from the end of the step before without
+        waits for buffers, and the time that a rank waits for it, by rank and bucket.
     """
 
     steps: int
@@ -84,7 +85,9 @@ def times_of_steps(rows: Rows) -> StepTimes | None:
     if not kept:
         return None
     begun = np.array([[max(bucket[2] for bucket in of_rank[n - 1]) for n in kept] for of_rank in rows])
-    moments = np.array([[of_rank[n] for n in kept] for of_rank in rows])[..., 1:] - begun[..., None, None]
+    found = np.array([[of_rank[n] for n in kept] for of_rank in rows])
+    buffers = found[..., 3].sum(-1)  # (ranks, steps)
+    moments = found[..., 1:3] - (begun + buffers)[..., None, None]
     ready, averaged = moments[..., 0], moments[..., 1]  # (ranks, steps, buckets)
     done = np.maximum.accumulate(averaged, -1)
     before = np.concatenate([np.zeros_like(done[..., :1]), done[..., :-1]], -1)
@@ -97,10 +100,10 @@ def times_of_steps(rows: Rows) -> StepTimes | None:
     ]
     return StepTimes(
         len(kept),
-        float(np.median(done[..., -1].max(0))),
-        float(np.median(exposed.sum(-1).min(0))),
+        float(np.median((done[..., -1] + buffers).max(0))),
+        float(np.median((exposed.sum(-1) + buffers).min(0))),
         _of_ranks(done[..., -1] - exposed.sum(-1)),
-        _of_ranks(exposed.sum(-1)),
+        _of_ranks(exposed.sum(-1) + buffers),
         tuple(sizes[-1]),
         tuple(exchanging),
         tuple(bus),

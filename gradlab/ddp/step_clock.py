@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+
+from gradlab.ddp.copies import Hook, Uncopied, take_away
 
 Moment = float | torch.cuda.Event
 Span = tuple[Moment | None, Moment | None]
@@ -20,7 +23,8 @@ class StepSeconds(NamedTuple):
     """Seconds of one step on one rank, NaN where they are not known, and the bytes that were averaged.
 
     seconds: time from the last average of the step before to its own last average.
-    waited: time since its last gradient was there, which nothing hides, and for a processor that averaging took before.
+    waited: time since its last gradient was there, which nothing hides; before, for a processor that averaging took,
+        and for DDP's buffers.
     exchanged: time since the averaging of its first bucket began.
     own: time of the clock's holder, inside `StepClock.own`.
     """
@@ -46,6 +50,7 @@ class StepClock:
         self._ended: Moment | None = None  # the step before
         self._own: list[Span] = []
         self._waits: list[Span] = []
+        self._buffers: list[Span] = []
         self._first: Moment | None = None
         self._last: Moment | None = None
         self._nbytes = 0
@@ -81,16 +86,20 @@ class StepClock:
         self._waits.append((None, None) if self._device.type == "cuda" else (began, ended))
         self._idle += ended - began - (time.thread_time() - busy)
 
+    def came(self, buffers: Span) -> None:
+        """Note from when to when a forward pass waited for the first rank's buffers."""
+        self._buffers.append(buffers)
+
     def end(self) -> Callable[[], StepSeconds]:
         """Note that all averages are there. Returns what tells the times; it may wait for the device."""
         now, before = moment(self._device), self._ended
         first, last, waits, own = self._first, self._last, self._waits, self._own
-        taken, nbytes = self._taken, self._nbytes
-        self._ended, self._own, self._waits, self._first = now, [], [], None
+        taken, nbytes, buffers = self._taken, self._nbytes, self._buffers
+        self._ended, self._own, self._waits, self._buffers, self._first = now, [], [], [], None
 
         def told() -> StepSeconds:
-            waited = taken + (_total(waits) if waits else seconds_between(last, now))
-            return StepSeconds(seconds_between(before, now), waited, seconds_between(first, now), _total(own), nbytes)
+            waited = taken + total_of(buffers) + (total_of(waits) if waits else seconds_between(last, now))
+            return StepSeconds(seconds_between(before, now), waited, seconds_between(first, now), total_of(own), nbytes)
 
         return told
 
@@ -104,6 +113,34 @@ class StepClock:
             return  # a rank without input, under join
         queue = Variable._execution_engine.queue_callback
         queue(lambda: queue(lambda: act(self.end())))
+
+
+class BufferTimes(Uncopied):
+    """Times DDP's broadcast of buffers before each forward pass: what starts between a hook of the DDP model and one of
+    the module in it. On a slow link it stands behind the last averages.
+
+    came: receives each span.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, device: torch.device, came: Callable[[Span], None]) -> None:
+        self._device, self._came = device, came
+        self._began: Moment | None = None
+        self._hooks = []
+        if next(ddp.module.buffers(), None) is not None:
+            self._hooks.append(ddp.register_forward_pre_hook(Hook(self._begin)))
+            self._hooks.append(ddp.module.register_forward_pre_hook(Hook(self._end), prepend=True))
+
+    def _begin(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._began = moment(self._device)
+
+    def _end(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and self._began is not None:
+            self._came((self._began, moment(self._device)))
+            self._began = None
+
+    def close(self) -> None:
+        take_away(self._hooks)
 
 
 def moment(device: torch.device) -> Moment:
@@ -123,5 +160,6 @@ def seconds_between(first: Moment | None, last: Moment | None) -> float:
     return last - first if isinstance(first, float) and isinstance(last, float) else math.nan
 
 
-def _total(spans: Sequence[Span]) -> float:
+def total_of(spans: Sequence[Span]) -> float:
+    """Seconds of all spans; NaN if those of one are not known."""
     return sum((seconds_between(*span) for span in spans), 0.0)

@@ -75,7 +75,7 @@ class doctor(Uncopied):
         self._processor = timed(device)
         self._summary: dict[str, Any] | None = None
         self._switch = switched(ddp)
-        self._times = BucketTimes(self._switch.average, device)
+        self._times = BucketTimes(ddp, self._switch.average, device)
         self._switch.given = self._times, timed_hook
 
     def __exit__(

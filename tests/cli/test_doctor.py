@@ -209,11 +209,12 @@ def test_two_ranks_are_measured(tmp_path: Path) -> None:
 
 
 def moments(
-    link: Link, computing: list[float], shares: list[float], sizes: list[int], steps: int
+    link: Link, computing: list[float], shares: list[float], sizes: list[int], steps: int, buffers: float = 0.0
 ) -> list[list[list[list[float]]]]:
     """Steps of ranks with clocks of their own over a link that carries one bucket after another, when all are ready.
 
     shares: parts of computing that are done when each bucket is ready.
+    buffers: seconds that each rank waits for buffers before it computes.
     """
     rows: list[list[list[list[float]]]] = [[] for _ in computing]
     began = 0.0
@@ -227,7 +228,9 @@ def moments(
             ended.append(free)
         for rank, (own, seconds) in enumerate(zip(rows, computing, strict=True)):
             ready = [began + share * seconds for share in shares]
-            own.append([[n, a + 100 * rank, b + 100 * rank] for n, a, b in zip(sizes, ready, ended, strict=True)])
+            moved = 100 * rank + buffers * (len(own) + 1)
+            own.append([[n, a + moved, b + moved, 0.0] for n, a, b in zip(sizes, ready, ended, strict=True)])
+            own[-1][0][3] = buffers
         began = free
     return rows
 
@@ -256,6 +259,11 @@ def test_what_steps_are_made_of_is_found_again_from_the_moments_of_their_buckets
     )
     assert [sum(of_rank) for of_rank in times.exposed] == pytest.approx(times.waiting, abs=1e-9)
     assert slow_ranks(times.computing).keys() == slow_ranks(computing).keys()
+    later = times_of_steps(moments(link, computing, shares, sizes, 4, buffers=0.5))
+    assert later is not None
+    assert later.computing == pytest.approx(times.computing)
+    assert (later.seconds, later.computing_seconds) == pytest.approx((times.seconds + 0.5, times.computing_seconds))
+    assert later.waiting == pytest.approx([seconds + 0.5 for seconds in times.waiting])
     assert link_in_training(Link(1e6), times).bits_per_second == pytest.approx(rate, rel=1e-3)
     assert link_in_training(Link(1e6, 100.0), times).bits_per_second == 1e6
 

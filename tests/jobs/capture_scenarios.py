@@ -163,6 +163,20 @@ def step_values(folder: Path) -> dict[str, Any]:
         }
 
 
+def waits_for_buffers(folder: Path) -> dict[str, Any]:
+    """The rank whose buffers all take comes late, so that the others wait for it in their forward passes."""
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)))
+    with TraceRecorder(model, folder / "t"):
+        for _ in range(5):
+            time.sleep(SLOW_SECONDS * (dist.get_rank() == 0))
+            model(torch.randn(8, 4)).sum().backward()
+    left = [len(module._forward_pre_hooks) for module in (model, model.module)]
+    dist.barrier()
+    with Trace(folder / "t") as trace:
+        waited = trace.scalars(dist.get_rank())["waited"]
+    return {"waited": float(np.median(waited[1:])), "left": left}
+
+
 def choice_of_steps_and_layers(folder: Path) -> dict[str, Any]:
     model = parallel_model()
     with TraceRecorder(
@@ -459,6 +473,7 @@ SCENARIOS = [
     zeroed_bucket_views,
     full_disk,
     slow_disk,
+    waits_for_buffers,
     refusals,
     overwritten,
     one_rank_alone,
