@@ -9,7 +9,8 @@ compress", and no artifact is written. Faster plans, which may lose more, are wr
 
 Several link speeds are one question, with a table for an answer: --bandwidth 100mbit,1gbit,10gbit. Replays are made
 once for all. Each plan that some link takes is written, with these links in its name:
-plan.100mbit+1gbit.safetensors. So it is where --out is taken by an earlier answer, which stays.
+plan.100mbit+1gbit.safetensors. A later question keeps the files of earlier answers: if --out is taken, the link is
+put into the name of the new plan, too.
 
 Examples:
 
