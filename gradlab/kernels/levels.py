@@ -22,10 +22,12 @@ from gradlab.coding import levels as form
 from gradlab.coding.huffman import LONGEST, SYMBOLS
 from gradlab.coding.level_values import DEAD_ZONE, PARTS, UNIT
 from gradlab.kernels import launch
+from gradlab.kernels.selection import joined
 
 _SLOT = form.CODES
 _LANES = 32  # slots whose codes one program decodes
 _PER = 128  # parts that one program reads
+_MOST = 2**28  # elements of messages that are decoded together, which take a byte each and a little more
 
 
 @dataclass(frozen=True)
@@ -362,9 +364,19 @@ def _head(message, total):
 
 
 @triton.jit
-def _read_parts(message, edges, slots, places, count_bits, told, part, flags, firsts, total, nbytes, parts,
+def _message(messages, sent, rank):
+    """Return where a rank's message is, and its bytes."""
+    return messages + tl.load(sent + 2 * rank), tl.load(sent + 2 * rank + 1)
+
+
+@triton.jit
+def _read_parts(messages, sent, edges, slots, places, count_bits, told, part, flags, firsts, nbytes, parts,
                 HEAD: tl.constexpr, PER: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
-    p = tl.program_id(0).to(tl.int64) * PER + tl.arange(0, PER)
+    programs = (parts + PER - 1) // PER
+    rank = tl.program_id(0) // programs
+    message, total = _message(messages, sent, rank)
+    told, part = told + rank * 2 * (parts + 1), part + rank * 5 * parts
+    p = (tl.program_id(0) % programs).to(tl.int64) * PER + tl.arange(0, PER)
     step, _, missed = _head(message, total)
     fits = (step >= 0) & (step < float("inf")) & (missed >= 0) & (missed <= 1)
     tl.atomic_or(flags, tl.where(fits, 0, 1).to(tl.int64))
@@ -391,8 +403,10 @@ def _read_parts(message, edges, slots, places, count_bits, told, part, flags, fi
 
 
 @triton.jit
-def _read_lengths(message, slots, told, begins, codes, total, nbytes, parts, MOST: tl.constexpr):
-    p = tl.program_id(0).to(tl.int64)
+def _read_lengths(messages, sent, slots, told, begins, codes, nbytes, parts, count, MOST: tl.constexpr):
+    rank, p = tl.program_id(0) // parts, (tl.program_id(0) % parts).to(tl.int64)
+    message, total = _message(messages, sent, rank)
+    told, begins, codes = told + rank * 2 * (parts + 1), begins + rank * (count + 1), codes + rank * (parts + 1)
     first, slot = tl.load(told + p), tl.arange(0, MOST)
     inside = slot < tl.load(told + p + 1) - first
     bits = tl.where(inside, _get(message, 8 * (nbytes + 2 * (first + slot)), inside, total) & 0xFFFF, 0)
@@ -401,9 +415,14 @@ def _read_lengths(message, slots, told, begins, codes, total, nbytes, parts, MOS
 
 
 @triton.jit
-def _read_codes(message, edges, slots, part_of, told, part, begins, codes, known, symbols, flags, total,
-                nbytes, parts, count, SLOT: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
-    slot = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+def _read_codes(messages, sent, edges, slots, part_of, told, part, begins, codes, known, symbols, flags, nbytes,
+                parts, count, numel, SLOT: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    programs = (count + LANES - 1) // LANES
+    rank = (tl.program_id(0) // programs).to(tl.int64)
+    message, total = _message(messages, sent, rank)
+    told, part, symbols = told + rank * 2 * (parts + 1), part + rank * 5 * parts, symbols + rank * numel
+    begins, codes = begins + rank * (count + 1), codes + rank * (parts + 1)
+    slot = (tl.program_id(0) % programs).to(tl.int64) * LANES + tl.arange(0, LANES)
     inside = slot < count
     p = tl.load(part_of + slot, mask=inside, other=0)
     k = (slot - tl.load(slots + p)) * SLOT
@@ -442,10 +461,11 @@ def _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, par
 
 
 @triton.jit
-def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, SLOT: tl.constexpr):
-    slot = tl.program_id(0).to(tl.int64)
+def _rest_bits(edges, slots, part_of, part, symbols, in_gap, in_more, sums, parts, count, numel, SLOT: tl.constexpr):
+    rank, slot = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
+    part, symbols = part + rank * 5 * parts, symbols + rank * numel
     _, _, _, _, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
-    tl.store(sums + slot + 1, tl.sum(width))
+    tl.store(sums + rank * (count + 1) + slot + 1, tl.sum(width))
 
 
 @triton.jit
@@ -465,25 +485,25 @@ def _unescaped(code, field, middle, escape):
 
 
 @triton.jit
-def _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, UNIT: tl.constexpr,
+def _add_at(out, i, end, start, stop, level, negative, inside, flags, centroids, step, scale, UNIT: tl.constexpr,
             LARGEST: tl.constexpr):  # fmt: skip
+    """Add levels at those elements i of a part that lie from start to stop, and return how many there are."""
     wrong = inside & ((i >= end) & (level != 0) | (level > LARGEST) | (level < 0))
     tl.atomic_or(flags + i * 0, tl.full(i.shape, 2, tl.int64), mask=wrong)
-    there = inside & (level > 0) & (i < end) & (wrong == 0)
+    there = inside & (level > 0) & (i >= start) & (i < stop) & (wrong == 0)
     total = tl.load(out + i, mask=there, other=0.0)
     tl.store(out + i, total + _value(level, negative, centroids, step, scale, UNIT), mask=there)
     return tl.sum(there.to(tl.int64))
 
 
 @triton.jit
-def _places(message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts,
+def _places(slot, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, nbytes, parts,
             SLOT: tl.constexpr):  # fmt: skip
-    """Return a slot, what `_symbols_of` returns, and where the bits are."""
-    slot = tl.program_id(0).to(tl.int64)
+    """Return what `_symbols_of` returns, and where the bits are."""
     p, k, symbol, inside, width = _symbols_of(slot, slots, edges, part_of, part, symbols, in_gap, in_more, parts, SLOT)
     at = 8 * (nbytes + 2 * tl.load(told + parts) + tl.load(codes + parts) + tl.load(told + parts + 1 + p))
     at += tl.load(rest + slot) - tl.load(rest + tl.load(slots + p)) + tl.cumsum(width, 0) - width
-    return slot, p, k, symbol, inside, width, at
+    return p, k, symbol, inside, width, at
 
 
 @triton.jit
@@ -499,53 +519,86 @@ def _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total):
 
 
 @triton.jit
-def _gap_sums(message, edges, slots, part_of, told, part, codes, rest, symbols, least_gap, in_gap, in_more, sums, total,
-              nbytes, parts, SLOT: tl.constexpr):  # fmt: skip
-    slot, p, _, symbol, inside, width, at = _places(
-        message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts, SLOT
+def _gap_sums(messages, sent, edges, slots, part_of, told, part, codes, rest, symbols, least_gap, in_gap, in_more, sums,
+              nbytes, parts, count, numel, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    rank, slot = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
+    message, total = _message(messages, sent, rank)
+    told, part, symbols = told + rank * 2 * (parts + 1), part + rank * 5 * parts, symbols + rank * numel
+    codes, rest = codes + rank * (parts + 1), rest + rank * (count + 1)
+    p, _, symbol, inside, width, at = _places(
+        slot, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, nbytes, parts, SLOT
     )
     if tl.load(part + p) == 0:
         low = tl.load(part + parts + p)
         gap, _, _ = _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total)
-        tl.store(sums + slot + 1, tl.sum(gap))
+        tl.store(sums + rank * (count + 1) + slot + 1, tl.sum(gap))
 
 
 @triton.jit
-def _add(message, out, edges, slots, part_of, told, part, codes, rest, gaps, symbols, least_gap, in_gap, in_more,
-         numbers, flags, scale, total, nbytes, parts, UNIT: tl.constexpr, LARGEST: tl.constexpr,
-         SLOT: tl.constexpr):  # fmt: skip
-    slot, p, k, symbol, inside, width, at = _places(
-        message, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, total, nbytes, parts, SLOT
-    )
-    kind, low = tl.load(part + p), tl.load(part + parts + p)
-    step, centroids, _ = _head(message, total)
-    begin, end = tl.load(edges + p), tl.load(edges + p + 1)
+def _reaching(kind, slot, first, symbols, gaps, begin, start, stop, MOST: tl.constexpr, SLOT: tl.constexpr):
+    """Return the first of a part's slots whose symbols stand for elements from start to stop, and the last and one."""
+    low = tl.where(kind == 1, (slot - first) // 2, slot - first)
+    high = low + 1
     if kind == 0:
-        gap, negative, above = _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total)
-        more = symbol & 15
-        level = tl.load(least_gap + (more << 4)) + 1 + tl.where(more >= 8, above, 0).to(tl.int32)
-        i = begin - 1 + tl.load(gaps + slot) - tl.load(gaps + tl.load(slots + p)) + tl.cumsum(gap, 0)
-        count = _add_at(out, i, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST)
-        tl.store(numbers + slot, count)
-    elif kind == 1:
-        a, b = symbol >> 4, symbol & 15
-        level, negative = _unescaped(a, _get(message, at, inside & (a == 15), total), 7, 15)
-        count = _add_at(out, begin + 2 * k, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST)
-        at += tl.where(a == 15, 31, 0)
-        level, negative = _unescaped(b, _get(message, at, inside & (b == 15), total), 7, 15)
-        count += _add_at(
-            out, begin + 2 * k + 1, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST
-        )
-        tl.store(numbers + slot, count)
-    else:
-        level, negative = _unescaped(symbol, _get(message, at, inside & (symbol == 255), total), 127, 255)
-        count = _add_at(out, begin + k, end, level, negative, inside, flags, centroids, step, scale, UNIT, LARGEST)
-        tl.store(numbers + slot, count)
+        some, there = tl.arange(0, MOST), tl.arange(0, MOST) * SLOT < symbols
+        before = tl.load(gaps + first)
+        ends = begin - 1 + tl.load(gaps + first + some + 1, mask=there, other=0) - before
+        begins = begin + tl.load(gaps + first + some, mask=there, other=0) - before
+        low = tl.sum((there & (ends < start)).to(tl.int64), 0)
+        high = tl.sum((there & (begins < stop)).to(tl.int64), 0)
+    return low, high
 
 
 @triton.jit
-def _check(slots, told, part, codes, rest, numbers, flags, total, nbytes, parts, MOST: tl.constexpr):
-    p = tl.program_id(0).to(tl.int64)
+def _add(messages, sent, out, edges, slots, part_of, told, part, codes, rest, gaps, symbols, least_gap, in_gap, in_more,
+         numbers, flags, scale, ranks, nbytes, parts, count, numel, UNIT: tl.constexpr, LARGEST: tl.constexpr,
+         MOST: tl.constexpr, SLOT: tl.constexpr):  # fmt: skip # type: ignore[no-untyped-def]
+    here = tl.program_id(0).to(tl.int64)
+    p = tl.load(part_of + here)
+    begin, end, first = tl.load(edges + p), tl.load(edges + p + 1), tl.load(slots + p)
+    start = begin + (here - first) * SLOT
+    stop = tl.minimum(start + SLOT, end)
+    for rank in range(ranks):
+        tl.debug_barrier()  # all that the rank before has written is there
+        message, total = _message(messages, sent, rank)
+        step, centroids, _missed = _head(message, total)
+        kind, low, of_part = tl.load(part + p), tl.load(part + parts + p), tl.load(part + 2 * parts + p)
+        number = tl.full((), 0, tl.int64)
+        from_slot, to_slot = _reaching(kind, here, first, of_part, gaps, begin, start, stop, MOST, SLOT)
+        for slot in range(first + from_slot, first + to_slot):
+            _of, k, symbol, inside, width, at = _places(
+                slot, slots, edges, part_of, told, part, codes, rest, symbols, in_gap, in_more, nbytes, parts, SLOT
+            )
+            if kind == 0:
+                gap, negative, above = _gaps_of(message, symbol, low, inside, width, at, least_gap, in_gap, total)
+                more = symbol & 15
+                level = tl.load(least_gap + (more << 4)) + 1 + tl.where(more >= 8, above, 0).to(tl.int32)
+                i = begin - 1 + tl.load(gaps + slot) - tl.load(gaps + first) + tl.cumsum(gap, 0)
+                number += _add_at(out, i, end, start, stop, level, negative, inside, flags, centroids, step, scale,
+                                  UNIT, LARGEST)  # fmt: skip
+            elif kind == 1:
+                a, b = symbol >> 4, symbol & 15
+                level, negative = _unescaped(a, _get(message, at, inside & (a == 15), total), 7, 15)
+                number += _add_at(out, begin + 2 * k, end, start, stop, level, negative, inside, flags, centroids,
+                                  step, scale, UNIT, LARGEST)  # fmt: skip
+                at += tl.where(a == 15, 31, 0)
+                level, negative = _unescaped(b, _get(message, at, inside & (b == 15), total), 7, 15)
+                number += _add_at(out, begin + 2 * k + 1, end, start, stop, level, negative, inside, flags, centroids,
+                                  step, scale, UNIT, LARGEST)  # fmt: skip
+            else:
+                level, negative = _unescaped(symbol, _get(message, at, inside & (symbol == 255), total), 127, 255)
+                number += _add_at(out, begin + k, end, start, stop, level, negative, inside, flags, centroids, step,
+                                  scale, UNIT, LARGEST)  # fmt: skip
+        tl.store(numbers + here, number)
+        told, part, symbols = told + 2 * (parts + 1), part + 5 * parts, symbols + numel
+        codes, rest, gaps, numbers = codes + parts + 1, rest + count + 1, gaps + count + 1, numbers + count
+
+
+@triton.jit
+def _check(sent, slots, told, part, codes, rest, numbers, flags, nbytes, parts, count, MOST: tl.constexpr):
+    rank, p = tl.program_id(0) // parts, (tl.program_id(0) % parts).to(tl.int64)
+    told, part, codes = told + rank * 2 * (parts + 1), part + rank * 5 * parts, codes + rank * (parts + 1)
+    rest, numbers, total = rest + rank * (count + 1), numbers + rank * count, tl.load(sent + 2 * rank + 1)
     first, last, slot = tl.load(slots + p), tl.load(slots + p + 1), tl.arange(0, MOST)
     there = tl.sum(tl.load(numbers + first + slot, mask=first + slot < last, other=0))
     took, announced = tl.load(rest + last) - tl.load(rest + first), tl.load(told + parts + 1 + p)
@@ -653,37 +706,40 @@ def add_decoded(total: torch.Tensor, messages: Sequence[torch.Tensor], scale: fl
         is out of its bounds, 4 if sums differ. Then the vector is not valid, but nothing was written outside.
     """
     flags = torch.zeros(1, dtype=torch.int64, device=total.device)
-    for message in messages:
-        _add_one(total, message, scale, table, flags)
+    together = max(1, _MOST // max(1, len(total)))
+    for first in range(0, len(messages), together):
+        _add_together(total, messages[first : first + together], scale, table, flags)
     return flags
 
 
-def _add_one(total: torch.Tensor, message: torch.Tensor, scale: float, table: LevelTable, flags: torch.Tensor) -> None:
-    device, count, parts, nbytes, of = total.device, len(table.part_of), table.parts, len(message), table.of
+def _add_together(
+    total: torch.Tensor, messages: Sequence[torch.Tensor], scale: float, table: LevelTable, flags: torch.Tensor
+) -> None:
+    device, count, parts, of, ranks = total.device, len(table.part_of), table.parts, table.of, len(messages)
+    memory, starts = joined(messages)
+    sent = torch.tensor(list(zip(starts, map(len, messages), strict=True))).to(device, non_blocking=True)
     told, part, begins, codes, rest, gaps, numbers = _zeros(
-        device, (2, parts + 1), (5, parts), (count + 1,), (parts + 1,), (count + 1,), (count + 1,), (count,)
-    )
-    of_table = (table.edges, table.slots, table.places, table.count_bits)
-    end = (nbytes, table.nbytes, parts)
-    given = (message, *of_table, told, part, flags, of.firsts)
-    launch(_read_parts, triton.cdiv(parts, _PER), *given, *end, HEAD=form.HEAD, PER=_PER, SLOT=_SLOT)
-    told = told.cumsum(1)
+        device, (ranks, 2, parts + 1), (ranks, 5, parts), *((ranks, size + 1) for size in (count, parts, count, count)),
+        (ranks, count),
+    )  # fmt: skip
+    of_table, end = (table.edges, table.slots, table.places, table.count_bits), (table.nbytes, parts, count)
+    given = (memory, sent, *of_table, told, part, flags, of.firsts)
+    launch(_read_parts, ranks * triton.cdiv(parts, _PER), *given, *end[:2], HEAD=form.HEAD, PER=_PER, SLOT=_SLOT)
+    told = told.cumsum(2)
     most = triton.next_power_of_2(form.PART // _SLOT)
-    launch(_read_lengths, parts, message, table.slots, told, begins, codes, *end, MOST=most)
-    codes = codes.cumsum(0)
-    symbols = torch.empty(max(1, len(total)), dtype=torch.uint8, device=device)
-    where = (table.edges, table.slots, table.part_of)
+    launch(_read_lengths, ranks * parts, memory, sent, table.slots, told, begins, codes, *end, MOST=most)
+    codes, sizes = codes.cumsum(1), (*end, len(total))
+    symbols = torch.empty(max(1, ranks * len(total)), dtype=torch.uint8, device=device)
+    where, bits = (table.edges, table.slots, table.part_of), (of.in_gap, of.in_more)
     launch(
-        _read_codes, triton.cdiv(count, _LANES), message, *where, told, part, begins, codes, of.known, symbols,
-        flags, *end, count, SLOT=_SLOT, LANES=_LANES, BITS=LONGEST,
+        _read_codes, ranks * triton.cdiv(count, _LANES), memory, sent, *where, told, part, begins, codes, of.known,
+        symbols, flags, *sizes, SLOT=_SLOT, LANES=_LANES, BITS=LONGEST,
     )  # fmt: skip
-    bits = (of.in_gap, of.in_more)
-    launch(_rest_bits, count, *where, part, symbols, *bits, rest, parts, SLOT=_SLOT)
-    streams = (told, part, codes, rest.cumsum(0))
-    by_symbol = (symbols, of.least, *bits)
-    launch(_gap_sums, count, message, *where, *streams, *by_symbol, gaps, *end, SLOT=_SLOT)
+    launch(_rest_bits, ranks * count, *where, part, symbols, *bits, rest, *sizes[1:], SLOT=_SLOT)
+    streams, by_symbol = (told, part, codes, rest.cumsum(1)), (symbols, of.least, *bits)
+    launch(_gap_sums, ranks * count, memory, sent, *where, *streams, *by_symbol, gaps, *sizes, SLOT=_SLOT)
     launch(
-        _add, count, message, total, *where, *streams, gaps.cumsum(0), *by_symbol, numbers, flags, scale, *end,
-        UNIT=UNIT, LARGEST=form.LARGEST, SLOT=_SLOT,
+        _add, count, memory, sent, total, *where, *streams, gaps.cumsum(1), *by_symbol, numbers, flags, scale, ranks,
+        *sizes, UNIT=UNIT, LARGEST=form.LARGEST, MOST=most, SLOT=_SLOT,
     )  # fmt: skip
-    launch(_check, parts, table.slots, *streams, numbers, flags, *end, MOST=most)
+    launch(_check, ranks * parts, sent, table.slots, *streams, numbers, flags, *end, MOST=most)

@@ -445,7 +445,7 @@ def add_selected(
         (values, value_stride), (octets, stride) = map(rows_of, zip(*payloads, strict=True))
         count = len(payloads[0][0])
     else:
-        (values, of_values), (octets, of_octets) = map(_joined, zip(*payloads, strict=True))
+        (values, of_values), (octets, of_octets) = map(joined, zip(*payloads, strict=True))
         sent = torch.tensor(list(zip(given, of_values, of_octets, strict=True))).to(out.device, non_blocking=True)
         value_stride, stride, count, given = 0, 0, max(given), 0
     tiles, ranks, form = len(places.of_tiles), len(payloads), {"VARYING": varying, "TILE": _TILE}
@@ -459,7 +459,7 @@ def add_selected(
     launch(_add, tiles, *given_tensors, *sizes, **constants)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+def joined(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     """Return a tensor, and where in it others begin, which are joined if they are no parts of one memory."""
     first = next((one for one in tensors if len(one)), tensors[0])
     if len({one.untyped_storage().data_ptr() for one in tensors if len(one)}) < 2:

@@ -85,13 +85,21 @@ def test_bytes_and_values_are_those_of_the_processor(sizes: list[int], tail: flo
         if not misfits:
             assert bytes(message[: int(count)].tolist()) == expected
         assert len(started) == 6
-        total = torch.ones(len(vector))
-        (flags,) = levels.add_decoded(total, [message_of(expected)] * 2, 0.25, table).tolist()
-        assert len(started) == 6 + 2 * 7
-    assert (flags == 0) == (not misfits)
+        total, messages = torch.ones(len(vector)), [message_of(expected), message_of(expected)]
+        flags = int(levels.add_decoded(total, messages, 0.25, table))
+        assert len(started) == 6 + 7  # whatever the number of messages
+        assert (flags == 0) == (not misfits)
+        if differ := not misfits and seed % 3 == 0:
+            other = message_of(coded(seed + 1, sizes, 1.5 - tail, step)[2])
+            more = torch.ones(len(vector))
+            flags = int(levels.add_decoded(more, [other, *messages], 0.25, table))
     if not misfits:
-        sent = codec._decoded(message_of(expected), vector)
-        assert torch.equal(total, sent.added_to(sent.added_to(torch.ones(len(vector)), 0.25), 0.25))
+        before = torch.ones(len(vector))
+        for found, sent in ((total, messages), *([(more, [other, *messages])] if differ and not flags else [])):
+            wanted = before.clone()
+            for message in sent:
+                codec._decoded(message, vector).added_to(wanted, 0.25)
+            assert torch.equal(found, wanted)
 
 
 @law(sizes, st.sampled_from([0.5, 4.0]), st.integers(0, 10**6), st.integers(0, 255), examples=10)
