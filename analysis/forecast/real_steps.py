@@ -2,7 +2,7 @@
 
 A rank waits from its last bucket's readiness until the last average has come, and for DDP's buffers; the rest of the
 step it computes. The bytes of a bucket travel from the moment at which the last rank is ready and the bucket before has
-come: that is the shortest time that any rank sees, and needs no common clock.
+come, which is the shortest time that any rank sees, and needs no common clock.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Settings (-s NAME=VALUE): learning_rate (peak), momentum (of the optimizer) and train_limit (the first so many training
 samples; the recipe has the defaults); seed=0 (of model, data order and augmentation); every=1 (record every so many
 steps); bucket_cap_mb=25 (DDP's buckets, MiB); threads=1 (per rank); deterministic=false (means in rank order, as the
-replay takes them); trace_steps=[10,11] (of --chrome-trace).
+replay takes them); trace_steps=[10,11] (of --chrome-trace);
+link=50mbit (limits each rank's link to this speed, on Linux with tc and unshare).
 
 Examples:
 

@@ -15,6 +15,7 @@ from gradlab.errors import GradlabError
 from gradlab.files import write_whole
 from gradlab.jsonable import plain
 from gradlab.progress import Progress
+from gradlab.training.limited_link import on_limited_link
 from gradlab.training.settings import TrainSettings
 
 
@@ -34,6 +35,8 @@ def launch(
     settings.check()
     command = [interpreter(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings.ranks}"]
     command += ["-m", "gradlab.training.trainer", settings.to_json()]
+    if settings.link is not None:
+        command = on_limited_link(command, settings.link, settings.ranks)
     environment = {"OMP_NUM_THREADS": str(settings.threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
     # Started in an empty folder: `python -m` would import from the current one, and a checkout is not the package.
     # What ranks say may be in any encoding, that of an error of the C library for one.

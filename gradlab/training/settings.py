@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: Settings without an option of their own: `-s NAME=VALUE`.
 BY_NAME = (
     *("learning_rate", "momentum", "seed", "train_limit", "every", "bucket_cap_mb", "threads", "deterministic"),
-    "trace_steps",
+    *("trace_steps", "link"),
 )
 
 
@@ -44,6 +44,7 @@ class TrainSettings:
     train_limit: int | None = None  # first so many training samples
     emulate: bool = False  # one process plays all ranks
     trace_steps: tuple[int, ...] = ()  # iterations whose spans a compressed run keeps
+    link: str | None = None  # speed of each rank's link, which is limited for it, as 50mbit
     log: str | None = None  # file for the run's numbers, step by step
 
     def check(self) -> None:
@@ -67,6 +68,8 @@ class TrainSettings:
     def _check_together(self) -> None:
         if self.budget and not self.capture:
             raise GradlabError("a budget is a recording's: --budget needs --capture")
+        if self.link and (self.emulate or self.ranks == 1):
+            raise GradlabError("a link is between real ranks: link needs --ranks 2 or more, not --emulate")
         if self.emulate and (self.artifact or not self.capture):
             raise GradlabError("emulated nodes are there to be recorded: --emulate needs --capture, and no --compress")
         if self.ranks == 1 and (self.capture or self.artifact):

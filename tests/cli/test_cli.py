@@ -114,6 +114,7 @@ def test_demo_goes_round_the_loop(gradlab: Command, tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     code, printed, err = gradlab("demo", "--out", folder, "--steps", 32)
     assert code == 0, err
+    assert "a step instead of" in printed
     for word in ("final accuracy", "payload/step", "vs 16 bits", "error predicted", "error observed", "communicate"):
         assert word in printed
     assert str(folder / "report" / "report.html") in printed.replace("\n", "")
