@@ -1,7 +1,7 @@
 """A network of limited speed between the ranks of this machine, without rights of an administrator (Linux).
 
 Ranks are started in a network namespace of their own, in which the loopback device, which is all that connects them,
-is limited by the kernel's token bucket. What is sent is real, and so is how long it takes.
+is limited by the kernel's token bucket. Bytes are really sent, and take as long as they take.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def on_limited_link(command: Sequence[str], rate: str, ranks: int) -> list[str]:
 
     Args:
         command: starts `ranks` processes, which talk over the loopback device.
-        rate: that of each rank's link, each way, such as "50mbit".
+        rate: speed of each rank's link, each way, such as "50mbit".
         ranks: their number; together they send as much, and share one device.
 
     Raises:
