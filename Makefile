@@ -28,10 +28,18 @@ quality: install
 # The docs as a site, in build/docs, to be read without a network: a warning or a broken link is an error.
 # BUILDER=linkcheck follows links to other hosts.
 BUILDER ?= html
-docs: install
+docs: build/play/play/report.html
 	rm -rf build/docs
 	$(OUTSIDE) -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -b $(BUILDER) -c $(CURDIR)/docs $(CURDIR) $(CURDIR)/build/docs
 	$(if $(filter html,$(BUILDER)),$(OUTSIDE) $(CURDIR)/docs/sphinx/check_site.py $(CURDIR)/build/docs)
+
+# The report that the site has to play with: digits, which scikit-learn brings, between four nodes.
+build/play/play/report.html: $(VENV)/installed
+	rm -rf build/play && mkdir -p build/play
+	$(OUTSIDE) -m gradlab train digits --emulate 4 --batch-size 16 --steps 120 --capture $(CURDIR)/build/play/trace
+	$(OUTSIDE) -m gradlab analyze $(CURDIR)/build/play/trace --out $(CURDIR)/build/play/play --quick --nodes 4,16 \
+		--bandwidth 50mbit,1gbit --compute-seconds 20ms
+	rm -rf build/play/trace
 
 # Every check that needs a GPU, with PYTHON's own torch (2.6 or newer) and this checkout: nothing is installed. At most
 # 8 minutes, one table; make says "Error 1" if a check failed, "Error 3" if there is no GPU (ARGS=--help).

@@ -53,6 +53,8 @@ html_static_path = ["sphinx/static"]
 html_css_files = ["site.css"]
 # The site opens with the front page, wherever its root is opened.
 html_additional_pages = {"index": "open.html"}
+# What `make docs` has made of a recording, beside the pages: play/report.html.
+html_extra_path = ["../build/play"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"source_repository": "", "navigation_with_keys": True}

@@ -47,9 +47,10 @@ def networks_lines(speed: SpeedForecast) -> list[str]:
     """Say what to take where, what it costs, and at which link speeds that turns: a line each."""
     takes = "; ".join(_taken_between(count, speed) for count in speed.network.nodes)
     cost = speed.decisions[0].cost
-    if any(one.plan is not None for one in speed.decisions):
+    if taken := dict.fromkeys(one.plan for one in speed.decisions if one.plan is not None):
+        ended = "; ".join(f"{name} {speed.judged[name].known_text}" for name in taken)
         cost = (
-            f"Final loss: in 9 of 10 trainings with a similar error. Plans with {speed.limit} are taken. "
+            f"Final loss in 9 of 10 trainings with a similar error: {ended}. Plans with {speed.limit} are taken. "
             "Not tried on your task: gradlab pilot does."
         )
     return [f"{takes[:1].upper()}{takes[1:]}.", cost, *dict.fromkeys(one.break_even for one in speed.decisions)]
