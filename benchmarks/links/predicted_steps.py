@@ -46,13 +46,13 @@ def add_predictions(rows: Sequence[Row]) -> None:
         timed = [r["compress"] for r in rows if "compress" in r and (r["ranks"], r["hook"]) == (ranks, name)]
         codec = CodecTime(median(timed), ranks, True, "the measured steps") if timed else None
         profile = Profile(row["compute_s"], "measured", codec)
-        link = replace(_link(rows, ranks), bits_per_second=parse_bandwidth(row["rate"]))
+        link = replace(fitted_link(rows, ranks), bits_per_second=parse_bandwidth(row["rate"]))
         network = Network([link], [ranks], profile, CORES / ranks)
         pair = forecast(plans.get(name) or next(iter(plans.values())), network).nodes[0].links[0]
         row["predicted"] = round((pair.dense if name == "none" else pair.compressed).seconds, 4)
 
 
-def _link(rows: Sequence[Row], ranks: int) -> Link:
+def fitted_link(rows: Sequence[Row], ranks: int) -> Link:
     """A link whose costs are fitted to the all-reduces that were timed at as many ranks, if any were."""
     seen = [
         Observation(ranks, int(1e6 * row["raw_mb"]), parse_bandwidth(row["rate"]), row["all_reduce_s"])
