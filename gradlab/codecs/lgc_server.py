@@ -17,7 +17,7 @@ from gradlab.codec.kept import Entry
 from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import count_of
-from gradlab.coding.positions import decode, encode, index_bytes, varies
+from gradlab.coding.positions import decode, decode_all, encode, index_bytes, varies
 from gradlab.collectives import Broadcast, Coroutine, Gather
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
@@ -112,31 +112,29 @@ class LgcServer(LearnedSelection):
             return Exchanged(dict(grads), dict(grads), state)
         sizes, entries = [grad.numel() for grad in grads.values()], self._first_entries(state, prefix, context)
         self.check_ranks(entries.get("autoencoder"), context.world_size)
-        every = yield from self._selections(vector, sizes, context)
-        mode, own = int(entries["clock"][0]), every[context.rank]
+        own, places, scales = yield from self._selections(vector, sizes, context)
+        mode, counts, at = int(entries["clock"][0]), self.counts(sizes), places[context.rank]
         kept = entries
         if mode == COMPRESSING:
-            values = yield from self._decoded(every, entries["autoencoder"], self.counts(sizes), sizes, context)
+            values = yield from self._decoded(own, scales, entries["autoencoder"], sizes, context)
         else:
-            values = yield Gather(own.values)
+            values = torch.stack((yield Gather(own)))
             if mode == TRAINING:
-                counts = self.innovation_counts(self.counts(sizes), sizes)
-                scales = [selection.scale for selection in every]
-                task = self.task(torch.stack(values), scales, self.counts(sizes), counts, context)
+                task = self.task(values, scales, counts, self.innovation_counts(counts, sizes), context)
                 kept = yield from self._trained(entries, task, vector, context)
 
         def mean() -> Tensors:
             total = context.memory.workspace.zeros_like(vector)
-            for selection, part in zip(every, values, strict=True):
-                total.index_add_(0, selection.positions, part.to(vector.dtype) / context.world_size)
+            for positions, part in zip(places, values.to(vector.dtype) / context.world_size, strict=True):
+                total.index_add_(0, positions, part)  # rank after rank, so that sums have an order on a GPU, too
             return grads.cut(total)
 
         def decoded() -> Tensors:
             whole = context.memory.workspace.zeros_like(vector)
-            return grads.cut(whole.index_copy_(0, own.positions, values[context.rank].to(vector.dtype)))
+            return grads.cut(whole.index_copy_(0, at, values[context.rank].to(vector.dtype)))
 
         def error() -> Tensors:
-            out, at = context.memory.copy(vector), own.positions
+            out = context.memory.copy(vector)
             return grads.cut(out.index_copy_(0, at, out[at] - values[context.rank].to(vector.dtype)))
 
         return Exchanged(context.once(mean), Deferred(grads, decoded, error), prefixed(prefix, kept))
@@ -157,55 +155,57 @@ class LgcServer(LearnedSelection):
         scales = torch.stack([scale[layer_of(chosen, sizes)] for chosen, scale in every])
         return Selection(positions, vectors.gather(1, positions), scales)
 
-    def _selections(self, vector: torch.Tensor, sizes: Sequence[int], context: Context) -> Coroutine[list[Selection]]:
-        """Exchange every rank's positions and scales. The selections hold this rank's values at each of them."""
-        settings, coding = self.settings, self.settings.index_coding
+    def _selections(
+        self, vector: torch.Tensor, sizes: Sequence[int], context: Context
+    ) -> Coroutine[tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor | float]]]:
+        """Exchange positions and scales: this rank's values (count,), every rank's positions, and what each rank
+        divides its values by, (count,) or 1.0."""
+        settings, coding, ranks = self.settings, self.settings.index_coding, context.world_size
         if self.shared:
             one = yield from self._leaders_selection(vector, sizes, self.leader(context), "position", coding, context)
-            return [one] * context.world_size
+            return one.values, [one.positions] * ranks, [one.scale] * ranks
         counts, numel = self.counts(sizes), vector.numel()
         chosen = self.select(vector, sizes)
+        values = vector[chosen]
         encoded = yield Gather(encode(chosen, numel, coding), varying=varies(coding), most=most_bytes(numel))
-        every = []
-        for rank, one in enumerate(encoded):
-            with sent_by(rank):
-                every.append(decode(one, sum(counts), numel, coding))
+        places = _positions(encoded, sum(counts), numel, coding)
         if settings.normalise == "none":
-            return [Selection(positions, vector[positions]) for positions in every]
-        scales = yield Gather(root_mean_squares(vector[chosen], counts))
-        return [
-            Selection(positions, vector[positions], scale[layer_of(positions, sizes)])
-            for positions, scale in zip(every, scales, strict=True)
-        ]
+            return values, places, [1.0] * ranks
+        scales = yield Gather(root_mean_squares(values, counts))
+        pairs = zip(places, scales, strict=True)
+        return values, places, [scale[layer_of(positions, sizes)] for positions, scale in pairs]
 
     def _decoded(
         self,
-        every: Sequence[Selection],
+        own: torch.Tensor,
+        scales: Sequence[torch.Tensor | float],
         weights: torch.Tensor,
-        counts: Sequence[int],
         sizes: Sequence[int],
         context: Context,
-    ) -> Coroutine[list[torch.Tensor]]:
-        """Decode every rank's values with its decoder, eqs. (3) and (12): (count,) each."""
-        architecture, own = self.architecture(context.world_size), every[context.rank]
-        total, coding = sum(counts), self.settings.index_coding
-        code = architecture.encode(weights, padded(own.values / own.scale, architecture))
-        kept = self.largest_of_each(own.values, tuple(counts), tuple(self.innovation_counts(counts, sizes)))
-        sent = (own.values[kept], encode(kept, total, coding))
+    ) -> Coroutine[torch.Tensor]:
+        """Decode every rank's values with its decoder, eqs. (3) and (12): (K, count)."""
+        architecture, coding, counts = (
+            self.architecture(context.world_size),
+            self.settings.index_coding,
+            self.counts(sizes),
+        )
+        total, innovations = sum(counts), self.innovation_counts(counts, sizes)
+        code = architecture.encode(weights, padded(own / scales[context.rank], architecture))
+        kept = self.largest_of_each(own, tuple(counts), tuple(innovations))
+        sent = (own[kept], encode(kept, total, coding))
         code, values, positions = yield (
             Broadcast(code, TRAINER),
             Gather(sent[0]),
             Gather(sent[1], varying=varies(coding), most=most_bytes(total)),
         )
 
-        def decoded(k: int) -> torch.Tensor:
-            with sent_by(k):
-                at = decode(positions[k], len(values[k]), total, coding)
-            innovation = own.values.new_zeros(total).index_copy_(0, at, values[k]) / every[k].scale
-            whole = architecture.decode(weights, code, k, padded(innovation, architecture))[:total]
-            return whole.to(own.values.dtype) * every[k].scale
+        def decoded() -> torch.Tensor:
+            places, scale = _positions(positions, len(kept), total, coding), _stacked(scales)
+            apart = own.new_zeros(len(places), total).scatter_(1, torch.stack(places), torch.stack(values)) / scale
+            whole = architecture.decode_each(weights, code, padded(apart, architecture))[:, :total]
+            return whole.to(own.dtype) * scale
 
-        return context.once(lambda: [decoded(k) for k in range(context.world_size)])
+        return context.once(decoded)
 
     # --- learning ---
 
@@ -223,7 +223,7 @@ class LgcServer(LearnedSelection):
         counts, innovations: selected and uncompressed values of each layer.
         """
         architecture, count = self.architecture(len(values)), values.shape[-1]
-        scale = torch.stack([torch.as_tensor(one, device=values.device).expand(count) for one in scales])
+        scale = _stacked(scales)
         apart = innovations_of(values, counts, innovations)
         vectors, apart = padded(values / scale, architecture), padded(apart / scale, architecture)
         common = int(torch.randint(len(values), (), generator=context.random.shared("common")))
@@ -232,7 +232,7 @@ class LgcServer(LearnedSelection):
         def missed(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # Ranks' positions differ, so that selections have no average: every rank's own values, eq. (6).
             code = architecture.encode(weights, vectors[TRAINER])
-            decoded = torch.stack([architecture.decode(weights, code, k, one) for k, one in enumerate(apart)])
+            decoded = architecture.decode_each(weights, code, apart)
             wide = values.double()
             return ((decoded[:, :count] * scale).double() - wide).square().sum(), wide.square().sum()
 
@@ -265,6 +265,23 @@ class LgcServer(LearnedSelection):
     def _innovations(self, layers: Sequence[Layer]) -> int:
         sizes = [layer.numel for layer in layers]
         return sum(self.innovation_counts(self.counts(sizes), sizes))
+
+
+def _stacked(scales: Sequence[torch.Tensor | float]) -> torch.Tensor | float:
+    """Return every rank's divisors, (K, count), or one number."""
+    tensors = [one for one in scales if isinstance(one, torch.Tensor)]
+    return torch.stack(tensors) if tensors else scales[0]
+
+
+def _positions(messages: Sequence[torch.Tensor], count: int, numel: int, coding: str) -> list[torch.Tensor]:
+    """Decode every rank's positions, (count,) below numel; what cannot be decoded raises BadMessage with its rank."""
+    try:
+        return decode_all(messages, count, numel, coding)
+    except GradlabError:
+        for rank, message in enumerate(messages):  # apart, to see whose it was
+            with sent_by(rank):
+                decode(message, count, numel, coding)
+        raise
 
 
 def innovations_of(values: torch.Tensor, counts: Sequence[int], innovations: Sequence[int]) -> torch.Tensor:

@@ -115,6 +115,22 @@ def test_the_innovation_is_one_more_channel() -> None:
         torch.testing.assert_close(server.decode(weights, code, decoder, apart), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("resolution", "batch", "ranks"), [("deconv1", (), 5), ("conv5", (3,), 2)])
+def test_decoders_of_all_ranks_are_groups_of_one(resolution: str, batch: tuple[int, ...], ranks: int) -> None:
+    """As on a GPU: what rank after rank decodes, and its gradient, to 16 units of float32's last place at 1. Sums of
+    the first two layers, which have few channels, have another order."""
+    server = Architecture(resolution, decoders=ranks, innovation=True)
+    weights, apart = (
+        server.initial(generator(0)).requires_grad_(),
+        torch.randn(*batch, ranks, 96, generator=generator(1)),
+    )
+    codes = torch.randn(*batch, 4, 96 // server.multiple, generator=generator(2))
+    expected, found = server.decode_each(weights, codes, apart), server.decode_grouped(weights, codes, apart)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    (slope, same) = (torch.autograd.grad(one.square().sum(), weights)[0] for one in (found, expected))
+    torch.testing.assert_close(slope, same, rtol=1e-5, atol=2e-6 * float(same.abs().max()))
+
+
 def test_weights_start_as_pytorchs_do() -> None:
     torch.manual_seed(0)
     named = Architecture().separated(Architecture().initial(generator(0)))
