@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_FP16 = (
-    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
-    "ddp_model.register_comm_hook(None, fp16_compress_hook)"
-)
+_IMPORT = "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook\n"
+_FP16 = f"{_IMPORT}ddp_model.register_comm_hook(None, fp16_compress_hook)"
 _DDP = "import gradlab\nstate = gradlab.compress(ddp_model, {path}, optimizer=optimizer{scaler})"
 _NODES = f"{_DDP}  # averages inside each node first; torchrun tells which ranks share one"
 _FSDP = (
@@ -19,28 +17,68 @@ _FSDP = (
     'and every fully_shard has mesh=mesh["shard"]\n'
     'state = compress_fsdp(model, {path}, between=mesh["replicate"], optimizer=optimizer)'
 )
-# By what attached the recorder: the lines, and where in the script they go.
-_FRAMEWORKS: Mapping[str, tuple[str, str]] = {
-    "transformers": (
+
+
+class _Framework(NamedTuple):
+    """Lines for one framework: with a plan, with PyTorch's 16 bits; where they go, and how training resumes."""
+
+    compress: str
+    half: str
+    after: str
+    resume: str
+
+
+# A callback each: the Trainer makes its DDP model when training begins, and Lightning ignores hooks on processors.
+_HALF_IN_CALLBACK = _IMPORT + (
+    "from {module} import {base}\n"
+    "class HalfPrecisionGradients({base}):\n"
+    "    def {method}:\n"
+    "        {model}.register_comm_hook(None, fp16_compress_hook)\n"
+    "{add}(HalfPrecisionGradients())"
+)
+_RECORDED_BY_CALLBACK = "trainer is made, in place of the RecordingCallback"
+# By what attached the recorder.
+_FRAMEWORKS: Mapping[str, _Framework] = {
+    "transformers": _Framework(
         "from gradlab.runtime.transformers import CompressionCallback\n"
         "trainer.add_callback(CompressionCallback({path}, trainer=trainer))",
-        "trainer is made, in place of the RecordingCallback",
+        _HALF_IN_CALLBACK.format(
+            module="transformers",
+            base="TrainerCallback",
+            method="on_train_begin(self, args, state, control, **kwargs)",
+            model="trainer.model_wrapped",
+            add="trainer.add_callback",
+        ),
+        _RECORDED_BY_CALLBACK,
+        "trainer.train(resume_from_checkpoint=True)",
     ),
-    "lightning": (
+    "lightning": _Framework(
         "from gradlab.runtime.lightning import CompressionCallback\n"
         "trainer.callbacks.append(CompressionCallback({path}))",
-        "trainer is made, in place of the RecordingCallback",
+        _HALF_IN_CALLBACK.format(
+            module="lightning.pytorch",
+            base="Callback",
+            method="on_fit_start(self, trainer, pl_module)",
+            model="trainer.strategy.model",
+            add="trainer.callbacks.append",
+        ),
+        _RECORDED_BY_CALLBACK,
+        "trainer.fit(..., ckpt_path=...)",
     ),
-    "accelerate": (
+    "accelerate": _Framework(
         "from gradlab.runtime.accelerate import compress\nstate = compress(accelerator, model, {path}, optimizer)",
+        f"{_IMPORT}model.register_comm_hook(None, fp16_compress_hook)",
         "accelerator.prepare, in place of record",
+        "accelerator.load_state(folder), where accelerator.save_state(folder) saved",
     ),
 }
 _SAVED = (
-    "To resume bit for bit, every rank saves what has not been sent with each checkpoint, and loads it:\n\n"
-    'torch.save(state.state_dict(), f"gradlab-{torch.distributed.get_rank()}.pt")\n'
-    'state.load_state_dict(torch.load(f"gradlab-{torch.distributed.get_rank()}.pt"))'
+    "To resume bit for bit, every rank (not rank 0 alone) saves its residuals, and loads them:\n\n"
+    'torch.save(state.state_dict(), f"gradlab-{torch.distributed.get_rank()}.pt")  # with each checkpoint\n'
+    'state.load_state_dict(torch.load(f"gradlab-{torch.distributed.get_rank()}.pt"))  # once, when the run resumes'
 )
+_SAVED_BY_FRAMEWORK = "To resume bit for bit, add no line: checkpoints hold every rank's residuals. Resume by {}."
+_SAVED_SHARDED = "To resume bit for bit, save state.stateful by torch.distributed.checkpoint, beside the model."
 
 
 def lines_to_paste(
@@ -50,26 +88,28 @@ def lines_to_paste(
 
     recorded: metadata of the recording, which say what attached the recorder, and whether there was a loss scaler.
     """
-    if artifact is None:
-        return _FP16
     framework = _framework(recorded)
-    lines = _FSDP if fsdp else framework[0] if framework else _NODES if ranks > 1 else _DDP
+    if artifact is None:
+        return framework.half if framework else _FP16
+    lines = _FSDP if fsdp else framework.compress if framework else _NODES if ranks > 1 else _DDP
     scaler = ", scaler=scaler" if recorded and recorded.get("loss_scaler") is True else ""
     # JSON's text is one of Python too, whatever stands in the name.
     return lines.format(path=json.dumps(str(artifact)), nodes=nodes, ranks=ranks, scaler=scaler)
 
 
-def where_to_paste(fsdp: bool, recorded: Mapping[str, Any] | None = None, half: bool = False) -> str:
-    """Say where in a training script the lines go. half: they are PyTorch's 16 bits."""
-    framework = None if fsdp or half else _framework(recorded)
-    after = "model is sharded and optimizer is made" if fsdp else "ddp_model and optimizer are made"
-    return f"In the training script, after {framework[1] if framework else after}:"
+def where_to_paste(fsdp: bool, recorded: Mapping[str, Any] | None = None) -> str:
+    """Say where in a training script the lines go."""
+    framework = None if fsdp else _framework(recorded)
+    after = "model is sharded and optimizer is made" if fsdp else "ddp_model (your model in DDP) and optimizer are made"
+    return f"In the training script, after {framework.after if framework else after}:"
 
 
 def lines_to_resume(fsdp: bool, recorded: Mapping[str, Any] | None = None) -> str:
-    """Write what saves and loads residuals; empty: the framework's checkpoints have them."""
-    return "" if fsdp or _framework(recorded) else _SAVED
+    """Say how residuals are saved and loaded; lines to paste where the script does it."""
+    framework = None if fsdp else _framework(recorded)
+    sharded = _SAVED_SHARDED if fsdp else _SAVED
+    return _SAVED_BY_FRAMEWORK.format(framework.resume) if framework else sharded
 
 
-def _framework(recorded: Mapping[str, Any] | None) -> tuple[str, str] | None:
+def _framework(recorded: Mapping[str, Any] | None) -> _Framework | None:
     return _FRAMEWORKS.get(str((recorded or {}).get("attached_by")))

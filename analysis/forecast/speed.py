@@ -129,7 +129,7 @@ class Judged(Jsonable):
 def caution_lines(judged: Iterable[Judged]) -> list[str]:
     """Say once each what limits the replays: one sentence per limit."""
     cautions = dict.fromkeys(one.caution for one in judged if one.caution)
-    return [f"Mind the recording: {line}." for line in cautions]
+    return [f"Preliminary: {line}." for line in cautions]
 
 
 @dataclass(frozen=True)

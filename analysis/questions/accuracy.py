@@ -79,7 +79,7 @@ def _how_sure(replays: Json) -> str:
 
 def _recording_cautions(summaries: Any) -> list[str]:
     cautions = dict.fromkeys(one["caution"] for one in summaries if one["caution"])
-    return [f"Mind the recording: {line}." for line in cautions]
+    return [f"Preliminary: {line}." for line in cautions]
 
 
 def _accuracy_table(replays: Json) -> Table:

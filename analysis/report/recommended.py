@@ -162,17 +162,17 @@ class Saved:
             lines.append(f"\n{resume}")
         if self.pilot:
             lines.append(
-                "\nTo try it on your own training, with the command that made the recording in place of `torchrun ...`:"
+                "\nTo try plans on your own training (for `torchrun ...` give the command that made the recording):"
             )
             lines.append(f"\n{self.pilot}")
         if self.kept:
             lines.append(f"\nFiles of earlier answers stay: {listed([*map(str, self.kept)])}.")
         files = [f"{one.artifact}{self._for(one)}" for one in self.chosen if one.artifact is not None]
-        return [*lines, "\n" + ("\n".join(files) or "No artifact is written: there is no plan to load.")]
+        return [*lines, "\n" + ("\n".join(files) or "No artifact is written: this answer needs none.")]
 
     def _where(self, one: Chosen) -> str:
         """Say where lines to paste go, and for which of several links they are."""
-        where = where_to_paste(self.fsdp, self.recorded, half=one.artifact is None)
+        where = where_to_paste(self.fsdp, self.recorded)
         return where if len(self.chosen) == 1 else f"At {one.links}: {one.take}. {where}"
 
     def _for(self, one: Chosen) -> str:

@@ -57,7 +57,7 @@ def recommend(
             help="File for the plan, if there is one to train with. If it is taken, or for several links, the links "
             "are put into the name: plan.1gbit.safetensors.",
         ),
-    ],
+    ] = Path("plan.safetensors"),
     nodes: Annotated[
         str, typer.Option(metavar="N[xR]", help="Number of nodes, and of ranks on each: 8, or 8x8.")
     ] = "8",

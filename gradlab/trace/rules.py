@@ -55,7 +55,10 @@ def empty_problems(folder: Path, rank_steps: Sequence[int], common_steps: int) -
     if common_steps:
         return []
     held = ", ".join(map(str, rank_steps))
-    return [f"{folder}: empty trace, no step is common to all ranks (steps per rank: {held})"]
+    return [
+        f"{folder}: empty trace, no step is common to all ranks (steps per rank: {held}); "
+        "record again, and read the training's own error if it ended early"
+    ]
 
 
 def remarks(rank_steps: Sequence[int], common_steps: int) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def test_a_plan_that_was_not_replayed_is_named_as_unknown() -> None:
 
 def test_the_verdict_names_what_limits_the_recording_once() -> None:
     verdict = forecast_topk(0.9, caution="only 8 steps are judged").verdict
-    assert verdict.endswith(" Mind the recording: only 8 steps are judged.")
+    assert verdict.endswith(" Preliminary: only 8 steps are judged.")
 
 
 def test_without_computing_time_nothing_is_promised() -> None:

@@ -491,7 +491,7 @@ def test_the_plan_whose_like_trained_best_is_named_whatever_its_ranks_errors_are
     assert "Nothing is known about zeros: no finite iteration with a gradient" in said
     assert replay_verdict({"sums": replays["sums"]}).startswith("sums sends 4.00x fewer bytes")
     said = replay_verdict({name: summary(0.3, 0.1, 0.9, caution="few") for name in ("a", "b")})
-    assert said.count("Mind the recording: few.") == 1
+    assert said.count("Preliminary: few.") == 1
 
 
 def test_a_recording_that_is_short_or_of_the_beginning_is_said_to_be() -> None:

@@ -98,7 +98,7 @@ def test_advice_flips_between_links(pseudo: tuple[Examination, dict[str, Plan], 
     assert verdict.startswith(f"At 100 kbit/s between 4 nodes take H = {slow.local_steps} local steps, with int8: ")
     assert "; at 1 Tbit/s between 4 nodes take no local steps: synchronous training, uncompressed, waits" in verdict
     assert "known at the recorded H = 4 alone, and every local step costs accuracy of its own" in verdict
-    assert verdict.count("Mind the recording") == 1
+    assert verdict.count("Preliminary") == 1
     assert '<p class="answer">With an exchange in every step: at 100 kbit/s between 4 nodes' in text
 
 
