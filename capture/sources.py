@@ -70,8 +70,8 @@ class BucketSource:
         if name := attached_hook(self.model):
             raise GradlabError(
                 f"the DDP model has the communication hook {name} already, and DDP takes one only; "
-                "make a new DDP model (with a framework, a new Trainer), and give the recorder another hook as "
-                "wrap=(state, hook)"
+                "make a new DDP model without it (with a framework, a new Trainer, and no hook in its options), and "
+                "give the recorder that hook as wrap=(state, hook)"
             )
         if getattr(self.model, "_use_python_reducer", False):
             raise GradlabError("recording needs DDP's own reducer; switch compiled autograd's DDP mode off")

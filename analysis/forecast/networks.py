@@ -39,7 +39,7 @@ def networks_table(speed: SpeedForecast) -> Table:
     if len(speed.network.nodes) == 1:
         title = f"What to take between {format_counted(speed.network.nodes[0], 'node')}"
         columns, *rows = ([row[0], *row[2:]] for row in (columns, *rows))
-    note = f"Final loss: in 9 of 10 trainings with a similar error. Plans with {speed.limit} are taken."
+    note = f"Final loss: the range of 9 in 10 trainings with a similar error. Only plans with {speed.limit} are taken."
     return Table(title, columns, rows, note, text_columns=len(columns) - 4)
 
 
@@ -50,7 +50,7 @@ def networks_lines(speed: SpeedForecast) -> list[str]:
     if taken := dict.fromkeys(one.plan for one in speed.decisions if one.plan is not None):
         ended = "; ".join(f"{name} {speed.judged[name].known_text}" for name in taken)
         cost = (
-            f"Final loss in 9 of 10 trainings with a similar error: {ended}. Plans with {speed.limit} are taken. "
+            f"Final loss in 9 of 10 trainings with a similar error: {ended}. Only plans with {speed.limit} are taken. "
             "Not tried on your task: gradlab pilot does."
         )
     return [f"{takes[:1].upper()}{takes[1:]}.", cost, *dict.fromkeys(one.break_even for one in speed.decisions)]

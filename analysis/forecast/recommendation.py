@@ -103,7 +103,7 @@ def _computing(speed: SpeedForecast) -> str:
     if not profile.recorded:
         return ""
     told = f"{format_seconds(profile.compute_seconds)} a step, {profile.compute_source}"
-    return f"Computing: {told}; it changes with the batch of a rank (--compute-seconds)."
+    return f"Computing: {told}; give --compute-seconds if the batch of a rank will differ."
 
 
 def _inside(speed: SpeedForecast, stands_in: str) -> str:

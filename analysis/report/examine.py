@@ -253,7 +253,7 @@ def _what_is_quick(trace: Trace, spectrum: TraceSpectrum | None, look: Look, par
         measured.append(f"slices fitted on up to {look.samples} iterations")
     if "signs" in parts:
         measured.append(f"signs of up to {look.signs.iterations(_values_per_step(trace))} iterations")
-    return f"A quick look: {', '.join(measured)}. Without --quick more is measured."
+    return f"A quick look: {', '.join(measured)}. Leave --quick out to measure more."
 
 
 def families_of(trace: Trace, look: Look = THOROUGH) -> dict[str, Family]:
