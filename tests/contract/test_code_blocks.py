@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from gradlab.analysis.forecast.calibration import read_observations
-from gradlab.layout import Layer
 from jobs.code_block_tasks import GIVEN
 from support.code_blocks import COMMANDS, DOCS, PAGES, ROOT, Block, blocks_of, commands_of, is_printed, run_command
 from support.command_line import Command
 from support.process_pool import ProcessPool
-from support.recorded import random_gradients, record
 
 # Blocks that no test runs, and those of output that no test compares. They may only fall.
 NOT_RUN, NOT_COMPARED = 6, 3
@@ -68,20 +66,13 @@ def test_python_blocks_run(page: Path, pool: ProcessPool, tmp_path: Path) -> Non
 
 # Options whose argument a command makes.
 MAKES = ("--out", "--record", "--capture")
-# Of a network whose fits and replays take a second; LGC learns from what is between the first matrix and the last.
-LAYERS = (
-    Layer("0.weight", (128, 64), "linear"),
-    Layer("0.bias", (128,), "bias"),
-    Layer("2.weight", (64, 128), "linear"),
-    Layer("4.weight", (10, 64), "linear"),
-)
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of 40 iterations of two ranks, for all pages that do not record one themselves."""
+def recording(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of two ranks, for all pages that do not record one themselves."""
     path = tmp_path_factory.mktemp("recording") / "trace"
-    record(path, random_gradients(0, 40, 2, LAYERS), LAYERS).close()
+    pool.run("jobs.code_block_tasks:recorded", 2, folder=str(path))
     return path
 
 
