@@ -258,6 +258,24 @@ class BlockCompressor(PiecewiseCompressor):
 
         return reduced(vector, self.block_table(vector), kind, over, tops)
 
+    def reduced_and_encoded(
+        self, vector: torch.Tensor, kind: str, coded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return numbers of a vector's blocks, (n * blocks,), and another one's codes, which do not depend on them, by
+        two launches; None where there are no kernels."""
+        if not self.by_kernels(vector) or (form := self.form()) is None:
+            return None
+        from gradlab.kernels.blocks import REDUCTIONS, reduced
+        from gradlab.kernels.codes import encode
+
+        table = self.block_table(vector)
+        found = reduced(vector, table, kind, later=True)
+        assert found is not None
+        if table.whole:
+            return found.view(-1), encode(coded, found.view(-1), table, form)
+        numbers = vector.new_empty(REDUCTIONS[kind][2] * table.count)
+        return numbers, encode(coded, numbers, table, form, every=[found], kind=kind)
+
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""
         on_cpu = vector.device.type == "cpu" and not usable(vector)

@@ -75,9 +75,9 @@ class OneBit(BlockCompressor):
         >= 0 come first, then those of elements < 0."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32), pack_signs(vector)
-        means = self.reduced(vector, TWO_MEANS).reshape(-1)
-        codes = self.encoded(vector, means, None)
-        return means, pack_signs(vector) if codes is None else codes
+        if (both := self.reduced_and_encoded(vector, TWO_MEANS.kernel, vector)) is not None:
+            return both
+        return self.reduced(vector, TWO_MEANS).reshape(-1), pack_signs(vector)
 
     def form(self) -> Form:
         return Form("one_bit", 1)

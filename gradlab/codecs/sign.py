@@ -108,13 +108,15 @@ class Sign(BlockCompressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return scales (blocks,), float32, none with scale = "one", and signs (ceil(numel / 8),), uint8."""
-        scales = torch.empty(0, dtype=torch.float32, device=vector.device)
-        if self.settings.scale == "mean" and vector.numel():
-            scales = self.reduced(vector, MEAN_MAGNITUDES)
+        scales, coded = torch.empty(0, dtype=torch.float32, device=vector.device), vector
         if self.settings.zeros == "random":
-            vector = _tossed(vector, generator)
-        codes = self.encoded(vector, scales, None)
-        return scales, pack_signs(vector) if codes is None else codes
+            coded = _tossed(vector, generator)
+        if self.settings.scale == "mean" and vector.numel():
+            if (both := self.reduced_and_encoded(vector, MEAN_MAGNITUDES.kernel, coded)) is not None:
+                return both
+            scales = self.reduced(vector, MEAN_MAGNITUDES)
+        codes = self.encoded(coded, scales, None)
+        return scales, pack_signs(coded) if codes is None else codes
 
     def form(self) -> Form:
         return Form("sign", 1)

@@ -94,6 +94,19 @@ class TernGrad(BlockCompressor):
             largest = torch.where(usable & (limits < largest), limits, largest)
         return largest.float()
 
+    def shared(
+        self, vector: torch.Tensor, everyone: Sequence[torch.Tensor], generator: torch.Generator, rank: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest of all ranks' scales, (layers,), and a rank's codes, packed, under them."""
+        if vector.numel() and self.by_kernels(vector):
+            scales, own = torch.empty_like(everyone[rank]), everyone[rank]
+            bits = RandomBits(generator, vector.device)
+            codes = self.encoded(vector, scales, bits, others=own, every=everyone)
+            assert codes is not None
+            return scales, codes
+        scales = torch.stack(list(everyone)).amax(0)
+        return scales, self.ternary(vector, scales, generator, everyone[rank])
+
     def ternary(
         self,
         vector: torch.Tensor,
@@ -104,7 +117,7 @@ class TernGrad(BlockCompressor):
         """Draw sign(g) b + 1 with scales s (layers,), packed. A clipped value is at least s, so that b = 1. `own`,
         (layers,), are the largest magnitudes after this rank's clipping, if ranks share s."""
         bits = RandomBits(generator, vector.device)
-        if (codes := self.encoded(vector, scales, bits, others=own)) is not None:
+        if (codes := self.encoded(vector, scales, bits)) is not None:
             return codes
         packer = Packer(vector.numel(), 2, vector.device)
         most = None if own is None else own.to(vector.dtype)
@@ -142,8 +155,7 @@ class TernGrad(BlockCompressor):
             return (yield from super().exchange(grads, state, context))
         vector, ranks, codec = grads.vector, context.world_size, self.for_layers(grads.table)
         everyone = yield Gather(codec.scales(vector))
-        scales = torch.stack(everyone).amax(0)
-        codes = codec.ternary(vector, scales, context.random.of_rank(), everyone[context.rank])
+        scales, codes = codec.shared(vector, everyone, context.random.of_rank(), context.rank)
         bounds, bits = byte_bounds(vector.numel(), ranks), (2 * ranks).bit_length()
         received = yield AllToAll(tuple(cut(codes, 2, bounds)))
         sizes = [b - a for a, b in pairwise(bounds)]

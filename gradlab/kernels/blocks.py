@@ -214,32 +214,28 @@ def _of_chunks(
 
 
 @triton.jit
-def _of_blocks(
-    parts,
-    starts,
-    of_blocks,
-    out,
-    count,
-    chunks,
-    over,
-    LARGEST: tl.constexpr,
-    FINISH: tl.constexpr,
-    N: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    block = tl.program_id(0)
+def of_parts(parts, starts, of_blocks, block, chunks, over, LARGEST: tl.constexpr, FINISH: tl.constexpr):
+    """Return a block's number, or its two, from what its chunks add up to, float64."""
     begin, last = tl.load(of_blocks + block), tl.load(of_blocks + block + 1)
-    a = tl.zeros((TILE,), tl.float64)
+    a = tl.zeros((1024,), tl.float64)
     b, c = a, a
-    for start in range(begin, last, TILE):
-        i = start + tl.arange(0, TILE)
+    for start in range(begin, last, 1024):
+        i = start + tl.arange(0, 1024)
         found = tl.load(parts + i, mask=i < last, other=0.0)
         a = tl.maximum(a, found) if LARGEST else a + found
         b += tl.load(parts + chunks + i, mask=i < last, other=0.0)
         c += tl.load(parts + 2 * chunks + i, mask=i < last, other=0.0)
     size = (tl.load(starts + block + 1) - tl.load(starts + block)).to(tl.float64)
     total = tl.max(a) if LARGEST else tl.sum(a)
-    first, second = FINISH(total, tl.sum(b), tl.sum(c), size, over)
+    return FINISH(total, tl.sum(b), tl.sum(c), size, over)
+
+
+@triton.jit
+def _of_blocks(
+    parts, starts, of_blocks, out, count, chunks, over, LARGEST: tl.constexpr, FINISH: tl.constexpr, N: tl.constexpr
+):
+    block = tl.program_id(0)
+    first, second = of_parts(parts, starts, of_blocks, block, chunks, over, LARGEST, FINISH)
     tl.store(out + block, first)
     if N == 2:
         tl.store(out + count + block, second)
@@ -256,7 +252,7 @@ REDUCTIONS: dict[str, tuple[Any, Any, int]] = {
 
 
 def reduced(
-    vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0, tops: bool = False
+    vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0, tops: bool = False, later: bool = False
 ) -> torch.Tensor | None:
     """Reduce each block of a vector (numel,) to a number or two, (blocks,) or (2, blocks), float32.
 
@@ -264,6 +260,8 @@ def reduced(
         on and of those below, "clipped": the largest magnitude, or `over` root mean squares if less, or "norm", the
         Euclidean one by halves. None is returned for that of blocks larger than a chunk.
     tops: whether the largest numbers of runs of chunks follow the "largest" of blocks that are chunks.
+    later: whether `of_parts` makes numbers of blocks later, where some are larger than a chunk: what chunks add up to
+        is returned, (3, chunks), float64.
     """
     terms, finish, n = REDUCTIONS[kind]
     chunks, log = len(table.chunks) - 1, (table.widest - 1).bit_length()
@@ -278,6 +276,8 @@ def reduced(
     else:
         parts = vector.new_empty(3, chunks, dtype=torch.float64)
         launch(_of_chunks, programs, vector, table.chunks, parts, chunks, over, **constants, N=0)
+        if later:
+            return parts
         given = (parts, table.starts, table.of_blocks, out, table.count, chunks, over)
-        launch(_of_blocks, table.count, *given, LARGEST=kind in ("largest", "clipped"), FINISH=finish, N=n, TILE=1024)
+        launch(_of_blocks, table.count, *given, LARGEST=kind in ("largest", "clipped"), FINISH=finish, N=n)
     return out.view(n, -1) if n > 1 else out

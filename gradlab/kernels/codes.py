@@ -14,7 +14,7 @@ import triton.language as tl
 
 from gradlab.coding.bits import packed_bytes
 from gradlab.kernels import Form, formats, launch
-from gradlab.kernels.blocks import BlockTable, block_at, magnitude_bits
+from gradlab.kernels.blocks import REDUCTIONS, BlockTable, block_at, magnitude_bits, of_parts
 
 _TILE = 1024
 
@@ -110,10 +110,16 @@ def load_codes(packed, i, inside, groups, BITS: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x, numbers, starts, packed, others, scales, units, numel, count, steps, groups, seed, tops,
-    CODE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, SCALES: tl.constexpr, CLIP: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
+    x, numbers, starts, packed, others, scales, units, given, of_blocks, numel, count, steps, groups, seed, tops, rows,
+    stride, CODE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
+    N: tl.constexpr, SCALES: tl.constexpr, CLIP: tl.constexpr, SHARED: tl.constexpr, FINISH: tl.constexpr,
+    LATER: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    for one in range(tl.program_id(0), count if LATER else 0, tl.num_programs(0)):
+        number, other = of_parts(given, starts, of_blocks, one, stride, 1.0, False, FINISH)
+        tl.store(numbers + one, number)
+        if LATER == 2:
+            tl.store(numbers + count + one, other)
     first = tl.program_id(0).to(tl.int64) * TILE
     i = first + tl.arange(0, TILE)
     inside = i < numel
@@ -121,7 +127,15 @@ def _encode(
     number = i * 0 + 1.0
     if N > 0:
         block = block_at(i, starts, count, steps, SIZE)
-        number = tl.load(numbers + block, mask=inside, other=1.0)
+        if SHARED:
+            largest = tl.zeros((TILE,), tl.int32)
+            for _ in range(rows):
+                largest = tl.maximum(largest, magnitude_bits(tl.load(given + block, mask=inside, other=1.0)))
+                given += stride
+            number = largest.to(tl.float32, bitcast=True)
+            tl.store(numbers + block, number, mask=inside & (tl.load(starts + block, mask=inside, other=-1) == i))
+        else:
+            number = tl.load(numbers + block, mask=inside, other=1.0)
         if CLIP:
             limit = tl.load(others + block, mask=inside, other=1.0)
             value = formats.clamped(value, -limit, limit)
@@ -187,6 +201,8 @@ def encode(
     seed: int | None = None,
     others: torch.Tensor | None = None,
     written: Sequence[torch.Tensor] = (),
+    every: Sequence[torch.Tensor] = (),
+    kind: str = "",
 ) -> torch.Tensor:
     """Pack the codes of a vector (numel,), each of an element and its block's number: (ceil(numel / 8) * bits,), uint8.
 
@@ -196,12 +212,17 @@ def encode(
         parts of the vector, (parts,). None: there are none.
     written: takes the scales of blocks whose largest magnitudes are `numbers`, (blocks,), uint8, after the float32
         number (1,) of E4M3's.
+    every: numbers of all ranks, (blocks,) each; the largest of each block are taken, and written to `numbers`.
+        Or, with a kind of means that `gradlab.kernels.blocks.reduced` knows, what chunks add up to, (3, chunks),
+        float64: the means of blocks are written there, on which codes do not depend.
     """
     numel, bits = vector.numel(), form.bits
     packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=vector.device)
     places = (vector, numbers, table.starts, packed, numbers if others is None else others)
     scales, units = (written[-1], written[0]) if written else (packed, numbers)
+    given, stride = (every[0], every[0].shape[-1]) if kind else rows_of(every) if every else (numbers, 0)
     sizes = (numel, table.count, table.steps, -(-numel // 8), seed or 0, 0 if others is None else len(others))
+    _, finish, count = REDUCTIONS[kind or "norm"]
     constants = {
         "CODE": getattr(formats, f"{form.name}_code"),
         "P": form.p,
@@ -209,9 +230,11 @@ def encode(
         "BITS": bits,
         "SIZE": table.size,
     }
-    constants |= {"N": _numbers(numbers, table), "RANDOM": seed is not None, "TILE": _TILE}
+    constants |= {"SHARED": bool(every) and not kind, "FINISH": finish, "LATER": count if kind else 0}
+    constants |= {"N": 0 if kind else _numbers(numbers, table), "RANDOM": seed is not None, "TILE": _TILE}
     constants |= {"SCALES": form.scales, "CLIP": others is not None and not written}
-    launch(_encode, triton.cdiv(numel, _TILE), *places, scales, units, *sizes, **constants)
+    more, programs = (scales, units, given, table.of_blocks), triton.cdiv(numel, _TILE)
+    launch(_encode, programs, *places, *more, *sizes, len(every), stride, **constants)
     return packed
 
 
