@@ -7,7 +7,7 @@ DDP's engine has a `RankWatch` for its rank, and asks it on measured steps. A re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +70,15 @@ def noise_squares(
     errors = done.compression_error
     own = [value - errors[name] if name in errors else done.own[name] for name, value in done.compressor_input.items()]
     kinds = list(gradients.values()), own, list(done.mean.values())
-    norms = [torch.stack(torch._foreach_norm(one, dtype=torch.float32)).double().square().sum() for one in kinds]
+    norms = [_squared_norm(one) for one in kinds]
     gradient, contribution, mean = torch.stack(norms).tolist()
     return gradient / scale**2, contribution, mean / scale**2
+
+
+def _squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Compute the squared norm of all tensors together, (), float64, from norms of at least float32."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, dtype=wide)).double().square().sum()
 
 
 def residual_norms(done: Exchanged) -> dict[str, float]:
