@@ -7,7 +7,7 @@ DDP's engine has a `RankWatch` for its rank, and asks it on measured steps. A re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +75,7 @@ def noise_squares(
     return gradient / scale**2, contribution, mean / scale**2
 
 
-def _squared_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Compute the squared norm of all tensors together, (), float64, from norms of at least float32."""
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     return torch.stack(torch._foreach_norm(tensors, dtype=wide)).double().square().sum()
