@@ -27,9 +27,10 @@ from gradlab.plan import Plan
 
 #: Shapes of the two layers that codecs are timed with, each alone: on a CPU, and on an accelerator, where anything
 #: smaller takes no longer than its launches.
-SHAPES = ((128, 128), (512, 1024)), ((128, 128), (4096, 4096))
+SHAPES = ((128, 128), (256, 1024)), ((128, 128), (4096, 4096))
 _RANKS = 2
 _COPIED, _COPIES = 2**25, 5  # bytes, and how often
+_REPEATS = 3  # of each exchange
 _LONGEST = 1e4  # seconds that a file may say of an exchange
 
 
@@ -99,7 +100,9 @@ def _seconds_of(codec: str, shape: tuple[int, ...], device: torch.device) -> flo
     plan = Plan.uniform([Layer("w", shape, "linear")], codec, warmup_steps=0)
     [group] = plan.compressed_groups
     context = DryRuns(plan, _RANKS).context(group.name)
-    return dry_run(plan.build(group, device), plan.members(group), context, device=device).codec_seconds
+    return dry_run(
+        plan.build(group, device), plan.members(group), context, repeats=_REPEATS, device=device
+    ).codec_seconds
 
 
 def _unfitted() -> Iterator[str]:

@@ -253,8 +253,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/codecs/terngrad.py",
-        old="context.random.of_rank(), everyone[context.rank])",
-        new="context.random.of_rank(), everyone[0])",
+        old="self.ternary(vector, scales, generator, everyone[rank])",
+        new="self.ternary(vector, scales, generator, everyone[0])",
         tests=("tests/codecs/test_quantizers.py",),
         what="Under a shared scale every rank is clipped as rank 0 is.",
     ),

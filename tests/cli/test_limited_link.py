@@ -38,6 +38,7 @@ def test_bytes_take_as_long_as_the_ranks_links_allow() -> None:
     assert float(seconds) > 0.8 * 8 * (500_000 - 48_000) / 4e6
 
 
+@pytest.mark.thorough  # ranks import torch anew, in a network of their own
 @limits
 def test_a_run_trains_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of 374 kB, which each of two ranks sends once. Forked ranks would stay in this network."""
