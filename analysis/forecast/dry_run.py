@@ -123,7 +123,7 @@ def _first_rows(layer: Layer, share: float) -> Layer:
         return layer
     rows, *others = layer.shape
     whole = next(size for size in (_CUT, 64, 1) if rows * share >= size or size == 1)
-    return replace(layer, shape=(max(1, round(rows * share / whole)) * whole, *others))
+    return replace(layer, shape=(min(rows, max(1, round(rows * share / whole)) * whole), *others))
 
 
 def _times(exchange: Exchange, times: float) -> Exchange:

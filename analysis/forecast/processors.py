@@ -52,7 +52,7 @@ class Processor(Jsonable):
     def seconds(self, codec: str, here: float) -> float:
         """Turn the seconds that an exchange's code takes here into those that it takes on this processor.
 
-        A codec that was not timed takes the median of the others' factors.
+        A codec that was not timed takes the median of what the same time of the others' code would become.
         """
         known = [codec] if codec in self.exchanges else sorted(self.exchanges)
         return median(self._mapped(one, here) for one in known)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gradlab import codecs
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link, read_observations
-from gradlab.analysis.forecast.dry_run import DryRuns, dry_run, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import DryRuns, _part_of, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import (
     Link,
     Transfer,
@@ -262,6 +262,15 @@ def test_a_part_stands_for_a_large_group(codec: str) -> None:
             for one in (whole, part)
         ]
         assert sent[1] == pytest.approx(sent[0], rel=0.03, abs=32)
+
+
+@example(6145, 1, 0.9999)
+@law(st.integers(1, 20_000), st.integers(1, 600), st.floats(1e-4, 0.9999))
+def test_a_part_of_a_layer_is_no_larger_than_the_layer(rows: int, columns: int, share: float) -> None:
+    layer = Layer("w", (rows, columns), "linear")
+    [part] = _part_of([layer], max(1, int(share * layer.numel)))
+    assert 1 <= part.shape[0] <= rows
+    assert part.shape[1:] == layer.shape[1:]
 
 
 @pytest.mark.parametrize("codec", COMPRESSORS)
