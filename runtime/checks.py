@@ -60,14 +60,17 @@ def named_as_in(plan: Plan, pairs: Pairs) -> Pairs:
     return [(replace(layer, name=name), tensor) for (layer, tensor), name in zip(pairs, names, strict=True)]
 
 
-def given_plan(plan: object, caller: str) -> Plan:
-    """Return the plan that a user gave, as such or as the path of an artifact; refuse anything else."""
+def given_plan(plan: object, caller: str, of_steps: Any = None) -> Plan:
+    """Return the plan that a user gave, as such, as the path of an artifact or, where a model takes local steps
+    (`of_steps`), as a codec's name; refuse anything else."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):
         raise GradlabError(f"{caller}: the plan is a {type(plan).__name__}, expected a Plan or the path of an artifact")
     name = os.fspath(plan)
     if name in codecs.names() and not os.path.exists(name):
+        if of_steps is not None:
+            return Plan.uniform(of_steps, name, exchanges="pseudo-gradients")
         raise GradlabError(
             f"{caller}: {name!r} is a codec, expected a Plan or the path of an artifact; Plan.uniform(model, {name!r}) "
             "makes a plan of it"

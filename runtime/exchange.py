@@ -16,11 +16,13 @@ from gradlab.codec import Tensors
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.groups import group_or_world
 from gradlab.ddp.optimizer_steps import at_any_step
+from gradlab.ddp.optimizers import HeldLayers
 from gradlab.errors import GradlabError
-from gradlab.executor.rules import Finding, finding, no_feedback
+from gradlab.executor.rules import Finding, finding, no_feedback, outer_feedback
 from gradlab.layout import Layer, bare_names
 from gradlab.plan import Plan
-from gradlab.plan.optimizer_rules import follower_of
+from gradlab.plan.optimizer_rules import follower_of, layers_with_feedback
+from gradlab.plan.plan import between
 from gradlab.plan.traffic import excess_of
 from gradlab.runtime import checkpoint
 from gradlab.runtime import run_report as reporting
@@ -88,6 +90,7 @@ class Exchange(Uncopied):
         hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
         rules: action of each rule of `gradlab.executor.rules`, by name: "warn" (each once, on rank 0),
             "error" (raised on all ranks) or "ignore"; one of these words for all rules.
+        exchanges: "gradients", or "pseudo-gradients", of which the rule `outer_feedback` takes no_feedback's place.
 
     Raises:
         GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both
@@ -128,8 +131,8 @@ class Exchange(Uncopied):
         try:
             if excess := excess_of(plan, world_size):
                 driver.rules.tell([finding("bytes_sent", excess.sentence(world_size), excess.to_16_bits, 1)])
-            if lost := no_feedback({group.name: plan.build(group) for group in plan.compressed_groups}):
-                driver.rules.tell([lost])
+            if found := self._on_feedback(driver.around.options.exchanges, held):
+                driver.rules.tell([found])
             if follower_of(plan) and not self.run.settings.plain_sgd and driver.place.rank == 0:
                 warnings.warn(f"gradlab: {self._residuals}", stacklevel=4)
             if held.partial and unknown_needs(plan, held):
@@ -137,6 +140,15 @@ class Exchange(Uncopied):
         except GradlabError:
             driver.close()
             raise
+
+    def _on_feedback(self, exchanges: str, held: HeldLayers) -> Finding | None:
+        plan = self.run.plan
+        if exchanges == "gradients":
+            return no_feedback({group.name: plan.build(group) for group in plan.compressed_groups})
+        layers = layers_with_feedback(between(plan, self._driver.communicator.world_size))
+        settings = held.settings()
+        momenta = [one.momentum for one in settings.of_layers(layers)] if settings else []
+        return outer_feedback(layers, next(filter(None, momenta), None))
 
     # --- steps ---
 

@@ -1,15 +1,17 @@
 """Training with local steps, dense and compressed, beside synchronous training: losses, bytes, and predicted times.
 
     python benchmarks local_steps_trained --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
-        [--ways sync int4 "streaming int4"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800]
+        [--ways sync int4 "ecsq 0.5, feedback"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800]
     python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars]
 
 text_chars: nanoGPT's CPU configuration (804,096 parameters, AdamW), 4 workers of 3 sequences. cifar10: images halved to
 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum), 4 workers of 16 images. A worker is a process. "sync"
 averages gradients in every step, through the named codec or uncompressed. The others take H local steps and DiLoCo's
-outer step, but "SparseLoCo" and "averaging", whose outer optimizer is SGD of rate 1; "streaming" has 3 fragments that
-are applied 5 local steps late. A row is a run: bytes of an exchange, and forecasts of a local step with its share of
-the exchange where computing takes 20 ms.
+outer step, but "SparseLoCo" and "averaging", whose outer optimizer is SGD of rate 1, and ", outer 0.5 0.9", of rate 0.5
+and Nesterov momentum 0.9; "streaming" has 3 fragments that are applied 5 local steps late. Of a codec nothing is kept
+for later, but with ", feedback" error feedback is around it; "signs" come back as signs, "gathered" all of them do. A
+row is a run: bytes of an exchange, and forecasts of a local step with its share of the exchange where computing takes
+20 ms.
 """
 
 from __future__ import annotations
@@ -38,22 +40,23 @@ from gradlab.codec import seeded_generator
 from gradlab.datasets import Cifar10, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of, named_layers
-from gradlab.plan import Plan, method_plan
+from gradlab.plan import Plan, Wrap, method_plan
 from gradlab.runtime import Exchange, OuterStep
 from gradlab.training.settings import TrainSettings
 
 WORKERS, BATCH, COMPUTING = 4, {"text_chars": 3, "cifar10": 16}, 0.02
 RATES = ("50mbit", "1gbit", "25gbit")
 UNCOMPRESSED = ("DiLoCo", "sync", "streaming", "averaging")
-WAYS: dict[str, Any] = {
-    **dict.fromkeys(UNCOMPRESSED, Plan),
-    "int8": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int8"),
-    "int4": lambda layers: Plan.uniform(layers, "block_scaled", dtype="int4"),
-    "ecsq 0.5 bits": lambda layers: Plan.uniform(layers, "ecsq", bits=0.5),
-    "top-k 3 %": lambda layers: Plan.uniform(layers, "topk", density=0.03),
-    "signs": lambda layers: Plan.uniform(layers, "sign"),
-    "SparseLoCo": lambda layers: method_plan(layers, "SparseLoCo"),
+CODECS: dict[str, dict[str, Any]] = {
+    **{dtype: {"codec": "block_scaled", "dtype": dtype} for dtype in ("int8", "int4", "nvfp4")},
+    **{f"ecsq {bits}": {"codec": "ecsq", "bits": bits} for bits in (1.25, 0.5, 0.25, 0.1)},
+    "top-k 3 %": {"codec": "topk", "density": 0.03},
+    "chunks": {"codec": "chunk_topk"},
+    "DCT": {"codec": "dct_topk"},
+    "PowerSGD": {"codec": "powersgd", "rank": 4},
+    "signs": {"codec": "sign"},
 }
+WAYS = ("sync", "DiLoCo", "SparseLoCo", *CODECS)
 
 
 class SmallCifar10(Cifar10):  # type: ignore[misc]
@@ -67,16 +70,26 @@ datasets._WORKLOADS["cifar10"] = SmallCifar10()  # in the processes of `streamin
 
 
 def plan_of(way: str, task: str) -> Plan:
-    for form in ("sync, ", "streaming ", "averaging, "):
-        way = way.removeprefix(form)
-    return WAYS[way](layers_of(get(task).model(0)))
+    layers, (name, *how) = layers_of(get(task).model(0)), way.removeprefix("streaming ").split(", ")
+    if name in ("sync", "averaging") and how:
+        name, *how = how
+    if name in UNCOMPRESSED:
+        return Plan(layers)
+    if name == "SparseLoCo":
+        return method_plan(layers, name)
+    around = [Wrap("error_feedback")] if "feedback" in how else []
+    if name == "signs" and "gathered" not in how:
+        around.append(Wrap("two_way", {"error_feedback": "feedback" in how}))
+    return Plan.uniform(layers, wrappers=around, **CODECS[name])
 
 
 def trained(key: Row, chosen: argparse.Namespace) -> Row:
     way, every, task = key["way"], key["every"], chosen.task
     settings = TrainSettings(task, str(chosen.data), WORKERS, chosen.steps, BATCH[task], seed=key["seed"])
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_worker, (way, every, settings, folder), nprocs=WORKERS)
+        torch.multiprocessing.start_processes(  # fork: no imports anew
+            _worker, (way, every, settings, folder), WORKERS, start_method="fork"
+        )
         done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
     return done | {"times": predicted(way, every, task)}
 
@@ -127,8 +140,10 @@ def _worker(rank: int, way: str, every: int, settings: TrainSettings, folder: st
 
 def _outer_step(way: str, plan: Plan, model: nn.Module, every: int) -> OuterStep:
     how: dict[str, Any] = {"fragments": 3, "delay": 5} if way.startswith("streaming") else {}
-    if way.startswith(("SparseLoCo", "averaging")):
-        how["outer_optimizer"] = partial(torch.optim.SGD, lr=1.0)
+    rule = "1 0" if way.startswith(("SparseLoCo", "averaging")) else way.partition(", outer ")[2]
+    if rule:
+        rate, momentum = map(float, rule.split())
+        how["outer_optimizer"] = partial(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
     return OuterStep(plan, model, every=every, **how)
 
 
@@ -171,7 +186,8 @@ def table(rows: list[Row], score: str) -> str:
 
 
 def main() -> None:
-    named = {"ways": tuple(WAYS), "local_steps": [8, 30, 100], "seeds": [0, 1], "steps": 800}
+    torch.set_num_threads(1)  # a process with threads cannot fork
+    named = {"ways": WAYS, "local_steps": [8, 30, 100], "seeds": [0, 1], "steps": 800}
     chosen = options(__doc__, data=Path, rows=Path, task=BATCH, **named, table=False)
     of_task = {} if chosen.task == "text_chars" else {"task": chosen.task}
     keys: Iterator[Row] = (

@@ -62,6 +62,10 @@ RULES: dict[str, str] = {
         "to skip such steps"
     ),
     "no_feedback": "put error feedback around the codec, or choose a learning rate for it",
+    "outer_feedback": (
+        "make the plan by Plan.uniform(model, codec, exchanges='pseudo-gradients'), which keeps no errors, or take an "
+        "outer optimizer without momentum (functools.partial(torch.optim.SGD, lr=1.0))"
+    ),
     "hook_not_reached": "see the reason",
     "layer_not_averaged": "then make the plan and attach anew",
     "local_gradients": (
@@ -149,6 +153,15 @@ def no_feedback(codecs: Mapping[str, Codec]) -> Finding | None:
     groups = lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more"
     method = innermost(codecs[lost[0]]).name
     return finding("no_feedback", f"{groups}: nothing makes up for what {method} leaves out or adds", 1, 1)
+
+
+def outer_feedback(layers: Sequence[str], momentum: str | None) -> Finding | None:
+    """Name layers of pseudo-gradients with error feedback whose outer optimizer has momentum: local steps make up for
+    what was left out, so that the residual is a second momentum."""
+    if not layers or momentum is None:
+        return None
+    seen = f"{layers[0]}: error feedback under an outer optimizer with {momentum} is momentum twice"
+    return finding("outer_feedback", seen, 1, 1)
 
 
 def _lacks_feedback(codec: Codec) -> bool:

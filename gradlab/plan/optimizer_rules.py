@@ -100,6 +100,15 @@ def compressed_layers(plan: Plan) -> tuple[str, ...]:
     return tuple(name for group in plan.compressed_groups for name in group.layers)
 
 
+def layers_with_feedback(plan: Plan) -> tuple[str, ...]:
+    """Return the names of layers whose compression errors are sent later, by ranks or by servers."""
+
+    def keeps(wrapper: type[Wrapper], settings: Mapping[str, Any]) -> bool:
+        return wrapper.name == "error_feedback" or getattr(build_settings(wrapper, settings), "error_feedback", False)
+
+    return layers_under(plan, keeps)
+
+
 def layers_that_may_follow(plan: Plan) -> tuple[str, ...]:
     """Return the names of layers whose residuals follow the learning rate under SGD (`step_size_ratio` of None)."""
 

@@ -33,6 +33,7 @@ FINITE_FLAG_BYTES = 4
 # CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
 SMALL_LAYER_BYTES, SMALL_GROUP_BYTES, FEWEST_SMALL = 2**16, 2**20, 8
 GPU_GROUP_BYTES = 25 * 2**20
+EXCHANGES = "gradients", "pseudo-gradients"
 ANSWER = 4.0  # times a message's bytes per value: at most 1.25 times what 4 ranks send that gather
 
 
@@ -233,6 +234,7 @@ class Plan:
         minimum_numel: int | None = None,
         roles: Collection[str] | None = None,
         group_bytes: float | None = None,
+        exchanges: str = "gradients",
         seed: int = 0,
         **settings: Any,
     ) -> Plan:
@@ -265,6 +267,8 @@ class Plan:
             group_bytes: bytes of gradients up to which consecutive layers share a group, small or not. 0: one group
                 per layer, math.inf: one group of all layers. Such groups are one to a codec that selects, unless it is
                 given across_layers = False.
+            exchanges: "gradients", or "pseudo-gradients" of local steps, which no rank and no server keeps errors of
+                by default: the next local steps make up for what was left out, so that feedback sends it twice.
             seed: seed of the random streams that ranks share.
             settings: settings of the codec, by name.
 
@@ -274,6 +278,10 @@ class Plan:
         """
         layers = layers_of(model) if isinstance(model, nn.Module) else tuple(model)
         _check_wrappers(wrappers, error_feedback)
+        if exchanges not in EXCHANGES:
+            raise GradlabError(f"plan: exchanges = {exchanges!r}, expected one of {', '.join(EXCHANGES)}")
+        if exchanges == "pseudo-gradients" and error_feedback is None:
+            error_feedback = False
         built = codecs.make(codec, **settings)
         around = default_wrappers(built, error_feedback) if wrappers is None else tuple(wrappers)
         given: dict[str, Any] = {
@@ -457,11 +465,11 @@ def default_wrappers(codec: Codec, error_feedback: bool | None = None) -> tuple[
     """
     defaults = codec.about.defaults
     around = FEEDBACK if (defaults.error_feedback if error_feedback is None else error_feedback) else ()
+    kept = {"error_feedback": False} if error_feedback is False else {}
     if defaults.two_way:
-        return (*around, Wrap("two_way"))
+        return (*around, Wrap("two_way", kept))
     if not _gathers(codec):
         return tuple(around)
-    kept = {"error_feedback": False} if error_feedback is False else {}
     return (*around, Wrap("two_way", {"from_ranks": BOTH_WAYS_FROM, "answer": ANSWER, **kept}))
 
 

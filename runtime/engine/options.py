@@ -18,6 +18,7 @@ from gradlab.executor.rules import levels
 from gradlab.executor.ticks import SEGMENT_BYTES
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import compressed_layers
+from gradlab.plan.plan import EXCHANGES
 from gradlab.runtime.engine.device import HostDevice
 from gradlab.runtime.network.communicator import Communicator
 from gradlab.runtime.timeline import Timeline
@@ -39,6 +40,7 @@ class RunOptions:
     history: int = 1000
     hold_unused: bool = False
     rules: Mapping[str, str] | str | None = None
+    exchanges: str = "gradients"
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, Iterator):  # which could be read once only
@@ -60,12 +62,14 @@ class RunOptions:
         for name, least in (("segment_bytes", 1), ("measure_every", 0), ("non_finite_limit", 1), ("history", 1)):
             _require_whole(name, getattr(self, name), least)
         levels(self.rules)
+        if self.exchanges not in EXCHANGES:
+            raise GradlabError(f"exchanges = {self.exchanges!r}, expected one of {', '.join(EXCHANGES)}")
         for step in self.trace_steps:
             _require_whole("a step of trace_steps", step, 0)
 
     def same_everywhere(self, plan: Plan) -> dict[str, Any]:
         """Options and plan, which have to be equal on all ranks, as plain JSON."""
-        names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "scaled")
+        names = ("segment_bytes", "measure_every", "hold_unused", "non_finite_limit", "scaled", "exchanges")
         return {
             "the plan (sha256)": plan.digest,
             "deterministic": bool(self.deterministic),

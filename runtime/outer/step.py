@@ -117,7 +117,8 @@ class OuterStep(Uncopied):
         workers: the ranks.
 
     Args:
-        plan: plan of the model's layers, or the path of an artifact. Its schedule counts outer steps.
+        plan: plan of the model's layers, the path of an artifact, or a codec's name, for
+            `Plan.uniform(model, name, exchanges="pseudo-gradients")`. Its schedule counts outer steps.
         model: plain, in DDP, or sharded by FSDP2.
         outer_optimizer: makes the outer optimizer of some parameters, or a list of several.
             None: SGD(lr=0.7, momentum=0.9, nesterov=True),
@@ -132,7 +133,7 @@ class OuterStep(Uncopied):
         within: ranks of one worker: a process group, one dimension of a DeviceMesh, "node" for the
             machine as torchrun tells it, or None. "model": DDP's own group, if that has fewer ranks than `group`.
         timeout: timeout of the exchange; None: that of `group`.
-        options: those of `Exchange` except optimizer, scaler and hold_unused.
+        options: those of `Exchange` except optimizer, scaler, hold_unused and exchanges.
 
     Raises:
         GradlabError: for anything that does not fit, or differs between ranks.
@@ -166,8 +167,8 @@ class OuterStep(Uncopied):
         self._together = partial(agree_on, (self.workers.everyone,), self._device.device)
 
         def attempt() -> list[Plan]:
-            self.plan = given_plan(plan if self._trial is None else self._trial.plan, CALLER)
-            if forbidden := sorted({"optimizer", "scaler", "hold_unused"} & set(options)):
+            self.plan = given_plan(plan if self._trial is None else self._trial.plan, CALLER, model)
+            if forbidden := sorted({"optimizer", "scaler", "hold_unused", "exchanges"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
             return self._cut(self.plan, lambda one: fragments_of(one, fragments))
 
@@ -213,7 +214,7 @@ class OuterStep(Uncopied):
             )
         exchange = None
         if self.workers.between is not None:
-            exchange = Exchange(plan, parameters.items(), self.workers.between, optimizer=optimizers, **options)
+            exchange = _exchange(plan, parameters, self.workers.between, optimizers, options)
         return Fragment(parameters, optimizers, exchange)
 
     # --- steps ---
@@ -350,9 +351,7 @@ class OuterStep(Uncopied):
             with ExitStack() as exchanges:
                 for fragment, part in zip(self.fragments, parts, strict=True):
                     if group is not None:
-                        made = Exchange(
-                            part, fragment.parameters.items(), group, optimizer=fragment.optimizers, **options
-                        )
+                        made = _exchange(part, fragment.parameters, group, fragment.optimizers, options)
                         fragment.exchange = exchanges.enter_context(made)
                 yield
                 self.wait()
@@ -518,6 +517,13 @@ def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.Proc
             "workers; put the model into DDP with the process group of one worker, or into none"
         )
     return own
+
+
+def _exchange(
+    plan: Plan, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, optimizers: object, options: Any
+) -> Exchange:
+    how = {**options, "optimizer": optimizers, "exchanges": "pseudo-gradients"}
+    return Exchange(plan, parameters.items(), group, **how)
 
 
 def _common(values: torch.Tensor) -> torch.Tensor:

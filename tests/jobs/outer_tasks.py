@@ -24,7 +24,7 @@ from gradlab.ddp.groups import part_of
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
-from gradlab.plan import FEEDBACK, Group, Plan
+from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.shards import fragments_of
 from gradlab.runtime import Exchange, OuterStep
 
@@ -439,6 +439,30 @@ def left_before_it_failed(group: dist.ProcessGroup) -> str | None:
     dist.barrier(group)
     exchange.close()
     return said
+
+
+def warned(group: dist.ProcessGroup) -> list[tuple[bool, list[str]]]:
+    """Plans with and without feedback under outer optimizers with and without momentum: what is warned of."""
+    seen = []
+    servers = [Wrap("two_way", {"error_feedback": False}), Wrap("two_way"), Wrap("two_way", {"from_ranks": 5})]
+    for wrappers, momentum in itertools.product(([], FEEDBACK, *([one] for one in servers)), (0.0, 0.9)):
+        plan = Plan.uniform(network(), "topk", density=0.1, wrappers=wrappers)
+        rule = partial(torch.optim.SGD, lr=1.0, momentum=momentum)
+        with warnings.catch_warnings(record=True) as said, OuterStep(plan, network(), rule, group=group):
+            warnings.simplefilter("always")
+        seen.append((bool(momentum), [str(one.message) for one in said if "gradlab: " in str(one.message)]))
+    return seen
+
+
+def by_name(group: dist.ProcessGroup) -> dict[str, Any]:
+    """A codec's name in place of a plan, of a model in DDP too."""
+    model = network()
+    own = part_of((group,), [dist.get_rank(group)], None, torch.device("cpu"))
+    with OuterStep("topk", model, group=group) as outer:
+        alike = outer.plan == Plan.uniform(model, "topk", exchanges="pseudo-gradients")
+    with OuterStep("topk", DistributedDataParallel(model, process_group=own), group=group) as outer:
+        in_ddp = outer.plan == Plan.uniform(model, "topk", exchanges="pseudo-gradients")
+    return {"alike": alike, "in ddp": in_ddp}
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:

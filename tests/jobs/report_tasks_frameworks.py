@@ -291,7 +291,7 @@ class Features(nn.Module):
 
 def local_steps(model: nn.Module, group: dist.ProcessGroup, calls: int, passes: int = 1, **options: Any) -> OuterStep:
     """So many calls of OuterStep.step, an optimizer step in every `passes`-th; closed."""
-    plan = Plan.uniform(layers_of(model), "topk", density=0.1, minimum_numel=0)
+    plan = Plan.uniform(layers_of(model), "topk", density=0.1, minimum_numel=0, exchanges="pseudo-gradients")
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     with OuterStep(plan, model, every=2, group=group, **options) as outer:
         for call in range(calls):

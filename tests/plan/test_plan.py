@@ -17,6 +17,7 @@ from gradlab.codecs.powersgd import PowerSGD
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, layers_of
 from gradlab.plan import FEEDBACK, FINITE_FLAG_BYTES, Group, Plan, Schedule, Wrap
+from gradlab.plan.optimizer_rules import layers_with_feedback
 from gradlab.plan.plan import check_model, hash_tensor, learned_tensors
 from gradlab.wrappers.error_feedback import ErrorFeedback
 from support.laws import law
@@ -326,6 +327,16 @@ def test_uniform_takes_the_large_layers_of_two_or_more_dimensions() -> None:
     assert (fewer.schedule, fewer.seed) == (Schedule(3), 8)
 
 
+@pytest.mark.parametrize("codec", codecs.names())
+def test_of_pseudo_gradients_no_error_is_kept_unless_asked_for(codec: str) -> None:
+    layers = [Layer("wide", (64, 3, 8, 8), "convolution"), Layer("tall", (256, 64), "linear")]
+    plan = Plan.uniform(layers, codec, exchanges="pseudo-gradients")
+    assert layers_with_feedback(plan) == ()
+    kept = Plan.uniform(layers, codec, exchanges="pseudo-gradients", error_feedback=True)
+    assert kept == Plan.uniform(layers, codec, error_feedback=True)
+    assert layers_with_feedback(kept) == tuple(name for group in kept.compressed_groups for name in group.layers)
+
+
 @pytest.mark.parametrize("codec", ["identity", "topk", "powersgd"])
 def test_uniform_takes_the_codecs_own_defaults(codec: str) -> None:
     plan = Plan.uniform(LAYERS, codec)
@@ -338,6 +349,8 @@ def test_uniform_refuses_what_no_plan_could_hold() -> None:
         Plan.uniform(LAYERS, "top-k")
     with pytest.raises(GradlabError, match="codec topk has no setting rank"):
         Plan.uniform(LAYERS, "topk", rank=3)
+    with pytest.raises(GradlabError, match="exchanges = 'steps', expected one of gradients, pseudo-gradients"):
+        Plan.uniform(LAYERS, "topk", exchanges="steps")
 
 
 def test_the_schedule_begins_after_warm_up() -> None:

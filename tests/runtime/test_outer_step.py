@@ -113,6 +113,25 @@ def test_a_worker_that_leaves_is_named(pool: ProcessPool, delay: int) -> None:
         assert one["seconds"] < 20
 
 
+def test_feedback_under_outer_momentum_is_warned_of_and_nothing_else(pool: ProcessPool) -> None:
+    """Of no wrappers, feedback, servers without and with it, and servers with it between more workers."""
+    first, other = pool.run("jobs.outer_tasks:warned", 2)
+    expected = [momentum and feedback for feedback in (False, True, False, True, False) for momentum in (False, True)]
+    assert [bool(said) for _, said in first] == expected
+    assert not any(said for _, said in other)
+    for line in {line for _, said in first for line in said}:
+        assert (
+            "0.weight: error feedback under an outer optimizer with momentum = 0.9 is momentum twice; make the plan "
+            in line
+        )
+        assert "exchanges='pseudo-gradients'" in line
+
+
+def test_a_codecs_name_is_its_plan_for_pseudo_gradients(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.outer_tasks:by_name", 2):
+        assert result == {"alike": True, "in ddp": True}
+
+
 def test_wrong_use_is_refused(pool: ProcessPool) -> None:
     for said in pool.run("jobs.outer_tasks:refused", 2):
         assert said["every"] == "OuterStep: every = 0, expected a whole number from 1"
