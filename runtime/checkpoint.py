@@ -98,7 +98,9 @@ def _hashes(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Copy a tree of dicts without its tensors, and collect these by path."""
+    """Copy a tree of dicts and lists without the tensors of its dicts, and collect these by path."""
+    if isinstance(value, list | tuple):
+        return [_without_tensors(inner, f"{path}/{number}", tensors) for number, inner in enumerate(value)]
     if isinstance(value, Mapping):
         found = {}
         for key, inner in value.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from gradlab.ddp.optimizers import OptimizerSettings, describe_optimizer
@@ -12,10 +14,13 @@ from gradlab.trace import Trace
 
 
 def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings | None:
-    """Read NAME[:KEY=VALUE,...] of torch.optim; without a text take the recorded optimizer, if there is one."""
+    """Read NAME[:KEY=VALUE,...] of torch.optim, of several with + between; without a text take what was recorded."""
     if text is None:
         return OptimizerSettings.from_metadata(trace.metadata)
+    return describe_optimizer([_built(one) for one in re.split(r"\+(?=[A-Za-z])", text)])
 
+
+def _built(text: str) -> torch.optim.Optimizer:
     name, _, rest = text.partition(":")
     made = {kind.lower(): kind for kind in torch.optim.__all__ if kind not in ("Optimizer", "lr_scheduler")}
     if name.lower() not in made:
@@ -23,12 +28,10 @@ def optimizer_of_training(trace: Trace, text: str | None) -> OptimizerSettings |
     settings = parse_settings(split_settings(rest), f"trained_with={name}:")
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     try:
-        built = getattr(torch.optim, made[name.lower()])(
-            [torch.zeros(1, 1, requires_grad=True)], **{"lr": 1e-3, **settings}
-        )
+        kind: type[torch.optim.Optimizer] = getattr(torch.optim, made[name.lower()])
+        return kind([torch.zeros(1, 1, requires_grad=True)], **{"lr": 1e-3, **settings})
     except (TypeError, ValueError) as error:
         raise GradlabError(f"trained_with={text}: {str(error).splitlines()[0]}") from None
-    return describe_optimizer(built)
 
 
 def require_trainable(

@@ -84,8 +84,9 @@ class OptimizerSettings(Jsonable):
 
     @property
     def adaptive(self) -> bool:
-        """Whether it is of Adam's kind: its momentum is no setting that a plan's could replace."""
-        return any("betas" in group for group in self.groups)
+        """Whether it is of Adam's or Muon's kind: steps are no multiple of its momentum, which a plan's cannot replace,
+        and weight decay never passes through it."""
+        return "Muon" in self.name or any("betas" in group for group in self.groups)
 
     def __str__(self) -> str:
         if len({part.name for part in self.parts}) > 1:
@@ -175,6 +176,9 @@ class HeldLayers:
 
     optimizers: optimizers of the run, each once.
     missing: the layers that none of them holds, in the model's order.
+
+    Raises:
+        GradlabError: if two optimizers hold the same layer.
     """
 
     def __init__(self, given: object, names: Mapping[torch.Tensor, str] | None = None) -> None:
@@ -206,13 +210,16 @@ class HeldLayers:
         sizes = [len(group["params"]) for one in self.optimizers for group in one.param_groups]
         if sizes == self._sizes:
             return False
-        self._sizes, self._places, held = sizes, [], set()
+        self._sizes, self._places, held = sizes, [], dict[str, torch.optim.Optimizer]()
         for one in self.optimizers:
             for at, group in enumerate(one.param_groups):
                 if layers := [self._names[p] for p in group["params"] if p in self._names]:
                     layers.sort(key=self._order.__getitem__)
+                    if twice := [name for name in layers if name in held]:
+                        kinds = f"{_kind_of(held[twice[0]]).__name__} and {_kind_of(one).__name__}"
+                        raise GradlabError(f"{kinds} both hold {listed(twice)}: give each parameter to one optimizer")
                     self._places.append((one, at, tuple(layers)))
-                    held.update(layers)
+                    held |= dict.fromkeys(layers, one)
         self.missing = tuple(name for name in self._names.values() if name not in held)
         return True
 

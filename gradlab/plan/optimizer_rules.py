@@ -1,8 +1,8 @@
 """The demands of a plan's momentum and weight decay on the optimizer: one rule for fits and for training.
 
 A plan may apply momentum before compression, or weight decay before momentum. The optimizer must then not do the same
-once more. SGD's settings can be set to 0. Adam's momentum belongs to its second moments, so a plan's cannot replace it,
-and AdamW's weight decay is decoupled from gradients: it never passes through compression, and may stay where it is.
+once more. SGD's settings can be set to 0. Adam's momentum belongs to its second moments and Muon's is orthonormalized:
+a plan's cannot replace it. AdamW's and Muon's weight decay never passes through compression, and may stay where it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def conflict_of(plan: Plan, optimizer: OptimizerSettings) -> Conflict | None:
             remedy = "train with torch.optim.SGD without momentum, at that optimizer's learning rate"
             return Conflict(message, remedy, False)
     for one in optimizer.of_layers(layers_under(plan, _fades)):
-        if residual_fades(plan) and (setting := one.momentum) and not one.adaptive:
+        if residual_fades(plan) and (setting := one.momentum) and not setting.startswith("betas"):
             message = f"the plan's residual is a momentum (error_feedback, carried) and the optimizer has {setting}"
             return Conflict(message, "set the optimizer's to 0", True)
     for one in optimizer.of_layers(layers_under(plan, lambda wrapper, _: wrapper.effects.applies_momentum)):

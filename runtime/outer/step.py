@@ -122,7 +122,8 @@ class OuterStep(Uncopied):
         model: plain, in DDP, or sharded by FSDP2.
         outer_optimizer: makes the outer optimizer of some parameters, or a list of several.
             None: SGD(lr=0.7, momentum=0.9, nesterov=True),
-            DiLoCo's. `functools.partial(torch.optim.SGD, lr=1.0)` averages parameters.
+            DiLoCo's, and with Muon as the workers' own optimizer MuLoCo's (B. Therien et al., arXiv:2505.23725).
+            `functools.partial(torch.optim.SGD, lr=1.0)` averages parameters.
         every: H, at least the number of fragments.
         fragments: number of parts of the model. They take their outer steps in turn, H / fragments local steps apart.
         delay: tau, below H. 0: a worker waits for the others in its outer step. Else a thread exchanges while
@@ -211,6 +212,10 @@ class OuterStep(Uncopied):
             raise GradlabError(
                 f"{CALLER}: outer_optimizer gave a {came} of other parameters, expected what makes an optimizer of "
                 "those it is given, such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+            )
+        if self.workers.sharded and any("Muon" in type(one).__name__ for one in optimizers):
+            raise GradlabError(
+                f"{CALLER}: outer_optimizer gave Muon, which needs whole matrices, and a rank holds shards: take SGD"
             )
         exchange = None
         if self.workers.between is not None:

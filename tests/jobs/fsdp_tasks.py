@@ -24,6 +24,7 @@ from gradlab.codec import Context, Training, exchange_group
 from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.ddp.groups import part_of
+from gradlab.ddp.optimizers import all_optimizers
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import layers_of, names_of_parameters
@@ -33,6 +34,7 @@ from gradlab.runtime import FSDPCompression, compress_fsdp
 from gradlab.runtime.checkpoint import sealed
 from jobs.node_tasks import grouped_plan
 from support.contract import SETTINGS, learned
+from support.two_optimizers import muon_and_adamw
 
 
 class Block(nn.Module):
@@ -146,12 +148,17 @@ def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in pairs), default=0.0)
 
 
+def adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(parameters, lr=1e-2, foreach=True)]
+
+
 # Ways to train in which nothing is compressed: arguments of fully_shard, of the plan, and passes per optimizer step.
 UNCOMPRESSED: dict[str, dict[str, Any]] = {
     "default": {},
     "16 bits": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}},
     "16 bits, reduced in 32": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}},
     "every pass reduced, gradients summed": {"passes": 2},
+    "Muon": {"optimizers": muon_and_adamw},
     "every pass reduced in 32 bits, gradients summed": {
         "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         "passes": 2,
@@ -164,11 +171,16 @@ UNCOMPRESSED: dict[str, dict[str, Any]] = {
 
 
 def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str = "default") -> dict[str, Any]:
-    """Training with nothing compressed, and native HSDP's: parameters, bit for bit."""
+    """Training with nothing compressed, and native HSDP's: parameters, bit for bit.
+
+    On a mesh of two dimensions Muon sums bfloat16 over both. Beside it nodes' gradients are therefore averaged by hand.
+    """
     rank, chosen = dist.get_rank(group), UNCOMPRESSED[option]
-    mesh = mesh_of(group, nodes)
-    native, ours = (sharded(part, **chosen.get("shard", {})) for part in (mesh, mesh["shard"]))
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in (native, ours)]
+    mesh, by_hand = mesh_of(group, nodes), "optimizers" in chosen
+    native = sharded(mesh["shard"] if by_hand else mesh, **chosen.get("shard", {}))
+    ours = sharded(mesh["shard"], **chosen.get("shard", {}))
+    make = chosen.get("optimizers", adamw)
+    optimizers = [make(model.parameters()) for model in (native, ours)]
     plan, warmup = plan_of(ours, "identity", {}), chosen.get("warmup_steps", 0)
     if warmup:
         plan = Plan.uniform(layers_of(ours), "topk", density=0.1, warmup_steps=warmup)
@@ -176,10 +188,15 @@ def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str
     with compress_fsdp(ours, plan, between=mesh["replicate"], optimizer=optimizers[1]) as state:
         for step in range(steps):
             for model, optimizer in zip((native, ours), optimizers, strict=True):
-                optimizer.zero_grad()
+                model.zero_grad()
                 for part in range(passes):
                     backward(model, rank, passes * step + part)
-                optimizer.step()
+                if by_hand and model is native:
+                    for parameter in model.parameters():
+                        dist.all_reduce(local := parameter.grad.to_local(), group=mesh["replicate"].get_group())
+                        local /= nodes
+                for one in optimizer:
+                    one.step()
             pairs = zip(native.parameters(), ours.parameters(), strict=True)
             same = same and all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
         last, report = state.statistics.steps[-1], state.report()
@@ -351,7 +368,7 @@ def resumed(group: dist.ProcessGroup, nodes: int, folder: str, levels: int = 1) 
     """A run that goes on from a checkpoint of torch.distributed.checkpoint, and the one that went on."""
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
     models = [sharded(mesh["shard"]) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) for model in models]
+    optimizers = [muon_and_adamw(model.parameters()) for model in models]
     plan = plan_of(models[0], "topk", {"density": 0.1})
     inner = plan_of(models[0], "block_scaled", {"dtype": "int8"})
     second = {"within": mesh["shard"], "inside": inner} if levels > 1 else {}
@@ -382,10 +399,11 @@ def resumed(group: dist.ProcessGroup, nodes: int, folder: str, levels: int = 1) 
     return {"same": same, "iterations": iterations}
 
 
-def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
-    optimizer.zero_grad()
+def _train(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    model.zero_grad()
     backward(model, rank, step)
-    optimizer.step()
+    for one in all_optimizers(optimizer):
+        one.step()
 
 
 def fewer_nodes(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from gradlab import compress
 from gradlab.codec import Tensors
+from gradlab.ddp.optimizers import load_states, saved_states
 from gradlab.errors import GradlabError
+from gradlab.layout import Layer
 from gradlab.plan import Plan, Wrap
 from gradlab.runtime import Exchange
+from support.two_optimizers import muon_and_adamw
 
 STEPS = 8
 Optimizers = list[torch.optim.Optimizer]
@@ -106,6 +113,76 @@ def a_group_added_later(group: dist.ProcessGroup) -> dict[str, float]:
         return {"away": float(away.norm() / (rate * owed).norm()), "owed": float(owed.norm())}
 
 
+def muon_in_ddp(group: dist.ProcessGroup) -> dict[str, Any]:
+    """[Muon, AdamW] under DDP: nothing compressed beside plain DDP, top-k stopped and resumed, and under a scaler."""
+
+    def run(plan: Plan | None, steps: range, saved: Any = None, scaler: Any = None) -> Any:
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        bare[0].bias.requires_grad_(False)  # in no optimizer, and in no plan
+        model = DistributedDataParallel(bare, process_group=group)
+        optimizers = muon_and_adamw([one for one in bare.parameters() if one.requires_grad])
+        options = {"optimizer": optimizers, "scaler": scaler, "deterministic": True}
+        with nullcontext() if plan is None else compress(model, plan, **options) as state:
+            if saved is not None:
+                bare.load_state_dict(saved["model"])
+                load_states(optimizers, saved["optimizers"])
+                state.load_state_dict(saved["gradlab"])
+            for step in steps:
+                inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank(group)))
+                model.zero_grad()
+                loss = (model(inputs) - inputs).square().mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                for one in optimizers:
+                    one.step() if scaler is None else scaler.step(one)
+                scaler is None or scaler.update()
+            kept = None if state is None else state.state_dict()
+            told = "" if state is None else state.report()["residuals"]
+        ended = {"model": bare.state_dict(), "optimizers": saved_states(optimizers), "gradlab": kept}
+        return copy.deepcopy(ended), told
+
+    def same(one: Any, other: Any) -> bool:
+        return all(torch.equal(one["model"][name], value) for name, value in other["model"].items())
+
+    layers = [Layer(name, shape) for name, shape in (("0.weight", (32, 16)), ("2.weight", (16, 32)), ("2.bias", (16,)))]
+    topk, steps = Plan.uniform(layers, "topk", density=0.1, minimum_numel=1), range(STEPS)
+    plain, identity = run(None, steps)[0], run(Plan(layers, ()), steps)[0]
+    whole, told = run(topk, steps)
+    resumed, _ = run(topk, range(5, STEPS), run(topk, range(5))[0])
+    scaled, _ = run(topk, steps, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    return {
+        "plain DDP": same(plain, identity),
+        "resumed": same(whole, resumed) and whole["gradlab"]["sha256"] == resumed["gradlab"]["sha256"],
+        "scaled": same(whole, scaled),
+        "compressed differs": not same(whole, plain),
+        "told": told,
+    }
+
+
+def ratio_of_its_own_rate(group: dist.ProcessGroup) -> dict[str, float]:
+    """By layer the factor on its residual in the step after each optimizer's rate has changed."""
+    model = network()
+    muon = torch.optim.Muon(model[0].parameters(), lr=0.5)
+    sgd = torch.optim.SGD(model[1].parameters(), lr=0.5)
+    plan, named = plan_of(model, step_size_ratio=True), dict(model.named_parameters())
+    stream = torch.Generator().manual_seed(dist.get_rank(group))
+    first, means = ({name: torch.randn(16, 16, generator=stream).double() for name in named} for _ in range(2))
+    with Exchange(plan, named.items(), group, optimizer=[muon, sgd]) as exchange:
+        exchange.step(first)
+        before = dict(exchange.state_dict()["states"])
+        muon.param_groups[0]["lr"], sgd.param_groups[0]["lr"] = 0.25, 0.125
+        given = {name: _mean(one, group) for name, one in means.items()}
+        exchange.step(means)
+        after = exchange.state_dict()["states"]
+    factors = {}
+    for name in named:
+        ((old, new),) = [(before[key], after[key]) for key in before if key.endswith(f"{name}/residual")]
+        due = _mean(new, group) + means[name] - given[name]
+        factors[name] = round(float((due * _mean(old, group)).sum() / _mean(old, group).square().sum()), 6)
+        assert torch.allclose(due, factors[name] * _mean(old, group), atol=1e-6)
+    return factors
+
+
 def what_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
     """What is said of optimizers and plans that do not go together, or that say too little."""
 
@@ -166,4 +243,5 @@ def what_is_refused(group: dist.ProcessGroup) -> dict[str, str]:
         "added later": later(0.9),
         "added plain": later(0.0),
         "made later": made_later(),
+        "twice": attempt(lambda both: [*both, torch.optim.AdamW(both[1].param_groups[0]["params"])], "error_feedback"),
     }

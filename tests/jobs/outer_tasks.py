@@ -7,7 +7,8 @@ import io
 import itertools
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 import gradlab
 from gradlab.codec import Tensors
 from gradlab.ddp.groups import part_of
+from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
 from gradlab.errors import GradlabError
 from gradlab.executor import LockstepPlan
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap
 from gradlab.plan.shards import fragments_of
 from gradlab.runtime import Exchange, OuterStep
+from support.two_optimizers import muon_and_adamw
 
 KEPT: list[Exception] = []  # errors that `lost` met
 
 LR, MOMENTUM = 0.7, 0.9
+NESTEROV = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, nesterov=True, fused=True)
 SEVERAL: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.1},
     "powersgd": {"rank": 2},
@@ -58,11 +62,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
-def inner_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: int, step: int, part: int = 0) -> None:
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return muon_and_adamw(model.parameters())
+
+
+def muon_outside(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices, others = ([one for one in parameters if (one.ndim == 2) == wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.SGD(others, lr=LR, momentum=MOMENTUM, nesterov=True)]
+
+
+def inner_step(model: nn.Module, optimizer: Any, worker: int, step: int, part: int = 0) -> None:
     inputs, wanted = batch(worker, step, part)
-    optimizer.zero_grad()
+    model.zero_grad()
     (model(inputs) - wanted).square().mean().backward()
-    optimizer.step()
+    for one in all_optimizers(optimizer):
+        one.step()
 
 
 def parameters_of(model: nn.Module) -> Tensors:
@@ -80,23 +94,34 @@ def plan_of(codec: str, settings: dict[str, Any]) -> Plan:
     return Plan.uniform(layers, codec, minimum_numel=100, **settings)
 
 
+@dataclass
+class Rules:
+    """What makes a worker's own optimizers, and the outer ones."""
+
+    inner: Callable[[nn.Module], Any] = adamw
+    outer: Callable[[list[Any]], Any] = NESTEROV
+
+
+RULES = {"DiLoCo": Rules(), "MuLoCo": Rules(muon), "Muon outside": Rules(muon, muon_outside)}
+
+
 class Oracle:
     """All workers in one process: DiLoCo's Algorithm 1, and Streaming DiLoCo's Algorithm 2, in plain formulas.
 
-    Means of pseudo-gradients are those of lockstep. exact: the outer step is torch's.
+    Means of pseudo-gradients are those of lockstep. exact: the outer step is torch's, or that of `rules`.
     """
 
     def __init__(
-        self, plan: Plan, workers: int, every: int, fragments: int, delay: int, mixing: float, exact: bool = False
+        self, plan: Plan, workers: int, every: int, fragments: int, delay: int, mixing: float, rules: Rules, exact: bool
     ) -> None:
         self.exact = exact
         self.models = [network() for _ in range(workers)]
-        self.optimizers = [adamw(model) for model in self.models]
+        self.optimizers = [rules.inner(model) for model in self.models]
         self.every, self.delay, self.mixing = every, delay, mixing
         self.parts = fragments_of(plan, fragments)
         self.lockstep = [LockstepPlan(part, workers) for part in self.parts]
         self.common = parameters_of(self.models[0])
-        self.outer = torch.optim.SGD(self.common.values(), lr=LR, momentum=MOMENTUM, nesterov=True, fused=True)
+        self.outer = all_optimizers(rules.outer(list(self.common.values())))
         self.velocity: Tensors = {}
         self.sent: dict[int, list[tuple[int, Tensors]]] = {}
         self.rounds = [0] * fragments
@@ -154,8 +179,9 @@ class Oracle:
     def _apply_exactly(self, mean: Tensors) -> None:
         for name, gradient in mean.items():
             self.common[name].grad = gradient
-        self.outer.step()
-        self.outer.zero_grad(set_to_none=True)
+        for one in self.outer:
+            one.step()
+            one.zero_grad(set_to_none=True)
         for model in self.models:
             for name, value in model.named_parameters():
                 if name in mean:
@@ -172,13 +198,15 @@ def against_oracle(
     delay: int,
     outer_steps: int,
     exact: bool = False,
+    rules: str = "DiLoCo",
 ) -> dict[str, Any]:
     """The largest relative distance of this worker's and of the common parameters from the oracle's, over the run."""
-    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    rank, workers, chosen = dist.get_rank(group), dist.get_world_size(group), RULES[rules]
     plan, model = plan_of(codec, settings), network()
-    oracle, optimizer = Oracle(plan, workers, every, fragments, delay, 0.5, exact), adamw(model)
+    oracle, optimizer = Oracle(plan, workers, every, fragments, delay, 0.5, chosen, exact), chosen.inner(model)
     farthest, changes = 0.0, 0
-    numbers = {"every": every, "fragments": fragments, "delay": delay, "group": group}
+    numbers: dict[str, Any] = {"every": every, "fragments": fragments, "delay": delay, "group": group}
+    numbers |= {} if chosen.outer is NESTEROV else {"outer_optimizer": chosen.outer}
     with gradlab.compress(model, plan, deterministic=True, **numbers) as outer:
         for step in range(1, every * outer_steps + 1):
             inner_step(model, optimizer, rank, step)
@@ -225,32 +253,39 @@ def _run(outer: OuterStep, model: nn.Module, optimizer: Any, rank: int, steps: I
 
 
 def resumed(
-    group: dist.ProcessGroup, codec: str, settings: dict[str, Any], fragments: int, delay: int, stop: int, steps: int
+    group: dist.ProcessGroup,
+    codec: str,
+    settings: dict[str, Any],
+    fragments: int,
+    delay: int,
+    stop: int,
+    steps: int,
+    rules: str = "DiLoCo",
 ) -> dict[str, Any]:
     """A run that stops after a step and goes on from bytes, beside one that never stopped: equal bit for bit?"""
-    rank = dist.get_rank(group)
-    make = partial(
-        OuterStep, plan_of(codec, settings), every=6, fragments=fragments, delay=delay, group=group, deterministic=True
-    )
+    rank, chosen = dist.get_rank(group), RULES[rules]
+    numbers: dict[str, Any] = {"every": 6, "fragments": fragments, "delay": delay, "deterministic": True}
+    make = partial(OuterStep, plan_of(codec, settings), outer_optimizer=chosen.outer, group=group, **numbers)
     whole = network()
-    optimizer = adamw(whole)
+    optimizer = chosen.inner(whole)
     with make(whole) as outer:
         _run(outer, whole, optimizer, rank, iter(range(steps)))
         states = outer.state_dict()
     first = network()
-    optimizer, file = adamw(first), io.BytesIO()
+    optimizer, file = chosen.inner(first), io.BytesIO()
     with make(first) as outer:
         _run(outer, first, optimizer, rank, iter(range(stop)))
         in_flight = sum(one.flight is not None for one in outer.fragments)
-        parts = {"model": first.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()}
+        own = saved_states(all_optimizers(optimizer))
+        parts = {"model": first.state_dict(), "optimizer": own, "outer": outer.state_dict()}
         torch.save(parts, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     second = network()
-    optimizer = adamw(second)
+    optimizer = chosen.inner(second)
     with make(second) as outer:
         second.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        load_states(all_optimizers(optimizer), saved["optimizer"])
         outer.load_state_dict(saved["outer"])
         _run(outer, second, optimizer, rank, iter(range(stop, steps)))
         again = outer.state_dict()

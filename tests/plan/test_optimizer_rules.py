@@ -36,6 +36,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
 
 ADAMW = settings_of(torch.optim.AdamW([parameter()], weight_decay=0.01))
 SGDM = settings_of(torch.optim.SGD([parameter()], lr=0.1, momentum=0.9, weight_decay=5e-4))
+MUON = settings_of(torch.optim.Muon([parameter()], weight_decay=0.1))
 SGD = settings_of(torch.optim.SGD([parameter()], lr=0.1))
 
 
@@ -127,6 +128,11 @@ def test_what_is_no_optimizer_is_refused_by_name(given: object, named: str) -> N
         (method_plan(LAYERS, "dist-EF-blockSGD"), ADAMW, None, ""),
         (method_plan(LAYERS, "signSGD", weight_decay=0.1), ADAMW, False, "leave it to AdamW"),
         (method_plan(LAYERS, "signSGD", weight_decay=0.1), SGDM, True, "set the optimizer's to 0"),
+        (method_plan(LAYERS, "dist-EF-blockSGDM"), MUON, False, "train with a plan without momentum: Muon keeps"),
+        (method_plan(LAYERS, "dist-EF-blockSGD"), MUON, None, ""),
+        (method_plan(LAYERS, "signSGD", weight_decay=0.1), MUON, False, "leave it to Muon"),
+        (method_plan(LAYERS, "DeMo"), MUON, True, "set the optimizer's to 0"),
+        (method_plan(LAYERS, "DeMo"), ADAMW, None, ""),
         (Plan.uniform(LAYERS, "powersgd"), ADAMW, None, ""),
     ],
 )
@@ -159,6 +165,10 @@ def test_the_optimizer_of_training_is_the_one_given_or_the_recorded_one() -> Non
     given = optimizer_of_training(trace, "Adam:betas=[0.5, 0.9]")
     assert given is not None
     assert given.momentum == "betas = (0.5, 0.9)"
+    both = optimizer_of_training(trace, "Muon:weight_decay=1e-1+adamw:lr=1e+0")
+    assert str(both) == "Muon and AdamW (momentum = 0.95, weight_decay = 0.1)"
+    assert both is not None
+    assert both.adaptive
     for text, message in (
         ("AdamX", "trained_with=AdamX: no optimizer of torch.optim"),
         ("SGD:momentums=1", "trained_with=SGD:momentums=1: "),

@@ -12,6 +12,7 @@ from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime.checkpoint import same_shards, sealed
 from jobs.fsdp_tasks import OPTIONS
+from support.laws import thorough
 from support.process_pool import ProcessPool
 
 REPORTS = "jobs.report_tasks_frameworks"
@@ -19,9 +20,9 @@ BETWEEN: dict[str, Any] = {"codec": "several", "settings": {"of": "between"}}
 
 
 # The campaign `nodes` holds each of FSDP's options by itself, here and below.
-def test_without_compression_it_is_native_hsdp(pool: ProcessPool) -> None:
-    """AdamW's parameters, bit for bit. FSDP converts a unit's gradient, or adds it, as soon as the hook returns."""
-    option = "every pass reduced in 32 bits, gradients summed"
+@pytest.mark.parametrize("option", ["every pass reduced in 32 bits, gradients summed", thorough("Muon")])
+def test_without_compression_it_is_native_hsdp(pool: ProcessPool, option: str) -> None:
+    """Parameters, bit for bit. FSDP converts a unit's gradient, or adds it, as soon as the hook returns."""
     for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=3, option=option):
         assert result["same"]
         assert result["counted"] == result["forecast"]
@@ -55,6 +56,7 @@ def test_a_compressed_reduce_scatter_does_what_lockstep_does(pool: ProcessPool) 
 
 
 def test_a_run_resumed_by_distributed_checkpoint_is_the_run_that_went_on(pool: ProcessPool, tmp_path: Path) -> None:
+    """With Muon for matrices, and AdamW for the rest."""
     for result in pool.run("jobs.fsdp_tasks:resumed", 4, nodes=2, folder=str(tmp_path / "checkpoint"), levels=2):
         assert result == {"same": [True] * 3, "iterations": [7, 7]}
 

@@ -12,6 +12,21 @@ def test_several_optimizers_are_as_one_of_several_groups(pool: ProcessPool) -> N
         assert statement == "residuals follow the learning rate"
 
 
+def test_muon_for_matrices_and_adamw_for_the_rest(pool: ProcessPool) -> None:
+    """Bit for bit as plain DDP, resumed as never stopped, and under a loss scale as without."""
+    for result in pool.run("jobs.optimizer_tasks:muon_in_ddp", 2):
+        told = result.pop("told")
+        assert result == dict.fromkeys(("plain DDP", "resumed", "scaled", "compressed differs"), True)
+        assert told.startswith(
+            "residuals are kept as they are under Muon with momentum = 0.95 and AdamW with betas = (0.9, 0.999)"
+        )
+
+
+def test_a_residual_follows_the_rate_of_the_optimizer_that_holds_its_layer(pool: ProcessPool) -> None:
+    for factors in pool.run("jobs.optimizer_tasks:ratio_of_its_own_rate", 2):
+        assert factors == {"0.weight": 2.0, "1.weight": 4.0}
+
+
 def test_a_layer_that_joins_an_optimizer_later_follows_sgds_recurrence_from_then_on(pool: ProcessPool) -> None:
     for result in pool.run("jobs.optimizer_tasks:a_group_added_later", 2):
         assert result["away"] < 1e-6
@@ -35,3 +50,4 @@ def test_what_optimizers_and_plan_both_do_or_leave_open_is_refused(pool: Process
         assert said["kept of one"].startswith(f"{holds}; layers that no optimizer holds count as not moving")
         assert said["made later"].startswith("SGD was not given to gradlab and trains 1.weight: give all optimizers")
         assert "a parameter group was added: the plan applies momentum" in said["added later"]
+        assert said["twice"] == "SGD and AdamW both hold 1.weight: give each parameter to one optimizer"

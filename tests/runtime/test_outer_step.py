@@ -37,18 +37,24 @@ def test_fragments_in_turn_and_delayed(pool: ProcessPool, fragments: int, delay:
         assert result["outer"] == fragments * 4 - sum((f + 1) * 6 // fragments + delay > 6 for f in range(fragments))
 
 
-@pytest.mark.parametrize(("fragments", "delay"), [thorough(1, 0), (3, 4)])
-def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, fragments: int, delay: int) -> None:
-    """Compressed, in deterministic mode, with torch's own outer step."""
-    numbers = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 4}
+@pytest.mark.parametrize(
+    ("fragments", "delay", "rules"),
+    [thorough(1, 0, "DiLoCo"), (3, 4, "DiLoCo"), (1, 0, "MuLoCo"), thorough(2, 2, "Muon outside")],
+)
+def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, fragments: int, delay: int, rules: str) -> None:
+    """Compressed, in deterministic mode, with torch's own outer step. "MuLoCo": Muon for matrices in each worker."""
+    numbers = {"every": 6, "fragments": fragments, "delay": delay, "outer_steps": 4, "rules": rules}
     for result in pool.run("jobs.outer_tasks:against_oracle", 3, codec="several", settings={}, exact=True, **numbers):
         assert result["farthest"] == 0.0
 
 
-@pytest.mark.parametrize(("fragments", "delay", "stop"), [thorough(2, 0, 12), (3, 4, 14)])
-def test_resumed_is_never_stopped(pool: ProcessPool, fragments: int, delay: int, stop: int) -> None:
-    """Bit for bit, with fragments on their way too."""
-    arguments = {"fragments": fragments, "delay": delay, "stop": stop, "steps": 22}
+@pytest.mark.parametrize(
+    ("fragments", "delay", "stop", "rules"),
+    [thorough(2, 0, 12, "DiLoCo"), (3, 4, 14, "DiLoCo"), (2, 0, 14, "Muon outside")],
+)
+def test_resumed_is_never_stopped(pool: ProcessPool, fragments: int, delay: int, stop: int, rules: str) -> None:
+    """Bit for bit, with fragments on their way too, and two optimizers inside and outside."""
+    arguments = {"fragments": fragments, "delay": delay, "stop": stop, "steps": 22, "rules": rules}
     for result in pool.run("jobs.outer_tasks:resumed", 2, codec="several", settings={}, **arguments):
         assert (result["same"], result["same_state"]) == (True, True)
         assert bool(result["in_flight"]) == bool(delay)

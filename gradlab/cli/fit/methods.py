@@ -102,8 +102,8 @@ class PlanMethod(Method):
 
     trained_with: str | None = setting(
         None,
-        help="optimizer of the training by its torch.optim name, such as AdamW or SGD:momentum=0.9; the recorded one "
-        "by default",
+        help="optimizer of the training by its torch.optim name, such as AdamW, SGD:momentum=0.9 or Muon+AdamW; the "
+        "recorded one by default",
     )
 
     def optimizer(self, job: Job) -> OptimizerSettings | None:
