@@ -19,6 +19,7 @@ from gradlab.analysis.forecast.frontier import Trial, Tried, try_plans
 from gradlab.analysis.forecast.local_speed import forecast_local_speed
 from gradlab.analysis.forecast.tape import forecast_tapes
 from gradlab.analysis.measure.between_ranks import measure_between_ranks
+from gradlab.analysis.measure.emptiness import require_gradients
 from gradlab.analysis.measure.limits import measure_limits, place_plans
 from gradlab.analysis.measure.noise_scale import measure_noise_scale
 from gradlab.analysis.measure.sign_blocks import measure_sign_blocks
@@ -115,6 +116,7 @@ def examine(
         if part not in PARTS:
             raise GradlabError(f"unknown part {part!r}, expected some of {', '.join(PARTS)}")
     _check_plans(trace, options.plans or {}, look)  # before the work, not after it
+    empty = require_gradients(trace, replay_start(trace, look))
     spectrum = measure_spectrum(trace, look.spectrum.iterations(_values_per_step(trace)), **work.sharing)
     found = Examination(spectrum, look=look, remarks=remarks_on(trace, look, options.parts, spectrum))
     if spectrum.never_finite_layers:
@@ -125,6 +127,7 @@ def examine(
     for part, measure in _MEASURES.items():
         if part in options.parts and not (alone and part in _OF_SEVERAL):
             measure(found, work)
+    found.remarks += empty
     return found
 
 

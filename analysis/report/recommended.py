@@ -20,8 +20,9 @@ from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_re
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.networks import TAKEN, listed
 from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation
+from gradlab.analysis.measure.emptiness import require_gradients
 from gradlab.analysis.outputs import require_free
-from gradlab.analysis.report.examine import families_of, remarks_on, try_recorded
+from gradlab.analysis.report.examine import families_of, remarks_on, replay_start, try_recorded
 from gradlab.analysis.report.look import QUICK, THOROUGH
 from gradlab.artifact import Artifact
 from gradlab.ddp.optimizers import OptimizerSettings
@@ -202,6 +203,7 @@ class Search:
             raise GradlabError(f"{trace.path}: recorded on one rank: what plans do to an exchange is not known")
         if trace.local_steps:
             raise GradlabError(f"{trace.path}: holds {trace.local_steps}, for which gradlab analyze has the answer")
+        empty = require_gradients(trace, replay_start(trace, look))
         families, plans = families_of(trace, look), {name: artifact.plan for name, artifact in self.given.items()}
         named = {one.name: one.plan for family in families.values() for one in family.candidates} | plans
         conflicts = {name: why for name, plan in named.items() if (why := self._conflict(plan))}
@@ -217,7 +219,7 @@ class Search:
             progress=progress,
         )
         times = _TIMES_ELSEWHERE if self._on_gpu and self.network.processor is None else []
-        return tried, [*remarks_on(trace, look), *tried.remarks, *_left_out(conflicts), *times]
+        return tried, [*remarks_on(trace, look), *empty, *tried.remarks, *_left_out(conflicts), *times]
 
     def save(self, found: Sequence[Recommendation], tried: Tried, files: Files, overwrite: bool) -> Saved:
         """Write an artifact for each plan that a link takes, and beside them what a pilot is to try."""
