@@ -112,15 +112,26 @@ def ended_at(cosine: float, length: int, memory: bool, known: Sequence[Ending] |
     return replace(whole, low=share * whole.low, middle=share * whole.middle, high=share * whole.high)
 
 
+def may_end_within(max_loss: float, cosine: float, length: int, memory: bool) -> bool:
+    """Whether a quarter of the trainings of the plan's kind with the most similar cosine ended within a limit."""
+    bands, angle = _shipped(length, memory), _angle(cosine)
+    found = next((band for band in bands if angle <= band.most_angle), bands[-1] if bands else None)
+    return found is None or found.quarter <= max_loss
+
+
 _NOTHING = EndingRange(0.0, 0.0, 0.0, 1.0, 1.0, 0)
 
 
 @dataclass(frozen=True)
 class _Band:
-    """Angles up to `most_angle`, from that of the band before, and what a window of trainings around them ended at."""
+    """Angles up to `most_angle`, from that of the band before, and what a window of trainings around them ended at.
+
+    quarter: a quarter of them ended at it or below.
+    """
 
     most_angle: float
     range: EndingRange
+    quarter: float
 
 
 @cache
@@ -143,7 +154,8 @@ def _bands(known: Sequence[Ending], length: int, memory: bool) -> tuple[_Band, .
         if len({row.task for row in inside}) < _LEAST_TASKS:
             break
         before = _range_of(inside, length, before)
-        bands.append(_Band(angles[-1] if last else angles[start + 3 * width // 4 - 1], before))
+        quarter = sorted(row.excess for row in inside)[(len(inside) - 1) // 4]
+        bands.append(_Band(angles[-1] if last else angles[start + 3 * width // 4 - 1], before, quarter))
         if last:
             break
     return tuple(bands)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradlab.analysis.forecast.decide import SPEED_NOISE, Decision
+from gradlab.analysis.forecast.endings import may_end_within
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.forecast.networks import networks_lines
@@ -25,8 +26,8 @@ LIKELY, BOLD = "likely", "bold"
 class Proposal(Jsonable):
     """A plan for a pilot, faster than what is recommended without one.
 
-    risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: few did, or
-        there are too few to tell.
+    risk: `LIKELY`: half of the trainings with an error like its own ended within the allowed loss. `BOLD`: a
+        quarter did, or none is known.
     """
 
     plan: str
@@ -137,7 +138,8 @@ def _likely(judged: Judged, max_loss: float) -> bool:
 
 
 def _may_hold(judged: Judged, max_loss: float) -> bool:
-    return judged.ended is None or judged.ended.low <= max_loss
+    known = judged.cosine is not None and judged.length is not None
+    return not known or may_end_within(max_loss, judged.cosine, judged.length, judged.memory)
 
 
 def _faster(proposals: Sequence[Proposal]) -> str:

@@ -1,4 +1,4 @@
-"""Find recorded gradients by which no plan can be judged: zeros, values that are not finite, equal ones on all ranks."""
+"""Find recorded gradients by which no plan can be judged: zeros, not finite, equal on all ranks."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ SLOW, FAST = Link(1e6, 1e-4), Link(1e12, 1e-6)
 COMPUTING = Profile(0.01, "as given")
 
 
-REPLAYS = {"top-k": Replayed(0.1, 4, memory=True), "int8": Replayed(0.9999), "16-bit floats": Replayed(1.0)}
+REPLAYS = {"top-k": Replayed(0.85, 4, memory=True), "int8": Replayed(0.9999), "16-bit floats": Replayed(1.0)}
 
 
 def recommended(
@@ -81,6 +81,13 @@ def test_the_fastest_plan_is_taken_whose_like_ended_within_what_is_allowed() -> 
     assert [(one.plan, one.risk) for one in found.proposals] == [("top-k", BOLD)]
     assert "A pilot tries faster plans: top-k, " in found.text
     assert found.seconds < found.half_seconds < found.dense_seconds
+
+
+@pytest.mark.parametrize("cosine", [-0.5, 0.0, 0.1, 0.5])
+def test_a_pilot_tries_no_plan_whose_like_ended_far_above_dense(cosine: float) -> None:
+    """No training with such a cosine ended within 1 %, and none below 0 is known."""
+    found = recommended(SLOW, 0.01, replays=REPLAYS | {"top-k": Replayed(cosine, 4, memory=True)})
+    assert (found.proposals, "A pilot tries" in found.text) == ((), False)
 
 
 def test_the_allowed_loss_and_the_break_even_are_said() -> None:

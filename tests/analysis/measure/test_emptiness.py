@@ -12,8 +12,8 @@ from gradlab.analysis import examine
 from gradlab.analysis.measure.emptiness import require_gradients
 from gradlab.errors import GradlabError
 from gradlab.trace import Trace
-from tests.support.command_line import Command
-from tests.support.recorded import LAYERS, random_gradients, record
+from support.command_line import Command
+from support.recorded import LAYERS, random_gradients, record
 
 FIRST, OTHERS = LAYERS[0].name, [layer.name for layer in LAYERS[1:]]
 Changed = Callable[[int, int, str, np.ndarray], np.ndarray | float]  # of a step, a rank, a layer and its gradient
@@ -29,7 +29,9 @@ def written(path: Path, changed: Changed, steps: int = 5) -> Trace:
     return record(path / "trace", found)
 
 
-@pytest.mark.parametrize("value, why", [(0.0, "every gradient in iterations 0, 2, 4 is zero"), (np.nan, "no layer in")])
+@pytest.mark.parametrize(
+    ("value", "why"), [(0.0, "every gradient in iterations 0, 2, 4 is zero"), (np.nan, "no layer in")]
+)
 def test_nothing_is_refused(gradlab: Command, tmp_path: Path, value: float, why: str) -> None:
     with written(tmp_path, lambda *of: value) as trace, pytest.raises(GradlabError, match=why):
         examine(trace)
@@ -38,7 +40,7 @@ def test_nothing_is_refused(gradlab: Command, tmp_path: Path, value: float, why:
 
 
 @pytest.mark.parametrize(
-    "changed, remarks",
+    ("changed", "remarks"),
     [
         (lambda step, rank, name, value: value, []),
         # A layer with a gradient in one of the iterations that are read has gradients.
