@@ -11,7 +11,7 @@ import torch
 
 from gradlab.codec import Tensors, hash_tensor
 from gradlab.codec.kept import state_problem
-from gradlab.codec.wrapper import POLICIES, resize
+from gradlab.codec.wrapper import POLICIES, carried, resize
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import share_out
@@ -167,6 +167,29 @@ def redistribute(
         if group in run.codecs:
             states[group] = resize(run.codecs[group], kept, run.rank, run.world_size, residuals)
     _continue(run, saved[ROOT], moved(states, device), rates, saved[ROOT].get("refresh"))
+
+
+def between_steps(run: PlanRun) -> dict[str, Any]:
+    """Return what a run goes on from, for `take_over`; the tensors are its own, which it does not write to."""
+    states, iteration = run.since_step
+    rates = dict(run.learning_rates)
+    return {
+        "iteration": iteration,
+        "learning_rates": rates,
+        "states": {name: dict(one) for name, one in states.items()},
+    }
+
+
+def for_others(run: PlanRun, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of what a run goes on from what a rank takes over that was not there."""
+    return {**kept, "states": {name: carried(run.codecs[name], one, False) for name, one in kept["states"].items()}}
+
+
+def take_over(run: PlanRun, kept: Mapping[str, Any], device: HostDevice) -> None:
+    """Continue, among other ranks than before, from `between_steps` of this rank or `for_others` of another one."""
+    states = {name: carried(run.codecs[name], one, True) for name, one in kept["states"].items() if name in run.codecs}
+    check_kept(run, {name: [one] for name, one in states.items()}, [(run.rank, run.world_size)])
+    _continue(run, kept, moved(states, device), kept["learning_rates"], None)
 
 
 def require_together(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any], where: str = "") -> None:

@@ -254,6 +254,21 @@ def resize(codec: Codec, states: Sequence[Tensors], rank: int, world_size: int, 
     return state
 
 
+def carried(codec: Codec, state: Tensors, own: bool) -> Tensors:
+    """Return what a rank goes on with when others come and go: its own state (`own`), or another's, without residuals.
+
+    What depends on the number of ranks begins anew. Another rank's residuals are zeros, without memory of their size.
+    """
+    rules, going_on = entries_of(codec), dict[str, torch.Tensor]()
+    for key, tensor in state.items():
+        rule = rules.get(_buffer_of(key), Entry())
+        if rule.resized == "same" or (rule.resized == "dealt" and own):
+            going_on[key] = tensor
+        elif rule.resized == "dealt":
+            going_on[key] = tensor.new_zeros(()).expand(tensor.shape)
+    return going_on
+
+
 def _dealt(tensors: Sequence[torch.Tensor], rank: int, world_size: int, residuals: str) -> torch.Tensor:
     """Return a new rank's tensor, of the shape of the old ranks', see `resize`."""
     if residuals == "split":

@@ -19,9 +19,18 @@ _last_number = 0  # of the groups made here of a part of the world
 
 def group_or_world(group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
     """Return a process group, for None the default one; an error that names the caller where there is none."""
+    if group is not None:
+        return group
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise GradlabError(f"{caller}: there is no process group; call torch.distributed.init_process_group first")
-    return dist.group.WORLD if group is None else group
+    return dist.group.WORLD
+
+
+def backends_of(group: dist.ProcessGroup) -> list[str]:
+    """Return a group's backends as "cpu:gloo", also of one that torch.distributed did not make (torchft's)."""
+    with suppress(Exception):  # torch's own, which also know a backend that is not made yet
+        return dist.get_backend_config(group).split(",")
+    return [f"{device.type}:{group._get_backend(device).name()}" for device in group._device_types]
 
 
 def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
@@ -84,8 +93,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.rank, self.size = dist.get_rank(group), group.size()
-        self._device = device if "nccl" in dist.get_backend(group) else torch.device("cpu")
+        self.rank, self.size = group.rank(), group.size()
+        self._device = device if "cuda:nccl" in backends_of(group) else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a value from every rank, in rank order."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from gradlab.collectives import (
     signature,
 )
 from gradlab.collectives.relay import grid
-from gradlab.ddp.groups import Ranks, destroy
+from gradlab.ddp.groups import Ranks, backends_of, destroy
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse
@@ -63,13 +64,15 @@ class Messages:
         """Start them: vectors to fill and vectors to send, by rank of the group. Empty ones are left out."""
         self._name, self._timeline, self._began = name, timeline, time.perf_counter()
         self._memory = (received, sent)  # alive until everything is there: the backend holds no tensor
-        operations = [
-            dist.P2POp(start, message, group=group, group_peer=rank)
-            for start, messages in ((dist.irecv, received), (dist.isend, sent))
-            for rank, message in messages.items()
-            if message.numel()
-        ]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        coming, going = ({rank: one for rank, one in by.items() if one.numel()} for by in (received, sent))
+        if any(one.is_cuda for one in (*coming.values(), *going.values())):  # NCCL takes them as one
+            operations = [dist.P2POp(dist.irecv, one, group=group, group_peer=rank) for rank, one in coming.items()]
+            operations += [dist.P2POp(dist.isend, one, group=group, group_peer=rank) for rank, one in going.items()]
+            self._works = dist.batch_isend_irecv(operations)
+        else:
+            works = [dist.irecv(one, group=group, group_src=rank) for rank, one in coming.items()]
+            works += [dist.isend(one, group=group, group_dst=rank) for rank, one in going.items()]
+            self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
         """Wait until all are there; raise if one of them failed."""
@@ -142,8 +145,7 @@ class Communicator:
         device: torch.device | None = None,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank, self.world_size = group.rank(), group.size()
         self.deterministic = deterministic
         self.check_requests = check_requests
         self.payload_bytes = 0
@@ -152,7 +154,7 @@ class Communicator:
         self.relay_below = 0
         self.device = device or torch.device("cpu")
         self._owned = owned
-        self._backends = dist.get_backend_config(group).split(",")  # "cpu:gloo", ...
+        self._backends = backends_of(group)
         self.averages = averages
         self.timeline = timeline or Timeline()
         self.workspace = workspace or Workspace()
@@ -220,8 +222,7 @@ class Communicator:
     def broadcast(self, buffer: torch.Tensor, root: int) -> dist.Work | None:
         """Start overwriting a buffer with the root's; return what to wait for."""
         self.wire_bytes += broadcast_wire_bytes(buffer.nbytes, self.rank, root, self.world_size)
-        assert self.group is not None
-        return self._start("broadcast", buffer.nbytes, dist.broadcast, buffer, dist.get_global_rank(self.group, root))
+        return self._start("broadcast", buffer.nbytes, partial(dist.broadcast, group_src=root), buffer)
 
     def all_to_all(
         self, parts: torch.Tensor, sizes: Sequence[int], incoming: Sequence[int] | None = None, shared: int | None = 0

@@ -43,12 +43,15 @@ class Reasons:
         _runs[name] += 1
         self.prefix = f"gradlab/{name}/{_runs[name]}"
         self.store: Any = None
-        with suppress(Exception):  # private, and absent where the default group was made without one
-            self.store = dist.distributed_c10d._get_default_store()
+        # Private, and absent where the default group was made without one. A group without a name is torchft's, whose
+        # ranks have no store in common.
+        with suppress(Exception):
+            self.store = dist.distributed_c10d._get_default_store() if name else None
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank fails."""
-        _patiently(lambda: self.store.set(f"{self.prefix}/failure/{self._rank}", json.dumps(reason)))
+        if self.store is not None:
+            _patiently(lambda: self.store.set(f"{self.prefix}/failure/{self._rank}", json.dumps(reason)))
 
     def of(self, error: BaseException, iteration: int) -> str:
         """Find in one line why a step failed. If the cause is on this rank, leave it for the others."""

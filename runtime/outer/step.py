@@ -42,6 +42,7 @@ from gradlab.runtime.checks import agree_on, check_timeout, given_plan
 from gradlab.runtime.engine.device import device_of
 from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
+from gradlab.runtime.outer.membership import Members, Rounds, check_with_manager
 from gradlab.runtime.outer.workers import CALLER, WorkerLayers, Workers, local_part, plan_of_rank
 from gradlab.trial import trial
 
@@ -63,18 +64,41 @@ class Arrival:
 class Fragment:
     """Layers that take their outer steps together.
 
+    plan: plan of these layers.
     parameters: the common ones, by layer name.
     exchange: exchange with other workers; None if another rank of this worker does that.
     flight: exchange on its way, or arrived and not yet applied; None between.
     lands: the local step after which it is applied.
     """
 
+    plan: Plan
     parameters: dict[str, nn.Parameter]
     optimizers: tuple[torch.optim.Optimizer, ...]
     exchange: Exchange | None
     flight: Future[Arrival] | None = None
     lands: int = 0
     steps: int = 0
+
+    def exchange_between(self, group: dist.ProcessGroup, options: Any, plan: Plan | None = None) -> Exchange:
+        """Make an exchange of its pseudo-gradients, by its plan or by another one."""
+        how = {**options, "optimizer": self.optimizers, "exchanges": "pseudo-gradients"}
+        return Exchange(plan or self.plan, self.parameters.items(), group, **how)
+
+    def common_state(self) -> dict[str, Any]:
+        """Return what all workers have alike: tensors that the next outer step writes to."""
+        parameters = {name: one.detach() for name, one in self.parameters.items()}
+        return {"steps": self.steps, "parameters": parameters, "optimizer": saved_states(self.optimizers)}
+
+    @torch.no_grad()
+    def go_on_from(self, saved: Mapping[str, Any]) -> None:
+        """Take the common parameters, the outer optimizer's state and the number of outer steps from a saved one."""
+        for name, common in self.parameters.items():
+            kept = saved["parameters"].get(name)
+            if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
+                raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
+            common.copy_(kept)
+        load_states(self.optimizers, copied(saved["optimizer"]))
+        self.steps = saved["steps"]
 
 
 class OuterStep(Uncopied):
@@ -130,6 +154,8 @@ class OuterStep(Uncopied):
             training goes on.
         mixing: alpha, the share of its own parameters that a worker keeps when it applies what it sent `delay` steps
             before. Without effect without delay.
+        manager: a torchft.Manager, made with use_async_quorum=False, where workers come and go. Each is a job of its
+            own then, with the manager in every rank, and waits here until those that are there take it in.
         group: group of all ranks; None: the default one. Groups of gradlab's own are made from it.
         within: ranks of one worker: a process group, one dimension of a DeviceMesh, "node" for the
             machine as torchrun tells it, or None. "model": DDP's own group, if that has fewer ranks than `group`.
@@ -150,6 +176,7 @@ class OuterStep(Uncopied):
         fragments: int = 1,
         delay: int = 0,
         mixing: float = 0.5,
+        manager: Any = None,
         group: dist.ProcessGroup | None = None,
         within: object = "model",
         timeout: timedelta | None = None,
@@ -161,11 +188,15 @@ class OuterStep(Uncopied):
         self._trial = trial()
         self._held = WorkerLayers(model)
         self._device = device_of(self._held.device)
-        inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
-        self.workers = Workers(group, inside, self._device.device, timeout, self._held.sharded)
+        if manager is None:
+            inside = _group_of_model(model, group) if isinstance(within, str) and within == "model" else within
+            self.workers = Workers(group, inside, self._device.device, timeout, self._held.sharded)
+        else:
+            check_with_manager(delay, {"group": group, "within": within, "timeout": timeout})
+            self.workers = Members(manager, self._device.device, self._held.sharded)
         self.local_steps = 0
-        held, beside = self._held.by_name, self._held.beside()
-        self._together = partial(agree_on, (self.workers.everyone,), self._device.device)
+        held, beside = self._held.by_name, self.beside()
+        self._together = partial(agree_on, self.workers.agreeing, self._device.device)
 
         def attempt() -> list[Plan]:
             self.plan = given_plan(plan if self._trial is None else self._trial.plan, CALLER, model)
@@ -184,6 +215,12 @@ class OuterStep(Uncopied):
         self._counted: CallsBesideSteps | None = CallsBesideSteps(one.parameter for one in held.values())
         self._thread = ThreadPoolExecutor(1, "gradlab-outer") if delay else None
         self._finalizer = weakref.finalize(self, _end, self._thread, self.fragments, self.workers)
+        self._rounds: Rounds | None = None
+        if isinstance(self.workers, Members):
+            outer = [type(one).__name__ for one in self.fragments[0].optimizers]
+            kind = {"the plan (sha256)": self.plan.digest, "the outer optimizer": outer, **same}
+            self._rounds = Rounds(self, self.workers, options, kind)
+            self._rounds.join()
         if self._trial is not None:
             self._trial.count(self.workers.count)
 
@@ -217,10 +254,10 @@ class OuterStep(Uncopied):
             raise GradlabError(
                 f"{CALLER}: outer_optimizer gave Muon, which needs whole matrices, and a rank holds shards: take SGD"
             )
-        exchange = None
+        fragment = Fragment(plan, parameters, optimizers, None)
         if self.workers.between is not None:
-            exchange = _exchange(plan, parameters, self.workers.between, optimizers, options)
-        return Fragment(parameters, optimizers, exchange)
+            fragment.exchange = fragment.exchange_between(self.workers.between, options)
+        return fragment
 
     # --- steps ---
 
@@ -246,6 +283,10 @@ class OuterStep(Uncopied):
                 changed = True
             # The last fragment is sent at every multiple of H.
             if (self.local_steps - (number + 1) * self.every // len(self.fragments)) % self.every == 0:
+                if self._rounds is not None:
+                    self._held.require_same()
+                    self._rounds.send(number)
+                    return True  # the number of local steps may be another one
                 self._send(fragment)
                 if not self.delay:
                     self._land(fragment)
@@ -258,14 +299,15 @@ class OuterStep(Uncopied):
     def _send(self, fragment: Fragment) -> None:
         """Start exchanging a fragment's pseudo-gradients."""
         self._held.require_same()
-        pseudo = self._pseudo_gradients(fragment)
+        pseudo = self.pseudo_gradients(fragment)
         fragment.lands = self.local_steps + self.delay
         if self._thread is None:
             fragment.flight = _arrived(self._exchange(fragment, pseudo))
         else:
             fragment.flight = self._thread.submit(self._beside, fragment, pseudo, self._device.ready())
 
-    def _pseudo_gradients(self, fragment: Fragment) -> Tensors:
+    @torch.no_grad()
+    def pseudo_gradients(self, fragment: Fragment) -> Tensors:
         """The common parameters minus this worker's own, one after another where they have one dtype.
 
         Means are then written in their place.
@@ -292,25 +334,37 @@ class OuterStep(Uncopied):
             raise
         return arrival
 
-    @torch.no_grad()
     def _exchange(self, fragment: Fragment, pseudo: Tensors) -> Arrival:
         """Replace pseudo-gradients by the workers' means."""
-        finite = True
-        if fragment.exchange is not None:
-            run = fragment.exchange.run
-            # Where a codec runs, the step itself looks at gradients and means.
-            unseen = [means for name, means in pseudo.items() if run.group_of.get(name) not in run.active]
-            finite = fragment.exchange.step(pseudo).finite and all_finite(unseen)
-        finite = self.workers.all_of(finite)
-        self.workers.hand_on(list(pseudo.values()))
-        return Arrival(pseudo, finite)
+        return self.arrival(pseudo, self.average(fragment, pseudo))
 
     @torch.no_grad()
+    def average(self, fragment: Fragment, pseudo: Tensors) -> bool:
+        """Replace pseudo-gradients by the means of those workers whose rank this one exchanges with; return whether
+        all were finite."""
+        if fragment.exchange is None:
+            return True
+        run = fragment.exchange.run
+        # Where a codec runs, the step itself looks at gradients and means.
+        unseen = [means for name, means in pseudo.items() if run.group_of.get(name) not in run.active]
+        return fragment.exchange.step(pseudo).finite and all_finite(unseen)
+
+    @torch.no_grad()
+    def arrival(self, means: Tensors, finite: bool) -> Arrival:
+        """Give all of a worker's ranks what those that exchange have."""
+        finite = self.workers.all_of(finite)
+        self.workers.hand_on(list(means.values()))
+        return Arrival(means, finite)
+
     def _land(self, fragment: Fragment) -> None:
-        """Take the outer step, and put the common parameters, or a mixture, into the model."""
         assert fragment.flight is not None
         self._held.require_same()
         arrival, fragment.flight = fragment.flight.result(), None
+        self.apply(fragment, arrival)
+
+    @torch.no_grad()
+    def apply(self, fragment: Fragment, arrival: Arrival) -> None:
+        """Take the outer step, and put the common parameters, or a mixture, into the model."""
         if arrival.finite:
             for name, common in fragment.parameters.items():
                 common.grad = arrival.means[name]
@@ -322,9 +376,13 @@ class OuterStep(Uncopied):
             warnings.warn(
                 f"{CALLER}: at local step {self.local_steps} what came of {next(iter(fragment.parameters))} and what "
                 "goes with it was not finite: all workers go back to the common parameters",
-                stacklevel=3,
+                stacklevel=4,
             )
-        own = self._mixing if self.delay and arrival.finite else 0.0
+        self.put(fragment, self._mixing if self.delay and arrival.finite else 0.0)
+
+    @torch.no_grad()
+    def put(self, fragment: Fragment, own: float = 0.0) -> None:
+        """Put the common parameters into the model, and keep the share `own` of what is there."""
         for name, common in fragment.parameters.items():
             values = self._held.by_name[name].values
             if not own:
@@ -348,6 +406,8 @@ class OuterStep(Uncopied):
         Raises:
             GradlabError: for a plan that does not fit.
         """
+        if self._rounds is not None:
+            raise GradlabError(f"{CALLER}: another plan for a while needs the same workers throughout, and no manager")
         alike = partial(cut_like, fragments=[one.parameters for one in self.fragments])
         parts = self._together(lambda: self._cut(plan, alike))
         before, own, group = [one.exchange for one in self.fragments], self.plan, group or self.workers.between
@@ -356,7 +416,7 @@ class OuterStep(Uncopied):
             with ExitStack() as exchanges:
                 for fragment, part in zip(self.fragments, parts, strict=True):
                     if group is not None:
-                        made = _exchange(part, fragment.parameters, group, fragment.optimizers, options)
+                        made = fragment.exchange_between(group, options, part)
                         fragment.exchange = exchanges.enter_context(made)
                 yield
                 self.wait()
@@ -376,6 +436,10 @@ class OuterStep(Uncopied):
     def names(self) -> dict[torch.Tensor, str]:
         """Layer names by the model's own parameters."""
         return {one.parameter: name for name, one in self._held.by_name.items()}
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return what else the model computes with, by name: frozen parameters and buffers."""
+        return self._held.beside()
 
     @property
     def outer_steps(self) -> int:
@@ -398,14 +462,13 @@ class OuterStep(Uncopied):
         """
         self.wait()
         saved = {str(number): self._saved(fragment) for number, fragment in enumerate(self.fragments)}
-        return checkpoint.sealed({**self._identity(), "local_steps": self.local_steps, "fragments": saved})
+        manager = {} if self._rounds is None else {"manager": self._rounds.manager.state_dict()}
+        return checkpoint.sealed({**self._identity(), "local_steps": self.local_steps, "fragments": saved, **manager})
 
     def _saved(self, fragment: Fragment) -> dict[str, Any]:
         flight = None if fragment.flight is None else fragment.flight.result()
         return {
-            "steps": fragment.steps,
-            "parameters": {name: one.detach().clone() for name, one in fragment.parameters.items()},
-            "optimizer": copied(saved_states(fragment.optimizers)),
+            **copied(fragment.common_state()),
             "exchange": None if fragment.exchange is None else fragment.exchange.state_dict(),
             "lands": fragment.lands,
             "flight": None if flight is None else {"finite": flight.finite, "means": copied(flight.means)},
@@ -418,9 +481,7 @@ class OuterStep(Uncopied):
             "every": self.every,
             "delay": self.delay,
             "parts": len(self.fragments),
-            "rank": dist.get_rank(self.workers.everyone),
-            "world_size": self.workers.everyone.size(),
-            "workers": self.workers.count,
+            **self.workers.identity,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -433,7 +494,10 @@ class OuterStep(Uncopied):
             GradlabError: naming what differs.
         """
         self._check(state, self._identity())
-        self._continue([state], lambda exchange, saved: exchange.load_state_dict(saved[0]))
+        load = Exchange.load_state_dict if self._rounds is None else self._rounds.load
+        self._continue([state], lambda exchange, saved: load(exchange, saved[0]))
+        if self._rounds is not None:
+            self._rounds.manager.load_state_dict(state["manager"])
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of N ranks on this run's M, of workers of one rank. Every rank loads those of all N.
@@ -448,8 +512,8 @@ class OuterStep(Uncopied):
         mine = self._identity()
         for rank, state in enumerate(states):
             self._check(state, {**mine, "rank": rank, "world_size": len(states), "workers": len(states)})
-        if self.workers.inside is not None:
-            raise GradlabError("checkpoint: workers of several ranks cannot be made more or fewer")
+        if self.workers.inside is not None or self._rounds is not None:
+            raise GradlabError("checkpoint: workers of several ranks, or of a manager, cannot be made more or fewer")
         if len({state["local_steps"] for state in states}) > 1:
             raise GradlabError("checkpoints of different local steps, expected those of one moment")
         self._continue(states, lambda exchange, saved: exchange.load_state_dicts(saved, residuals))
@@ -468,13 +532,8 @@ class OuterStep(Uncopied):
             if fragment.exchange is not None:
                 load(fragment.exchange, [one["exchange"] for one in everyone])
             saved = everyone[0]
-            for name, common in fragment.parameters.items():
-                kept = saved["parameters"].get(name)
-                if not isinstance(kept, torch.Tensor) or kept.shape != common.shape:
-                    raise GradlabError(f"checkpoint: the common parameters of {name} are not there in their shape")
-                common.copy_(kept)
-            load_states(fragment.optimizers, copied(saved["optimizer"]))
-            fragment.steps, fragment.lands, flight = saved["steps"], saved["lands"], saved["flight"]
+            fragment.go_on_from(saved)
+            fragment.lands, flight = saved["lands"], saved["flight"]
             fragment.flight = None
             if flight is not None:
                 means = {name: flight["means"][name].to(self._device.device) for name in fragment.parameters}
@@ -522,13 +581,6 @@ def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.Proc
             "workers; put the model into DDP with the process group of one worker, or into none"
         )
     return own
-
-
-def _exchange(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, optimizers: object, options: Any
-) -> Exchange:
-    how = {**options, "optimizer": optimizers, "exchanges": "pseudo-gradients"}
-    return Exchange(plan, parameters.items(), group, **how)
 
 
 def _common(values: torch.Tensor) -> torch.Tensor:

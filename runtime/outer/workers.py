@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,7 +127,15 @@ class Workers:
     inside: the group of this rank's worker; None if that has one rank.
     sharded: whether each of a worker's ranks holds, and exchanges, a part of its parameters.
     count: number of workers.
+    agreeing: the groups of all ranks that are made together.
+    identity: what a checkpoint of this rank has to match.
     """
+
+    agreeing: tuple[dist.ProcessGroup, ...]
+    between: dist.ProcessGroup | None
+    inside: dist.ProcessGroup | None
+    count: int
+    _made: tuple[dist.ProcessGroup, ...]
 
     def __init__(
         self,
@@ -137,13 +146,10 @@ class Workers:
         sharded: bool,
     ) -> None:
         everyone = group_or_world(group, CALLER)
-        self.everyone, self.sharded, self._device = everyone, sharded, device
+        self.agreeing, self.sharded, self._device = (everyone,), sharded, device
         topology = find_topology(within, everyone, device)
         if topology is None and sharded:
             raise GradlabError(f"{CALLER}: the model is sharded; say by within= which ranks hold one model")
-        self.between: dist.ProcessGroup | None
-        self.inside: dist.ProcessGroup | None
-        self._made: tuple[dist.ProcessGroup, ...]
         if topology is None:
             self.count = everyone.size()
             self.between, self.inside = group_like(everyone, timeout, device), None
@@ -156,16 +162,21 @@ class Workers:
             self.between = between if sharded or topology.local_rank == 0 else None
             self._made = (between, self.inside)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        everyone = self.agreeing[0]
+        return {"rank": everyone.rank(), "world_size": everyone.size(), "workers": self.count}
+
     def spread(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all workers the first one's tensors, in place. A collective of all ranks."""
         if self.between is not None:
-            _broadcast(tensors, self.between, self._device)
+            broadcast(tensors, self.between, self._device)
         self.hand_on(tensors)
 
     def hand_on(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give a worker's other ranks what its exchanging rank has, in place. A collective of the worker's ranks."""
         if self.inside is not None and not self.sharded:
-            _broadcast(tensors, self.inside, self._device)
+            broadcast(tensors, self.inside, self._device)
 
     def all_of(self, flag: bool) -> bool:
         """Whether a flag is set on all of a worker's ranks that exchange. A collective of these."""
@@ -181,11 +192,11 @@ class Workers:
             destroy(group)
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Give all ranks of a group its first one's tensors, in place, whatever their layouts, types and devices are."""
     for tensor in tensors:
         flat = tensor.to(device).contiguous()
         if flat.numel():  # as bytes: backends do not take every type
-            dist.broadcast(flat.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(flat.view(-1).view(torch.uint8), group=group, group_src=0)
         if flat is not tensor and not torch.equal(flat, tensor):  # a buffer that was expanded cannot be written
             tensor.copy_(flat)

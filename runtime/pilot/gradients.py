@@ -155,7 +155,7 @@ class OuterGradients(Gradients):
     def begin(self) -> None:
         """Make a group for the plans. A collective."""
         self._outer.wait()
-        self.ranks = Ranks(self._outer.workers.everyone, self._device)
+        self.ranks = Ranks(self._outer.workers.agreeing[0], self._device)
         between = self._outer.workers.between
         self._group = None if between is None else group_like(between, None, self._device)
 
