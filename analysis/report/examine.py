@@ -249,14 +249,14 @@ def _what_is_quick(trace: Trace, spectrum: TraceSpectrum | None, look: Look, par
         pair = f"{format_counted(between.pairs, 'pair')} of ranks"
         measured.append(f"{pair} in up to {between.iterations} iterations at up to {between.values} values of a layer")
     if "payoff" in parts:
-        measured.append(f"plans over the last {recorded - replay_start(trace, look)} iterations, at fewer settings")
+        measured.append("plans at fewer settings")
     if "limits" in parts:
         measured.append(f"codecs in one iteration of up to {look.limits.layers} layers, at one setting each")
     if "within" in parts:
         measured.append(f"slices fitted on up to {look.samples} iterations")
     if "signs" in parts:
         measured.append(f"signs of up to {look.signs.iterations(_values_per_step(trace))} iterations")
-    return f"A quick look: {', '.join(measured)}. Leave --quick out to measure more."
+    return f"A quick look: {', '.join(measured)}. Leave --quick out to judge more steps and settings."
 
 
 def families_of(trace: Trace, look: Look = THOROUGH) -> dict[str, Family]:

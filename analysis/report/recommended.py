@@ -151,7 +151,7 @@ class Saved:
             return ""
         words = ["gradlab", "pilot", str(self.trace), "--out", str(self.best)]
         words += [word for path in plans for word in ("--plan", str(path))]
-        return f"{shlex.join(words)} -- torchrun ..."
+        return f"{shlex.join(words)} -- COMMAND"
 
     def lines(self) -> list[str]:
         """The lines to paste, not indented, what else there is to say, and the artifacts."""
@@ -162,9 +162,7 @@ class Saved:
         if self.artifacts and (resume := lines_to_resume(self.fsdp, self.recorded)):
             lines.append(f"\n{resume}")
         if self.pilot:
-            lines.append(
-                "\nTo try plans on your own training (for `torchrun ...` give the command that made the recording):"
-            )
+            lines.append("\nTo try plans on your own training, for COMMAND give the one that made the recording:")
             lines.append(f"\n{self.pilot}")
         if self.kept:
             lines.append(f"\nFiles of earlier answers stay: {listed([*map(str, self.kept)])}.")

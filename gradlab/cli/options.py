@@ -77,10 +77,10 @@ def workers_of(text: str | None) -> int:
 
 
 def links_of(rates: str, latency: str) -> list[Link]:
-    """Read link speeds with commas between them; a name that ends with .json is a file of `gradlab doctor`.
+    """Read link speeds with commas between them, or a name that ends with .json, a file of `gradlab doctor`.
 
     Raises:
-        GradlabError: if an item is empty or of no speed, or two are of the same speed.
+        GradlabError: if an item is empty or of no speed, two are of the same speed, or one of several is a file.
     """
     from gradlab.analysis.forecast.diagnosis import read_link
     from gradlab.analysis.forecast.link import Link, parse_bandwidth, parse_seconds, spell_rate
@@ -88,6 +88,8 @@ def links_of(rates: str, latency: str) -> list[Link]:
     delay, words = parse_seconds(latency), [word.strip() for word in rates.split(",")]
     if not all(words):
         raise GradlabError(f"--bandwidth {rates[:80]!r}: an item is empty, expected link speeds such as 100mbit,1gbit")
+    if len(words) > 1 and any(word.endswith(".json") for word in words):
+        raise GradlabError(f"--bandwidth {rates[:80]!r}: a measured link has costs of its own: ask about it alone")
     links = [read_link(word) if word.endswith(".json") else Link(parse_bandwidth(word), delay) for word in words]
     spelled = [spell_rate(link.bits_per_second) for link in links]
     for rate in spelled:

@@ -63,7 +63,7 @@ def predict(
     inside: options.InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="The plan runs on FSDP2's shards (compress_fsdp).")] = False,
     bandwidth: Annotated[
-        str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit,25gbit, or link.json of `gradlab doctor`.")
+        str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit; or link.json of `gradlab doctor`.")
     ] = "1gbit",
     latency: options.Latency = "100us",
     compute_seconds: options.ComputeSeconds = None,

@@ -173,9 +173,9 @@ def test_one_number_of_nodes_is_recommended_for(tmp_path: Path) -> None:
 
 def test_a_measured_link_is_asked_about_alone(tmp_path: Path) -> None:
     path = tmp_path / "link.json"
-    path.write_text(json.dumps({"link": link_to_json(Link(2e8, collective_seconds=1e-4))}))
+    path.write_text(json.dumps({"link": link_to_json(Link(2e8))}))
     with pytest.raises(GradlabError, match="a measured link has costs of its own: ask about it alone"):
-        recommend.recommend(tmp_path, tmp_path / "plan.safetensors", bandwidth=f"{path},1gbit")
+        options.links_of(f"{path},1gbit", "100us")
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,8 @@ def test_a_quick_look_says_what_it_left_out(tmp_path: Path) -> None:
         page = write_trace_report(trace, tmp_path / "r", examination)
     data, text = json.loads((page.parent / "report.json").read_text()), page.read_text()
     assert data["warnings"][0] == (
-        "A quick look: spectra of 32 of 40 iterations, plans over the last 8 iterations, at fewer settings, signs of "
-        "up to 12 iterations. Leave --quick out to measure more."
+        "A quick look: spectra of 32 of 40 iterations, plans at fewer settings, signs of up to 12 iterations. "
+        "Leave --quick out to judge more steps and settings."
     )
     assert data["look"]["quick"] is True
     assert len(data["spectrum"]["steps"]) == 32
