@@ -206,6 +206,6 @@ class Network:
     def crowding(self) -> float:
         """How many times longer codecs take where several ranks share a core; those timed in a run shared it then."""
         codec = self.profile.codec
-        if self.processor is not None:
-            return 1.0
+        if self.on_accelerator:
+            return 1.0  # its times are a clock's, of all ranks at once; a CPU's are processor time of one thread
         return 1.0 if codec is not None and codec.engine else max(1.0, 1 / self.cores)

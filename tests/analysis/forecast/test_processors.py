@@ -53,7 +53,9 @@ def test_a_forecast_takes_the_processors_times_and_a_gpus_groups() -> None:
     [apart] = forecast(plan, replace(network, processor=cpu)).nodes
     assert apart.job.codec_seconds > 10e-3  # twelve groups
     assert found.links[0].compressed.seconds < apart.links[0].compressed.seconds
-    assert (network.speed, replace(network, processor=cpu).speed) == (0.5, 1.0)
+    crowded = [replace(network, cores=0.5, processor=one) for one in (gpu, cpu)]
+    assert [(one.speed, one.crowding) for one in (network, *crowded)] == [(0.5, 1.0), (0.5, 1.0), (0.5, 2.0)]
+    assert replace(network, processor=cpu).speed == 1.0
 
 
 def test_every_codec_that_needs_no_fit_is_timed() -> None:
