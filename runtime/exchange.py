@@ -381,7 +381,7 @@ def plain_driver(plan: Plan, group: dist.ProcessGroup, around: Surroundings, *, 
     """Make the driver of a plan's steps between the ranks of a group."""
     everyone = around.communicator(group, owned=owned)
     if everyone.world_size == 1:
-        warnings.warn("gradlab: world size 1, there is no communication to compress", stacklevel=4)
+        warnings.warn("gradlab: world size 1: one rank sends nothing that could be compressed", stacklevel=4)
     run = around.run(plan, everyone.rank, everyone.world_size)
     carried = [(parameter, parameter.numel()) for parameter in around.parameters.values()]
     place = Place.of(everyone, lambda plan: plan.payload_bytes(everyone.world_size), carried)

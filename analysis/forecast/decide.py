@@ -26,7 +26,7 @@ WORDS: Mapping[str, str] = {
     HALF: "{where} take plain 16 bits: {half} a step instead of {dense}.",
     NOTHING: "{where} do not compress: a step takes {dense}.",
     f"{COMPRESS}, cost": "Loss: {judged}.",
-    f"{HALF}, cost": "No plan with {limit} makes a step {noise} shorter still.",
+    f"{HALF}, cost": "No plan with {limit} saves another {noise} of a step.",
     f"{NOTHING}, cost": "No plan with {limit} makes it {noise} shorter.",
     f"{COMPRESS}, in short": "{where} take {plan} ({saved} less).",
     f"{HALF}, in short": "{where} take plain 16 bits ({saved} less).",

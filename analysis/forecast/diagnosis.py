@@ -212,7 +212,9 @@ def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequ
     for rank, times in slow_ranks(checkup["work_seconds"]).items():
         host = checkup["hosts"][rank]
         said.append(f"Rank {rank} ({host}) takes {times:.2g} times as long as the others for the same work.")
-    said += [f"Slow messages between {line}." for where in links for line in slow_messages(checkup[where]["messages"])]
+    said += [
+        f"Messages are slow between {line}." for where in links for line in slow_messages(checkup[where]["messages"])
+    ]
     return said
 
 
@@ -220,7 +222,7 @@ def _step_text(step: Waiting) -> str:
     """Say how long a step takes plainly, in 16 bits, by the fastest plan that sends gradients, and by local steps."""
     plain, model = step.seconds[PLAIN], f"A model of {_spelled(step.parameters)} parameters"
     if step.computing == NOT_MEASURED.compute_seconds:
-        text = f"{model} exchanges for {format_seconds(plain, 2)} a step"
+        text = f"{model} takes {format_seconds(plain, 2)} for the exchange of a step"
     else:
         waits = format_percent(1 - step.computing / plain, 0)
         computes = format_seconds(step.computing, 2)

@@ -290,16 +290,13 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
     if network.processor is not None:
         source = f"of {network.processor.name}, by gradlab doctor"
     lines = [
-        f"Codec times ({source}) are of this kind of machine, computing time ({profile.compute_source}) of the one it "
-        "was measured on: on another kind both change."
+        f"Times hold for machines like those that they were measured on: codecs ({source}), computing "
+        f"({profile.compute_source})."
     ]
     if profile.codec is not None and any(count != profile.codec.world_size for count in network.nodes):
-        lines.append(
-            f"Codec times at other numbers of nodes than {profile.codec.world_size} follow the codecs' code, run here "
-            "with made-up answers."
-        )
+        lines.append(f"Codec times at other numbers of nodes than {profile.codec.world_size} come from a dry run here.")
     if any(sum(layer.numel for layer in plan.members(group)) > MOST_VALUES for group in plan.compressed_groups):
-        lines.append(f"A part of {MOST_VALUES / 1e6:.0f} million values stands for a compressor's larger groups.")
+        lines.append(f"Larger groups of layers are timed on a part of {MOST_VALUES / 1e6:.0f} million values.")
     if plan.refresh is not None:
         lines.append(refresh_remark(plan.refresh))
     if varying := varying_codecs(plan):

@@ -289,5 +289,5 @@ def _exchange_verdict(configurations: Sequence[Configuration]) -> str:
     text = "; ".join(parts)
     return (
         f"Whether compression pays cannot be told without the time of computing (--compute-seconds): {text}. "
-        "What of it computing hides is not known."
+        "Computing hides an unknown part of that."
     )

@@ -60,7 +60,7 @@ def _who_is_close(replays: Json, max_loss: float) -> list[str]:
     lines = [
         f"Nine tenths of our trainings with errors like those of {', '.join(close)} ended with {limit} than dense."
         if close
-        else f"Of no plan nine tenths of our trainings with an error like its own ended with {limit} than dense."
+        else f"No plan's similar trainings ended with {limit} than dense in nine cases of ten."
     ]
     worst = max(endings, key=lambda name: endings[name].middle)
     if worst not in close:

@@ -235,11 +235,11 @@ class Replay:
         found = []
         if self.nodes not in (None, self.world_size):
             recorded = format_counted(self.world_size, f"recorded {'node' if self.of_nodes else 'rank'}")
-            found.append(f"{recorded} are judged, for {self.nodes}")
+            found.append(f"{recorded} stand for {self.nodes}")
         if count < _FEW:
             found.append(f"only {count} steps are judged ({span}), fewer than {_FEW}")
         if first < _EARLY * (last - first + 1):
-            found.append(f"its steps are of the beginning of training ({span}), and errors were seen to grow later")
+            found.append(f"these steps are of the beginning of training ({span}), and errors grow later")
         return "; ".join(found) or None
 
     @property

@@ -144,7 +144,7 @@ def _within(found: Examination, work: _Work) -> None:
     trace, look = work.trace, found.look
     parameters = sum(layer.numel for layer in trace.model_layers)
     if look.fitted == 0:
-        found.remarks.append("No GradiVeQ fit, which is not made for a quick look.")
+        found.remarks.append("No GradiVeQ fit: a quick look makes none.")
     elif parameters > look.fitted:
         found.remarks.append(
             f"No GradiVeQ fit: of {format_count(parameters)} parameters it takes long; `gradlab fit gradiveq` makes it."
@@ -158,13 +158,13 @@ def _within(found: Examination, work: _Work) -> None:
     _attempt(
         found,
         "slice_structure",
-        "Nothing to say of slices",
+        "Slices are not measured",
         lambda: measure_slice_structure(trace, samples=look.samples, **work.sharing),
     )
 
 
 def _signs(found: Examination, work: _Work) -> None:
-    steps, why = found.look.signs.iterations(_values_per_step(work.trace)), "Nothing to say of signs"
+    steps, why = found.look.signs.iterations(_values_per_step(work.trace)), "Signs are not measured"
     _attempt(found, "sign_blocks", why, lambda: measure_sign_blocks(work.trace, most_steps=steps, **work.sharing))
 
 
@@ -172,7 +172,7 @@ def _between(found: Examination, work: _Work) -> None:
     _attempt(
         found,
         "between_nodes",
-        "Nothing to say of what ranks share",
+        "Agreement of ranks is not measured",
         lambda: measure_between_ranks(work.trace, found.look.between, **work.sharing),
     )
 

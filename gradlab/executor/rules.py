@@ -54,7 +54,7 @@ RULES: dict[str, str] = {
         "settings that contract (qsgd: norm=max or more bits), a higher density or rank, or no error feedback"
     ),
     "sent_late": (
-        "what is applied comes late, so that training slows down or diverges: choose a higher density or rank, more "
+        "gradients are applied late, so that training slows down or diverges: choose a higher density or rank, more "
         "bits or smaller buckets, a lower learning rate, or begin compression later (warmup_steps)"
     ),
     "non_finite": (
@@ -152,7 +152,7 @@ def no_feedback(codecs: Mapping[str, Codec]) -> Finding | None:
         return None
     groups = lost[0] if len(lost) == 1 else f"{lost[0]} and {len(lost) - 1} more"
     method = innermost(codecs[lost[0]]).name
-    return finding("no_feedback", f"{groups}: nothing makes up for what {method} leaves out or adds", 1, 1)
+    return finding("no_feedback", f"{groups}: later steps do not correct the error of {method}", 1, 1)
 
 
 def outer_feedback(layers: Sequence[str], momentum: str | None) -> Finding | None:

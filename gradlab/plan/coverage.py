@@ -54,7 +54,7 @@ def left_dense(
     others = [layer for layer in eligible if layer.role not in roles]
     return (
         f"{method} compresses {format_percent(held / total)} of the model's gradients, those of role "
-        f"{', '.join(roles)}. Its roles leave dense: {list_roles(others)}. Name further roles to compress them."
+        f"{', '.join(roles)}. It leaves these dense: {list_roles(others)}. Name their roles to compress them."
     )
 
 

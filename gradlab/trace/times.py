@@ -18,7 +18,7 @@ class RecordedTimes(Jsonable):
     """Median seconds of a step on the rank that computes longest, which all others wait for.
 
     seconds: a whole step.
-    computing: forward, backward, optimizer and data, and exchanges inside a node.
+    computing: forward, backward with DDP's copies into its buckets, optimizer and data, and exchanges inside a node.
     waited: time for averages between ranks or nodes, after the last gradient was there; before, for a processor.
     recording: time of the recorder.
     bits_per_second: rate at which averages passed through each rank's link, at least; None: not known.

@@ -36,7 +36,7 @@ def test_a_plan_that_compresses_nothing_lists_the_roles_there_are() -> None:
 
 
 def test_a_plan_whose_roles_leave_most_dense_warns_and_names_them() -> None:
-    with pytest.warns(UserWarning, match="topk compresses .* role convolution. Its roles leave dense: ") as warned:
+    with pytest.warns(UserWarning, match="topk compresses .* role convolution. It leaves these dense: ") as warned:
         Plan.uniform(TRANSFORMER, "topk", roles="convolution")
     line = str(warned[0].message)
     assert "transposed_linear 16.4 kB (1 layer)" in line

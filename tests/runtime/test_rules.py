@@ -131,7 +131,7 @@ def test_a_codec_made_for_feedback_without_it_is_named(codec: str, wrappers: lis
     plan = Plan.uniform([Layer("a", (64, 32)), Layer("b", (64, 32))], codec, wrappers=wrappers)
     found = rules.no_feedback({group.name: plan.build(group) for group in plan.groups})
     assert (found is not None) == lost
-    assert found is None or found.seen.endswith(f": nothing makes up for what {codec} leaves out or adds")
+    assert found is None or found.seen.endswith(f": later steps do not correct the error of {codec}")
 
 
 def test_findings_of_ranks_are_joined() -> None:

@@ -184,7 +184,7 @@ def test_everything_of_a_small_trace(tmp_path: Path) -> None:
         assert (judged["cosine"], judged["memory"]) == (summary["judged_cosine"], summary["memory"])
         assert judged["length"] == (4 if judged["memory"] else 1)
         assert judged["ended"]["low"] <= judged["ended"]["middle"] <= judged["ended"]["high"]
-    assert data["verdict"].count("its steps are of the beginning of training (iterations 0 to 11)") == 1
+    assert data["verdict"].count("these steps are of the beginning of training (iterations 0 to 11)") == 1
     assert data["noise_scale"]["batch_size"] == 16
     assert {row["plan"] for row in data["limits"]["plans"]} <= set(data["replays"])
     asked = ["pay", "payoff", "which", "layer-matrix", "accuracy", "replays", "gradients"]

@@ -80,7 +80,7 @@ def test_a_plan_is_replayed_in_the_form_that_it_will_have(tmp_path):
         assert [step.cosine for step in replayed.steps] == [step.cosine for step in alike.steps]
         assert replayed.steps[-1].payload_bytes_mean == pytest.approx(replayed.forecast_payload_bytes, rel=0.1)
         assert (replayed.plan_digest, replayed.nodes) == (default.digest, nodes or 3)
-        told = f"3 recorded ranks are judged, for {nodes}"
+        told = f"3 recorded ranks stand for {nodes}"
         assert (told in (replayed.caution or "")) == (nodes is not None)
         assert uniform_artifact(default, replayed).provenance["replay"]["nodes"] == (nodes or 3)
 
