@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test quality docs gpu gpu-speed gpu-loss campaign bench loggers release install clean
+.PHONY: demo test quality docs gpu gpu-speed gpu-loss campaign bench loggers elastic release install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -102,6 +102,17 @@ loggers: install $(LOGGERS)/installed
 $(LOGGERS)/installed: $(VENV)/dependencies constraints-loggers.txt
 	rm -rf $(LOGGERS)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(LOGGERS) --requirement $(LOGGERS_FILE) $(if $(filter hashes/%,$(LOGGERS_FILE)),--require-hashes)
+	touch $@
+
+# Workers that come and go, on torchft, whose packages lie beside the environment, too.
+ELASTIC := build/torchft
+
+elastic: install $(ELASTIC)/installed
+	export PYTHONPATH="$(CURDIR)/$(ELASTIC)" && $(OUTSIDE) $(PYTEST) $(CURDIR)/tests/runtime/test_elastic.py $(PYTEST_ARGS)
+
+$(ELASTIC)/installed: $(VENV)/dependencies constraints-torchft.txt
+	rm -rf $(ELASTIC)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(ELASTIC) --requirement constraints-torchft.txt
 	touch $@
 
 clean:

@@ -257,7 +257,7 @@ def resize(codec: Codec, states: Sequence[Tensors], rank: int, world_size: int, 
 def carried(codec: Codec, state: Tensors, own: bool) -> Tensors:
     """Return what a rank goes on with when others come and go: its own state (`own`), or another's, without residuals.
 
-    What depends on the number of ranks begins anew. Another rank's residuals are zeros, without memory of their size.
+    Entries that depend on the number of ranks begin anew. Another rank's residuals are zeros, whose memory is of one.
     """
     rules, going_on = entries_of(codec), dict[str, torch.Tensor]()
     for key, tensor in state.items():

@@ -95,10 +95,10 @@ class Rounds:
     manager: torchft's.
 
     Args:
-        outer: the worker's.
-        members: the workers.
+        outer: worker's step.
+        members: workers of the quorum.
         options: options of `Exchange`.
-        kind: what all workers have to have alike, by name, as plain JSON.
+        kind: values that all workers have alike, by name, as plain JSON.
     """
 
     def __init__(self, outer: OuterStep, members: Members, options: Mapping[str, Any], kind: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from gradlab.codec import hash_tensor
 from gradlab.errors import GradlabError
 from gradlab.runtime import OuterStep
+from gradlab.runtime.outer import membership
 from jobs.outer_tasks import adamw, inner_step, network, plan_of
 
 
@@ -70,36 +73,57 @@ def tell(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def main(name: str, lighthouse: str, given: dict[str, Any]) -> None:
-    tell(pid=os.getpid())
-    torch.set_num_threads(1)
-    warnings.showwarning = lambda message, *_, **__: (
-        tell(warned=str(message)) if "gradlab" in str(message) or "Outer" in str(message) else None
-    )
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    manager = manager_at(lighthouse, name, store, given)
+def last_of(given: Mapping[str, Any]) -> int:
+    """Return the number of the last outer step, or of one that is not near: a file tells it in time."""
+    told = Path(given.get("until", ""))
+    return given.get("steps") or (int(told.read_text(encoding="utf-8") or 10**9) if told.is_file() else 10**9)
+
+
+def told_of(message: Warning | str, *_: Any, **__: Any) -> None:
+    if str(message).startswith(("OuterStep", "gradlab")):
+        tell(warned=str(message))
+
+
+def train(name: str, manager: Any, given: Mapping[str, Any]) -> None:
+    """Train to the last step, or to `stop`, where all is saved; from what was saved at `resume`."""
     model = network()
-    optimizer = adamw(model)
+    synchronous = given.get("synchronous", False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if synchronous else adamw(model)
     plan = plan_of(given.get("codec", "several"), given.get("settings", {}))
-    number = int(name.rpartition("_")[2])
-    try:
-        outer = OuterStep(
-            plan, model, every=given.get("every", 4), fragments=given.get("fragments", 1), manager=manager
-        )
-        tell(joined=outer.outer_steps, local_steps=outer.local_steps)
-        while outer.outer_steps < given["steps"]:
-            inner_step(model, optimizer, number, outer.local_steps)
-            time.sleep(given.get("seconds", 0.0))
-            if outer.step():
-                tell(step=outer.outer_steps, workers=outer.workers.count, common=digest_of(hashes_of(outer)))
-    except GradlabError as error:
-        tell(error=f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from None
+    numbers = {"every": given.get("every", 4), "fragments": given.get("fragments", 1)}
+    make = partial(torch.optim.SGD, lr=1.0) if synchronous else None
+    outer = OuterStep(plan, model, make, manager=manager, **numbers)
+    if "resume" in given:
+        saved = torch.load(f"{given['resume']}/{name}.pt", weights_only=True)
+        for one, state in zip((model, optimizer, outer), saved, strict=True):
+            one.load_state_dict(state)
+    tell(joined=outer.outer_steps)
+    while outer.outer_steps < (given.get("stop") or last_of(given)):
+        inner_step(model, optimizer, int(name.rpartition("_")[2]), outer.local_steps)
+        time.sleep(given.get("seconds", 0.0))
+        if outer.step():
+            tell(step=outer.outer_steps, workers=outer.workers.count, common=digest_of(hashes_of(outer)))
+    if "stop" in given:
+        torch.save([one.state_dict() for one in (model, optimizer, outer)], f"{given['folder']}/{name}.pt")
     with torch.no_grad():
         inputs = torch.randn(512, 20, generator=torch.Generator().manual_seed(1))
         loss = float((model(inputs) - inputs[:, :5].sin()).square().mean())
-    tell(end=hashes_of(outer), loss=loss)
+    tell(end=hashes_of(outer), loss=loss, weights=model.get_parameter("6.weight").flatten().tolist())
     outer.close()
+
+
+def main(name: str, lighthouse: str, given: dict[str, Any]) -> None:
+    tell(pid=os.getpid())
+    torch.set_num_threads(1)
+    warnings.showwarning = told_of
+    membership.VERSION = given.get("version", membership.VERSION)  # type: ignore[misc]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = manager_at(lighthouse, name, store, given)
+    try:
+        train(name, manager, given)
+    except GradlabError as error:
+        tell(error=f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
     manager.shutdown()
 
 

@@ -518,6 +518,9 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         "other numbers": lambda: OuterStep(plan, network(), every=4 + rank, group=group),
         "in ddp": lambda: OuterStep(plan, DistributedDataParallel(network(), process_group=group), group=group),
         "scaler": lambda: OuterStep(plan, network(), group=group, scaler=None),
+        "manager and group": lambda: OuterStep(plan, network(), manager=object(), group=group),
+        "manager and delay": lambda: OuterStep(plan, network(), manager=object(), delay=2),
+        "no manager": lambda: OuterStep(plan, network(), manager=object()),
         "file": lambda: OuterStep("nothing.safetensors" if rank else plan, network(), group=group),
     }
     for name, make in cases.items():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from jobs.outer_tasks import batch, network
 from support.elastic_workers import MISSING, Worker, run, wait_until
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -30,3 +33,60 @@ def test_a_worker_is_killed_and_comes_back() -> None:
         said = " ".join(workers[0].all_of("warned"))
         assert "w_2 gone: 3 workers go on; the residuals of the lost are lost" in said
         assert "w_2 come: 4 workers go on" in said
+
+
+def test_who_does_not_fit_is_told_and_the_others_go_on() -> None:
+    """Another H, plan or version, and a worker that is there already."""
+    with run({"steps": 60, "seconds": 0.1}, 2) as (workers, start, _):
+        wait_until(lambda: all(one.steps >= 1 for one in workers), "the first steps")
+        others: dict[str, dict[str, Any]] = {
+            "every = 5, the run that it joins 4": {"every": 5},
+            "this worker has gradlab's version = '9.9', the run": {"version": "9.9"},
+            "this worker has the plan (sha256) = ": {"codec": "topk", "settings": {"density": 0.1}},
+        }
+        for said, given in others.items():
+            assert said in start(7, **given).wait()["error"]
+        assert start(0).wait()["error"] == (
+            "GradlabError: OuterStep: worker 'w_0' is there already; give each manager a replica_id of its own"
+        )
+        first, other = ends(workers)
+        assert first["end"] == other["end"]
+
+
+def test_three_of_four_gone() -> None:
+    given = {"steps": 1000, "seconds": 0.02, "least": 2, "quorum_timeout": 3, "quorum_retries": 0}
+    with run(given, 4, least=2) as (workers, *_):
+        wait_until(lambda: all(one.steps >= 2 for one in workers), "the first steps")
+        for one in workers[1:]:
+            one.kill()
+        said = workers[0].wait()["error"]
+        assert said.startswith("CommunicationError: OuterStep: no quorum: too few workers are left, or the lighthouse")
+        assert "\n" not in said
+
+
+def test_resumed_is_never_stopped(tmp_path: Path) -> None:
+    """Of all workers at once, bit for bit."""
+    given = {"steps": 8, "fragments": 2, "folder": str(tmp_path)}
+    with run(given, 2) as (workers, *_):
+        never = ends(workers)
+    with run(given | {"stop": 5}, 2) as (workers, *_):
+        ends(workers)
+    with run(given | {"resume": str(tmp_path)}, 2) as (workers, *_):
+        for one, other in zip(ends(workers), never, strict=True):
+            assert (one["end"], one["loss"]) == (other["end"], other["loss"])
+
+
+def test_every_step_and_plain_averaging_is_synchronous_sgd() -> None:
+    model = network()
+    for step in range(10):
+        for worker in range(2):
+            inputs, wanted = batch(worker, step)
+            ((model(inputs) - wanted).square().mean() / 2).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    with run({"steps": 10, "every": 1, "synchronous": True, "codec": "identity"}, 2) as (workers, *_):
+        for end in ends(workers):
+            found = torch.tensor(end["weights"]).view(5, 18)
+            torch.testing.assert_close(found, model.get_parameter("6.weight"), rtol=2e-5, atol=2e-5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from support.elastic_workers import MISSING
 from support.laws import thorough
 from support.process_pool import ProcessPool
 
@@ -151,6 +152,16 @@ def test_wrong_use_is_refused(pool: ProcessPool) -> None:
         assert said["other numbers"].startswith("ranks disagree about every: rank 1 has 5, rank 0 has 4")
         assert "DDP averages the gradients of all 2 ranks in every step" in said["in ddp"]
         assert "the option scaler is of steps that exchange gradients" in said["scaler"]
+        assert said["manager and group"].startswith("OuterStep: manager and group at once; with a manager every worker")
+        assert (
+            said["manager and delay"]
+            == "OuterStep: manager and delay = 2, expected delay=0, as workers may go meanwhile"
+        )
+        assert said["no manager"].startswith(
+            "OuterStep: a manager needs gradlab[torchft] ("
+            if MISSING
+            else "OuterStep: the manager is a object, expected"
+        )
         assert said["file"].startswith("rank 1: ")
         assert said["another H"] == "checkpoint: every is 5, this run has 4"
         assert "is damaged" in said["damaged"]

@@ -1,4 +1,4 @@
-"""Workers of torchft's that tests start, kill and start again, and its lighthouse."""
+"""Workers on torchft that tests start, kill and start again, and its lighthouse."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ class Worker:
         """What it has told under a name, in order."""
         return [one[what] for one in list(self.told) if what in one]
 
+    def at(self, what: str) -> list[float]:
+        """Seconds at which it told something of a name."""
+        return [one["at"] for one in list(self.told) if what in one]
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process itself, which starts by telling its number."""
         wait_until(lambda: bool(self.all_of("pid")), f"{self.name} starts")
@@ -83,7 +87,7 @@ class Lighthouse:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         numbers = {"min_replicas": least, "join_timeout_ms": int(1000 * join_seconds)}
-        given = {"bind": f"[::]:{port}", "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1000, **numbers}
+        given = {"bind": f"[::]:{port}", "quorum_tick_ms": 20, "heartbeat_timeout_ms": 2000, **numbers}
         self.address = f"http://localhost:{port}"
         self._command = [python("torchft"), "-c", LIGHTHOUSE, json.dumps(given)]
         self.start()
