@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._utils import _unflatten_dense_tensors
 
+from gradlab.kernels import Source
 from gradlab.layout import Layer, layer_of
 from gradlab.roles import STACKS
 
@@ -127,6 +128,23 @@ class Batch(dict[str, torch.Tensor]):
     def cut(self, vector: torch.Tensor) -> Tensors:
         """Cut a vector (numel,) into views with the layers' names and shapes."""
         return separate(vector, self)
+
+
+class Sums(Batch):
+    """Sums of gradients and residuals, vectors (numel,), in memory (numel,) of their own.
+
+    Only `vector` computes them. A kernel that adds while it compresses takes `source` instead, and leaves compression
+    errors in that memory. Nobody may read the layers' tensors before either.
+    """
+
+    def __init__(self, grads: Batch, gradient: torch.Tensor, residual: torch.Tensor, memory: torch.Tensor) -> None:
+        super().__init__(separate(memory, grads), grads.table)
+        self.source, self.memory = Source(gradient, residual, memory), memory
+        self._residual = residual
+
+    @cached_property
+    def vector(self) -> torch.Tensor:
+        return torch.add(self.source.vector, self._residual, out=self.memory)
 
 
 def _described(tensors: Mapping[str, torch.Tensor], roles: Mapping[str, str]) -> Table:

@@ -21,7 +21,7 @@ from gradlab.codec.compressor import Compressor
 from gradlab.codec.routes import join
 from gradlab.coding.bits import PIECE
 from gradlab.coding.random_bits import RandomBits
-from gradlab.kernels import Form, usable
+from gradlab.kernels import Form, Source, usable
 from gradlab.layout import Layer
 
 if TYPE_CHECKING:
@@ -112,27 +112,36 @@ class PiecewiseCompressor(Compressor):
         """Return the codes that kernels of a GPU write and read; None: there are none."""
         return None
 
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...] | None:
+        """Compress by kernels, as `compress` does. None, before a random number was drawn, where there are none for a
+        sum. source: of at least one element."""
+        return None
+
+    def compressed_by_kernels(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...] | None:
+        """Do what `compress` does by kernels; None where there are none."""
+        able = source.vector.numel() > 0 and self.by_kernels(source.vector)
+        return self.compress_source(source, generator) if able else None
+
     def encoded(
         self,
-        vector: torch.Tensor,
+        source: Source,
         numbers: torch.Tensor,
-        bits: RandomBits | None,
+        bits: RandomBits | None = None,
         form: Form | None = None,
         **more: Any,
-    ) -> torch.Tensor | None:
-        """Return a vector's packed codes from a kernel; None where there is none for it.
+    ) -> torch.Tensor:
+        """Return packed codes from a kernel.
 
         numbers: of blocks, (blocks,), float32.
         bits: random numbers of the rounding; None: there are none.
         form: the codes, if not those of `form()`.
         more: other arguments of `gradlab.kernels.codes.encode`.
         """
-        form = form or self.form()
-        if form is None or not usable(vector):
-            return None
         from gradlab.kernels.codes import encode
 
-        return encode(vector, numbers, self.block_table(vector), form, None if bits is None else bits.seed, **more)
+        form, table = form or self.form(), self.block_table(source.vector)
+        assert form is not None
+        return encode(source, numbers, table, form, None if bits is None else bits.seed, **more)
 
     def by_kernels(self, vector: torch.Tensor) -> bool:
         """Return whether kernels do the work on a vector."""
@@ -236,7 +245,7 @@ class BlockCompressor(PiecewiseCompressor):
 
     def reduced(self, vector: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         """Reduce each block of a vector (numel,) to a number or a few: (..., blocks)."""
-        if (found := self.reduced_by_kernel(vector, reduction.kernel)) is not None:
+        if usable(vector) and (found := self.reduced_by_kernel(Source(vector), reduction.kernel)) is not None:
             return found
         if vector.device.type != "cpu":
             return torch.cat([reduction.of_rows(rows) for rows in self.rows(vector)], -1)
@@ -249,32 +258,38 @@ class BlockCompressor(PiecewiseCompressor):
         return torch.cat(parts, -1)
 
     def reduced_by_kernel(
-        self, vector: torch.Tensor, kind: str, over: float = 1.0, tops: bool = False
+        self, source: Source, kind: str, over: float = 1.0, tops: bool = False
     ) -> torch.Tensor | None:
         """Reduce as `gradlab.kernels.blocks.reduced` does; None where there is no kernel for it."""
-        if not usable(vector):
-            return None
         from gradlab.kernels.blocks import reduced
 
-        return reduced(vector, self.block_table(vector), kind, over, tops)
+        return reduced(source, self.block_table(source.vector), kind, over, tops)
 
-    def reduced_and_encoded(
-        self, vector: torch.Tensor, kind: str, coded: torch.Tensor
+    def encoded_in_one_pass(
+        self, source: Source, generator: torch.Generator | None, over: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return numbers of a vector's blocks, (n * blocks,), and another one's codes, which do not depend on them, by
-        two launches; None where there are no kernels."""
-        if not self.by_kernels(vector) or (form := self.form()) is None:
+        """Return numbers of blocks and codes as `gradlab.kernels.codes.encode_tiles` does. generator: draws the random
+        numbers of the rounding, if they are needed."""
+        table, form, vector = self.block_table(source.vector), self.form(), source.vector
+        if form is None or table.tiles is None or (generator is not None and table.aligned < 16):
             return None
-        from gradlab.kernels.blocks import REDUCTIONS, reduced
-        from gradlab.kernels.codes import encode
+        from gradlab.kernels.codes import encode_tiles
 
-        table = self.block_table(vector)
-        found = reduced(vector, table, kind, later=True)
+        seed = None if generator is None else RandomBits(generator, vector.device).seed
+        return encode_tiles(source, table, form, seed, over)
+
+    def reduced_and_encoded(self, source: Source, kind: str, coded: Source) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return numbers of a vector's blocks, (n * blocks,), and another one's codes, which do not depend on them, by
+        two launches, or by three that write the error too."""
+        from gradlab.kernels.blocks import REDUCTIONS, reduced
+
+        table, later = self.block_table(source.vector), source.left is None
+        found = reduced(source, table, kind, later=later)
         assert found is not None
-        if table.whole:
-            return found.view(-1), encode(coded, found.view(-1), table, form)
-        numbers = vector.new_empty(REDUCTIONS[kind][2] * table.count)
-        return numbers, encode(coded, numbers, table, form, every=[found], kind=kind)
+        if table.whole or not later:
+            return found.view(-1), self.encoded(coded, found.view(-1))
+        numbers = source.vector.new_empty(REDUCTIONS[kind][2] * table.count)
+        return numbers, self.encoded(coded, numbers, every=[found], kind=kind)
 
     def largest_magnitudes(self, vector: torch.Tensor) -> torch.Tensor:
         """Find the largest magnitude of each block of a vector (numel,): (blocks,)."""

@@ -56,7 +56,8 @@ def needs_scaling(codec: Codec, table: Table) -> bool:
 
 def scales(wrapper: Wrapper, table: Table) -> bool:
     """Return whether a wrapper has to scale its codec's input, worked out once for a table."""
-    return wrapper.cached(("scales", table), lambda: needs_scaling(wrapper.codec, table))
+    asked = wrapper.settings.contraction != "none"
+    return asked and wrapper.cached(("scales", table), lambda: needs_scaling(wrapper.codec, table))
 
 
 def exchange_contracting(
@@ -65,7 +66,7 @@ def exchange_contracting(
     """Run the wrapped codec on inputs, or on inputs / zeta if it does not contract; return its result, the compression
     errors by layer, and state entries with what was measured."""
     codec, inside, key = wrapper.codec, wrapper.inner_state(state), f"{next(iter(inputs), '')}/zeta"
-    scaled, measured = inputs, wrapper.settings.contraction != "none" and scales(wrapper, inputs.table)
+    scaled, measured = inputs, scales(wrapper, inputs.table)
     if measured:
         zeta = state[key] if key in state else first_zeta(codec, inputs, context)
         scaled = inputs.like({name: scale_down(value, zeta, context) for name, value in inputs.items()})

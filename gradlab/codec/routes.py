@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradlab.codec.abilities import Kind, average_into, kinds, part_of
-from gradlab.codec.batch import Batch, Tensors
+from gradlab.codec.batch import Batch, Sums, Tensors
 from gradlab.codec.context import Context
 from gradlab.codec.exchanged import Deferred, Exchanged
 from gradlab.codec.settings import setting
@@ -67,8 +67,8 @@ def average(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exch
     """Average C(x) of all ranks, by a gather or in shards. codec: the compressor of the group's layers."""
     if sums_in_shards(codec, context.world_size) and not context.one_round:
         return (yield from _averaged_in_shards(codec, grads, context))
+    payload, left = compressed(codec, grads, context.random.of_rank())
     vector = grads.vector
-    payload = codec.compress(vector, context.random.of_rank())
     most = most_bytes(vector.numel())
     answers = yield tuple(Gather(part, varying=codec.traits.varying, most=most) for part in payload)
 
@@ -79,9 +79,19 @@ def average(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exch
     own = Deferred(
         grads,
         lambda: grads.cut(average_into(codec, context.memory.like(vector), [payload], 1.0)),
-        lambda: grads.cut(residual(codec, context.memory.copy(vector), payload)),
+        lambda: grads.cut(residual(codec, context.memory.copy(vector), payload) if left is None else left),
     )
     return Exchanged(context.once(mean), own)
+
+
+def compressed(codec: Compressor, grads: Batch, generator: torch.Generator) -> tuple[Payload, torch.Tensor | None]:
+    """Compress a group. Return the payload, and the compression error, (numel,), if kernels wrote it along: over the
+    group's vector. None: they did not."""
+    from_source = getattr(codec, "compressed_by_kernels", None)
+    if isinstance(grads, Sums) and from_source and (payload := from_source(grads.source, generator)) is not None:
+        grads.vector = grads.memory
+        return payload, grads.memory
+    return codec.compress(grads.vector, generator), None
 
 
 def residual(codec: Compressor, vector: torch.Tensor, payload: Payload) -> torch.Tensor:
@@ -321,24 +331,24 @@ class Sharded(Shardwise):
     """A vector whose shards the ranks average: what each rank sends to every other, and how to decode a whole
     vector. last, step: what a codec with one step for all shards takes from one iteration to the next."""
 
-    def __init__(
-        self, codec: Compressor, vector: torch.Tensor, shards: Shards, context: Context, last: float = 0.0
-    ) -> None:
-        super().__init__(codec, vector, shards, context)
+    def __init__(self, codec: Compressor, grads: Batch, shards: Shards, context: Context, last: float = 0.0) -> None:
         generator = context.random.of_rank("shards")
-        self._payload: Payload = ()
+        compress_parts = getattr(codec, "compress_parts", None)
+        selected = getattr(codec, "selected", None) if len(shards.occupied) > 1 else None
+        whole = shards.whole and compress_parts is None and selected is None
+        self._payload, self._left = compressed(codec, grads, generator) if whole else ((), None)
+        vector = grads.vector
+        super().__init__(codec, vector, shards, context)
         self.step, self._varying = last, codec.traits.varying
         self._selected: torch.Tensor | None = None  # positions of what is sent, where all shards share a selection
-        if compress_parts := getattr(codec, "compress_parts", None):
+        if compress_parts is not None:
             parts = [(shards.part(rank), shard) for rank, shard in enumerate(shards)]
             self.sent, self.step = compress_parts(vector, parts, last)
-        elif len(shards.occupied) > 1 and (selected := getattr(codec, "selected", None)):
+        elif selected is not None:
             self._selected = selected(vector, generator)
             self.sent = codec.messages_at(vector, self._selected, shards)  # type: ignore[attr-defined]
             self._varying = True
-        elif shards.whole:
-            self._payload = codec.compress(vector, generator)
-        else:
+        elif not whole:
             self.sent = _compressed_apart(vector, shards, generator)
 
     @cached_property
@@ -389,6 +399,8 @@ class Sharded(Shardwise):
         return Deferred(grads, decoded, lambda: grads.cut(self._residual()))
 
     def _residual(self) -> torch.Tensor:
+        if self._left is not None:
+            return self._left
         vector = self._context.memory.copy(self._vector)
         if self._selected is not None:
             sent = torch.cat([values for values, _ in self.sent])
@@ -404,8 +416,7 @@ class Sharded(Shardwise):
 def _averaged_in_shards(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exchanged]:
     """Average in two rounds: an all-to-all of shards, and a gather of their means, quantized once more; there is no
     state."""
-    vector = grads.vector
-    sharded = Sharded(codec, vector, shards_of(codec, vector.numel(), context.world_size, context.group), context)
+    sharded = Sharded(codec, grads, shards_of(codec, grads.table.numel, context.world_size, context.group), context)
     average = yield from sharded.average()
     answer = sharded.codec.compress(average, context.random.of_rank("mean"))
     answers = yield sharded.gathers(answer)

@@ -28,7 +28,7 @@ from gradlab.codec.routes import BYTES, OF_BLOCKS, Kind, aggregation_setting
 from gradlab.codec.settings import require, setting
 from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
-from gradlab.kernels import Form
+from gradlab.kernels import Form, Source
 from gradlab.layout import Layer
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -174,13 +174,11 @@ class BlockScaled(BlockCompressor):
 
         mxfp8 and mxfp4 have scales of one byte, uint8; so has nvfp4, after t, (1,), float32.
         """
-        bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
-        if self.format.block and (done := self._with_scales(vector, bits)) is not None:
+        if (done := self.compressed_by_kernels(Source(vector), generator)) is not None:
             return done
+        bits = RandomBits(generator, vector.device) if self.settings.stochastic else None
         numbers = self._scales(vector)
         scales = self._factors(numbers)
-        if (codes := self.encoded(vector, scales, bits)) is not None:
-            return *numbers, codes[: vector.numel()] if self.bits == 8 else codes
         packer, scratch = Packer(vector.numel(), self.bits, vector.device), self._scratch(vector)
         divisors = scales.masked_fill(scales == 0, 1.0).to(vector.dtype)
         quick, zero = self._rounds_in_a_sum(divisors), _WHOLE_NUMBERS + (8 if self.bits == 4 else 0)
@@ -205,17 +203,31 @@ class BlockScaled(BlockCompressor):
         """Magnitudes times this have the exponent of their block's scale."""
         return 2 / self.largest if self.settings.stochastic else 2.0 ** (1 - math.frexp(self.largest)[1])
 
-    def _with_scales(self, vector: torch.Tensor, bits: RandomBits | None) -> tuple[torch.Tensor, ...] | None:
-        """Do what `compress` does, by kernels that write scales of a byte too; None where there are none."""
-        of_all, count = self.format.scales == "e4m3", self.blocks.count(vector.numel())
-        if not vector.numel() or (found := self.reduced_by_kernel(vector, "largest", tops=of_all)) is None:
-            return None
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...] | None:
+        if self.settings.scale is not None and source.addend is not None:
+            return None  # whether a sum is finite, only its elements tell
+        *numbers, codes = self._compressed(source, generator if self.settings.stochastic else None)
+        return *numbers, codes[: source.vector.numel()] if self.bits == 8 else codes
+
+    def _compressed(self, source: Source, generator: torch.Generator | None) -> tuple[torch.Tensor, ...]:
+        over = self.largest if self.format.scales == "float32" else 1.0
+        plain = self.settings.scale is None and self.format.scales != "e4m3"
+        if plain and (done := self.encoded_in_one_pass(source, generator, over)) is not None:
+            return done
+        bits = None if generator is None else RandomBits(generator, source.vector.device)
+        if self.settings.scale is not None:
+            [numbers] = self._scales(source.vector)
+            return numbers, self.encoded(source, numbers, bits)
+        of_all, count = self.format.scales == "e4m3", self.blocks.count(source.vector.numel())
+        found = self.reduced_by_kernel(source, "largest", over, tops=of_all)
+        assert found is not None
+        if not self.format.block:
+            return found, self.encoded(source, found, bits)
         magnitudes, others = found[:count], found[count:] if of_all else None
         written = [torch.empty_like(magnitudes, dtype=torch.uint8)]
         if of_all:
             written.insert(0, found.new_empty(1))
-        codes = self.encoded(vector, magnitudes, bits, others=others, written=written)
-        return None if codes is None else (*written, codes[: vector.numel()] if self.bits == 8 else codes)
+        return *written, self.encoded(source, magnitudes, bits, others=others, written=written)
 
     @property
     def numbered(self) -> Blocks:
@@ -234,9 +246,6 @@ class BlockScaled(BlockCompressor):
         if not vector.numel():
             return self._coded(vector.new_empty(0, dtype=torch.float32))
         if self.settings.scale is None:
-            plain = self.format.scales == "float32"
-            if plain and (found := self.reduced_by_kernel(vector, "largest", self.largest)) is not None:
-                return (found,)
             return self._coded(self.largest_magnitudes(vector).float())
         least, greatest = torch.aminmax(vector)
         # One says it all, and whether something was not finite.

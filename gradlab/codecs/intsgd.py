@@ -35,7 +35,7 @@ from gradlab.codec.settings import setting
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Gather, Sum
 from gradlab.errors import GradlabError
-from gradlab.kernels import Form, usable
+from gradlab.kernels import Form, Source, usable
 from gradlab.layout import Layer
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class _OnDevice(NamedTuple):
         """Do what `_largest` does."""
         from gradlab.kernels.blocks import reduced
 
-        found = reduced(self.vector, self.layers.blocks, "largest")
+        found = reduced(Source(self.vector), self.layers.blocks, "largest")
         assert found is not None
         return found
 

@@ -19,7 +19,7 @@ from gradlab.codec.routes import BYTES, Kind, aggregation_setting
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
 from gradlab.coding.random_bits import RandomBits
-from gradlab.kernels import Form
+from gradlab.kernels import Form, Source
 from gradlab.layout import Layer
 
 if TYPE_CHECKING:
@@ -70,10 +70,9 @@ class Natural(PiecewiseCompressor):
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return exponents (numel,), uint8, and signs (ceil(numel / 8),), uint8. Exponents have float32's bias; 255
         stands for a value that is not finite."""
+        if (done := self.compressed_by_kernels(Source(vector), generator)) is not None:
+            return done
         bits = RandomBits(generator, vector.device)
-        both = Form("natural", 9)  # in two planes, of eight bits and of one
-        if (codes := self.encoded(vector, vector[:0], bits, both)) is not None:
-            return codes[: vector.numel()], codes[len(codes) // 9 * 8 :]
         tame = _is_tame(vector)
         exponents = torch.empty(vector.numel(), dtype=torch.uint8, device=vector.device)
         for start, stop in self.spans(vector):
@@ -86,6 +85,12 @@ class Natural(PiecewiseCompressor):
                 moved = torch.where(magnitudes >= _EXPONENT, magnitudes, moved)
             exponents[start:stop] = moved.bitwise_right_shift_(23)
         return exponents, pack_signs(vector)
+
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        bits, numel = RandomBits(generator, source.vector.device), source.vector.numel()
+        both = Form("natural", 9)  # in two planes, of eight bits and of one
+        codes = self.encoded(source, source.vector[:0], bits, both)
+        return codes[:numel], codes[len(codes) // 9 * 8 :]
 
     def form(self) -> Form:
         return Form("natural", 1)  # signs; exponents are the numbers

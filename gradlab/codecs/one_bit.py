@@ -22,7 +22,7 @@ from gradlab.codec.blockwise import CACHED, BlockCompressor, Reduction
 from gradlab.codec.routes import PAIRS_OF_BLOCKS, Kind
 from gradlab.codecs.sign import pack_signs, write_signs
 from gradlab.coding.bits import packed_bytes
-from gradlab.kernels import Form
+from gradlab.kernels import Form, Source
 from gradlab.layout import Layer
 
 _LEAST = 16  # weights into a unit that are worth two values of their own
@@ -75,9 +75,12 @@ class OneBit(BlockCompressor):
         >= 0 come first, then those of elements < 0."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32), pack_signs(vector)
-        if (both := self.reduced_and_encoded(vector, TWO_MEANS.kernel, vector)) is not None:
-            return both
+        if (done := self.compressed_by_kernels(Source(vector), generator)) is not None:
+            return done
         return self.reduced(vector, TWO_MEANS).reshape(-1), pack_signs(vector)
+
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return self.reduced_and_encoded(source, TWO_MEANS.kernel, source)
 
     def form(self) -> Form:
         return Form("one_bit", 1)

@@ -26,7 +26,7 @@ from gradlab.coding.bits import Packer, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import Coroutine, Ring
 from gradlab.collectives.ring import RingCode, segment_bounds
-from gradlab.kernels import Form
+from gradlab.kernels import Form, Source
 from gradlab.layout import Layer
 
 NORMS = ("max", "l2")
@@ -48,9 +48,9 @@ class BucketQuantizer(BlockCompressor):
         """Return norms (buckets,), float32, and packed codes (ceil(numel / 8) * bits,), uint8."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.uint8, device=vector.device)
+        if (done := self.compressed_by_kernels(Source(vector), generator)) is not None:
+            return done
         norms, bits = self.norms(vector), RandomBits(generator, vector.device)
-        if (codes := self.encoded(vector, norms, bits)) is not None:
-            return norms, codes
         units = self.units(norms.to(vector.dtype))
         units = units.masked_fill(units == 0, 1.0)
         packer = Packer(vector.numel(), self.settings.bits, vector.device)
@@ -60,12 +60,21 @@ class BucketQuantizer(BlockCompressor):
             packer.write(start, self.codes(places, bits.sixteen(places).to(places.dtype)))
         return norms, packer.packed
 
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...] | None:
+        largest = self.settings.norm == "max"
+        if largest and (done := self.encoded_in_one_pass(source, generator)) is not None:
+            return done
+        norms = self.reduced_by_kernel(source, "largest" if largest else "norm")
+        if norms is None and source.addend is not None:
+            return None
+        norms = self.norms(source.vector) if norms is None else norms
+        return norms, self.encoded(source, norms, RandomBits(generator, norms.device))
+
     def norms(self, vector: torch.Tensor) -> torch.Tensor:
         """Compute the norm of each bucket, (buckets,), float32."""
         if self.settings.norm == "max":
             return self.largest_magnitudes(vector).float()
-        found = self.reduced_by_kernel(vector, "norm")
-        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)]) if found is None else found
+        return torch.cat([norms_of_rows(rows) for rows in self.rows(vector)])
 
     def units(self, norms: torch.Tensor) -> torch.Tensor:
         """Return what the elements of each bucket are divided by, (buckets,)."""

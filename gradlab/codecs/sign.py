@@ -22,7 +22,7 @@ from gradlab.codec.blockwise import CACHED, BlockCompressor, Reduction
 from gradlab.codec.routes import NOTHING, OF_BLOCKS, Kind
 from gradlab.codec.settings import setting
 from gradlab.coding.bits import fold_by_torch, packed_bytes
-from gradlab.kernels import Form
+from gradlab.kernels import Form, Source
 from gradlab.layout import Layer
 
 SCALES = ("mean", "one")
@@ -108,15 +108,24 @@ class Sign(BlockCompressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return scales (blocks,), float32, none with scale = "one", and signs (ceil(numel / 8),), uint8."""
-        scales, coded = torch.empty(0, dtype=torch.float32, device=vector.device), vector
-        if self.settings.zeros == "random":
-            coded = _tossed(vector, generator)
+        if (done := self.compressed_by_kernels(Source(vector), generator)) is not None:
+            return done
+        scales = torch.empty(0, dtype=torch.float32, device=vector.device)
+        coded = _tossed(vector, generator) if self.settings.zeros == "random" else vector
         if self.settings.scale == "mean" and vector.numel():
-            if (both := self.reduced_and_encoded(vector, MEAN_MAGNITUDES.kernel, coded)) is not None:
-                return both
             scales = self.reduced(vector, MEAN_MAGNITUDES)
-        codes = self.encoded(coded, scales, None)
-        return scales, pack_signs(coded) if codes is None else codes
+        return scales, pack_signs(coded)
+
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...] | None:
+        coded = source
+        if self.settings.zeros == "random":
+            if source.addend is not None or source.left is not None:
+                return None
+            coded = Source(_tossed(source.vector, generator))
+        if self.settings.scale == "mean":
+            return self.reduced_and_encoded(source, MEAN_MAGNITUDES.kernel, coded)
+        scales = source.vector.new_empty(0)
+        return scales, self.encoded(coded, scales)
 
     def form(self) -> Form:
         return Form("sign", 1)

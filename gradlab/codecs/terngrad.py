@@ -24,7 +24,7 @@ from gradlab.codecs.qsgd import byte_bounds
 from gradlab.coding.bits import Packer, cut, join, pack, packed_bytes, unpack
 from gradlab.coding.random_bits import RandomBits
 from gradlab.collectives import AllToAll, Coroutine, Gather
-from gradlab.kernels import Form
+from gradlab.kernels import Form, Source
 from gradlab.layout import Layer
 
 
@@ -77,15 +77,27 @@ class TernGrad(BlockCompressor):
 
     def compress(self, vector: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return s of each layer, (layers,), float32, and codes 0, 1, 2 for -1, 0, 1, packed, uint8."""
+        if (done := self.compressed_by_kernels(Source(vector), generator)) is not None:
+            return done
         scales = self.scales(vector)
         return scales, self.ternary(vector, scales, generator)
+
+    def compress_source(self, source: Source, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        scales = self._scales_of(source)
+        return scales, self.encoded(source, scales, RandomBits(generator, scales.device))
+
+    def _scales_of(self, source: Source) -> torch.Tensor:
+        clip = self.settings.clip
+        found = self.reduced_by_kernel(source, "clipped" if clip else "largest", clip or 1.0)
+        assert found is not None
+        return found
 
     def scales(self, vector: torch.Tensor) -> torch.Tensor:
         """Compute the layers' largest magnitudes after clipping, (layers,), float32."""
         if not vector.numel():
             return vector.new_empty(0, dtype=torch.float32)
-        if self.settings.clip and (found := self.reduced_by_kernel(vector, "clipped", self.settings.clip)) is not None:
-            return found
+        if self.by_kernels(vector):
+            return self._scales_of(Source(vector))
         largest = self.largest_magnitudes(vector)
         if self.settings.clip:
             limits = self.reduced(vector, ROOT_MEAN_SQUARES).mul_(self.settings.clip)
@@ -101,9 +113,7 @@ class TernGrad(BlockCompressor):
         if vector.numel() and self.by_kernels(vector):
             scales, own = torch.empty_like(everyone[rank]), everyone[rank]
             bits = RandomBits(generator, vector.device)
-            codes = self.encoded(vector, scales, bits, others=own, every=everyone)
-            assert codes is not None
-            return scales, codes
+            return scales, self.encoded(Source(vector), scales, bits, others=own, every=everyone)
         scales = torch.stack(list(everyone)).amax(0)
         return scales, self.ternary(vector, scales, generator, everyone[rank])
 
@@ -117,8 +127,6 @@ class TernGrad(BlockCompressor):
         """Draw sign(g) b + 1 with scales s (layers,), packed. A clipped value is at least s, so that b = 1. `own`,
         (layers,), are the largest magnitudes after this rank's clipping, if ranks share s."""
         bits = RandomBits(generator, vector.device)
-        if (codes := self.encoded(vector, scales, bits)) is not None:
-            return codes
         packer = Packer(vector.numel(), 2, vector.device)
         most = None if own is None else own.to(vector.dtype)
         divisors = scales.to(vector.dtype)

@@ -30,6 +30,19 @@ class Form(NamedTuple):
     scales: float = 0.0
 
 
+class Source(NamedTuple):
+    """What kernels compress, float32 (numel,).
+
+    vector: the vector.
+    addend: another one that is added to it; None: none is.
+    left: memory for the compression error; None: it is not wanted.
+    """
+
+    vector: torch.Tensor
+    addend: torch.Tensor | None = None
+    left: torch.Tensor | None = None
+
+
 DEVICES = {"cuda"}  # types of devices whose tensors kernels take
 
 

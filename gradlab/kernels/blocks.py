@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from gradlab.kernels import launch
+from gradlab.kernels import Source, launch
 
 CHUNK, _TOGETHER = 4096, 1024  # elements that a program reduces at most, and of several small blocks
+TILE = 1024  # elements that a program encodes
 _OF_A_TOP = 8192  # elements of several small blocks where their largest is kept too, of which there are to be few
 
 
@@ -27,6 +28,10 @@ class BlockTable:
     starts: first elements, and the vector's end, (blocks + 1,), int64.
     chunks: beginnings of runs of at most `CHUNK` elements that lie in one block, and the vector's end, int64.
     of_blocks: first chunk of each block, and the number of chunks, (blocks + 1,), int64.
+    tiles: beginnings of runs of at most `TILE` elements of whole blocks, and the vector's end; and the block that each
+        begins with, (2, tiles + 1), int64. They lie at multiples of `aligned`, and all blocks but a tile's last have
+        `widest` elements, a power of two. None: there are no such runs.
+    aligned: 8 or 16.
     """
 
     numel: int
@@ -37,6 +42,8 @@ class BlockTable:
     starts: torch.Tensor
     chunks: torch.Tensor
     of_blocks: torch.Tensor
+    tiles: torch.Tensor | None = None
+    aligned: int = 8
 
     @property
     def steps(self) -> int:
@@ -53,13 +60,33 @@ def table_of(size: int, starts: np.ndarray | None, numel: int, device: torch.dev
     within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
     chunks = np.append(np.repeat(edges[:-1], counts) + within * CHUNK, numel)
     widest = int(np.diff(chunks).max(initial=1))
-    places = (torch.from_numpy(one).to(device) for one in (edges, chunks, firsts))
-    return BlockTable(numel, size, widest, len(edges) - 1, bool((counts == 1).all()), *places)
+    starts_on, chunks_on, of_blocks = (torch.from_numpy(one).to(device) for one in (edges, chunks, firsts))
+    tiles = tiles_of(edges)
+    aligned = 16 if tiles is not None and not (tiles[0, :-1] % 16).any() else 8
+    tiles_on, whole = None if tiles is None else torch.from_numpy(tiles).to(device), bool((counts == 1).all())
+    places = (starts_on, chunks_on, of_blocks, tiles_on)
+    return BlockTable(numel, size, widest, len(edges) - 1, whole, *places, aligned)
+
+
+def tiles_of(edges: np.ndarray) -> np.ndarray | None:
+    """Return `BlockTable.tiles` of blocks with these edges, (blocks + 1,)."""
+    sizes = np.diff(edges)
+    size = int(sizes.max(initial=0))
+    if not 0 < size <= TILE or size & (size - 1):
+        return None
+    ends = np.append(np.flatnonzero(sizes < size) + 1, len(sizes))  # of runs of blocks, of which the last is smaller
+    starts = np.append(0, ends[:-1])
+    counts = -(-(ends - starts) * size // TILE)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    blocks = np.append(np.repeat(starts, counts) + within * (TILE // size), len(sizes))
+    tiles = np.stack([edges[blocks], blocks])
+    return None if (tiles[0, :-1] % 8).any() else tiles
 
 
 def table_of_elements(vector: torch.Tensor) -> BlockTable:
     """Return the places of blocks of one element each, without a list of them."""
-    return BlockTable(vector.numel(), 1, 1, vector.numel(), True, *vector.new_empty(3, 0, dtype=torch.int64).unbind())
+    starts, chunks, of_blocks = vector.new_empty(3, 0, dtype=torch.int64).unbind()
+    return BlockTable(vector.numel(), 1, 1, vector.numel(), True, starts, chunks, of_blocks)
 
 
 @triton.jit
@@ -185,9 +212,9 @@ def two_means(a, b, c, size, over):
 
 @triton.jit
 def _of_chunks(
-    x, chunks, out, count, over,
-    TERMS: tl.constexpr, FINISH: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr, TOPS: tl.constexpr,
-    ROWS: tl.constexpr, LOG: tl.constexpr,
+    x, y, chunks, out, count, over,
+    ADD: tl.constexpr, TERMS: tl.constexpr, FINISH: tl.constexpr, HALVES: tl.constexpr, N: tl.constexpr,
+    TOPS: tl.constexpr, ROWS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = chunk < count
@@ -198,7 +225,10 @@ def _of_chunks(
     else:
         i = start[:, None] + tl.arange(0, 2**LOG)[None, :]
         inside = i < stop[:, None]
-    a, b, c = TERMS(tl.load(x + i, mask=inside, other=0.0), inside)
+    value = tl.load(x + i, mask=inside, other=0.0)
+    if ADD:
+        value += tl.load(y + i, mask=inside, other=0.0)
+    a, b, c = TERMS(value, inside)
     if N == 0:  # chunks' own, to be added up
         tl.store(out + chunk, a, mask=some)
         tl.store(out + count + chunk, b, mask=some)
@@ -252,9 +282,9 @@ REDUCTIONS: dict[str, tuple[Any, Any, int]] = {
 
 
 def reduced(
-    vector: torch.Tensor, table: BlockTable, kind: str, over: float = 1.0, tops: bool = False, later: bool = False
+    source: Source, table: BlockTable, kind: str, over: float = 1.0, tops: bool = False, later: bool = False
 ) -> torch.Tensor | None:
-    """Reduce each block of a vector (numel,) to a number or two, (blocks,) or (2, blocks), float32.
+    """Reduce each block of a vector or a sum (numel,) to a number or two, (blocks,) or (2, blocks), float32.
 
     kind: "largest" magnitude, divided by `over`, "mean magnitude", "root mean square", "two means", of elements from 0
         on and of those below, "clipped": the largest magnitude, or `over` root mean squares if less, or "norm", the
@@ -263,7 +293,7 @@ def reduced(
     later: whether `of_parts` makes numbers of blocks later, where some are larger than a chunk: what chunks add up to
         is returned, (3, chunks), float64.
     """
-    terms, finish, n = REDUCTIONS[kind]
+    (terms, finish, n), (vector, addend, _) = REDUCTIONS[kind], source
     chunks, log = len(table.chunks) - 1, (table.widest - 1).bit_length()
     rows, halves = max(1, (_OF_A_TOP if tops else _TOGETHER) >> log), kind == "norm"
     if (halves or tops) and not table.whole:
@@ -271,11 +301,13 @@ def reduced(
     programs = triton.cdiv(chunks, rows)
     out = vector.new_empty(n * table.count + (programs if tops else 0))
     constants = {"TERMS": terms, "FINISH": finish, "HALVES": halves, "TOPS": tops, "ROWS": rows, "LOG": log}
+    constants["ADD"] = addend is not None
+    both = vector, vector if addend is None else addend
     if table.whole:
-        launch(_of_chunks, programs, vector, table.chunks, out, chunks, over, **constants, N=n)
+        launch(_of_chunks, programs, *both, table.chunks, out, chunks, over, **constants, N=n)
     else:
         parts = vector.new_empty(3, chunks, dtype=torch.float64)
-        launch(_of_chunks, programs, vector, table.chunks, parts, chunks, over, **constants, N=0)
+        launch(_of_chunks, programs, *both, table.chunks, parts, chunks, over, **constants, N=0)
         if later:
             return parts
         given = (parts, table.starts, table.of_blocks, out, table.count, chunks, over)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from gradlab.coding.bits import packed_bytes
-from gradlab.kernels import Form, formats, launch
-from gradlab.kernels.blocks import REDUCTIONS, BlockTable, block_at, magnitude_bits, of_parts
-
-_TILE = 1024
+from gradlab.kernels import Form, Source, formats, launch
+from gradlab.kernels.blocks import REDUCTIONS, TILE, BlockTable, block_at, magnitude_bits, of_parts
 
 
 @triton.jit
@@ -62,27 +61,28 @@ def sixteen(seed, first, TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(packed, codes, first, groups, W: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
+def _store_plane(packed, codes, first, last, groups, W: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
     # Wider fields of a code are in planes before this one, and in lower bits.
     per: tl.constexpr = 8 // W
     before: tl.constexpr = BITS & ~(2 * W - 1)
     field = tl.reshape((codes >> before) & (2**W - 1), (TILE // per, per))
     joined = tl.sum(field << (W * tl.arange(0, per))[None, :], 1)
     at = first // per + tl.arange(0, TILE // per)
-    tl.store(packed + groups * before + at, joined.to(tl.uint8), mask=at < groups * W)
+    tl.store(packed + groups * before + at, joined.to(tl.uint8), mask=at < last * W)
 
 
 @triton.jit
-def store_codes(packed, codes, first, groups, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Pack codes, int32 (TILE,), of elements from `first` on. groups: of eight elements that the vector has."""
+def store_codes(packed, codes, first, last, groups, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Pack codes, int32 (TILE,), of elements from `first` on, a multiple of 8. last: groups of eight elements up to the
+    end of these. groups: all of the vector."""
     if BITS & 8:
-        _store_plane(packed, codes, first, groups, 8, BITS, TILE)
+        _store_plane(packed, codes, first, last, groups, 8, BITS, TILE)
     if BITS & 4:
-        _store_plane(packed, codes, first, groups, 4, BITS, TILE)
+        _store_plane(packed, codes, first, last, groups, 4, BITS, TILE)
     if BITS & 2:
-        _store_plane(packed, codes, first, groups, 2, BITS, TILE)
+        _store_plane(packed, codes, first, last, groups, 2, BITS, TILE)
     if BITS & 1:
-        _store_plane(packed, codes, first, groups, 1, BITS, TILE)
+        _store_plane(packed, codes, first, last, groups, 1, BITS, TILE)
 
 
 @triton.jit
@@ -110,10 +110,11 @@ def load_codes(packed, i, inside, groups, BITS: tl.constexpr):
 
 @triton.jit
 def _encode(
-    x, numbers, starts, packed, others, scales, units, given, of_blocks, numel, count, steps, groups, seed, tops, rows,
-    stride, CODE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, SCALES: tl.constexpr, CLIP: tl.constexpr, SHARED: tl.constexpr, FINISH: tl.constexpr,
-    LATER: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
+    x, y, left, numbers, starts, packed, others, scales, units, given, of_blocks, numel, count, steps, groups, seed,
+    tops, rows, stride,
+    ADD: tl.constexpr, LEFT: tl.constexpr, CODE: tl.constexpr, VALUE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, SCALES: tl.constexpr, CLIP: tl.constexpr,
+    SHARED: tl.constexpr, FINISH: tl.constexpr, LATER: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     for one in range(tl.program_id(0), count if LATER else 0, tl.num_programs(0)):
         number, other = of_parts(given, starts, of_blocks, one, stride, 1.0, False, FINISH)
@@ -123,8 +124,10 @@ def _encode(
     first = tl.program_id(0).to(tl.int64) * TILE
     i = first + tl.arange(0, TILE)
     inside = i < numel
-    value = tl.load(x + i, mask=inside, other=0.0)
-    number = i * 0 + 1.0
+    given_value = tl.load(x + i, mask=inside, other=0.0)
+    if ADD:
+        given_value += tl.load(y + i, mask=inside, other=0.0)
+    value, number = given_value, i * 0 + 1.0
     if N > 0:
         block = block_at(i, starts, count, steps, SIZE)
         if SHARED:
@@ -154,7 +157,43 @@ def _encode(
             if SCALES < 0:
                 tl.store(units, unit, mask=first == 0)
     drawn = sixteen(seed, first, TILE) if RANDOM else i.to(tl.int32)
-    store_codes(packed, tl.where(inside, CODE(value, number, drawn, P, Q, RANDOM), 0), first, groups, BITS, TILE)
+    codes = tl.where(inside, CODE(value, number, drawn, P, Q, RANDOM), 0) & (2**BITS - 1)
+    store_codes(packed, codes, first, groups, groups, BITS, TILE)
+    if LEFT:
+        if BITS == 9:  # the number is in the code
+            number, codes = codes & 255, codes >> 8
+        other = tl.load(numbers + count + block, mask=inside, other=0.0) if N == 2 else number
+        tl.store(left + i, given_value + VALUE(codes, number, other, -1.0, P, Q), mask=inside)
+
+
+@triton.jit
+def _encode_tiles(
+    x, y, left, numbers, packed, tiles, count, groups, seed, over,
+    ADD: tl.constexpr, LEFT: tl.constexpr, CODE: tl.constexpr, VALUE: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    BITS: tl.constexpr, SIZE: tl.constexpr, SCALES: tl.constexpr, RANDOM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tiles += tl.program_id(0)
+    first, stop, block = tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + count + 1)
+    i = first + tl.arange(0, TILE)
+    inside = i < stop
+    value = tl.load(x + i, mask=inside, other=0.0)
+    if ADD:
+        value += tl.load(y + i, mask=inside, other=0.0)
+    largest = tl.max(tl.reshape(tl.where(inside, magnitude_bits(value), 0), (TILE // SIZE, SIZE)), 1)
+    number = tl.div_rn(largest.to(tl.float32, bitcast=True), over)
+    k = tl.arange(0, TILE // SIZE)
+    if SCALES > 0:
+        code = formats.scale_code(number, 1.0, Q, SCALES, RANDOM)
+        tl.store(numbers + block + k, code.to(tl.uint8), mask=first + k * SIZE < stop)
+        number = formats.scale_value(code, 1.0, SCALES)
+    else:
+        tl.store(numbers + block + k, number, mask=first + k * SIZE < stop)
+    number = tl.reshape(tl.broadcast_to(number[:, None], (TILE // SIZE, SIZE)), (TILE,))
+    drawn = sixteen(seed, first, TILE) if RANDOM else i.to(tl.int32)
+    codes = tl.where(inside, CODE(value, number, drawn, P, Q, RANDOM), 0) & (2**BITS - 1)
+    store_codes(packed, codes, first, (stop + 7) // 8, groups, BITS, TILE)
+    if LEFT:
+        tl.store(left + i, value + VALUE(codes, number, number, -1.0, P, Q), mask=inside)
 
 
 @triton.jit
@@ -190,11 +229,11 @@ def _sum(packed, out, numel, groups, ranks, stride, BITS: tl.constexpr, WIDER: t
     for _ in range(ranks):
         total += load_codes(packed, i, i < numel, groups, BITS)
         packed += stride
-    store_codes(out, total, first, groups, WIDER, TILE)
+    store_codes(out, total, first, groups, groups, WIDER, TILE)
 
 
 def encode(
-    vector: torch.Tensor,
+    source: Source,
     numbers: torch.Tensor,
     table: BlockTable,
     form: Form,
@@ -204,7 +243,8 @@ def encode(
     every: Sequence[torch.Tensor] = (),
     kind: str = "",
 ) -> torch.Tensor:
-    """Pack the codes of a vector (numel,), each of an element and its block's number: (ceil(numel / 8) * bits,), uint8.
+    """Pack the codes of a vector or a sum (numel,), each of an element and its block's number: (ceil(numel / 8) *
+    bits,), uint8. The compression error is written where the source says.
 
     numbers: (blocks,), float32; or empty.
     seed: the key of random numbers; None: it rounds without them.
@@ -214,28 +254,53 @@ def encode(
         number (1,) of E4M3's.
     every: numbers of all ranks, (blocks,) each; the largest of each block are taken, and written to `numbers`.
         Or, with a kind of means that `gradlab.kernels.blocks.reduced` knows, what chunks add up to, (3, chunks),
-        float64: the means of blocks are written there, on which codes do not depend.
+        float64: the means of blocks are written there, on which codes do not depend; no error is written then.
     """
-    numel, bits = vector.numel(), form.bits
+    numel, bits, vector = source.vector.numel(), form.bits, source.vector
     packed = torch.empty(packed_bytes(numel, bits), dtype=torch.uint8, device=vector.device)
-    places = (vector, numbers, table.starts, packed, numbers if others is None else others)
+    places = (*_operands(source), numbers, table.starts, packed, numbers if others is None else others)
     scales, units = (written[-1], written[0]) if written else (packed, numbers)
     given, stride = (every[0], every[0].shape[-1]) if kind else rows_of(every) if every else (numbers, 0)
     sizes = (numel, table.count, table.steps, -(-numel // 8), seed or 0, 0 if others is None else len(others))
     _, finish, count = REDUCTIONS[kind or "norm"]
-    constants = {
-        "CODE": getattr(formats, f"{form.name}_code"),
-        "P": form.p,
-        "Q": form.q,
-        "BITS": bits,
-        "SIZE": table.size,
-    }
+    constants = {**_constants(source, form, seed), "SIZE": table.size}
     constants |= {"SHARED": bool(every) and not kind, "FINISH": finish, "LATER": count if kind else 0}
-    constants |= {"N": 0 if kind else _numbers(numbers, table), "RANDOM": seed is not None, "TILE": _TILE}
-    constants |= {"SCALES": form.scales, "CLIP": others is not None and not written}
-    more, programs = (scales, units, given, table.of_blocks), triton.cdiv(numel, _TILE)
+    constants |= {"N": 0 if kind else _numbers(numbers, table), "CLIP": others is not None and not written}
+    more, programs = (scales, units, given, table.of_blocks), triton.cdiv(numel, TILE)
     launch(_encode, programs, *places, *more, *sizes, len(every), stride, **constants)
     return packed
+
+
+def encode_tiles(
+    source: Source, table: BlockTable, form: Form, seed: int | None = None, over: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the number of each block, its largest magnitude divided by `over`, and pack codes as `encode` does, in one
+    pass. The table has tiles; with random numbers at multiples of 16.
+
+    Returns:
+        Numbers (blocks,), float32, or uint8 where the form says so, and codes.
+    """
+    assert table.tiles is not None
+    numel, device, count = source.vector.numel(), source.vector.device, table.tiles.shape[1] - 1
+    numbers = torch.empty(table.count, dtype=torch.uint8 if form.scales else torch.float32, device=device)
+    packed = torch.empty(packed_bytes(numel, form.bits), dtype=torch.uint8, device=device)
+    given = (*_operands(source), numbers, packed, table.tiles, count, -(-numel // 8), seed or 0, over)
+    launch(_encode_tiles, count, *given, **_constants(source, form, seed), SIZE=table.widest)
+    return numbers, packed
+
+
+def _operands(source: Source) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a source's tensors, the vector in place of what is not there."""
+    vector, addend, left = source
+    return vector, vector if addend is None else addend, vector if left is None else left
+
+
+def _constants(source: Source, form: Form, seed: int | None) -> dict[str, Any]:
+    """Return the constants of kernels that encode."""
+    code, value = (getattr(formats, f"{form.name}_{what}") for what in ("code", "value"))
+    found = {"CODE": code, "VALUE": value, "P": form.p, "Q": form.q, "BITS": form.bits, "SCALES": form.scales}
+    found |= {"ADD": source.addend is not None, "LEFT": source.left is not None}
+    return found | {"RANDOM": seed is not None, "TILE": TILE}
 
 
 def average(
@@ -263,9 +328,9 @@ def average(
         "BITS": form.bits,
         "SIZE": table.size,
     }
-    constants |= {"N": _numbers(operands[-2][0], table), "SCALES": form.scales, "ADD": add, "TILE": _TILE}
+    constants |= {"N": _numbers(operands[-2][0], table), "SCALES": form.scales, "ADD": add, "TILE": TILE}
     places = (out, units, numbers, packed, table.starts)
-    launch(_average, triton.cdiv(numel, _TILE), *places, *sizes, *strides, **constants)
+    launch(_average, triton.cdiv(numel, TILE), *places, *sizes, *strides, **constants)
     return out
 
 
@@ -274,7 +339,7 @@ def sum_codes(parts: Sequence[torch.Tensor], numel: int, bits: int, wider: int) 
     packed, stride = rows_of(parts)
     out = packed.new_empty(packed_bytes(numel, wider))
     given = (packed, out, numel, -(-numel // 8), len(parts), stride)
-    launch(_sum, triton.cdiv(numel, _TILE), *given, BITS=bits, WIDER=wider, TILE=_TILE)
+    launch(_sum, triton.cdiv(numel, TILE), *given, BITS=bits, WIDER=wider, TILE=TILE)
     return out
 
 

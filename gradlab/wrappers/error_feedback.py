@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, Traits, concatenate, separate
-from gradlab.codec.batch import consecutive
-from gradlab.codec.contraction import contraction_setting, exchange_contracting
+from gradlab.codec.batch import Sums, consecutive
+from gradlab.codec.blockwise import PiecewiseCompressor
+from gradlab.codec.contraction import contraction_setting, exchange_contracting, scales
 from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
@@ -34,6 +35,7 @@ from gradlab.codec.wrapper import (
     load_buffers,
     step_size_setting,
     store_buffers,
+    wrappers_of,
 )
 from gradlab.collectives import Coroutine
 from gradlab.errors import GradlabError
@@ -119,7 +121,7 @@ class ErrorFeedback(Wrapper):
         if context.dense:
             return (yield from self._dense(grads, state, context))
         residual = self._residual(grads, state, context)
-        inputs = grads.like(add(grads, residual, context))
+        inputs = self._inputs(grads, residual, context)
         if len(residual) < len(grads):  # a gradient is the compressor's input, and its memory is still read
             context = replace(context, memory=context.memory.keeping(spare=False))
         elif self.settings.keep == "unselected":
@@ -133,6 +135,18 @@ class ErrorFeedback(Wrapper):
         kept = held_residuals(grads, state, still) | store_buffers(new, "residual", self.settings.buffer)
         state = {**done.state, **kept, **measured}
         return replace(done, state=state, compressor_input=inputs, compression_error=errors)
+
+    def _inputs(self, grads: Batch, residual: Tensors, context: Context) -> Batch:
+        """Return sums of gradients and residuals; where kernels add them while they compress, none is computed here."""
+        codec = innermost(self.codec)
+        plain = all(one.effects.server_residual for one in wrappers_of(self.codec)) and not scales(self, grads.table)
+        if not (plain and isinstance(codec, PiecewiseCompressor) and context.memory.overwrites):
+            return grads.like(add(grads, residual, context))
+        tensors = *grads.values(), *residual.values()
+        if len(residual) < len(grads) or not all(map(codec.by_kernels, tensors)):
+            return grads.like(add(grads, residual, context))
+        vector = grads.vector
+        return Sums(grads, vector, concatenate({name: residual[name] for name in grads}), context.memory.like(vector))
 
     def _dense(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = grads.like(add(grads, self._residual(grads, state, context), context))

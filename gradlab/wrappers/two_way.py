@@ -28,10 +28,21 @@ from gradlab.codec import (
     concatenate,
 )
 from gradlab.codec.abilities import decompress, for_layers, part_of, position_bytes
+from gradlab.codec.batch import Sums
 from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
 from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry, Kept, for_any
-from gradlab.codec.routes import Payload, Shard, Sharded, Shards, Shardwise, residual, shards_of, shards_on
+from gradlab.codec.routes import (
+    Payload,
+    Shard,
+    Sharded,
+    Shards,
+    Shardwise,
+    compressed,
+    residual,
+    shards_of,
+    shards_on,
+)
 from gradlab.codec.settings import fields_of, setting
 from gradlab.codec.wrapper import (
     MEASURED,
@@ -128,26 +139,36 @@ class TwoWay(Wrapper):
         if context.dense or context.world_size < self.settings.from_ranks:
             return (yield from self._one_way(grads, state, context))
         compressor, learned = yield from self._settled(grads, state, context)
-        vector, whole = grads.vector, for_layers(compressor, grads.table)
-        shards = self._shards_of(whole, vector.numel(), context.world_size, context.group)
-        step, server_step = (float(state.get(_key(grads, what), 0.0)) for what in ("step", "server_step"))
-        sharded = Sharded(whole, vector, shards, context, step)
+        whole = for_layers(compressor, grads.table)
+        shards = self._shards_of(whole, grads.table.numel, context.world_size, context.group)
+        sharded = Sharded(whole, grads, shards, context, float(state.get(_key(grads, "step"), 0.0)))
         average = yield from sharded.average()
         same = self.answering is self.compressor and not compressor.traits.selects
         answers_of = sharded if same else self._answers(grads, shards, context)
-        codec = answers_of.codec
         held = self._server_residual(grads, state, context, average)
-        carried = self._rescaled(held, context)
-        average += carried
-        zeta = self._zeta(codec, average, grads, state, context)
-        scaled = average if zeta is None else scale_down(average, zeta, context)
-        answer, server_step = _compressed(codec, scaled, server_step, context)
+        total = Sums(Batch({"": average}), average, self._rescaled(held, context), context.memory.like(average))
+        answer, errors, kept = self._served(answers_of.codec, total, sharded.step, grads, state, context)
         answers = yield self._answer_requests(answer, answers_of, context)
-        kept = self._kept(held, average, codec, answer, context) | self._measured(zeta, average, codec, answer, grads)
-        kept |= self._steps_of(grads, sharded.step, server_step) | learned
+        kept |= self._kept(held, errors, context) | learned
         mean = context.once(lambda: answers_of.mean(self._by_shard(answers, answers_of), grads))
-        asked = Deferred(grads, lambda: _cut_alike(average - carried, held))
+        asked = Deferred(grads, lambda: _cut_alike(average, held))
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
+
+    def _served(
+        self, codec: Compressor, total: Sums, step: float, grads: Batch, state: Tensors, context: Context
+    ) -> tuple[Payload, torch.Tensor, Tensors]:
+        """Compress a server's mean and residual. Return the answer, its compression error, and the state's entries."""
+        left, last = None, float(state.get(_key(grads, "server_step"), 0.0))
+        zeta, draws = self._zeta(codec, total, grads, state, context), context.random.of_rank("server")
+        if compress_parts := getattr(codec, "compress_parts", None):
+            scaled = total.vector if zeta is None else scale_down(total.vector, zeta, context)
+            (answer,), last = compress_parts(scaled, [(codec, (0, scaled.numel()))], last)
+        elif zeta is None:
+            answer, left = compressed(codec, total, draws)
+        else:
+            answer = codec.compress(scale_down(total.vector, zeta, context), draws)
+        kept = self._measured(zeta, total, codec, answer, grads) | self._steps_of(grads, step, last)
+        return answer, residual(codec, total.vector, answer) if left is None else left, kept
 
     def _settled(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[tuple[Compressor, Tensors]]:
         """Return the codec of the ranks' messages, and its own state: of one that measures a setting, see `settled`."""
@@ -255,13 +276,10 @@ class TwoWay(Wrapper):
             first += numel
         return cuts
 
-    def _kept(
-        self, held: Tensors, average: torch.Tensor, codec: Compressor, answer: Payload, context: Context
-    ) -> Tensors:
+    def _kept(self, held: Tensors, errors: torch.Tensor, context: Context) -> Tensors:
         """Return this server's compression error, by layer; for a layer whose residual is held, the held one."""
         if not self.settings.error_feedback:
             return {}
-        errors = residual(codec, context.memory.like(average).copy_(average), answer)
         pieces = _cut_alike(errors, held)
         for name in context.training.frozen(held, self.settings.step_size_ratio):
             pieces[name] = in_own_memory(held[name])
@@ -275,23 +293,23 @@ class TwoWay(Wrapper):
         return {_key(grads, what): torch.tensor(value, dtype=torch.float64) for what, value in steps.items()}
 
     def _zeta(
-        self, codec: Compressor, average: torch.Tensor, grads: Batch, state: Tensors, context: Context
+        self, codec: Compressor, total: Sums, grads: Batch, state: Tensors, context: Context
     ) -> torch.Tensor | None:
         """Return the number that the server's input is divided by, (); None if it keeps no residual, or needs none."""
-        asked = self.settings.error_feedback and self.settings.contraction != "none"
-        if not asked or not scales(self, grads.table):
+        if not (self.settings.error_feedback and scales(self, grads.table)):
             return None
         if (known := state.get(_key(grads, "server_zeta"))) is not None:
             return known
-        sent = decompress(codec, codec.compress(average, context.random.of_rank("server", "contraction")), average)
-        return next_zeta(torch.ones((), device=average.device), [average], [sent])
+        vector = total.vector
+        sent = decompress(codec, codec.compress(vector, context.random.of_rank("server", "contraction")), vector)
+        return next_zeta(torch.ones((), device=vector.device), [vector], [sent])
 
     def _measured(
-        self, zeta: torch.Tensor | None, average: torch.Tensor, codec: Compressor, answer: Payload, grads: Batch
+        self, zeta: torch.Tensor | None, total: Sums, codec: Compressor, answer: Payload, grads: Batch
     ) -> Tensors:
         if zeta is None:
             return {}
-        return {_key(grads, "server_zeta"): next_zeta(zeta, [average], [decompress(codec, answer, average)])}
+        return {_key(grads, "server_zeta"): next_zeta(zeta, [total.vector], [decompress(codec, answer, total.vector)])}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
         zeta = for_any(layers, "server_zeta", Kept((), least=0.0))
@@ -334,14 +352,6 @@ class TwoWay(Wrapper):
         # Shards have values of one selection, not each its own share, which is rounded up.
         share = (codec.compressed_bytes(numel) - position_bytes(codec, numel)) / values
         return Bytes(found.payload * share, 0, found.positions * share)
-
-
-def _compressed(codec: Compressor, vector: torch.Tensor, last: float, context: Context) -> tuple[Payload, float]:
-    """Return a server's answer, and the step of the next one where the codec adapts one."""
-    if compress_parts := getattr(codec, "compress_parts", None):
-        (answer,), step = compress_parts(vector, [(codec, (0, vector.numel()))], last)
-        return answer, step
-    return codec.compress(vector, context.random.of_rank("server")), last
 
 
 def finer(codec: Compressor, times: float) -> Compressor:

@@ -91,6 +91,12 @@ def main() -> int:
     for codec in (*low_rank, *sliced, wrappers.get("dion")(codecs.make("identity"))):
         [done] = run_lockstep([exchange_group(codec, matrices, {}, Context(0, 1, 0))])
         run_lockstep([exchange_group(codec, matrices, done.value.state, Context(0, 1, 1))])
+    for (name, settings), sizes in product(CASES, (*SIZES, (512, 96))):  # with residuals, in tiles too
+        if settings.get("scale") != "one":
+            grads = {f"w{at}": one for at, one in enumerate(torch.randn(sum(sizes)).split(sizes))}
+            state = {f"{layer}/residual": torch.randn_like(one) for layer, one in grads.items()}
+            fed = around(codecs.make(name, **settings), around.Settings(contraction="none"))
+            run_lockstep([exchange_group(fed, grads, state, Context(0, 1, 1, "g"), reuse=True)])
     for (name, settings), sizes in product(SUMMED, SIZES):
         grads = {f"w{at}": torch.randn(size) for at, size in enumerate(sizes)}
         state = {f"{layer}/energy": torch.tensor(1.0) for layer in grads}

@@ -12,7 +12,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from gradlab import codecs
-from gradlab.codec import Compressor, Context, Table, exchange_group, routes
+from gradlab.codec import Batch, Compressor, Context, Table, exchange_group, routes
 from gradlab.codec.abilities import average_into, decompress, for_layers, part_of
 from gradlab.codec.routes import Payload, Sharded, Shards, can_be_cut, cut, join, shards_of, shards_on, sums_in_shards
 from gradlab.codecs.block_scaled import BlockScaled
@@ -90,7 +90,7 @@ def sharded_of(
     """What each rank has of a vector; shards None: those of the codec."""
     cut = shards_of(codec, len(vectors[0]), len(vectors), "g") if shards is None else shards
     at = [Context(rank, len(vectors), 0, "g", seed) for rank in range(len(vectors))]
-    return [Sharded(codec, vector, cut, context) for vector, context in zip(vectors, at, strict=True)]
+    return [Sharded(codec, Batch({"w": vector}), cut, context) for vector, context in zip(vectors, at, strict=True)]
 
 
 def averages_apart(ranks: list[Sharded]) -> list[torch.Tensor]:
