@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What kernels compress, float32 (numel,).
+    """Input of kernels that compress, float32 (numel,).
 
     vector: the vector.
     addend: another one that is added to it; None: none is.
