@@ -524,7 +524,8 @@ def _quantize(
     place = tl.where(place == place, tl.minimum(tl.maximum(place, 0.0), BINS - 1.0), 0.0)  # NaN is in the first bin
     number = place.to(tl.int32)
     code = tl.where(inside, 2 * number + (value < 0).to(tl.int32), 0)
-    store_codes(codes, code, first, (sent + 7) // 8, BITS, TILE)
+    groups = (sent + 7) // 8
+    store_codes(codes, code, first, groups, groups, BITS, TILE)
     for bin in range(BINS):
         here = inside & (number == bin)
         total = tl.sum(tl.where(here, magnitude, 0.0).to(tl.float64), 0)
