@@ -18,6 +18,12 @@ _FSDP = (
     'state = compress_fsdp(model, {path}, between=mesh["replicate"], optimizer=optimizer)'
 )
 
+_LOCAL = (
+    "from gradlab.runtime import OuterStep\n"
+    "outer = OuterStep({path}, model, every={every})  # the bare model, not in DDP\n"
+    "outer.step()  # after every optimizer.step()"
+)
+
 
 class _Framework(NamedTuple):
     """Lines for one framework: with a plan, with PyTorch's 16 bits; where they go, and how training resumes."""
@@ -95,6 +101,11 @@ def lines_to_paste(
     scaler = ", scaler=scaler" if recorded and recorded.get("loss_scaler") is True else ""
     # JSON's text is one of Python too, whatever stands in the name.
     return lines.format(path=json.dumps(str(artifact)), nodes=nodes, ranks=ranks, scaler=scaler)
+
+
+def local_lines(artifact: Path, every: int) -> str:
+    """Write what goes into a training script that takes local steps."""
+    return _LOCAL.format(path=json.dumps(str(artifact)), every=every)
 
 
 def where_to_paste(fsdp: bool, recorded: Mapping[str, Any] | None = None) -> str:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
+from gradlab.analysis.forecast.network import Network
+from gradlab.analysis.forecast.plans import forecast
 from gradlab.analysis.forecast.speed import Configuration, Judged, SpeedForecast, caution_lines
 from gradlab.formatting import format_counted, format_percent, format_seconds
+from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.progress import Progress
 
@@ -25,6 +28,7 @@ MOST_WAITING = 0.1  # of a step
 UNCOMPRESSED = "uncompressed"
 # Of docs/local-steps.md, "How training ends": H, and nats of validation loss above synchronous training, uncompressed.
 ENDED_ABOVE = {8: 0.02, 30: 0.10, 100: 0.18}
+CODED, CODED_ABOVE = "ecsq, 0.5 bits", {8: 0.01, 30: 0.16}  # the same through a codec
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class LocalConfiguration:
     @property
     def advice(self) -> str:
         """In prose, whether to take local steps here, how many, and with which plan."""
-        times, plan = self.plans[self.plan], UNCOMPRESSED if self.judged is None else f"with {self.plan}"
+        times, plan = self.plans[self.plan], self.plan if self.plan == UNCOMPRESSED else f"with {self.plan}"
         every_step, keeps = format_percent(times.waits(0), 0), "" if self.judged is None else f"; {self.judged.text}"
         if not self.local_steps:
             return (
@@ -157,6 +161,30 @@ def forecast_local_speed(
         ),
         tuple(caution_lines(speed.judged.values())),
     )
+
+
+def advise_local_steps(
+    layers: Sequence[Layer], network: Network, every: int | None = None
+) -> tuple[LocalConfiguration, Plan]:
+    """Advise local steps on a network of one link: H, and the plan.
+
+    Args:
+        layers: the model's.
+        network: one number of nodes, one link, and the time of computing.
+        every: H; None: the fewest at which a worker waits for at most a tenth of a step, with plain DDP 0.
+
+    Returns:
+        What to take, and its plan: uncompressed unless that waits longer.
+    """
+    coded = Plan.uniform(layers, "ecsq", bits=0.5, exchanges="pseudo-gradients")
+    [one] = forecast_local_steps(coded, network, forecast(coded, network))
+    # Without local steps gradients are sent as they are.
+    times = {UNCOMPRESSED: one.uncompressed, CODED: replace(one, compressed=one.dense)}
+    fewest = {name: _fewest(one) if every is None else every for name, one in times.items()}
+    waits = {name: max(MOST_WAITING, one.waits(fewest[name])) for name, one in times.items()}
+    plan = min(times, key=lambda name: (fewest[name], waits[name]))  # the first of several that are alike
+    best = LocalConfiguration(one.nodes, one.bits_per_second, times, plan, fewest[plan], None)
+    return best, Plan(tuple(layers)) if plan == UNCOMPRESSED else coded
 
 
 def _all_wait(item: Configuration, compute: float | None) -> bool:

@@ -29,7 +29,7 @@ def main() -> None:
     inputs, targets = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(digits)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
-    plan = gradlab.Plan.uniform(model, "block_scaled", dtype="int4")
+    plan = gradlab.Plan.uniform(model, "block_scaled", dtype="int4", exchanges="pseudo-gradients")
     with OuterStep(plan, model, every=EVERY) as outer:
         for _ in range(STEPS):
             drawn = torch.randint(len(inputs), (BATCH,), generator=generator)

@@ -12,6 +12,9 @@ once for all. Each plan that some link takes is written, with these links in its
 plan.100mbit+1gbit.safetensors. A later question keeps the files of earlier answers: if --out is taken, the link is
 put into the name of the new plan, too.
 
+With --local-steps nothing is replayed. The answer is the fewest local steps at which a worker waits for at most a
+tenth of a step (auto), uncompressed or by ecsq, through which our trainings with local steps lost next to nothing.
+
 Examples:
 
   gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 1gbit
@@ -19,6 +22,8 @@ Examples:
   gradlab recommend trace --out plan.safetensors --nodes 8 --bandwidth 100mbit,1gbit,10gbit
 
   gradlab recommend trace --out plan.safetensors --nodes 8x8 --bandwidth 10gbit --compute-seconds 0.36s
+
+  gradlab recommend trace --out plan.safetensors --nodes 2 --bandwidth 50mbit --local-steps auto
 
   gradlab recommend trace --out plan.safetensors --nodes 8x8 --fsdp --bandwidth 25gbit
 """
@@ -32,13 +37,16 @@ from typing import Annotated, Any
 import typer
 
 from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.lines_to_paste import local_lines
 from gradlab.analysis.forecast.link import Link, json_rate
+from gradlab.analysis.forecast.local_speed import CODED_ABOVE, ENDED_ABOVE, NUMBERS, UNCOMPRESSED, advise_local_steps
 from gradlab.analysis.forecast.networks import networks_table
 from gradlab.analysis.forecast.recommendation import Recommendation, lines_for_several, require_computing
 from gradlab.analysis.forecast.recommendation import recommend as choose
 from gradlab.analysis.forecast.speed import SpeedForecast, caution_lines
 from gradlab.analysis.replay.named_method import loaded_plans
 from gradlab.analysis.report.recommended import Files, Saved, Search
+from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, print_json, progress_bars
 from gradlab.errors import GradlabError
@@ -71,6 +79,9 @@ def recommend(
     plan: options.Plans = None,
     quick: Annotated[bool, typer.Option(help="A replay of a few steps only, which the answer then says.")] = False,
     workers: options.SharedBy = None,
+    local_steps: Annotated[
+        str | None, typer.Option(metavar="H|auto", help="Number of local steps between two exchanges, or auto.")
+    ] = None,
     average_ranks: options.AverageRanks = 1,
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
@@ -87,6 +98,9 @@ def recommend(
         fsdp = fsdp or opened.metadata.get("fully_shard") is True
         counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
         network = Network(links, counts, profile, node=node, processor=options.processor_of(bandwidth))
+        if local_steps is not None:
+            _answer_local_steps(opened, network, local_steps, out, overwrite, as_json)
+            return
         search = Search(opened, loaded_plans(plan or ()), network, fsdp, quick)
         tried, remarks = search.tried(allowed, sharing, progress)
     if tried.speed is None:
@@ -100,6 +114,31 @@ def recommend(
         print_json({**found[0].to_json(), **saved.at(0), **written})
     else:
         Answer([found[0].text], remarks, notes=saved.lines()).print()
+
+
+def _answer_local_steps(
+    trace: Trace, network: Network, local_steps: str, out: Path, overwrite: bool, as_json: bool
+) -> None:
+    """Answer by how trainings with local steps ended: no plan is replayed."""
+    if len(network.links) > 1 or network.node is not None:
+        raise GradlabError("--local-steps: expected one link speed, and nodes of one rank")
+    every = None if local_steps == "auto" else options.counts_of(local_steps, "--local-steps")[0]
+    best, plan = advise_local_steps(trace.model_layers, network, every)
+    nats = ENDED_ABOVE if best.plan == UNCOMPRESSED else CODED_ABOVE
+    ended = ", ".join(f"{above:.2f} with H = {steps}" for steps, above in nats.items())
+    text = (
+        f"{best.advice[:1].upper()}{best.advice[1:]}. So our trainings ended {ended} nats above synchronous ones "
+        "(docs/local-steps.md)."
+    )
+    lines = []
+    if best.local_steps:
+        told = {"method": "local steps", "local_steps": best.local_steps}
+        path = Artifact(plan, told).save(out, overwrite)
+        lines = [f"\n{local_lines(path, best.local_steps)}", f"\n{path}"]
+    if as_json:
+        print_json({"text": text, **best.to_json(sorted({*NUMBERS, best.local_steps} - {0}))})
+    else:
+        Answer([text], notes=lines).print()
 
 
 def _links(bandwidth: str, latency: str) -> list[Link]:

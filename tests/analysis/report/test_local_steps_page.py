@@ -12,15 +12,26 @@ import pytest
 
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.local_speed import ENDED_ABOVE, MOST_WAITING, NUMBERS, UNCOMPRESSED
+from gradlab.analysis.forecast.local_speed import (
+    CODED,
+    CODED_ABOVE,
+    ENDED_ABOVE,
+    MOST_WAITING,
+    NUMBERS,
+    UNCOMPRESSED,
+    advise_local_steps,
+)
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.trace_report import Examination, trace_sections, write_trace_report
+from gradlab.artifact import Artifact
 from gradlab.formatting import format_count, format_ratio
 from gradlab.layout import Layer
 from gradlab.plan import Plan
+from gradlab.plan.optimizer_rules import layers_with_feedback
+from support.command_line import Command
 from support.recorded import random_gradients, record
 
 RECORDED = 4
@@ -141,7 +152,40 @@ def test_a_number_that_is_none_is_not_believed(tmp_path: Path, steps: Any) -> No
         assert (trace.local_step_count, trace.local_steps) == (None, "")
 
 
+@pytest.mark.parametrize("link", [SLOW, Link(1e6, 1e-4), FAST])
+@pytest.mark.parametrize("every", [None, 1, 30])
+def test_as_few_local_steps_are_advised_as_waiting_allows(link: Link, every: int | None) -> None:
+    best, plan = advise_local_steps(LAYERS, Network([link], [2], COMPUTING), every)
+    times, dense = best.plans[best.plan], best.plans[UNCOMPRESSED]
+    assert layers_with_feedback(plan) == ()
+    assert bool(plan.groups) == (best.plan != UNCOMPRESSED)
+    if every is None and best.local_steps:
+        assert times.waits(best.local_steps) <= MOST_WAITING < dense.waits(0)
+        assert best.local_steps == min(one.least(MOST_WAITING) for one in best.plans.values())
+    elif every is None:
+        assert (best.plan, dense.waits(0) <= MOST_WAITING) == (UNCOMPRESSED, True)
+    else:
+        assert best.local_steps == every
+        assert (best.plan == UNCOMPRESSED) == (dense.waits(every) <= max(MOST_WAITING, best.plans[CODED].waits(every)))
+
+
+def test_recommend_writes_the_plan_and_lines_of_local_steps(gradlab: Command, tmp_path: Path) -> None:
+    with record(tmp_path / "t", random_gradients(0, 2, 2, LAYERS), LAYERS) as trace:
+        told = ["--nodes", "2", "--compute-seconds", "20ms", "--out", str(tmp_path / "plan.safetensors")]
+        ask = ["recommend", str(trace.path), *told, "--bandwidth"]
+        code, seen, _ = gradlab(*ask, "100kbit", "--local-steps", "8")
+        seen = " ".join(seen.split())
+        assert code == 0
+        assert seen.startswith("At 100 kbit/s between 2 nodes take H = 8 local steps, with ecsq, 0.5 bits: ")
+        assert f'outer = OuterStep("{tmp_path / "plan.safetensors"}", model, every=8)' in seen
+        plan = Artifact.load(tmp_path / "plan.safetensors").plan
+        assert [group.codec for group in plan.groups] == ["ecsq"]
+        assert "take no local steps" in " ".join(gradlab(*ask, "1000gbit", "--local-steps", "auto")[1].split())
+        _, _, said = gradlab(*ask, "1mbit,1gbit", "--local-steps", "auto")
+        assert "--local-steps: expected one link speed, and nodes of one rank" in said
+
+
 def test_what_our_trainings_ended_at_is_that_of_the_page() -> None:
     page = (Path(__file__).parents[3] / "docs" / "local-steps.md").read_text()
-    for every, nats in ENDED_ABOVE.items():
+    for every, nats in [*ENDED_ABOVE.items(), *CODED_ABOVE.items()]:
         assert re.search(rf"H = {every}\b[^,.;]*\b{nats:.2f}\b", page), (every, nats)
