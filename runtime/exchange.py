@@ -90,7 +90,7 @@ class Exchange(Uncopied):
         hold_unused: whether a layer whose gradient is zero on all ranks keeps its state and gets no gradient.
         rules: action of each rule of `gradlab.executor.rules`, by name: "warn" (each once, on rank 0),
             "error" (raised on all ranks) or "ignore"; one of these words for all rules.
-        exchanges: "gradients", or "pseudo-gradients", of which the rule `outer_feedback` takes no_feedback's place.
+        exchanges: "gradients", or "pseudo-gradients", with `outer_feedback` in no_feedback's place under momentum.
 
     Raises:
         GradlabError: if the plan is for other parameters (with a difference by layer), the plan and the optimizer both
@@ -142,13 +142,11 @@ class Exchange(Uncopied):
             raise
 
     def _on_feedback(self, exchanges: str, held: HeldLayers) -> Finding | None:
-        plan = self.run.plan
-        if exchanges == "gradients":
+        plan, settings = self.run.plan, held.settings()
+        if exchanges == "gradients" or settings is None or settings.momentum is None:
             return no_feedback({group.name: plan.build(group) for group in plan.compressed_groups})
         layers = layers_with_feedback(between(plan, self._driver.communicator.world_size))
-        settings = held.settings()
-        momenta = [one.momentum for one in settings.of_layers(layers)] if settings else []
-        return outer_feedback(layers, next(filter(None, momenta), None))
+        return outer_feedback(layers, next(filter(None, (one.momentum for one in settings.of_layers(layers))), None))
 
     # --- steps ---
 

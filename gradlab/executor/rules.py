@@ -156,8 +156,8 @@ def no_feedback(codecs: Mapping[str, Codec]) -> Finding | None:
 
 
 def outer_feedback(layers: Sequence[str], momentum: str | None) -> Finding | None:
-    """Name layers of pseudo-gradients with error feedback whose outer optimizer has momentum: local steps make up for
-    what was left out, so that the residual is a second momentum."""
+    """Name layers of pseudo-gradients with error feedback whose outer optimizer has momentum: the residual is a second
+    one."""
     if not layers or momentum is None:
         return None
     seen = f"{layers[0]}: error feedback under an outer optimizer with {momentum} is momentum twice"

@@ -268,7 +268,7 @@ class Plan:
                 per layer, math.inf: one group of all layers. Such groups are one to a codec that selects, unless it is
                 given across_layers = False.
             exchanges: "gradients", or "pseudo-gradients" of local steps, which no rank and no server keeps errors of
-                by default: the next local steps make up for what was left out, so that feedback sends it twice.
+                by default: under an outer optimizer with momentum feedback is momentum twice.
             seed: seed of the random streams that ranks share.
             settings: settings of the codec, by name.
 
