@@ -483,8 +483,9 @@ def warned(group: dist.ProcessGroup) -> list[tuple[bool, list[str]]]:
     for wrappers, momentum in itertools.product(([], FEEDBACK, *([one] for one in servers)), (0.0, 0.9)):
         plan = Plan.uniform(network(), "topk", density=0.1, wrappers=wrappers)
         rule = partial(torch.optim.SGD, lr=1.0, momentum=momentum)
-        with warnings.catch_warnings(record=True) as said, OuterStep(plan, network(), rule, group=group):
+        with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            OuterStep(plan, network(), rule, group=group).close()
         seen.append((bool(momentum), [str(one.message) for one in said if "gradlab: " in str(one.message)]))
     return seen
 
