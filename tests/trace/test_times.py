@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from gradlab.ddp.step_clock import StepClock
 from gradlab.trace.schema import NOT_TIMED, STEP_DTYPE, TIMES
 from gradlab.trace.times import recorded_times
+from support.laws import law
 
 
 def records(computing: list[float], waited: list[float], recording: float = 0.5, nbytes: int = 10**6) -> np.ndarray:
@@ -53,6 +56,27 @@ def test_few_steps_and_steps_without_times_say_nothing() -> None:
         untimed[name] = nothing
     assert recorded_times([timed[:3]]) is None
     assert recorded_times([timed, untimed]) is None
+
+
+BUCKETS = st.lists(st.lists(st.sampled_from(["own", "blocked", "busy"]), max_size=3), min_size=1, max_size=4)
+
+
+@law(BUCKETS, st.booleans(), examples=40)
+def test_no_time_of_a_step_is_counted_twice(buckets: list[list[str]], waits: bool) -> None:
+    """Also where the recorder's own work is blocked, and where averages are waited for between buckets."""
+    clock = StepClock(torch.device("cpu"))
+    clock.end()
+    for number, before in enumerate(buckets):
+        for what in before:
+            with clock.own() if what == "own" else nullcontext():
+                time.sleep(1e-3 * (what != "busy"))
+                sum(range(10_000))
+        clock.arrive(8, first=number == 0)
+        with clock.waiting() if waits else nullcontext():
+            time.sleep(1e-3)
+    told = clock.end()()
+    assert told.waited >= 1e-3 * (len(buckets) if waits else 1)
+    assert told.waited + told.own <= told.seconds + 1e-6
 
 
 def test_a_step_that_nobody_asks_for_leaves_nothing_behind() -> None:
