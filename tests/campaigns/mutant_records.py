@@ -1344,6 +1344,14 @@ MUTANTS: tuple[Mutant, ...] = (
         what="A plan is recommended though some similar methods ended above what is allowed.",
     ),
     Mutant(
+        file="analysis/forecast/endings.py",
+        old="found is None or found.quarter <= max_loss",
+        new="found is None or found.range.low <= max_loss",
+        tests=("tests/analysis/forecast/test_recommendation.py",),
+        what="A pilot tries plans whose similar methods ended far above dense.",
+        select="far_above_dense",
+    ),
+    Mutant(
         file="analysis/forecast/speed.py",
         old="or (half and self.no_faster_than_16_bits(self.closest))",
         new="",
@@ -1589,6 +1597,12 @@ MUTANTS += (
         "gradlab/cli/options.py",
         "tests/cli/test_options.py",
         (
+            "if len(words) > 1 and",
+            "if not words and",
+            "asked_about",
+            "Speeds are forecast with a measured link's costs.",
+        ),
+        (
             "if text is None:\n        return default_workers()",
             "if text is not None:\n        return default_workers()",
             "",
@@ -1711,12 +1725,6 @@ MUTANTS += (
         "gradlab/cli/recommend.py",
         "tests/cli/test_options.py",
         ('if "," in nodes:', 'if ";" in nodes:', "", "Two numbers of nodes are taken for a recommendation."),
-        (
-            "if len({replace",
-            "if not len({replace",
-            "asked_about_alone",
-            "Speeds are forecast with a measured link's costs.",
-        ),
     ),
     *_faults(
         "analysis/forecast/networks.py",
