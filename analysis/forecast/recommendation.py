@@ -138,8 +138,9 @@ def _likely(judged: Judged, max_loss: float) -> bool:
 
 
 def _may_hold(judged: Judged, max_loss: float) -> bool:
-    known = judged.cosine is not None and judged.length is not None
-    return not known or may_end_within(max_loss, judged.cosine, judged.length, judged.memory)
+    if judged.cosine is None or judged.length is None:
+        return True  # nothing is known
+    return may_end_within(max_loss, judged.cosine, judged.length, judged.memory)
 
 
 def _faster(proposals: Sequence[Proposal]) -> str:
