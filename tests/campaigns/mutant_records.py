@@ -1451,7 +1451,7 @@ MUTANTS += (
         ),
         ('local_steps = states[0]["local_steps"]', "local_steps = 0", "resumed", "A resumed run counts anew."),
         ("if self.delay >= self.every:", "if self.delay > self.every:", "wrong_use", "A delay of a round is taken."),
-        ("self.workers.hand_on(list(pseudo.values()))", "pass", "ranks_in_ddp", "A worker's other ranks get no mean."),
+        ("self.workers.hand_on(list(means.values()))", "pass", "ranks_in_ddp", "A worker's other ranks get no mean."),
     ),
     *_faults(
         "gradlab/ddp/optimizer_steps.py",
