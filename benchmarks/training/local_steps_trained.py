@@ -9,9 +9,9 @@ text_chars: nanoGPT's CPU configuration (804,096 parameters, AdamW), 4 workers o
 averages gradients in every step, through the named codec or uncompressed. The others take H local steps and DiLoCo's
 outer step, but "SparseLoCo" and "averaging", whose outer optimizer is SGD of rate 1, and ", outer 0.5 0.9", of rate 0.5
 and Nesterov momentum 0.9; "streaming" has 3 fragments that are applied 5 local steps late. Of a codec nothing is kept
-for later, but with ", feedback" error feedback is around it; "signs" come back as signs, "gathered" all of them do. A
-row is a run: bytes of an exchange, and forecasts of a local step with its share of the exchange where computing takes
-20 ms.
+for later, but with ", feedback" error feedback is around it; "signs" come back as signs, "gathered" all of them do.
+", Muon" at the end: Muon for matrices and AdamW for the rest in each worker, as in MuLoCo. A row is
+a run: bytes of an exchange, and forecasts of a local step with its share of the exchange where computing takes 20 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gradlab.analysis.forecast.link import Link, parse_bandwidth
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.codec import seeded_generator
-from gradlab.datasets import Cifar10, batches, build_optimizer, clip_gradients, get, learning_rate_at
+from gradlab.datasets import Cifar10, Recipe, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, Wrap, method_plan
@@ -56,6 +56,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "PowerSGD": {"codec": "powersgd", "rank": 4},
     "signs": {"codec": "sign"},
 }
+MUON = ", Muon"
 WAYS = ("sync", "DiLoCo", "SparseLoCo", *CODECS)
 
 
@@ -86,40 +87,42 @@ def plan_of(way: str, task: str) -> Plan:
 def trained(key: Row, chosen: argparse.Namespace) -> Row:
     way, every, task = key["way"], key["every"], chosen.task
     settings = TrainSettings(task, str(chosen.data), WORKERS, chosen.steps, BATCH[task], seed=key["seed"])
+    inner, way = way.endswith(MUON), way.removesuffix(MUON)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # fork: no imports anew
-            _worker, (way, every, settings, folder), WORKERS, start_method="fork"
+            _worker, (way, inner, every, settings, folder), WORKERS, start_method="fork"
         )
         done: Row = json.loads(Path(folder, "0.json").read_text(encoding="utf-8"))
     return done | {"times": predicted(way, every, task)}
 
 
-def _worker(rank: int, way: str, every: int, settings: TrainSettings, folder: str) -> None:
+def _worker(rank: int, way: str, muon: bool, every: int, settings: TrainSettings, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
     torch.manual_seed(settings.seed)
     workload = get(settings.workload)
     recipe, data = settings.applied_to(workload.recipe), workload.load(settings.data)
     model, plan = workload.model(settings.seed), plan_of(way, settings.workload)
-    optimizer = build_optimizer(recipe, model.parameters())
+    optimizers = _muon_and_adamw(recipe, model) if muon else [build_optimizer(recipe, model.parameters())]
     parameters = {layer.name: parameter for layer, parameter in named_layers(model)}
     generator = seeded_generator("augmentation", settings.seed, rank)
     if way.startswith("sync"):
-        exchange, every = Exchange(plan, parameters.items(), optimizer=optimizer), 1
+        exchange, every = Exchange(plan, parameters.items(), optimizer=optimizers), 1
     else:
         outer = _outer_step(way, plan, model, every)
     count, losses = recipe.steps // every * every, []
     order = batches(len(data.train_x), recipe.batch_size, rank, WORKERS, settings.seed, recipe.steps)
     for step, indices in enumerate(islice(order, count)):
-        for group in optimizer.param_groups:
+        for group in (group for one in optimizers for group in one.param_groups):
             group["lr"] = learning_rate_at(recipe, step)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss = workload.loss(model(workload.augment(data.train_x[indices], generator)), data.train_y[indices])
         loss.backward()
         if way.startswith("sync"):
             exchange.step({name: one.grad for name, one in parameters.items() if one.grad is not None})
         clip_gradients(recipe, model.parameters())
-        optimizer.step()
+        for one in optimizers:
+            one.step()
         losses.append(float(loss.detach()))
         if not way.startswith("sync"):
             outer.step()
@@ -136,6 +139,15 @@ def _worker(rank: int, way: str, every: int, settings: TrainSettings, folder: st
         Path(folder, "0.json").write_text(json.dumps(row), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _muon_and_adamw(recipe: Recipe, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon at AdamW's rate and weight decay for matrices but embeddings, AdamW for the rest."""
+    matrices, others = [], []
+    for layer, parameter in named_layers(model):
+        (matrices if len(layer.shape) == 2 and layer.role != "embedding" else others).append(parameter)
+    options = {"weight_decay": recipe.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return [torch.optim.Muon(matrices, **options), build_optimizer(recipe, others)]
 
 
 def _outer_step(way: str, plan: Plan, model: nn.Module, every: int) -> OuterStep:

@@ -1,4 +1,6 @@
-"""Train two workers that exchange how far they came after every 10 optimizer steps, in int4.
+"""Train two workers that exchange how far they came after every 10 optimizer steps, in int4, as MuLoCo does.
+
+Each worker has two optimizers: Muon for its matrices, and AdamW for the rest.
 
 torchrun --standalone --nproc-per-node 2 local_steps_example.py
 """
@@ -23,7 +25,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))  # not in DDP: no gradient is averaged
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    matrices, others = ([one for one in model.parameters() if (one.ndim == 2) == wanted] for wanted in (True, False))
+    muon = torch.optim.Muon(matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw")  # of AdamW's size of steps
+    optimizers = [muon, torch.optim.AdamW(others, lr=1e-3)]
     criterion = nn.CrossEntropyLoss()
     images, digits = load_digits(return_X_y=True)
     inputs, targets = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(digits)
@@ -33,10 +37,11 @@ def main() -> None:
     with OuterStep(plan, model, every=EVERY) as outer:
         for _ in range(STEPS):
             drawn = torch.randint(len(inputs), (BATCH,), generator=generator)
-            optimizer.zero_grad()
+            model.zero_grad()
             loss = criterion(model(inputs[drawn]), targets[drawn])
             loss.backward()
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             outer.step()  # exchanges in every tenth call
     with torch.no_grad():
         accuracy = (model(inputs).argmax(dim=1) == targets).float().mean()

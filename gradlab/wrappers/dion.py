@@ -66,6 +66,11 @@ class Dion(Wrapper):
     and is refused under others. Learning rates are its own, such as 0.01, one for all shapes. Backward leaves
     updates: do not clip their norm.
 
+    This is Dion of 2025, which its authors' repository, microsoft/dion, calls legacy. They recommend Dion2 (K. Ahn,
+    N. Amsel, J. Langford, arXiv:2512.16928), which orthonormalizes those rows or columns of the momentum that are
+    largest in the L1 norm; their Dion3 adds NorMuon's scaling of each neuron. Both step with fully averaged gradients.
+    They save no bytes between data-parallel ranks, as Dion does, and train under any plan that replaces no optimizer.
+
     >>> codec = wrappers.get("dion")(codecs.make("identity"))
     >>> update = codec.apply({"w": torch.randn(64, 32)}).decoded["w"]
     >>> update.shape, torch.linalg.matrix_rank(update)
