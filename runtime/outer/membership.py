@@ -180,6 +180,7 @@ class Rounds:
 
     def _exchanged(self) -> tuple[dict[str, torch.Tensor], bool] | None:
         """Exchange what this worker has to send; None if that failed."""
+        self._members.count = self.manager.num_participants()
         try:
             if (error := self.manager.errored()) is not None:
                 raise CommunicationError(f"workers could not be connected: {_line(error.original_exception)}")
@@ -220,7 +221,7 @@ class Rounds:
         if len({one["sending"] for one in everyone}) > 1:
             raise CommunicationError("workers stand at different fragments")
         self._tell([one["name"] for one in everyone], ranks.rank)
-        members.between, members.count = group, len(everyone)
+        members.between = group
         self._share = sum(not one["fresh"] for one in everyone) / len(everyone) or 1.0
         for number, fragment in enumerate(self._outer.fragments):
             if fragment.exchange is not None:

@@ -10,8 +10,8 @@ kills       one worker after another is killed with SIGKILL at a random moment, 
 slow        one worker takes ten times as long as the others, who wait for it for one second
 lighthouse  torchft's lighthouse is killed, and started again after five seconds
 
-At the end all workers are alike bit for bit, none has ended early, and the loss is told beside that of workers who were
-left alone.
+After every outer step those that took it are alike bit for bit, and none ends early. The loss is told beside that of
+workers who were left alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def until(told: Path, workers: Sequence[Worker], steps: int) -> list[dict[str, A
 
 
 def judged(name: str, ends: Sequence[dict[str, Any]], workers: Sequence[Worker], **numbers: Any) -> bool:
-    """Print what came of a trial; return whether it was sound."""
-    sound = all("end" in one for one in ends) and all(one["end"] == ends[0]["end"] for one in ends)
+    """Print what came of a trial; return whether all workers were alike after every outer step that they told of."""
+    after: dict[int, set[str]] = {}
+    for one in [told for worker in workers for told in worker.told if "step" in told]:
+        after.setdefault(one["step"], set()).add(one["common"])
+    sound = all("end" in one for one in ends) and all(len(one) == 1 for one in after.values())
     pauses = [b - a for one in workers for a, b in itertools.pairwise(one.at("step"))]
     losses = sorted({round(one.get("loss", float("nan")), 4) for one in ends})
     told = {
@@ -81,9 +84,10 @@ def killed(given: dict[str, Any], told: Path, args: argparse.Namespace) -> bool:
 def slowed(given: dict[str, Any], told: Path, args: argparse.Namespace) -> bool:
     with run(given, 3, join_seconds=1.0) as (workers, start, _):
         slow = start(3, seconds=10 * given["seconds"])
-        ends = until(told, [*workers, slow], args.steps)
+        wait_until(lambda: slow.steps >= 0, "the slow one", LONG)
+        ends = until(told, workers, args.steps)
         alone = sum(count == 3 for count in workers[0].all_of("workers"))
-        return judged("slow", ends, workers, without_it=alone)
+        return judged("slow", ends, [*workers, slow], without_it=alone)
 
 
 def without_lighthouse(given: dict[str, Any], told: Path, args: argparse.Namespace) -> bool:
@@ -109,9 +113,9 @@ def main() -> int:
     for name in args.only.split(","):
         with tempfile.TemporaryDirectory() as folder:
             told = Path(folder) / "steps"
-            given = {"until": str(told), "seconds": args.seconds, "timeout": 20, "quorum_timeout": 120}
+            given = {"until": str(told), "seconds": args.seconds, "timeout": 20, "quorum_timeout": 120, "momentum": 0.3}
             sound.append(trials[name](given, told, args))
-    with tempfile.TemporaryDirectory() as folder, run({"steps": args.steps}, 4) as (workers, *_):
+    with tempfile.TemporaryDirectory() as folder, run({"steps": args.steps, "momentum": 0.3}, 4) as (workers, *_):
         sound.append(judged("left alone", [one.wait(LONG) for one in workers], workers))
     return not all(sound)
 

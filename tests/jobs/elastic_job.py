@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -19,6 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradlab.codec import hash_tensor
 from gradlab.errors import GradlabError
@@ -40,8 +45,8 @@ def manager_at(lighthouse: str, name: str, store: dist.TCPStore, given: Mapping[
         timeout=seconds,
         quorum_timeout=timedelta(seconds=given.get("quorum_timeout", 60)),
         connect_timeout=timedelta(seconds=given.get("connect_timeout", 10)),
-        rank=0,
-        world_size=1,
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        world_size=given.get("ranks", 1),
         store_addr="localhost",
         store_port=store.port,
         lighthouse_addr=lighthouse,
@@ -59,7 +64,7 @@ def hashes_of(outer: OuterStep) -> dict[str, str]:
         found |= {f"{number} {name}": hash_tensor(one) for name, one in fragment.parameters.items()}
         moments = [state["momentum_buffer"] for state in fragment.optimizers[0].state.values()]
         found |= {f"{number} momentum {at}": hash_tensor(one) for at, one in enumerate(moments)}
-        for group, state in kept["exchange"]["states"].items():
+        for group, state in (kept["exchange"] or {"states": {}})["states"].items():
             shared = {key: one for key, one in state.items() if not key.endswith("/step")}  # ecsq's guess at its own
             found |= {f"{number} {group} {key}": hash_tensor(one.contiguous()) for key, one in shared.items()}
     return found
@@ -86,12 +91,17 @@ def told_of(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def train(name: str, manager: Any, given: Mapping[str, Any]) -> None:
     """Train to the last step, or to `stop`, where all is saved; from what was saved at `resume`."""
-    model = network()
+    model: nn.Module = network()
+    if inside := given.get("inside"):
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if inside == "fsdp2" else DDP(model)
     synchronous = given.get("synchronous", False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if synchronous else adamw(model)
     plan = plan_of(given.get("codec", "several"), given.get("settings", {}))
     numbers = {"every": given.get("every", 4), "fragments": given.get("fragments", 1)}
-    make = partial(torch.optim.SGD, lr=1.0) if synchronous else None
+    momentum = given.get("momentum", 0.9)
+    make = partial(torch.optim.SGD, lr=0.7, momentum=momentum, nesterov=True)
+    if synchronous:
+        make = partial(torch.optim.SGD, lr=1.0)
     outer = OuterStep(plan, model, make, manager=manager, **numbers)
     if "resume" in given:
         saved = torch.load(f"{given['resume']}/{name}.pt", weights_only=True)
@@ -108,16 +118,36 @@ def train(name: str, manager: Any, given: Mapping[str, Any]) -> None:
     with torch.no_grad():
         inputs = torch.randn(512, 20, generator=torch.Generator().manual_seed(1))
         loss = float((model(inputs) - inputs[:, :5].sin()).square().mean())
-    tell(end=hashes_of(outer), loss=loss, weights=model.get_parameter("6.weight").flatten().tolist())
+    weights = {} if inside else {"weights": model.get_parameter("6.weight").flatten().tolist()}
+    tell(end=hashes_of(outer), loss=loss, **weights)
     outer.close()
 
 
 def main(name: str, lighthouse: str, given: dict[str, Any]) -> None:
+    """Be a worker, or its first rank, which starts the others. They tell nothing."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    others = [
+        multiprocessing.get_context("fork").Process(target=be, args=(rank, store.port, name, lighthouse, given))
+        for rank in range(1, given.get("ranks", 1))
+    ]
+    for one in others:
+        one.start()
+    be(0, store.port, name, lighthouse, given, store)
+    for one in others:
+        one.join()
+
+
+def be(rank: int, port: int, name: str, lighthouse: str, given: dict[str, Any], store: Any = None) -> None:
+    """Be one rank of a worker."""
+    if rank:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     tell(pid=os.getpid())
+    store = store or dist.TCPStore("localhost", port, is_master=False)
+    if (ranks := given.get("ranks", 1)) > 1:
+        dist.init_process_group("gloo", store=dist.PrefixStore("inside", store), rank=rank, world_size=ranks)
     torch.set_num_threads(1)
     warnings.showwarning = told_of
     membership.VERSION = given.get("version", membership.VERSION)  # type: ignore[misc]
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = manager_at(lighthouse, name, store, given)
     try:
         train(name, manager, given)

@@ -90,3 +90,16 @@ def test_every_step_and_plain_averaging_is_synchronous_sgd() -> None:
         for end in ends(workers):
             found = torch.tensor(end["weights"]).view(5, 18)
             torch.testing.assert_close(found, model.get_parameter("6.weight"), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("inside", "codec"), [("fsdp2", "block_scaled"), ("ddp", "several")])
+def test_a_worker_of_two_ranks_comes(inside: str, codec: str) -> None:
+    """Its ranks hold shards, or the first one exchanges for both."""
+    given = {"steps": 20, "seconds": 0.05, "ranks": 2, "inside": inside, "codec": codec}
+    with run(given, 1) as ((first,), start, _):
+        wait_until(lambda: first.steps >= 2, "the first steps")
+        second = start(1)
+        one, other = ends([first, second])
+        assert one["end"] == other["end"]
+        assert second.all_of("joined")[0] >= 2
+        assert second.all_of("workers")[-1] == 2
