@@ -105,6 +105,13 @@ class Unit:
         """Do as `gradients`, with the padding, so that all ranks have the same shapes."""
         return {shard.layer.name: piece.view(shard.padded_shape) for shard, piece in self._pieces(flat)}
 
+    def gathered(self) -> list[tuple[Shard | None, int]]:
+        """Return what the unit's all-gather takes of a rank, in order: shards, None for one of a frozen parameter, and
+        their padded number of elements."""
+        (group,) = _param_groups(self.module)
+        known = {id(shard.parameter): shard for shard in self.shards}
+        return [(known.get(id(one.sharded_param)), one.padded_sharded_param_size.numel()) for one in group.fsdp_params]
+
     def divided_later(self, dtype: torch.dtype) -> float:
         """Return what FSDP divides the flat gradient by after its hook: not 1 where a 16-bit mean might underflow."""
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
@@ -263,6 +270,17 @@ def custom_reductions(units: Iterable[Unit]) -> list[str]:
     """Name the units whose reduce-scatter somebody has replaced already."""
     comms = ((unit, group._reduce_scatter_comm) for unit in units for group in _param_groups(unit.module))
     return [unit.title for unit, comm in comms if type(comm).__name__ != "DefaultReduceScatter"]
+
+
+def all_gather_of(unit: Unit) -> Any:
+    """Return what gathers a unit's parameters; None below torch 2.8, which has one way."""
+    (group,) = _param_groups(unit.module)
+    return getattr(group, "_all_gather_comm", None)
+
+
+def set_all_gather(unit: Unit, gather: Any) -> None:
+    """Replace what gathers a unit's parameters."""
+    unit.module.set_custom_all_gather(gather)
 
 
 def set_hooks(module: Any, all_reduce: Any, reduce_scatter: Any = None) -> None:

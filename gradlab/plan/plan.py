@@ -21,7 +21,7 @@ from gradlab.codec import Bytes, Codec, Compressor, PlanDefaults, Table, Tensors
 from gradlab.codec.routes import BOTH_WAYS_FROM, sums_in_shards
 from gradlab.codec.settings import build_settings, plain
 from gradlab.errors import GradlabError
-from gradlab.layout import Layer, canonical_json, describe_difference, fingerprint, layers_of
+from gradlab.layout import ROLES, Layer, canonical_json, describe_difference, fingerprint, layers_of
 from gradlab.plan.coverage import known_roles, left_dense, require_compressed, warn_left_dense
 from gradlab.plan.refresh import Refresh
 from gradlab.printable import can_be_written
@@ -33,7 +33,7 @@ FINITE_FLAG_BYTES = 4
 # CPU a layer by itself costs 50 to 500 microseconds of Python and kernel launches in a step.
 SMALL_LAYER_BYTES, SMALL_GROUP_BYTES, FEWEST_SMALL = 2**16, 2**20, 8
 GPU_GROUP_BYTES = 25 * 2**20
-EXCHANGES = "gradients", "pseudo-gradients"
+EXCHANGES = "gradients", "pseudo-gradients", "parameters"
 ANSWER = 4.0  # times a message's bytes per value: at most 1.25 times what 4 ranks send that gather
 
 
@@ -268,7 +268,8 @@ class Plan:
                 per layer, math.inf: one group of all layers. Such groups are one to a codec that selects, unless it is
                 given across_layers = False.
             exchanges: "gradients", or "pseudo-gradients" of local steps, which no rank and no server keeps errors of
-                by default: under an outer optimizer with momentum feedback is momentum twice.
+                by default: under an outer optimizer with momentum feedback is momentum twice. Or "parameters" that
+                FSDP2 gathers: no errors are kept, and embeddings stay exact by default.
             seed: seed of the random streams that ranks share.
             settings: settings of the codec, by name.
 
@@ -280,8 +281,11 @@ class Plan:
         _check_wrappers(wrappers, error_feedback)
         if exchanges not in EXCHANGES:
             raise GradlabError(f"plan: exchanges = {exchanges!r}, expected one of {', '.join(EXCHANGES)}")
-        if exchanges == "pseudo-gradients" and error_feedback is None:
+        if exchanges != "gradients" and error_feedback is None:
             error_feedback = False
+        if exchanges == "parameters":
+            roles = tuple(role for role in ROLES if role != "embedding") if roles is None else roles
+            wrappers, error_feedback = wrappers or (), None
         built = codecs.make(codec, **settings)
         around = default_wrappers(built, error_feedback) if wrappers is None else tuple(wrappers)
         given: dict[str, Any] = {

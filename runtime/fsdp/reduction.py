@@ -221,12 +221,14 @@ class Levels:
     shards: the same of this rank's shards.
     inside: the plan of the reduce-scatters, of whole layers; None where they are not compressed.
     inside_shards: the same of the padded shards.
+    parameters: the plan of the all-gathers, of whole layers; None where they are not compressed.
     """
 
     whole: Plan
     shards: Plan
     inside: Plan | None = None
     inside_shards: Plan | None = None
+    parameters: Plan | None = None
 
 
 def levels_of(

@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -25,6 +25,7 @@ from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
     Unit,
+    all_gather_of,
     attached_hooks,
     averaged_units,
     custom_reductions,
@@ -48,6 +49,7 @@ from gradlab.runtime.engine.driver import Iteration, Part
 from gradlab.runtime.engine.optimizer_steps import OptimizerSteps
 from gradlab.runtime.engine.options import RunOptions, Surroundings
 from gradlab.runtime.exchange import Exchange
+from gradlab.runtime.fsdp.parameters import ParameterGathers, parameter_plan
 from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of, shard_driver
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.trial import trial
@@ -76,6 +78,7 @@ class FSDPCompression(Exchange):
         between: Mesh | None = None,
         within: Mesh | None = None,
         inside: Plan | str | os.PathLike[str] | None = None,
+        parameters: Plan | str | os.PathLike[str] | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
@@ -99,27 +102,33 @@ class FSDPCompression(Exchange):
                 raise GradlabError(f"{CALLER}: between has one rank: there is nothing to compress between nodes")
             first = given_plan(plan, CALLER)
             second = _plan_inside(first, between, within, inside)
-            whole = first if between is not None else Plan(tuple(shard.layer for shard in shards.values()))
-            return levels_of(units, shards, (whole, second), topology, chosen)
+            layers = tuple(shard.layer for shard in shards.values())
+            whole = first if between is not None else Plan(layers)
+            of_gathers = None if parameters is None else parameter_plan(layers, parameters, CALLER)
+            if of_gathers is not None:
+                _check_gathers(units, of_gathers, {layer.name for layer in layers})
+            return replace(levels_of(units, shards, (whole, second), topology, chosen), parameters=of_gathers)
 
         def same(levels: Levels) -> dict[str, Any]:
-            inside = None if levels.inside is None else levels.inside.digest
-            return {**chosen.same_everywhere(levels.whole), "the plan inside nodes (sha256)": inside}
+            digests = [None if one is None else one.digest for one in (levels.inside, levels.parameters)]
+            names = ("the plan inside nodes (sha256)", "the plan of parameters (sha256)")
+            return {**chosen.same_everywhere(levels.whole), **dict(zip(names, digests, strict=True))}
 
         levels = agree_on((row, column), device, attempt, same)
         self._units, self._shards = units, shards
         self._stream: Any = None
-        parameters = {name: shard.parameter for name, shard in shards.items()}
+        held_parameters = {name: shard.parameter for name, shard in shards.items()}
         values = {name: shard.values for name, shard in shards.items()}
-        self._around = Surroundings(parameters, chosen, HostDevice(device), values)
+        self._around = Surroundings(held_parameters, chosen, HostDevice(device), values)
         driver = shard_driver(units, levels.shards, (row, column), topology, self._around, timeout)
         self._set_up(levels.whole, driver)
-        self._steps = OptimizerSteps(self._driver, parameters)
+        self._steps = OptimizerSteps(self._driver, held_parameters)
         self._driver.closing.append(self._steps.close)
         self._finalizer = weakref.finalize(self, self._driver.close)
         self.inside = self._reduction(levels, chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:
             self._steps.follow(run)
+        self.parameters = self._gathers(levels.parameters)
         self._attach(model)
         if running is not None:
             running.follow(self, chosen.scaler)
@@ -133,6 +142,15 @@ class FSDPCompression(Exchange):
         settings = replace(self.run.settings, plain_sgd=plain)
         return ShardReduction(levels.inside, levels.inside_shards, self._driver.beside, settings, measure_every)
 
+    def _gathers(self, plan: Plan | None) -> ParameterGathers | None:
+        """The all-gathers, if they are compressed. They do not keep the state alive, and are exact after it."""
+        if plan is None:
+            return None
+        run = self.run
+        gathers = ParameterGathers(plan, self._units, lambda: run.iteration)
+        self._driver.closing.append(gathers.close)
+        return gathers
+
     def _attach(self, model: object) -> None:
         """Set the units' hooks. These do not keep the state alive."""
         me, inner = weakref.ref(self), without_compile(model)
@@ -143,6 +161,7 @@ class FSDPCompression(Exchange):
             reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)
             self._hooks.append((unit, partial(_hook, me, unit), reduction))
             set_hooks(unit.module, *self._hooks[-1][1:])
+        self._gathered = [] if self.parameters is None else self.parameters.attach(self._units)
         refuse_thawed(inner, self._units)
         self._averaged = averaged_units(inner, self._units)
 
@@ -150,6 +169,8 @@ class FSDPCompression(Exchange):
         """Refuse what would let nodes drift apart: modules that have other hooks by now, or none."""
         if lost := [unit.title for unit, *hooks in self._hooks if not has_hooks(unit, *hooks)]:
             raise GradlabError(f"{lost[0]} has another hook now than the one that {CALLER} set, and nodes drift apart")
+        if lost := [unit.title for unit, gather in self._gathered if all_gather_of(unit) is not gather]:
+            raise GradlabError(f"{lost[0]} has another all-gather now than the one that {CALLER} set")
         model = self._model()
         if model is not None and len(sharded_modules(model)) != self._modules:
             raise GradlabError(
@@ -220,6 +241,8 @@ class FSDPCompression(Exchange):
             record = self._driver.finish()
             if self.inside is not None:
                 self.inside.end(record.finite)
+            if self.parameters is not None:
+                self.parameters.end()
             if not record.finite:
                 for shard in self._shards.values():
                     shard.fill_gradient(torch.nan)
@@ -268,9 +291,10 @@ class FSDPCompression(Exchange):
         resume()
 
     def report(self) -> dict[str, Any]:
-        """Return `Exchange.report`; under "inside" the bytes of the last step's reduce-scatters."""
-        report = super().report()
-        return report if self.inside is None else {**report, "inside": self.inside.report()}
+        """Return `Exchange.report`; under "inside" the bytes of the last step's reduce-scatters, under "parameters"
+        those of its all-gathers, where they are compressed."""
+        beside = {"inside": self.inside, "parameters": self.parameters}
+        return {**super().report(), **{name: one.report() for name, one in beside.items() if one is not None}}
 
     def _inside_from(self, states: Sequence[Any], place: tuple[int, int, str] | None = None) -> Callable[[], None]:
         """Check the states of the plan inside nodes; return what continues from them, see `ShardReduction`."""
@@ -290,6 +314,7 @@ def compress_fsdp(
     between: Mesh | None = None,
     within: Mesh | None = None,
     inside: Plan | str | os.PathLike[str] | None = None,
+    parameters: Plan | str | os.PathLike[str] | None = None,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     scaler: Any = None,
     **options: Any,
@@ -322,6 +347,9 @@ def compress_fsdp(
             `between` that alone is compressed. It is for codecs that one rank computes alone, and keeps residuals as
             large as the unsharded gradient.
         inside: the plan of the reduce-scatter, where `plan` is that between nodes.
+        parameters: format in which parameters travel in FSDP's all-gathers, such as "int8" or "float8_e4m3fn", for
+            matrices but embeddings; or a plan, see `Plan.uniform(..., exchanges="parameters")`. The optimizer's shards,
+            checkpoints and evaluation (`model.eval()`) stay exact. None: they travel as they are. From torch 2.8 on.
         optimizer: one or several, all that train the model; see `Exchange`.
         scaler: the loss scaler, if one is in use.
         options: timeout, and those of `Exchange` except hold_unused.
@@ -334,6 +362,7 @@ def compress_fsdp(
             fit; for a plan of another model, or whose codecs need whole layers. See `Exchange`.
     """
     options = {"optimizer": optimizer, "scaler": scaler, **options}
+    options["parameters"] = parameters
     return FSDPCompression(plan, model, between=between, within=within, inside=inside, **options)
 
 
@@ -387,6 +416,16 @@ def _check_hooks(units: Sequence[Unit], within: Mesh | None) -> None:
         raise GradlabError(f"{CALLER}: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
     if within is not None and (replaced := custom_reductions(units)):
         raise GradlabError(f"{CALLER}: {replaced[0]} has a reduce-scatter of its own already, and FSDP takes one")
+
+
+def _check_gathers(units: Sequence[Unit], plan: Plan, known: Collection[str]) -> None:
+    kinds = [(unit.title, type(all_gather_of(unit)).__name__) for unit in units]
+    if kinds[0][1] == "NoneType":
+        raise GradlabError(f"{CALLER}: parameters= needs torch 2.8 or newer, this is {torch.__version__}")
+    if replaced := [title for title, kind in kinds if kind != "DefaultAllGather"]:
+        raise GradlabError(f"{CALLER}: {replaced[0]} has an all-gather of its own already, and FSDP takes one")
+    if strangers := [layer.name for layer in plan.layers if layer.name not in known]:
+        raise GradlabError(f"{CALLER}: parameters: the plan has {strangers[0]}, which no unit of the model has")
 
 
 def _reduce(

@@ -1,0 +1,256 @@
+"""FSDP2's all-gathers by a plan: ranks send their shards of parameters quantized, and all decode the same values.
+
+Wang et al., "ZeRO++: Extremely efficient collective communication for giant model training", 2023, section 3.1 (qwZ:
+parameters in blocks of 8 bits). Rotations before: Jia et al., "SDP4Bit", NeurIPS 2024, section 4 (for gradients there).
+The optimizer's shards stay exact; forward and backward passes of a step compute with the decoded values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradlab.codec import Compressor, Table, seeded_generator
+from gradlab.codec.abilities import average_into, for_layers
+from gradlab.codec.wrapper import innermost, wrappers_of
+from gradlab.codecs.block_scaled import FORMATS
+from gradlab.ddp.sharded_units import Unit, all_gather_of, set_all_gather
+from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Group, Plan
+from gradlab.plan.shards import shard_plan
+from gradlab.runtime.checks import given_plan
+from gradlab.wrappers.hadamard import draw_signs, rotate, rotate_back
+
+_ALIGNED = 16  # bytes of which a message has a multiple, so that a view of any type may begin where one does
+Form = tuple[torch.dtype, int]
+
+
+def parameter_plan(layers: Sequence[Layer], parameters: Any, caller: str) -> Plan:
+    """Return the plan of a model's all-gathers.
+
+    Args:
+        layers: the model's whole layers.
+        parameters: a format of `block_scaled`, such as "int8", for all matrices but embeddings; or a plan, or the path
+            of an artifact, whose layers without a codec travel as they are.
+        caller: the name in errors.
+
+    Raises:
+        GradlabError: for a codec that leaves values out, needs other ranks, or sends as many bytes as values say.
+    """
+    if isinstance(parameters, str) and parameters in FORMATS and not os.path.exists(parameters):
+        return Plan.uniform(layers, "block_scaled", dtype=parameters, exchanges="parameters")
+    plan = given_plan(parameters, caller)
+    for group in plan.groups:
+        codec = plan.build(group)
+        inner, around = innermost(codec), [one.name for one in wrappers_of(codec)]
+        traits = inner.traits
+        if not isinstance(inner, Compressor) or traits.selects or traits.varying or traits.own_exchange:
+            raise GradlabError(
+                f"{caller}: parameters: {inner.name} ({group.name}) does not send every value in as many bytes, which "
+                f"a copy of parameters needs; block_scaled and qsgd do, or a format: {', '.join(FORMATS)}"
+            )
+        if any(name != "hadamard" for name in around):
+            raise GradlabError(
+                f"{caller}: parameters: {' around '.join(around)} ({group.name}) is for gradients; a plan of "
+                'parameters takes hadamard alone: Plan.uniform(..., exchanges="parameters") makes one'
+            )
+    return plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """One group's part of a unit's message.
+
+    codec: compressor of the group's vector, padded shards one after another.
+    places: where these lie in the unit's flat shard.
+    signs: the rotation's, (block,); None: there is none.
+    """
+
+    codec: Compressor
+    places: tuple[slice, ...]
+    signs: torch.Tensor | None
+
+    def compress(self, flat: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Compress the group's elements of a flat shard (elements,) to a payload."""
+        vector = torch.cat([flat[place] for place in self.places]).float()
+        return self.codec.compress(vector if self.signs is None else rotate(vector, self.signs), generator)
+
+    def decode(self, payload: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write what a payload stands for into a flat shard (elements,)."""
+        sizes = [_size(place) for place in self.places]
+        vector = torch.empty(sum(sizes), device=out.device)
+        average_into(self.codec, vector, [payload], 1.0)
+        values = vector if self.signs is None else rotate_back(vector, self.signs)
+        for place, piece in zip(self.places, values.split(sizes), strict=True):
+            out[place].copy_(piece)
+
+
+class UnitMessage:
+    """What a rank sends of one unit's parameters: its groups' payloads, and the rest as it is.
+
+    numel: elements of the unit's flat shard.
+    """
+
+    def __init__(self, plan: Plan, unit: Unit) -> None:
+        places, start = dict[str, slice](), 0
+        self._exact: list[slice] = []
+        grouped = {name for group in plan.groups for name in group.layers}
+        for shard, size in unit.gathered():
+            place = slice(start, start + size)
+            if shard is not None and shard.layer.name in grouped:
+                places[shard.layer.name] = place
+            elif size:
+                self._exact.append(place)
+            start += size
+        self.numel = start
+        self.parts = [
+            _part(plan, group, [places[name] for name in group.layers])
+            for group in plan.groups
+            if group.layers[0] in places
+        ]
+        self._payloads = [_form(part, self.numel, unit.device) for part in self.parts]
+
+    def forecast(self, dtype: torch.dtype) -> int:
+        """Return a message's bytes, by the codecs' own forecasts. dtype: of the flat shard."""
+        payloads = sum(part.codec.compressed_bytes(sum(map(_size, part.places))) for part in self.parts)
+        return _aligned(payloads + dtype.itemsize * sum(map(_size, self._exact)))
+
+    def encode(self, flat: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Make the message of a flat shard (elements,): (bytes,), uint8, the same number on all ranks."""
+        tensors = [flat[place] for place in self._exact]
+        for part in self.parts:
+            tensors += part.compress(flat, generator)
+        message = flat.new_zeros(_aligned(sum(one.nbytes for one in tensors)), dtype=torch.uint8)
+        for tensor, place in zip(tensors, self._places(flat.dtype), strict=True):
+            message[place].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        return message
+
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what a message stands for over a flat shard (elements,)."""
+        forms = self._forms(out.dtype)
+        tensors = [message[place].view(dtype) for (dtype, _), place in zip(forms, self._places(out.dtype), strict=True)]
+        for place in self._exact:
+            out[place].copy_(tensors.pop(0))
+        for part, payload in zip(self.parts, self._payloads, strict=True):
+            part.decode(tensors[: len(payload)], out)
+            tensors = tensors[len(payload) :]
+
+    def _forms(self, dtype: torch.dtype) -> list[Form]:
+        """Return type and elements of each tensor of a message: the exact parameters, then payloads."""
+        return [*((dtype, _size(place)) for place in self._exact), *(form for one in self._payloads for form in one)]
+
+    def _places(self, dtype: torch.dtype) -> list[slice]:
+        """Return where each tensor's bytes lie in a message: those of wider types first, so that each is aligned."""
+        forms, places, start = self._forms(dtype), dict[int, slice](), 0
+        for at in sorted(range(len(forms)), key=lambda at: -forms[at][0].itemsize):
+            size = forms[at][0].itemsize * forms[at][1]
+            places[at], start = slice(start, start + size), start + size
+        return [places[at] for at in range(len(forms))]
+
+
+class ParameterGathers:
+    """The all-gathers of one model's units, compressed while their modules train.
+
+    plan: plan of whole layers.
+    last: bytes of the last step's all-gathers on this rank: contributed, sent, and contributed as forecast.
+    """
+
+    def __init__(self, plan: Plan, units: Sequence[Unit], iteration: Callable[[], int]) -> None:
+        shapes = {shard.layer.name: shard.padded_shape for unit in units for shard in unit.shards}
+        unit_of = {shard.layer.name: unit.name for unit in units for shard in unit.shards}
+        self.plan, self._iteration = plan, iteration
+        cut = shard_plan(plan, shapes, unit_of)
+        self.messages = {unit.name: UnitMessage(cut, unit) for unit in units}
+        self.last, self._counts = (0, 0, 0), (0, 0, 0)
+        self.closed = False
+
+    def attach(self, units: Sequence[Unit]) -> list[tuple[Unit, Any]]:
+        """Set the units' all-gathers, and return each unit with its own."""
+        pairs = [(unit, UnitAllGather(self, unit, all_gather_of(unit))) for unit in units]
+        for unit, gather in pairs:
+            set_all_gather(unit, gather)
+        return pairs
+
+    def gather(
+        self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, native: Any
+    ) -> None:
+        """Gather a unit's flat shards (elements,) of all ranks into `output` (ranks * elements,), compressed.
+
+        native: gathers messages.
+        """
+        message, ranks, rank = self.messages[unit.name], group.size(), group.rank()
+        key = ("parameters", self.plan.seed, self._iteration(), unit.name, rank)
+        sent = message.encode(flat, seeded_generator(*key))
+        received = sent.new_empty(ranks, len(sent))
+        native(received.view(-1), sent, group)
+        for row, out in zip(received, output.view(ranks, -1), strict=True):
+            message.decode(row, out)
+        payload, wire, forecast = self._counts
+        forecast += message.forecast(flat.dtype)
+        self._counts = payload + len(sent), wire + (ranks - 1) * len(sent), forecast
+
+    def close(self) -> None:
+        """Gather exactly from now on."""
+        self.closed = True
+
+    def end(self) -> None:
+        """End a step."""
+        self.last, self._counts = self._counts, (0, 0, 0)
+
+    def report(self) -> dict[str, Any]:
+        """Say what the last step's all-gathers took on this rank, in bytes."""
+        return dict(zip(("payload_bytes", "wire_bytes", "forecast_payload_bytes"), self.last, strict=True))
+
+
+class UnitAllGather:
+    """FSDP's stand-in for a unit's all-gather. Evaluation, and what is gathered in another layout, stay exact."""
+
+    def __init__(self, gathers: ParameterGathers, unit: Unit, native: Any) -> None:
+        self._gathers, self._unit, self._native = gathers, unit, native
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Give FSDP memory for input and output."""
+        return self._native.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather."""
+        whole = input_tensor.numel() == self._gathers.messages[self._unit.name].numel
+        compressed = whole and self._unit.module.training and input_tensor.dtype.is_floating_point
+        if self._gathers.closed or not compressed:
+            return self._native(output_tensor, input_tensor, group, async_op)
+        self._gathers.gather(self._unit, output_tensor, input_tensor, group, self._native)
+        return None
+
+
+def _part(plan: Plan, group: Group, places: Sequence[slice]) -> Part:
+    codec, signs = plan.build(group), None
+    inner = innermost(codec)
+    assert isinstance(inner, Compressor)
+    for rotation in wrappers_of(codec):
+        signs = draw_signs(rotation.settings.block, seeded_generator("parameters", plan.seed, group.name)).float()
+    return Part(for_layers(inner, Table.of(plan.members(group))), tuple(places), signs)
+
+
+def _form(part: Part, numel: int, device: torch.device) -> list[Form]:
+    payload = part.compress(torch.zeros(numel, device=device), seeded_generator("form"))
+    return [(one.dtype, one.numel()) for one in payload]
+
+
+def _size(place: slice) -> int:
+    return place.stop - place.start
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGNED
