@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -40,6 +40,7 @@ from gradlab.ddp.sharded_units import (
 )
 from gradlab.ddp.topology import find_grid, group_along
 from gradlab.errors import GradlabError
+from gradlab.layout import Layer, describe_difference
 from gradlab.plan import Plan
 from gradlab.plan.optimizer_rules import compressed_layers
 from gradlab.runtime import checkpoint
@@ -106,7 +107,7 @@ class FSDPCompression(Exchange):
             whole = first if between is not None else Plan(layers)
             of_gathers = None if parameters is None else parameter_plan(layers, parameters, CALLER)
             if of_gathers is not None:
-                _check_gathers(units, of_gathers, {layer.name for layer in layers})
+                _check_gathers(units, of_gathers, layers_of_units(model))
             return replace(levels_of(units, shards, (whole, second), topology, chosen), parameters=of_gathers)
 
         def same(levels: Levels) -> dict[str, Any]:
@@ -418,14 +419,14 @@ def _check_hooks(units: Sequence[Unit], within: Mesh | None) -> None:
         raise GradlabError(f"{CALLER}: {replaced[0]} has a reduce-scatter of its own already, and FSDP takes one")
 
 
-def _check_gathers(units: Sequence[Unit], plan: Plan, known: Collection[str]) -> None:
+def _check_gathers(units: Sequence[Unit], plan: Plan, layers: Sequence[Layer]) -> None:
     kinds = [(unit.title, type(all_gather_of(unit)).__name__) for unit in units]
     if kinds[0][1] == "NoneType":
         raise GradlabError(f"{CALLER}: parameters= needs torch 2.8 or newer, this is {torch.__version__}")
     if replaced := [title for title, kind in kinds if kind != "DefaultAllGather"]:
         raise GradlabError(f"{CALLER}: {replaced[0]} has an all-gather of its own already, and FSDP takes one")
-    if strangers := [layer.name for layer in plan.layers if layer.name not in known]:
-        raise GradlabError(f"{CALLER}: parameters: the plan has {strangers[0]}, which no unit of the model has")
+    if difference := describe_difference(plan.layers, layers):
+        raise GradlabError(f"{CALLER}: parameters: the plan is of another model: {difference[0]}")
 
 
 def _reduce(
