@@ -20,7 +20,7 @@ from gradlab.runtime.engine.device import HostDevice
 from gradlab.trial import trial
 
 _FORMAT = 1
-_BESIDE = ("sha256", "inside", "marks")  # what no checksum of this checkpoint covers; "inside" has its own
+_BESIDE = ("sha256", "inside", "parameters", "marks")  # not among checksums of this checkpoint; two have their own
 _ALONE = {"local_ranks": 1, "shards": 1}  # what a checkpoint of a run without nodes leaves out
 _MOST_STEPS, _MOST_RATE = 2**48, 1e9
 

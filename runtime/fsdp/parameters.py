@@ -1,8 +1,12 @@
 """FSDP2's all-gathers by a plan: ranks send their shards of parameters quantized, and all decode the same values.
 
 Wang et al., "ZeRO++: Extremely efficient collective communication for giant model training", 2023, section 3.1 (qwZ:
-parameters in blocks of 8 bits). Rotations before: Jia et al., "SDP4Bit", NeurIPS 2024, section 4 (for gradients there).
+parameters in blocks of 8 bits). Differences of parameters: Jia et al., "SDP4Bit: Toward 4-bit communication
+quantization in sharded data parallelism for LLM training", NeurIPS 2024, section 3.1; its rotation is for gradients.
 The optimizer's shards stay exact; forward and backward passes of a step compute with the decoded values.
+
+As differences, ranks send what changed since they all decoded the same, and hold that: errors do not add up, as what
+was lost is in the next difference. It takes memory for the whole parameters, and spares the all-gather in backward.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan
 from gradlab.plan.shards import shard_plan
+from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import given_plan
 from gradlab.wrappers.hadamard import draw_signs, rotate, rotate_back
 
@@ -55,10 +60,10 @@ def parameter_plan(layers: Sequence[Layer], parameters: Any, caller: str) -> Pla
                 f"{caller}: parameters: {inner.name} ({group.name}) does not send every value in as many bytes, which "
                 f"a copy of parameters needs; block_scaled and qsgd do, or a format: {', '.join(FORMATS)}"
             )
-        if any(name != "hadamard" for name in around):
+        if any(name not in ("ef21", "hadamard") for name in around):
             raise GradlabError(
                 f"{caller}: parameters: {' around '.join(around)} ({group.name}) is for gradients; a plan of "
-                'parameters takes hadamard alone: Plan.uniform(..., exchanges="parameters") makes one'
+                'parameters takes ef21 and hadamard: Plan.uniform(..., exchanges="parameters") makes one'
             )
     return plan
 
@@ -70,25 +75,31 @@ class Part:
     codec: compressor of the group's vector, padded shards one after another.
     places: where these lie in the unit's flat shard.
     signs: the rotation's, (block,); None: there is none.
+    differences: whether differences to what all ranks hold are sent.
     """
 
     codec: Compressor
     places: tuple[slice, ...]
     signs: torch.Tensor | None
+    differences: bool
 
-    def compress(self, flat: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Compress the group's elements of a flat shard (elements,) to a payload."""
+    def compress(
+        self, flat: torch.Tensor, held: torch.Tensor | None, generator: torch.Generator
+    ) -> tuple[torch.Tensor, ...]:
+        """Compress the group's elements of a flat shard (elements,) to a payload. held: what all ranks hold of it."""
         vector = torch.cat([flat[place] for place in self.places]).float()
+        if self.differences and held is not None:
+            vector -= torch.cat([held[place] for place in self.places])
         return self.codec.compress(vector if self.signs is None else rotate(vector, self.signs), generator)
 
     def decode(self, payload: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write what a payload stands for into a flat shard (elements,)."""
+        """Write what a payload stands for into a flat shard (elements,), or add it if it is a difference."""
         sizes = [_size(place) for place in self.places]
         vector = torch.empty(sum(sizes), device=out.device)
         average_into(self.codec, vector, [payload], 1.0)
         values = vector if self.signs is None else rotate_back(vector, self.signs)
         for place, piece in zip(self.places, values.split(sizes), strict=True):
-            out[place].copy_(piece)
+            out[place].copy_(piece + out[place] if self.differences else piece)
 
 
 class UnitMessage:
@@ -121,11 +132,19 @@ class UnitMessage:
         payloads = sum(part.codec.compressed_bytes(sum(map(_size, part.places))) for part in self.parts)
         return _aligned(payloads + dtype.itemsize * sum(map(_size, self._exact)))
 
-    def encode(self, flat: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Make the message of a flat shard (elements,): (bytes,), uint8, the same number on all ranks."""
+    @property
+    def differences(self) -> bool:
+        """Whether a part is sent as differences, for which ranks hold the whole unit."""
+        return any(part.differences for part in self.parts)
+
+    def encode(self, flat: torch.Tensor, held: torch.Tensor | None, generator: torch.Generator) -> torch.Tensor:
+        """Make the message of a flat shard (elements,): (bytes,), uint8, the same number on all ranks.
+
+        held: what all ranks hold of it, (elements,), if there are differences.
+        """
         tensors = [flat[place] for place in self._exact]
         for part in self.parts:
-            tensors += part.compress(flat, generator)
+            tensors += part.compress(flat, held, generator)
         message = flat.new_zeros(_aligned(sum(one.nbytes for one in tensors)), dtype=torch.uint8)
         for tensor, place in zip(tensors, self._places(flat.dtype), strict=True):
             message[place].copy_(tensor.contiguous().view(-1).view(torch.uint8))
@@ -158,6 +177,7 @@ class ParameterGathers:
     """The all-gathers of one model's units, compressed while their modules train.
 
     plan: plan of whole layers.
+    held: by unit what all ranks hold of all, (ranks, elements), where differences are sent.
     last: bytes of the last step's all-gathers on this rank: contributed, sent, and contributed as forecast.
     """
 
@@ -168,6 +188,8 @@ class ParameterGathers:
         cut = shard_plan(plan, shapes, unit_of)
         self.messages = {unit.name: UnitMessage(cut, unit) for unit in units}
         self.last, self._counts = (0, 0, 0), (0, 0, 0)
+        self.held: dict[str, torch.Tensor] = {}
+        self._gathered: dict[str, int] = {}  # the iteration in which each unit's `held` was brought up to date
         self.closed = False
 
     def attach(self, units: Sequence[Unit]) -> list[tuple[Unit, Any]]:
@@ -185,15 +207,32 @@ class ParameterGathers:
         native: gathers messages.
         """
         message, ranks, rank = self.messages[unit.name], group.size(), group.rank()
+        if message.differences and unit.name not in self.held:
+            native(output, flat, group)  # the first values, as they are
+            self._hold(unit.name, output.view(ranks, -1).clone())
+            self._count(flat.nbytes, flat.nbytes, ranks)
+            return
+        held, out = self.held.get(unit.name), output.view(ranks, -1)
+        if held is not None and self._gathered.get(unit.name) == self._iteration():
+            out.copy_(held)  # nothing changed since the forward pass
+            return
         key = ("parameters", self.plan.seed, self._iteration(), unit.name, rank)
-        sent = message.encode(flat, seeded_generator(*key))
+        sent = message.encode(flat, None if held is None else held[rank], seeded_generator(*key))
         received = sent.new_empty(ranks, len(sent))
         native(received.view(-1), sent, group)
-        for row, out in zip(received, output.view(ranks, -1), strict=True):
-            message.decode(row, out)
+        for row, into in zip(received, out if held is None else held, strict=True):
+            message.decode(row, into)
+        if held is not None:
+            self._hold(unit.name, held)
+            out.copy_(held)
+        self._count(len(sent), message.forecast(flat.dtype), ranks)
+
+    def _hold(self, unit: str, held: torch.Tensor) -> None:
+        self.held[unit], self._gathered[unit] = held, self._iteration()
+
+    def _count(self, nbytes: int, expected: int, ranks: int) -> None:
         payload, wire, forecast = self._counts
-        forecast += message.forecast(flat.dtype)
-        self._counts = payload + len(sent), wire + (ranks - 1) * len(sent), forecast
+        self._counts = payload + nbytes, wire + (ranks - 1) * nbytes, forecast + expected
 
     def close(self) -> None:
         """Gather exactly from now on."""
@@ -202,6 +241,32 @@ class ParameterGathers:
     def end(self) -> None:
         """End a step."""
         self.last, self._counts = self._counts, (0, 0, 0)
+
+    def state_dict(self, rank: int) -> dict[str, Any]:
+        """Collect what all ranks hold of this rank's shards, by unit."""
+        return checkpoint.sealed({"held": {unit: held[rank].clone() for unit, held in self.held.items()}})
+
+    def load_state_dict(self, state: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Continue from every rank's `state_dict`; all ranks of the group together. None: nobody holds anything.
+
+        Raises:
+            GradlabError: for what is damaged, or of units or sizes of another model.
+        """
+        self.held, self._gathered, found = {}, {}, dict[str, torch.Tensor]()
+        if state is not None:
+            checkpoint.require(state, {})
+            found = state["held"]
+        for unit, own in found.items():
+            message = self.messages.get(unit)
+            if message is None or not message.differences or own.shape != (message.numel,):
+                raise GradlabError(
+                    f"checkpoint: parameters: {unit or 'the model itself'} has {tuple(own.shape)} values that ranks "
+                    "hold, and this run's plan of parameters holds others"
+                )
+        for unit, own in found.items():
+            rows = torch.empty(group.size(), own.numel(), dtype=own.dtype, device=device)
+            dist.all_gather(list(rows.unbind()), own.detach().to(device).contiguous(), group=group)
+            self.held[unit] = rows
 
     def report(self) -> dict[str, Any]:
         """Say what the last step's all-gathers took on this rank, in bytes."""
@@ -236,15 +301,15 @@ class UnitAllGather:
 
 def _part(plan: Plan, group: Group, places: Sequence[slice]) -> Part:
     codec, signs = plan.build(group), None
-    inner = innermost(codec)
+    inner, around = innermost(codec), {one.name: one for one in wrappers_of(codec)}
     assert isinstance(inner, Compressor)
-    for rotation in wrappers_of(codec):
+    if (rotation := around.get("hadamard")) is not None:
         signs = draw_signs(rotation.settings.block, seeded_generator("parameters", plan.seed, group.name)).float()
-    return Part(for_layers(inner, Table.of(plan.members(group))), tuple(places), signs)
+    return Part(for_layers(inner, Table.of(plan.members(group))), tuple(places), signs, "ef21" in around)
 
 
 def _form(part: Part, numel: int, device: torch.device) -> list[Form]:
-    payload = part.compress(torch.zeros(numel, device=device), seeded_generator("form"))
+    payload = part.compress(torch.zeros(numel, device=device), None, seeded_generator("form"))
     return [(one.dtype, one.numel()) for one in payload]
 
 

@@ -129,7 +129,7 @@ class FSDPCompression(Exchange):
         self.inside = self._reduction(levels, chosen.measure_every)
         for run in () if self.inside is None else self.inside.runs:
             self._steps.follow(run)
-        self.parameters = self._gathers(levels.parameters)
+        self._row, self.parameters = row, self._gathers(levels.parameters)
         self._attach(model)
         if running is not None:
             running.follow(self, chosen.scaler)
@@ -275,13 +275,18 @@ class FSDPCompression(Exchange):
     def state_dict(self) -> dict[str, Any]:
         """Collect this rank's state, with the residuals of the plan inside nodes; see `Exchange.state_dict`."""
         states = super().state_dict()
-        return states if self.inside is None else {**states, "inside": self.inside.state_dict()}
+        if self.inside is not None:
+            states["inside"] = self.inside.state_dict()
+        if self.parameters is not None and self.parameters.held:
+            states["parameters"] = self.parameters.state_dict(self._row.rank())
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; see `Exchange.load_state_dict`."""
         resume = self._inside_from([state])
         super().load_state_dict(state)
         resume()
+        self._hold_again(state)
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
@@ -290,12 +295,18 @@ class FSDPCompression(Exchange):
         resume = self._inside_from(column, (self.run.rank, self.run.world_size, residuals))
         super().load_state_dicts(column, residuals)
         resume()
+        self._hold_again(column[0])
 
     def report(self) -> dict[str, Any]:
         """Return `Exchange.report`; under "inside" the bytes of the last step's reduce-scatters, under "parameters"
         those of its all-gathers, where they are compressed."""
         beside = {"inside": self.inside, "parameters": self.parameters}
         return {**super().report(), **{name: one.report() for name, one in beside.items() if one is not None}}
+
+    def _hold_again(self, state: Mapping[str, Any]) -> None:
+        """Continue with what all ranks held of the parameters, where differences are sent."""
+        if self.parameters is not None:
+            self.parameters.load_state_dict(state.get("parameters"), self._row, self._around.device.device)
 
     def _inside_from(self, states: Sequence[Any], place: tuple[int, int, str] | None = None) -> Callable[[], None]:
         """Check the states of the plan inside nodes; return what continues from them, see `ShardReduction`."""

@@ -89,12 +89,13 @@ def trained(group: dist.ProcessGroup, parameters: Any, shard: dict[str, Any]) ->
     return {**report, "evaluated": during, "after": after, "dense": 2 * sum(one.numel() for one in whole.parameters())}
 
 
-def resumed(group: dist.ProcessGroup, settings: dict[str, Any]) -> list[bool]:
+def resumed(group: dist.ProcessGroup, settings: dict[str, Any], around: list[str]) -> list[bool]:
     """A run that goes on from shards and state of another one, and that one."""
     rank = dist.get_rank(group)
     models = [sharded(mesh_of(group, 2)["shard"]) for _ in range(2)]
     optimizers = [[torch.optim.SGD(model.parameters(), lr=0.5)] for model in models]
-    plan = Plan.uniform(layers_of(models[0]), "block_scaled", exchanges="parameters", **settings)
+    wraps = [Wrap(name) for name in around]
+    plan = Plan.uniform(layers_of(models[0]), "block_scaled", exchanges="parameters", wrappers=wraps, **settings)
     states = [attached(*pair) for pair in zip(models, [group] * 2, [plan] * 2, optimizers, strict=True)]
     for step in range(3):
         _train(models[0], optimizers[0], rank, step)
@@ -109,6 +110,35 @@ def resumed(group: dist.ProcessGroup, settings: dict[str, Any]) -> list[bool]:
     for state in states:
         state.close()
     return same
+
+
+def differences(group: dist.ProcessGroup) -> dict[str, Any]:
+    """What ranks hold of the head after each of some steps, beside sums of what its shards' differences decode to."""
+    rank, name = dist.get_rank(group), "head.weight"
+    model = sharded(mesh_of(group, 2)["shard"], reshard_after_forward=False)
+    layers, optimizers = layers_of(model), adamw(model.parameters())
+    plan = Plan(layers, (Group(name, (name,), "block_scaled", {"dtype": "int4"}, (Wrap("ef21"),)),))
+    state, same, payloads = attached(model, group, plan, optimizers), [], []
+    codec, held = codecs.make("block_scaled", dtype="int4"), dict[int, torch.Tensor]()
+    for step in range(4):
+        exact = dict(model.named_parameters())[name].full_tensor().detach()
+        for place, piece in enumerate(exact.split(len(exact) // 2)):
+            before = held.get(place)
+            if before is None:
+                held[place] = piece.clone()
+            else:
+                left = (piece - before).reshape(-1)
+                sent = decompress(codec, codec.compress(left, seeded_generator("none")), left)
+                held[place] = sent.view_as(piece) + before
+        model.zero_grad()
+        with torch.no_grad():
+            model(words_of(rank, step))
+        same.append(torch.equal(gathered(model)[name], torch.cat([held[0], held[1]])))
+        model.reshard()
+        _train(model, optimizers, rank, step)
+        payloads.append(state.report()["parameters"]["payload_bytes"])
+    state.close()
+    return {"same": same, "payloads": payloads}
 
 
 class _OwnAllGather:

@@ -55,9 +55,24 @@ def test_bytes_are_as_forecast_and_evaluation_is_exact(
         assert (result["evaluated"] and result["after"]) or "mp_policy" in shard
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "int8", "stochastic": True}, thorough({"dtype": "mxfp4"})])
-def test_a_resumed_run_is_the_one_that_went_on(pool: ProcessPool, settings: dict[str, Any]) -> None:
-    assert all(map(all, pool.run("jobs.parameter_tasks:resumed", 4, settings=settings)))
+@pytest.mark.parametrize(
+    ("settings", "around"),
+    [
+        ({"dtype": "int8", "stochastic": True}, []),
+        ({"dtype": "int4"}, ["ef21", "hadamard"]),
+        thorough({"dtype": "mxfp4"}, ["ef21"]),
+    ],
+)
+def test_a_resumed_run_is_the_one_that_went_on(pool: ProcessPool, settings: dict[str, Any], around: list[str]) -> None:
+    assert all(map(all, pool.run("jobs.parameter_tasks:resumed", 4, settings=settings, around=around)))
+
+
+def test_ranks_hold_the_sums_of_differences_and_gather_them_once_a_step(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.parameter_tasks:differences", 4):
+        assert all(result["same"])
+        first, second, *rest = result["payloads"]
+        assert first > second  # the first values travel as they are
+        assert rest == [second, second]
 
 
 def test_three_kinds_of_traffic_together(pool: ProcessPool) -> None:
@@ -70,7 +85,7 @@ def test_three_kinds_of_traffic_together(pool: ProcessPool) -> None:
 def test_what_does_not_fit_is_refused(pool: ProcessPool) -> None:
     expected = {
         "a selection": "parameters: topk (embedding.weight to head.weight) does not send every value",
-        "feedback": "is for gradients; a plan of parameters takes hadamard alone",
+        "feedback": "is for gradients; a plan of parameters takes ef21 and hadamard",
         "a codec's name": "'block_scaled' is a codec, expected a Plan or the path of an artifact",
         "no format": "int7",
         "other shapes": "parameters: the plan is of another model: ~ embedding.weight: expected shape [30, 23]",
