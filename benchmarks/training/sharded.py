@@ -6,7 +6,8 @@
 
 nanoGPT's CPU configuration (804,096 parameters, AdamW) on two nodes of two ranks, 3 sequences each; a rank is a
 process, and each block a unit. "gradients" compresses the reduce-scatter (int8) and what nodes exchange (int4), with
-error feedback; "parameters FORMAT" the all-gathers, "rotated" by a Hadamard transform first. A row is a run: bytes that
+error feedback; "parameters FORMAT" the all-gathers, "rotated" by a Hadamard transform first, "differences" to what all
+ranks hold. A row is a run: bytes that
 a rank sends in a step, of gradients and of parameters.
 """
 
@@ -39,10 +40,12 @@ WAYS = (
     "parameters int8",
     "parameters int4",
     "parameters int4 rotated",
+    "parameters int4 differences",
     "gradients",
     "gradients, parameters int8",
-    "gradients, parameters int4 rotated",
+    "gradients, parameters int4 differences",
 )
+WRAPPERS = {"rotated": "hadamard", "differences": "ef21"}
 
 
 def attach(way: str, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer) -> FSDPCompression | None:
@@ -55,8 +58,8 @@ def attach(way: str, model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.
         plan = Plan.uniform(layers, "block_scaled", dtype="int4")
         options |= {"within": mesh["shard"], "inside": Plan.uniform(layers, "block_scaled", dtype="int8")}
     if "parameters" in way:
-        dtype, *rotated = way.partition("parameters ")[2].split()
-        around = [Wrap("hadamard")] if rotated else []
+        dtype, *how = way.partition("parameters ")[2].split()
+        around = [Wrap(WRAPPERS[one]) for one in how]
         options["parameters"] = Plan.uniform(
             layers, "block_scaled", dtype=dtype, exchanges="parameters", wrappers=around
         )
