@@ -116,9 +116,9 @@ def table(rows: list[Row]) -> str:
     lines = []
     for at, here in sorted(grouped(rows, lambda row: ways.index(row["way"])).items()):
         scores = ", ".join(f"{row['score']:.3f}" for row in sorted(here, key=lambda row: row["seed"]))
-        sent = [here[0][what] for what in ("parameters", "inside", "between")]
+        sent = [here[0][what] for what in ("parameters", "inside")]
         lines.append([ways[at], scores, *("as they are" if one is None else f"{one:,.0f}" for one in sent)])
-    return markdown(("way", "validation loss", "parameters, bytes", "gradients inside a node", "between nodes"), lines)
+    return markdown(("compressed", "validation loss", "parameters", "gradients in a node"), lines)
 
 
 def main() -> None:
