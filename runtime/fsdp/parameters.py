@@ -103,7 +103,7 @@ class Part:
 
 
 class UnitMessage:
-    """What a rank sends of one unit's parameters: its groups' payloads, and the rest as it is.
+    """A rank's message of one unit's parameters: payloads of groups, and the rest as it is.
 
     numel: elements of the unit's flat shard.
     """

@@ -113,7 +113,7 @@ def resumed(group: dist.ProcessGroup, settings: dict[str, Any], around: list[str
 
 
 def differences(group: dist.ProcessGroup) -> dict[str, Any]:
-    """What ranks hold of the head after each of some steps, beside sums of what its shards' differences decode to."""
+    """The head as ranks hold it after each of some steps, beside sums of what its shards' differences decode to."""
     rank, name = dist.get_rank(group), "head.weight"
     model = sharded(mesh_of(group, 2)["shard"], reshard_after_forward=False)
     layers, optimizers = layers_of(model), adamw(model.parameters())
@@ -150,7 +150,7 @@ class _OwnAllGather:
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:
-    """What is said of plans that do not fit all-gathers, and of all-gathers that are taken."""
+    """Errors of plans that do not fit all-gathers, and of all-gathers that are taken."""
     shard, messages = mesh_of(group, 2)["shard"], {}
 
     def attempt(name: str, parameters: Any, change: Callable[[Any], Any] = lambda model: None) -> None:
