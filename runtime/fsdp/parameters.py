@@ -189,7 +189,7 @@ class ParameterGathers:
         self.messages = {unit.name: UnitMessage(cut, unit) for unit in units}
         self.last, self._counts = (0, 0, 0), (0, 0, 0)
         self.held: dict[str, torch.Tensor] = {}
-        self._gathered: dict[str, int] = {}  # the iteration in which each unit's `held` was brought up to date
+        self._gathered: dict[str, tuple[int, ...]] = {}  # the moment of which each unit's `held` is
         self.closed = False
 
     def attach(self, units: Sequence[Unit]) -> list[tuple[Unit, Any]]:
@@ -209,11 +209,11 @@ class ParameterGathers:
         message, ranks, rank = self.messages[unit.name], group.size(), group.rank()
         if message.differences and unit.name not in self.held:
             native(output, flat, group)  # the first values, as they are
-            self._hold(unit.name, output.view(ranks, -1).clone())
+            self._hold(unit, output.view(ranks, -1).clone())
             self._count(flat.nbytes, flat.nbytes, ranks)
             return
         held, out = self.held.get(unit.name), output.view(ranks, -1)
-        if held is not None and self._gathered.get(unit.name) == self._iteration():
+        if held is not None and self._gathered.get(unit.name) == self._moment(unit):
             out.copy_(held)  # nothing changed since the forward pass
             return
         key = ("parameters", self.plan.seed, self._iteration(), unit.name, rank)
@@ -223,12 +223,16 @@ class ParameterGathers:
         for row, into in zip(received, out if held is None else held, strict=True):
             message.decode(row, into)
         if held is not None:
-            self._hold(unit.name, held)
+            self._hold(unit, held)
             out.copy_(held)
         self._count(len(sent), message.forecast(flat.dtype), ranks)
 
-    def _hold(self, unit: str, held: torch.Tensor) -> None:
-        self.held[unit], self._gathered[unit] = held, self._iteration()
+    def _hold(self, unit: Unit, held: torch.Tensor) -> None:
+        self.held[unit.name], self._gathered[unit.name] = held, self._moment(unit)
+
+    def _moment(self, unit: Unit) -> tuple[int, ...]:
+        """Return what tells, alike on all ranks, whether parameters may have changed: by steps, or by other writes."""
+        return self._iteration(), *(shard.values()._version for shard in unit.shards)
 
     def _count(self, nbytes: int, expected: int, ranks: int) -> None:
         payload, wire, forecast = self._counts
@@ -236,7 +240,7 @@ class ParameterGathers:
 
     def close(self) -> None:
         """Gather exactly from now on."""
-        self.closed = True
+        self.closed, self.held = True, {}
 
     def end(self) -> None:
         """End a step."""

@@ -137,8 +137,14 @@ def differences(group: dist.ProcessGroup) -> dict[str, Any]:
         model.reshard()
         _train(model, optimizers, rank, step)
         payloads.append(state.report()["parameters"]["payload_bytes"])
+    with torch.no_grad():
+        before = model(words_of(rank, 9))
+        model.reshard()
+        for parameter in model.parameters():  # without a step, as when other values are loaded
+            parameter.mul_(0.5)
+        changed = not torch.equal(before, model(words_of(rank, 9)))
     state.close()
-    return {"same": same, "payloads": payloads}
+    return {"same": same, "payloads": payloads, "changed": changed}
 
 
 class _OwnAllGather:

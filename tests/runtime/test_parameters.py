@@ -73,6 +73,7 @@ def test_ranks_hold_the_sums_of_differences_and_gather_them_once_a_step(pool: Pr
         first, second, *rest = result["payloads"]
         assert first > second  # the first values travel as they are
         assert rest == [second, second]
+        assert result["changed"]
 
 
 def test_three_kinds_of_traffic_together(pool: ProcessPool) -> None:
