@@ -146,7 +146,9 @@ class TwoWay(Wrapper):
         same = self.answering is self.compressor and not compressor.traits.selects
         answers_of = sharded if same else self._answers(grads, shards, context)
         held = self._server_residual(grads, state, context, average)
-        total = Sums(Batch({"": average}), average, self._rescaled(held, context), context.memory.like(average))
+        total = Batch({"": average})
+        if self.settings.error_feedback:
+            total = Sums(total, average, self._rescaled(held, context), context.memory.like(average))
         answer, errors, kept = self._served(answers_of.codec, total, sharded.step, grads, state, context)
         answers = yield self._answer_requests(answer, answers_of, context)
         kept |= self._kept(held, errors, context) | learned
@@ -155,9 +157,10 @@ class TwoWay(Wrapper):
         return Exchanged(mean, sharded.own(grads), kept, server_input=asked)
 
     def _served(
-        self, codec: Compressor, total: Sums, step: float, grads: Batch, state: Tensors, context: Context
-    ) -> tuple[Payload, torch.Tensor, Tensors]:
-        """Compress a server's mean and residual. Return the answer, its compression error, and the state's entries."""
+        self, codec: Compressor, total: Batch, step: float, grads: Batch, state: Tensors, context: Context
+    ) -> tuple[Payload, torch.Tensor | None, Tensors]:
+        """Compress a server's mean and residual. Return the answer, its compression error if that is kept, and the
+        state's entries."""
         left, last = None, float(state.get(_key(grads, "server_step"), 0.0))
         zeta, draws = self._zeta(codec, total, grads, state, context), context.random.of_rank("server")
         if compress_parts := getattr(codec, "compress_parts", None):
@@ -168,7 +171,9 @@ class TwoWay(Wrapper):
         else:
             answer = codec.compress(scale_down(total.vector, zeta, context), draws)
         kept = self._measured(zeta, total, codec, answer, grads) | self._steps_of(grads, step, last)
-        return answer, residual(codec, total.vector, answer) if left is None else left, kept
+        if left is None and self.settings.error_feedback:
+            left = residual(codec, total.vector, answer)
+        return answer, left, kept
 
     def _settled(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[tuple[Compressor, Tensors]]:
         """Return the codec of the ranks' messages, and its own state: of one that measures a setting, see `settled`."""
@@ -276,9 +281,9 @@ class TwoWay(Wrapper):
             first += numel
         return cuts
 
-    def _kept(self, held: Tensors, errors: torch.Tensor, context: Context) -> Tensors:
+    def _kept(self, held: Tensors, errors: torch.Tensor | None, context: Context) -> Tensors:
         """Return this server's compression error, by layer; for a layer whose residual is held, the held one."""
-        if not self.settings.error_feedback:
+        if errors is None:
             return {}
         pieces = _cut_alike(errors, held)
         for name in context.training.frozen(held, self.settings.step_size_ratio):
@@ -293,7 +298,7 @@ class TwoWay(Wrapper):
         return {_key(grads, what): torch.tensor(value, dtype=torch.float64) for what, value in steps.items()}
 
     def _zeta(
-        self, codec: Compressor, total: Sums, grads: Batch, state: Tensors, context: Context
+        self, codec: Compressor, total: Batch, grads: Batch, state: Tensors, context: Context
     ) -> torch.Tensor | None:
         """Return the number that the server's input is divided by, (); None if it keeps no residual, or needs none."""
         if not (self.settings.error_feedback and scales(self, grads.table)):
@@ -305,7 +310,7 @@ class TwoWay(Wrapper):
         return next_zeta(torch.ones((), device=vector.device), [vector], [sent])
 
     def _measured(
-        self, zeta: torch.Tensor | None, total: Sums, codec: Compressor, answer: Payload, grads: Batch
+        self, zeta: torch.Tensor | None, total: Batch, codec: Compressor, answer: Payload, grads: Batch
     ) -> Tensors:
         if zeta is None:
             return {}
