@@ -67,8 +67,7 @@ def average(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exch
     """Average C(x) of all ranks, by a gather or in shards. codec: the compressor of the group's layers."""
     if sums_in_shards(codec, context.world_size) and not context.one_round:
         return (yield from _averaged_in_shards(codec, grads, context))
-    payload, left = compressed(codec, grads, context.random.of_rank())
-    vector = grads.vector
+    payload, vector, left = compressed(codec, grads, context.random.of_rank())
     most = most_bytes(vector.numel())
     answers = yield tuple(Gather(part, varying=codec.traits.varying, most=most) for part in payload)
 
@@ -84,14 +83,17 @@ def average(codec: Compressor, grads: Batch, context: Context) -> Coroutine[Exch
     return Exchanged(context.once(mean), own)
 
 
-def compressed(codec: Compressor, grads: Batch, generator: torch.Generator) -> tuple[Payload, torch.Tensor | None]:
-    """Compress a group. Return the payload, and the compression error, (numel,), if kernels wrote it along: over the
-    group's vector. None: they did not."""
+def compressed(
+    codec: Compressor, grads: Batch, generator: torch.Generator
+) -> tuple[Payload, torch.Tensor, torch.Tensor | None]:
+    """Compress a group. Return the payload, the group's vector (numel,), and the compression error, if kernels wrote it
+    along: over that vector. None: they did not."""
     from_source = getattr(codec, "compressed_by_kernels", None)
     if isinstance(grads, Sums) and from_source and (payload := from_source(grads.source, generator)) is not None:
         grads.vector = grads.memory
-        return payload, grads.memory
-    return codec.compress(grads.vector, generator), None
+        return payload, grads.memory, grads.memory
+    vector = grads.vector
+    return codec.compress(vector, generator), vector, None
 
 
 def residual(codec: Compressor, vector: torch.Tensor, payload: Payload) -> torch.Tensor:
@@ -336,8 +338,7 @@ class Sharded(Shardwise):
         compress_parts = getattr(codec, "compress_parts", None)
         selected = getattr(codec, "selected", None) if len(shards.occupied) > 1 else None
         whole = shards.whole and compress_parts is None and selected is None
-        self._payload, self._left = compressed(codec, grads, generator) if whole else ((), None)
-        vector = grads.vector
+        self._payload, vector, self._left = compressed(codec, grads, generator) if whole else ((), grads.vector, None)
         super().__init__(codec, vector, shards, context)
         self.step, self._varying = last, codec.traits.varying
         self._selected: torch.Tensor | None = None  # positions of what is sent, where all shards share a selection

@@ -167,7 +167,7 @@ class TwoWay(Wrapper):
             scaled = total.vector if zeta is None else scale_down(total.vector, zeta, context)
             (answer,), last = compress_parts(scaled, [(codec, (0, scaled.numel()))], last)
         elif zeta is None:
-            answer, left = compressed(codec, total, draws)
+            answer, _, left = compressed(codec, total, draws)
         else:
             answer = codec.compress(scale_down(total.vector, zeta, context), draws)
         kept = self._measured(zeta, total, codec, answer, grads) | self._steps_of(grads, step, last)
