@@ -65,8 +65,8 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 def calls() -> Iterator[ModuleType]:
     with benchmark_modules("device_calls") as modules, pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("triton"):  # the interpreter takes as long for few elements
-            for module in ("codes", "selection"):
-                patch.setattr(f"gradlab.kernels.{module}._TILE", 2**14)
+            for name in ("blocks.TILE", "codes.TILE", "selection._TILE"):
+                patch.setattr(f"gradlab.kernels.{name}", 2**14)
         yield modules["device_calls"]
 
 

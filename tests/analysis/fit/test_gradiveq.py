@@ -305,7 +305,7 @@ def test_a_fit_says_what_its_roles_leave_dense(tmp_path: Path) -> None:
     layers = (CONVOLUTION, Layer("wide", (40, 30), "linear"), Layer("stack_bias", (2, 500), "bias"))
     with record(tmp_path / "t", random_gradients(1, 8, 2, layers), layers) as trace:
         fit = fit_gradiveq(trace, samples=4, roles=("convolution",))
-        assert fit.warnings[0].endswith("leave dense: linear 4.80 kB (1 layer). Name further roles to compress them.")
+        assert fit.warnings[0].endswith("dense: linear 4.80 kB (1 layer). Name their roles to compress them.")
         assert fit.provenance["left_dense"] == fit.warnings[0]
         assert not fit_gradiveq(trace, samples=4, roles=("convolution", "linear")).measured.left_dense
         with pytest.raises(GradlabError, match=r"no layer of role experts .*; there are linear 4\.80 kB"):

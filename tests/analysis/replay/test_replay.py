@@ -89,7 +89,7 @@ def test_recorded_nodes_are_called_nodes(tmp_path):
     record(tmp_path / "t", random_gradients(0, 6, 4)).close()
     with Trace(tmp_path / "t", average_ranks=2) as trace:
         caution = replay_plans(trace, {"": uniform("topk")}, nodes=8)[""].caution
-    assert caution.startswith("2 recorded nodes are judged, for 8")
+    assert caution.startswith("2 recorded nodes stand for 8")
 
 
 def simulated_topk(gradients, density, names):
