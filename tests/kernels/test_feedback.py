@@ -44,7 +44,7 @@ def steps_of(codec: Codec, sizes: list[int], ranks: int, seed: int, reuse: bool)
     return found
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     st.sampled_from(FED),
     st.booleans(),

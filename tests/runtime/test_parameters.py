@@ -30,6 +30,7 @@ def test_all_ranks_compute_with_what_each_shard_decodes_to(
         assert len(result["changed"]) == 7  # matrices of three blocks, and the head
 
 
+@pytest.mark.thorough
 def test_rotated_parameters_come_back(pool: ProcessPool) -> None:
     for result in pool.run("jobs.parameter_tasks:decoded", 4, codec="block_scaled", settings={}, rotated=True):
         assert not result["wrong"]
@@ -40,7 +41,7 @@ def test_rotated_parameters_come_back(pool: ProcessPool) -> None:
     ("parameters", "shard", "gathers"),
     [
         ("int8", {}, 2),
-        ("int4", {"reshard_after_forward": False}, 1),
+        thorough("int4", {"reshard_after_forward": False}, 1),
         thorough("mxfp8", {"mp_policy": "16 bits"}, 2),
         thorough("int8", {"reshard_after_forward": False, "mp_policy": "16 bits"}, 1),
     ],
@@ -58,7 +59,7 @@ def test_bytes_are_as_forecast_and_evaluation_is_exact(
 @pytest.mark.parametrize(
     ("settings", "around"),
     [
-        ({"dtype": "int8", "stochastic": True}, []),
+        thorough({"dtype": "int8", "stochastic": True}, []),
         ({"dtype": "int4"}, ["ef21", "hadamard"]),
         thorough({"dtype": "mxfp4"}, ["ef21"]),
     ],
