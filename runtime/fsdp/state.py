@@ -110,12 +110,7 @@ class FSDPCompression(Exchange):
                 _check_gathers(units, of_gathers, layers_of_units(model))
             return replace(levels_of(units, shards, (whole, second), topology, chosen), parameters=of_gathers)
 
-        def same(levels: Levels) -> dict[str, Any]:
-            digests = [None if one is None else one.digest for one in (levels.inside, levels.parameters)]
-            names = ("the plan inside nodes (sha256)", "the plan of parameters (sha256)")
-            return {**chosen.same_everywhere(levels.whole), **dict(zip(names, digests, strict=True))}
-
-        levels = agree_on((row, column), device, attempt, same)
+        levels = agree_on((row, column), device, attempt, lambda found: _same_everywhere(found, chosen))
         self._units, self._shards = units, shards
         self._stream: Any = None
         held_parameters = {name: shard.parameter for name, shard in shards.items()}
@@ -428,6 +423,12 @@ def _check_hooks(units: Sequence[Unit], within: Mesh | None) -> None:
         raise GradlabError(f"{CALLER}: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
     if within is not None and (replaced := custom_reductions(units)):
         raise GradlabError(f"{CALLER}: {replaced[0]} has a reduce-scatter of its own already, and FSDP takes one")
+
+
+def _same_everywhere(levels: Levels, chosen: RunOptions) -> dict[str, Any]:
+    digests = [None if one is None else one.digest for one in (levels.inside, levels.parameters)]
+    names = ("the plan inside nodes (sha256)", "the plan of parameters (sha256)")
+    return {**chosen.same_everywhere(levels.whole), **dict(zip(names, digests, strict=True))}
 
 
 def _check_gathers(units: Sequence[Unit], plan: Plan, layers: Sequence[Layer]) -> None:
