@@ -159,7 +159,7 @@ class WatchedLog:
 
     def remarks(self) -> tuple[str, Sequence[str]]:
         """Title and lines: rules that fired."""
-        return "rules that fired:", self.rules
+        return "warnings by rules:", self.rules
 
     def series(self) -> list[Series]:
         """The numbers of the run as a whole; what one's script gave comes first."""

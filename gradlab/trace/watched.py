@@ -61,12 +61,12 @@ class WatchedTrace:
         progress, rate = self._progress, self.bytes_per_second
         ranks, there = progress.manifest.world_size, len(progress.ranks)
         most = "" if progress.most_steps is None else f" of at most {progress.most_steps}"
-        begun = "" if there == ranks else f", of which {there} have begun"
+        begun = "" if there == ranks else f" ({there} began)"
         state = "closed" if progress.closed else "open"
         since = format_seconds(max(0.0, time.time() - progress.written))
         found = [
-            f"{progress.common_steps}{most} steps on all {ranks} ranks{begun}, {state}",
-            f"written: {format_bytes(progress.nbytes)}, the last of it {since} ago",
+            f"{progress.common_steps}{most} steps on each of {ranks} ranks{begun}, {state}",
+            f"written: {format_bytes(progress.nbytes)}, last {since} ago",
         ]
         if rate is not None and not progress.closed:
             found.append(f"rate: {format_bytes(rate)}/s")
@@ -75,8 +75,8 @@ class WatchedTrace:
             share = format_percent(left / progress.budget, 0)
             found.append(f"budget: {format_bytes(progress.budget)}, {format_bytes(left)} left ({share})")
         if lost := sum(rank.steps_lost for rank in progress.ranks):
-            found.append(f"steps lost, of all ranks: {format_count(lost)}")
-        return found if progress.closed else [*found, "if its run was killed: gradlab trace repair closes it"]
+            found.append(f"lost: {format_count(lost)} steps over all ranks")
+        return found if progress.closed else [*found, "after its run was killed, gradlab trace repair closes it"]
 
     def tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Titles, columns and cells: the ranks."""

@@ -22,7 +22,7 @@ def test_a_closed_recording_is_shown_whole(tmp_path: Path, gradlab: Command) -> 
     record(tmp_path / "t", random_gradients(0, 20, 2), metadata={"budget": 2**30}).close()
     code, text, err = gradlab("watch", tmp_path / "t")
     assert (code, err) == (0, "")
-    assert "20 steps on all 2 ranks, closed" in text
+    assert "20 steps on each of 2 ranks, closed" in text
     assert "budget: 1.07 GB, 1.07 GB left (100 %)" in text
     seen = json.loads(gradlab("watch", tmp_path / "t", "--json")[1])
     assert (seen["closed"], seen["common_steps"], seen["last_iteration"]) == (True, 20, 19)
@@ -43,7 +43,7 @@ def test_it_follows_a_recording_to_its_end(tmp_path: Path) -> None:
             writer.end()
             text, _ = watching.communicate(timeout=60)
     assert watching.returncode == 0
-    assert "48 of at most 10000 steps on all 2 ranks, closed" in text
+    assert "48 of at most 10000 steps on each of 2 ranks, closed" in text
 
 
 def test_a_recording_that_was_left_open_is_shown(tmp_path: Path, gradlab: Command) -> None:
@@ -51,8 +51,8 @@ def test_a_recording_that_was_left_open_is_shown(tmp_path: Path, gradlab: Comman
     (tmp_path / "t" / rank_folder(1) / "index.json").unlink()
     code, text, _ = gradlab("watch", tmp_path / "t", "--once")
     assert code == 0
-    assert "20 steps on all 2 ranks, open\n" in text
-    assert "if its run was killed: gradlab trace repair closes it" in text
+    assert "20 steps on each of 2 ranks, open\n" in text
+    assert "after its run was killed, gradlab trace repair closes it" in text
     part = tmp_path / "t" / rank_folder(1) / "000001.h5.part"
     part.write_bytes(b"half a file")
     code, text, _ = gradlab("watch", tmp_path / "t", "--once")
