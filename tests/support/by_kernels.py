@@ -22,6 +22,9 @@ from support.benchmark_modules import benchmark_modules
 @contextmanager
 def by_kernels() -> Iterator[list[str]]:
     """Run kernels for tensors on the CPU too; the names of those that were started."""
+    from support.quick_interpreter import quicken
+
+    quicken()
     real, started = kernels.start, []
 
     def start(kernel: Any, *given: Any) -> None:
