@@ -46,6 +46,7 @@ from gradlab.training.settings import TrainSettings
 
 WORKERS, BATCH, COMPUTING = 4, {"text_chars": 3, "cifar10": 16}, 0.02
 RATES = ("50mbit", "1gbit", "25gbit")
+_WINDOW = 50  # steps, in each of which a row has the mean loss of the workers' batches: its course
 UNCOMPRESSED = ("DiLoCo", "sync", "streaming", "averaging")
 CODECS: dict[str, dict[str, Any]] = {
     **{dtype: {"codec": "block_scaled", "dtype": dtype} for dtype in ("int8", "int4", "nvfp4")},
@@ -135,7 +136,9 @@ def _worker(rank: int, way: str, muon: bool, every: int, settings: TrainSettings
     dist.all_reduce(means)
     if rank == 0:
         score = workload.score(model, data.test_x, data.test_y)
-        row = {"score": score, "loss": statistics.fmean((means / WORKERS).tolist()[-10:]), "payload": payload}
+        losses = (means / WORKERS).tolist()
+        course = [round(statistics.fmean(losses[start : start + _WINDOW]), 4) for start in range(0, count, _WINDOW)]
+        row = {"score": score, "loss": statistics.fmean(losses[-10:]), "payload": payload, "course": course}
         Path(folder, "0.json").write_text(json.dumps(row), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
