@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradlab.runtime import checkpoint
 from jobs.outer_tasks import batch, network
 from support.elastic_workers import MISSING, Worker, run, wait_until
 
@@ -74,6 +75,20 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     with run(given | {"resume": str(tmp_path)}, 2) as (workers, *_):
         for one, other in zip(ends(workers), never, strict=True):
             assert (one["end"], one["loss"]) == (other["end"], other["loss"])
+    # What was saved does not fit: another plan, H, a run without a manager, damage.
+    model, optimizer, saved = torch.load(tmp_path / "w_0.pt", weights_only=True)
+    alone = checkpoint.sealed({key: one for key, one in saved.items() if key not in ("manager", "manager's")})
+    damaged = {**saved, "local_steps": saved["local_steps"] + 1}
+    misfits: list[tuple[str, Any, dict[str, Any]]] = [
+        ("checkpoint: every is 4, this run has 8", saved, {"every": 8}),
+        ("checkpoint: plan is ", saved, {"codec": "identity"}),
+        ("checkpoint: manager's is None, this run has True", alone, {}),
+        ("checkpoint: what is no tensor is damaged", damaged, {}),
+    ]
+    for said, state, other in misfits:
+        torch.save([model, optimizer, state], tmp_path / "w_0.pt")
+        with run(given | {"resume": str(tmp_path)} | other, 1) as ((worker,), *_):
+            assert said in worker.wait()["error"]
 
 
 def test_every_step_and_plain_averaging_is_synchronous_sgd() -> None:
