@@ -343,7 +343,11 @@ def sharded_worker(group: dist.ProcessGroup, codec: str, settings: dict[str, Any
             fully_shard(module, mesh=mesh["within"])
     fully_shard(sharded, mesh=mesh["within"])
     whole = DistributedDataParallel(network(), process_group=mesh["within"].get_group())
-    plan = plan_of(codec, settings)
+    plan, said = plan_of(codec, settings), ""
+    try:
+        OuterStep(plan, sharded, muon_outside, group=group, within=mesh["within"], **numbers)
+    except GradlabError as error:
+        said = str(error)
     whole_parameters = []
     for model, within in ((sharded, mesh["within"]), (whole, "model")):
         optimizer = adamw(model)
@@ -356,7 +360,7 @@ def sharded_worker(group: dist.ProcessGroup, codec: str, settings: dict[str, Any
         parameters = list(model.parameters())
         whole_parameters.append([p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters])
     distance = max(_distance(one, other) for one, other in zip(*whole_parameters, strict=True))
-    return {"distance": distance, "changed": changed, "workers": outer.workers.count}
+    return {"distance": distance, "changed": changed, "workers": outer.workers.count, "said": said}
 
 
 def not_finite(group: dist.ProcessGroup, codec: str, settings: dict[str, Any], delay: int) -> dict[str, Any]:

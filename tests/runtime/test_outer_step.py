@@ -76,6 +76,7 @@ def test_a_worker_of_two_ranks_under_fsdp2(pool: ProcessPool, codec: str, delay:
     for result in pool.run("jobs.outer_tasks:sharded_worker", 4, codec=codec, settings=CODECS[codec], delay=delay):
         assert result["distance"] < (0.3 if codec == "block_scaled" else ROUNDING)
         assert (result["workers"], result["changed"]) == (2, True)
+        assert "outer_optimizer gave Muon, which needs whole matrices, and a rank holds shards" in result["said"]
 
 
 @pytest.mark.parametrize(("codec", "delay"), [("topk", 2), ("identity", 0)])
