@@ -33,7 +33,14 @@ from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.model import require_ddp, without_compile
-from gradlab.ddp.sharded_units import HOW_TO, Unit, refuse_thawed, require_whole_backward, set_hooks, sharded_modules
+from gradlab.ddp.sharded_units import (
+    Unit,
+    leave_averaging,
+    refuse_thawed,
+    require_whole_backward,
+    set_hooks,
+    sharded_modules,
+)
 from gradlab.ddp.step_clock import BufferTimes, StepClock
 from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
@@ -129,7 +136,7 @@ class TraceRecorder(Uncopied):
     Raises:
         GradlabError: the same line on all ranks, before anything is written: a model in neither, a hook attached
             already, folder not empty, no such layer, settings out of range or different between ranks, nodes of
-            different sizes, native HSDP.
+            different sizes.
     """
 
     _finalizer: Any = None  # a trial of gradlab pilot has none
@@ -185,6 +192,7 @@ class TraceRecorder(Uncopied):
         self._finalizer.atexit = False
         self._source = source
         if isinstance(source, ShardSource):
+            leave_averaging(source.units)
             for unit in source.units:
                 set_hooks(unit.module, partial(self._take, unit))
             refuse_thawed(source.model, source.units)
@@ -268,6 +276,11 @@ class TraceRecorder(Uncopied):
         """Record what one unit under FSDP2 brings, and average it between nodes. FSDP2's hook calls this."""
         assert isinstance(self._source, ShardSource)
         unit.require_unchanged()
+        if unit.puts_off:
+            raise GradlabError(
+                f"{unit.title}: set_requires_all_reduce(False), and a recording takes what every micro-batch reduces; "
+                "accumulate with model.set_requires_gradient_sync(False) while it lasts"
+            )
         first = not self._units_met or unit.name in self._units_met  # twice: a backward pass failed half-way
         if not self._writer.stopping:
             with self._clock.own():
@@ -382,10 +395,6 @@ def _source_of(model: object, wrap: Any, within: Any, between: Any) -> Source:
     inner = without_compile(model)
     if not isinstance(inner, DistributedDataParallel) and sharded_modules(inner):
         assert isinstance(inner, torch.nn.Module)
-        if between is None:
-            raise GradlabError(
-                f"TraceRecorder: the model is in FSDP2 (fully_shard); give between=mesh['replicate']: {HOW_TO}"
-            )
         for name, value in (("within", within), ("wrap", wrap)):
             if value is not None:
                 raise GradlabError(f"TraceRecorder: {name} is of a model in DDP, and this one is under FSDP2")

@@ -20,7 +20,16 @@ from gradlab.ddp.averaged import AveragedLayers, not_averaged
 from gradlab.ddp.bucket_layouts import BucketLayouts, OldGradient
 from gradlab.ddp.groups import Ranks, part_of
 from gradlab.ddp.model import bare_module, synchronised_layers
-from gradlab.ddp.sharded_units import SHARDED, Unit, attached_hooks, averaged_units, shard_group, units_of
+from gradlab.ddp.sharded_units import (
+    HOW_TO,
+    SHARDED,
+    Unit,
+    attached_hooks,
+    averaged_units,
+    replicas_of,
+    shard_group,
+    units_of,
+)
 from gradlab.ddp.switch import PlainAverage, attached_hook
 from gradlab.ddp.topology import Topology, find_grid, find_topology, group_along
 from gradlab.errors import GradlabError
@@ -131,6 +140,11 @@ class ShardSource:
         self.units = units_of(model, caller)
         self._averaged = averaged_units(model, self.units)
         device, self._row = self.units[0].device, shard_group(self.units, caller)
+        between = replicas_of(self.units, between, caller)
+        if between is None:
+            raise GradlabError(
+                f"{caller}: the model is in FSDP2 (fully_shard); give between=mesh['replicate']: {HOW_TO}"
+            )
         column = group_along(between, "between")
         if column is None:
             raise GradlabError(f"{caller}: between is a process group that this rank is not in")

@@ -18,6 +18,7 @@ from torch import nn
 
 from gradlab.ddp.averaged import AveragedLayers
 from gradlab.ddp.model import without_compile
+from gradlab.ddp.topology import group_along
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, named_layers
 
@@ -60,7 +61,7 @@ class Shard:
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the parts of all ranks, in their order and each in the padded shape, into the whole gradient."""
-        dimension = self.parameter.placements[0].dim
+        dimension = self.parameter.placements[-1].dim  # under native HSDP the first says that nodes hold the same
         return torch.cat(list(parts), dimension).narrow(dimension, 0, self.layer.shape[dimension])
 
     def values(self) -> torch.Tensor:
@@ -129,7 +130,7 @@ class Unit:
 
     def require_unchanged(self) -> None:
         """Refuse changes since the unit was looked at that would go wrong without a word: parameters replaced or
-        thawed, a gradient divide factor, all-reduces that are put off."""
+        thawed, a gradient divide factor, an average between nodes that FSDP would take beside gradlab's."""
         (group,) = _param_groups(self.module)
         known = {id(shard.parameter) for shard in self.shards}
         now = [one.sharded_param for one in group.fsdp_params]
@@ -145,11 +146,11 @@ class Unit:
                 f"{self.title}: set_gradient_divide_factor makes native HSDP sum between nodes, and gradlab averages; "
                 "scale the loss instead"
             )
-        if not group.all_reduce_grads:
-            raise GradlabError(
-                f"{self.title}: set_requires_all_reduce(False) puts nothing off on a mesh of one dimension; accumulate "
-                "with model.set_requires_gradient_sync(False)"
-            )
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether nodes are to be averaged with a later micro-batch: set_requires_all_reduce(False)."""
+        return not _param_groups(self.module)[0].all_reduce_grads
 
     def _pieces(self, flat: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
         present = [shard for shard in self.shards if shard.parameter.requires_grad]
@@ -215,8 +216,8 @@ def let_go_of_gathered(model: nn.Module) -> None:
 
 
 def units_of(model: object, caller: str) -> list[Unit]:
-    """List the units of a model between two steps. Native HSDP, several meshes, and parameters of no unit, or sharded
-    elsewhere too or on another device than the gradients, are refused."""
+    """List the units of a model between two steps. Several meshes, and parameters of no unit, or sharded elsewhere too
+    or on another device than the gradients, are refused."""
     inner = without_compile(model)
     if not isinstance(inner, nn.Module):
         raise GradlabError(f"{caller}: got a {type(inner).__name__}, expected a model that fully_shard was called on")
@@ -245,6 +246,58 @@ def units_of(model: object, caller: str) -> list[Unit]:
             "call it on the model itself, last"
         )
     return units
+
+
+def replicas_of(units: Iterable[Unit], given: Any, caller: str) -> Any:
+    """Return what joins ranks that hold the same shards: what was given, or the other dimension of native HSDP's mesh.
+
+    Raises:
+        GradlabError: where units differ in that, or other ranks were given.
+    """
+    native = {}
+    for unit in units:
+        mesh = _param_groups(unit.module)[0].mesh_info
+        group = getattr(mesh, "replicate_process_group", None)
+        native[None if group is None else tuple(dist.get_process_group_ranks(group))] = group
+    if len(native) > 1:
+        raise GradlabError(f"{caller}: some modules are under native HSDP and others are not, expected one mesh")
+    ((ranks, group),) = native.items()
+    along = None if given is None or group is None else group_along(given, "between")
+    if along is not None and tuple(dist.get_process_group_ranks(along)) != ranks:
+        raise GradlabError(f"{caller}: between is not the dimension of the model's mesh along which it is replicated")
+    return group if given is None else given
+
+
+def leave_averaging(units: Iterable[Unit]) -> None:
+    """Have FSDP reduce gradients inside nodes alone from now on, as on a mesh of one dimension: under native HSDP hooks
+    come after its own average. Parameters stay as they are, and `set_hooks` puts it back.
+
+    torch has no public way: a unit is told that its mesh is the dimension along which it is sharded. What it has done
+    is looked at, so that another version of torch is refused.
+    """
+    for unit in units:
+        (group,) = _param_groups(unit.module)
+        before = group.mesh_info
+        if type(before).__name__ != "HSDPMeshInfo":
+            continue
+        shards = before.shard_process_group
+        try:
+            from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+            alone = FSDPMeshInfo(before.mesh, shard_mesh_dim=before.shard_mesh_dim)
+            alone.reduce_scatter_process_group = getattr(before, "reduce_scatter_process_group", None)
+            # FSDP gathers in another way where the mesh after forward passes is another one.
+            after = group.post_forward_mesh_info
+            group.post_forward_mesh_info = alone if after is before else after
+            group.mesh_info = alone
+            kept = group._all_gather_process_group is shards and not hasattr(alone, "replicate_process_group")
+        except (ImportError, AttributeError, TypeError):
+            kept = False
+        if not kept:
+            raise GradlabError(
+                f"{unit.title} is under native HSDP, and torch {torch.__version__} averages between nodes there. "
+                f"Shard along one dimension and let gradlab average: {HOW_TO}"
+            )
 
 
 def shard_group(units: Iterable[Unit], caller: str) -> dist.ProcessGroup:
@@ -283,11 +336,14 @@ def set_all_gather(unit: Unit, gather: Any) -> None:
     unit.module.set_custom_all_gather(gather)
 
 
-def set_hooks(module: Any, all_reduce: Any, reduce_scatter: Any = None) -> None:
-    """Set a module's all-reduce hook, and what replaces its reduce-scatter, if anything does."""
+def set_hooks(module: Any, all_reduce: Any, reduce_scatter: Any = None, meshes: tuple[Any, Any] | None = None) -> None:
+    """Set a module's all-reduce hook, and what replaces its reduce-scatter and its meshes, if anything does."""
     module.set_all_reduce_hook(all_reduce)
     if reduce_scatter is not None:
         module.set_custom_reduce_scatter(reduce_scatter)
+    if meshes is not None:
+        (group,) = _param_groups(module)
+        group.mesh_info, group.post_forward_mesh_info = meshes
 
 
 def has_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> bool:
@@ -296,11 +352,16 @@ def has_hooks(unit: Unit, all_reduce: Any, reduce_scatter: Any = None) -> bool:
     return group._all_reduce_hook is all_reduce and reduce_scatter in (None, group._reduce_scatter_comm)
 
 
-def hooks_of(model: nn.Module) -> list[tuple[Any, Any, Any]]:
-    """List the modules that `fully_shard` was called on, each with its all-reduce hook and reduce-scatter as they are,
-    for `set_hooks`. The reduce-scatter cannot be replaced below torch 2.8: None then."""
+def hooks_of(model: nn.Module) -> list[tuple[Any, ...]]:
+    """List the modules that `fully_shard` was called on, each with its all-reduce hook, reduce-scatter and meshes as
+    they are, for `set_hooks`. The reduce-scatter cannot be replaced below torch 2.8: None then."""
     return [
-        (module, group._all_reduce_hook, getattr(group, "_reduce_scatter_comm", None))
+        (
+            module,
+            group._all_reduce_hook,
+            getattr(group, "_reduce_scatter_comm", None),
+            (group.mesh_info, group.post_forward_mesh_info),
+        )
         for _, module in sharded_modules(model)
         for group in _param_groups(module)
     ]
@@ -330,11 +391,8 @@ def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
         raise GradlabError(f"{where} has parameters on several meshes (shard_placement_fn), expected one")
     for group in groups:
         kind = type(group.mesh_info).__name__
-        if kind != "FSDPMeshInfo":
-            raise GradlabError(
-                f"{where} is under native HSDP ({kind}): its hook runs after the gradients were averaged uncompressed. "
-                f"Shard along one dimension and let gradlab average between nodes: {HOW_TO}"
-            )
+        if kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
+            raise GradlabError(f"{where} is not sharded ({kind}), as under `replicate`; compress takes a model in DDP")
         for shard in group.fsdp_params:
             if shard.is_dtensor:
                 raise GradlabError(f"{where} is under tensor parallelism too, and gradlab takes FSDP2 alone")

@@ -31,7 +31,9 @@ from gradlab.ddp.sharded_units import (
     custom_reductions,
     has_hooks,
     layers_of_units,
+    leave_averaging,
     refuse_thawed,
+    replicas_of,
     require_whole_backward,
     set_hooks,
     shard_group,
@@ -88,6 +90,7 @@ class FSDPCompression(Exchange):
             plan, inside, options = running.plan, None, running.options(options)
         units = units_of(model, CALLER)
         device, row = units[0].device, shard_group(units, CALLER)
+        between = replicas_of(units, between, CALLER)
         column = column_of(between, within, row, device)
         topology = find_grid(row, column, device)
         if between is None and row.size() < dist.get_world_size():
@@ -113,6 +116,7 @@ class FSDPCompression(Exchange):
         levels = agree_on((row, column), device, attempt, lambda found: _same_everywhere(found, chosen))
         self._units, self._shards = units, shards
         self._stream: Any = None
+        self._sums: dict[str, torch.Tensor] = {}  # of earlier micro-batches, by unit: reduced inside nodes alone
         held_parameters = {name: shard.parameter for name, shard in shards.items()}
         values = {name: shard.values for name, shard in shards.items()}
         self._around = Surroundings(held_parameters, chosen, HostDevice(device), values)
@@ -157,6 +161,7 @@ class FSDPCompression(Exchange):
             reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)
             self._hooks.append((unit, partial(_hook, me, unit), reduction))
             set_hooks(unit.module, *self._hooks[-1][1:])
+        leave_averaging(self._units)
         self._gathered = [] if self.parameters is None else self.parameters.attach(self._units)
         refuse_thawed(inner, self._units)
         self._averaged = averaged_units(inner, self._units)
@@ -181,7 +186,12 @@ class FSDPCompression(Exchange):
         """Exchange one unit's shards (elements,), reduced by the node, between nodes, in place. FSDP calls this."""
         with super()._guarded(), _waiting(f"the all-reduce of {unit.title} between nodes"):
             unit.require_unchanged()
+            if unit.puts_off:
+                self._put_off(unit, flat)
+                return
             current = self._step_of(flat)
+            if (earlier := self._sums.pop(unit.title, None)) is not None:
+                flat.add_(earlier)
             gradients = unit.gradients(flat)
             if again := sorted(gradients.keys() & current.step.gradients.keys()):
                 raise GradlabError(
@@ -196,6 +206,17 @@ class FSDPCompression(Exchange):
             self._driver.drain()
             if later != 1:
                 flat.mul_(later)
+
+    def _put_off(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Keep a unit's shards (elements,) for the micro-batch after which nodes are averaged."""
+        if self.inside is not None:
+            raise GradlabError(
+                f"{unit.title}: set_requires_all_reduce(False), and a plan inside nodes reduces every micro-batch; "
+                "accumulate with model.set_requires_gradient_sync(False)"
+            )
+        earlier = self._sums.get(unit.title)
+        self._sums[unit.title] = flat.clone() if earlier is None else earlier.add_(flat)
+        flat.zero_()
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
         """Reduce `flat` (ranks x elements,) over the node, compressed, into `output` (elements,). FSDP calls this."""
@@ -227,6 +248,11 @@ class FSDPCompression(Exchange):
             assert current is not None
             require_whole_backward(self._units)
             self._require_attached()
+            if self._sums:
+                raise GradlabError(
+                    f"{next(iter(self._sums))}: set_requires_all_reduce(False) puts its gradients off, and others are "
+                    "exchanged now; set it for the whole model, whose last micro-batch gives every module gradients"
+                )
             current.step.order = _order_of(current.parts)
             absent = [name for name in self._shards if name not in current.step.gradients]
             if zeros := current.step.leave_out(absent):
@@ -337,10 +363,11 @@ def compress_fsdp(
 
     Without `with`, keep what it returns: if it is dropped, backward is refused.
 
-    Shard along one dimension, inside a node: under native HSDP (a mesh of two dimensions for `fully_shard`) FSDP has
-    averaged the gradients before any hook sees them. Gradients are summed inside the node by FSDP's reduce-scatter.
-    Then every rank runs the plan on its shards, with the ranks of other nodes that hold the same ones. With a plan that
-    compresses nothing the result is native HSDP's, bit for bit.
+    Gradients are summed inside the node by FSDP's reduce-scatter. Then every rank runs the plan on its shards, with the
+    ranks of other nodes that hold the same ones. Under native HSDP (`fully_shard(module, mesh=mesh)`) that takes the
+    place of FSDP's all-reduce, and `between` need not be given. With a plan that compresses nothing the result is
+    native HSDP's, bit for bit. After `model.set_requires_all_reduce(False)` micro-batches are summed inside nodes, and
+    the first backward pass with it on again exchanges the sum.
 
     All ranks call it together, after the model is materialized, sharded and has its optimizer.
 

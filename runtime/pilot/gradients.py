@@ -16,6 +16,7 @@ from gradlab.ddp.sharded_units import (
     hooks_of,
     layers_of_units,
     let_go_of_gathered,
+    replicas_of,
     set_hooks,
     shard_group,
     units_of,
@@ -104,8 +105,9 @@ class FSDPGradients(Gradients):
         units = units_of(model, CALLER)
         self.model, self.layers = without_compile(model), layers_of_units(model)
         self.names = {shard.parameter: shard.layer.name for unit in units for shard in unit.shards}
-        self._options, self._units, self._device = options, units, units[0].device
-        self.alone = options.get("between") is None  # the plan is that of the reduce-scatter
+        between = replicas_of(units, options.get("between"), CALLER)
+        self._options, self._units, self._device = {**options, "between": between}, units, units[0].device
+        self.alone = between is None  # the plan is that of the reduce-scatter
 
     def begin(self) -> None:
         """Look at the ranks. A collective."""

@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(pool: ProcessPool, tmp_path: 
     expected = {
         "no between": "give between=mesh['replicate']",
         "wrap": "wrap is of a model in DDP",
-        "native": "native HSDP",
+        "native": "between is not the dimension of the model's mesh",
         "hooked": "has an all-reduce hook already",
         "between in DDP": "between is of a model under FSDP2",
         "whole group": "within = '3' (int)",

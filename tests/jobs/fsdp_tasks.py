@@ -159,6 +159,13 @@ UNCOMPRESSED: dict[str, dict[str, Any]] = {
     "16 bits, reduced in 32": {"shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}},
     "every pass reduced, gradients summed": {"passes": 2},
     "Muon": {"optimizers": muon_and_adamw},
+    "taken over": {"over": True},
+    "taken over, nodes averaged with the last micro-batch": {
+        "over": True,
+        "passes": 3,
+        "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    },
+    "taken over, gathered anew in other groups": {"over": True, "shard": {"reshard_after_forward": 1}},
     "every pass reduced in 32 bits, gradients summed": {
         "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         "passes": 2,
@@ -174,22 +181,26 @@ def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str
     """Training with nothing compressed, and native HSDP's: parameters, bit for bit.
 
     On a mesh of two dimensions Muon sums bfloat16 over both. Beside it nodes' gradients are therefore averaged by hand.
+    Options with "over" compress a model that is under native HSDP itself, and put nodes' averages off.
     """
     rank, chosen = dist.get_rank(group), UNCOMPRESSED[option]
     mesh, by_hand = mesh_of(group, nodes), "optimizers" in chosen
     native = sharded(mesh["shard"] if by_hand else mesh, **chosen.get("shard", {}))
-    ours = sharded(mesh["shard"], **chosen.get("shard", {}))
+    over = chosen.get("over", False)
+    ours = sharded(mesh if over else mesh["shard"], **chosen.get("shard", {}))
     make = chosen.get("optimizers", adamw)
     optimizers = [make(model.parameters()) for model in (native, ours)]
     plan, warmup = plan_of(ours, "identity", {}), chosen.get("warmup_steps", 0)
     if warmup:
         plan = Plan.uniform(layers_of(ours), "topk", density=0.1, warmup_steps=warmup)
     same, passes = True, chosen.get("passes", 1)
-    with compress_fsdp(ours, plan, between=mesh["replicate"], optimizer=optimizers[1]) as state:
+    between = None if over else mesh["replicate"]
+    with compress_fsdp(ours, plan, between=between, optimizer=optimizers[1]) as state:
         for step in range(steps):
             for model, optimizer in zip((native, ours), optimizers, strict=True):
                 model.zero_grad()
                 for part in range(passes):
+                    model.set_requires_all_reduce(part == passes - 1 or not over)
                     backward(model, rank, passes * step + part)
                 if by_hand and model is native:
                     for parameter in model.parameters():
@@ -563,7 +574,7 @@ def changed(group: dist.ProcessGroup, nodes: int) -> dict[str, str]:
         model.blocks[1].set_gradient_divide_factor(2.0)
 
     def put_off(model: Any) -> None:
-        model.set_requires_all_reduce(False)
+        model.blocks[1].set_requires_all_reduce(False)
 
     def assign(model: Any) -> None:
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
@@ -643,7 +654,10 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
     def attempt(name: str, model: Any, plan: Any = plan, between: Any = replicate, **options: Any) -> None:
         messages[name] = _refusal(lambda: compress_fsdp(model, plan, between=between, **options).close())
 
-    attempt("native HSDP", sharded(mesh))
+    attempt("native HSDP, other ranks", sharded(mesh), between=shard)
+    mixed = Network()
+    fully_shard(mixed.blocks[0], mesh=mesh)
+    attempt("native HSDP in part", fully_shard(mixed, mesh=shard))
     attempt("no FSDP", Network())
     attempt("no model", 3)
     attempt("the whole mesh", fits, between=mesh)

@@ -70,9 +70,9 @@ def under_fsdp(group: dist.ProcessGroup, nodes: int, folder: str) -> dict[str, A
     _train(model, rank, recorder, partly=False)
     recorder.close()
     state.close()
-    native, ours = sharded(mesh), sharded(mesh["shard"])
+    native, ours = sharded(mesh), sharded(mesh)
     _train(native, rank, None, partly=False)
-    with TraceRecorder(ours, Path(folder) / "fsdp", between=mesh["replicate"], every=1) as recorder:
+    with TraceRecorder(ours, Path(folder) / "fsdp", every=1) as recorder:  # under native HSDP, too
         _train(ours, rank, recorder, partly=False)
     pairs = zip(native.parameters(), ours.parameters(), strict=True)
     same = all(torch.equal(one.to_local(), other.to_local()) for one, other in pairs)
@@ -92,7 +92,7 @@ def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:
         "wrap": lambda: TraceRecorder(
             sharded(mesh["shard"]), path, between=mesh["replicate"], wrap=(None, compression_hook)
         ),
-        "native": lambda: TraceRecorder(sharded(mesh), path, between=mesh["replicate"]),
+        "native": lambda: TraceRecorder(sharded(mesh), path, between=mesh["shard"]),
         "hooked": lambda: TraceRecorder(hooked, path, between=mesh["replicate"]),
         "between in DDP": lambda: TraceRecorder(_in_ddp(group), path, between=mesh["replicate"]),
         "whole group": lambda: TraceRecorder(_in_ddp(group), path, within=3),

@@ -20,7 +20,15 @@ BETWEEN: dict[str, Any] = {"codec": "several", "settings": {"of": "between"}}
 
 
 # The campaign `nodes` holds each of FSDP's options by itself, here and below.
-@pytest.mark.parametrize("option", ["every pass reduced in 32 bits, gradients summed", thorough("Muon")])
+NOTHING = [
+    "every pass reduced in 32 bits, gradients summed",
+    "taken over, nodes averaged with the last micro-batch",
+    thorough("taken over, gathered anew in other groups"),
+    thorough("Muon"),
+]
+
+
+@pytest.mark.parametrize("option", NOTHING)
 def test_without_compression_it_is_native_hsdp(pool: ProcessPool, option: str) -> None:
     """Parameters, bit for bit. FSDP converts a unit's gradient, or adds it, as soon as the hook returns."""
     for result in pool.run("jobs.fsdp_tasks:against_native", 4, nodes=2, steps=3, option=option):
@@ -102,7 +110,7 @@ def test_changes_that_would_let_nodes_drift_apart_are_refused(pool: ProcessPool)
         "unfreeze": "module blocks.1: parameters that were frozen when gradlab was attached have gradients now",
         "unfreeze_part": "module blocks.1: parameters that were frozen when gradlab was attached have gradients now",
         "divide": "module blocks.1: set_gradient_divide_factor makes native HSDP sum between nodes",
-        "put_off": "set_requires_all_reduce(False) puts nothing off on a mesh of one dimension",
+        "put_off": "module blocks.1: set_requires_all_reduce(False) puts its gradients off, and others are exchanged",
         "assign": "its parameters were replaced, as load_state_dict(assign=True) does",
         "override": "module blocks.1 has another hook now than the one that compress_fsdp set",
         "add": "fully_shard was called on modules after compress_fsdp",
@@ -136,7 +144,8 @@ def test_checkpoints_of_many_nodes_are_in_their_order() -> None:
 
 def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None:
     expected = {
-        "native HSDP": "the model itself is under native HSDP (HSDPMeshInfo): its hook runs after",
+        "native HSDP, other ranks": "between is not the dimension of the model's mesh along which it is replicated",
+        "native HSDP in part": "some modules are under native HSDP and others are not, expected one mesh",
         "no FSDP": "got a Network without a module that fully_shard was called on",
         "no model": "got a int, expected a model that fully_shard was called on",
         "the whole mesh": "between: a mesh of 2 dimensions, expected one of them, such as mesh['shard']",
