@@ -61,7 +61,7 @@ def event(name: str, cat: str, start: float, stop: float, **told: Any) -> dict[s
     return {"ph": "X", "name": name, "cat": cat, "tid": 1, "ts": 1e6 * start, "dur": 1e6 * (stop - start), "args": told}
 
 
-def on_gpu(dtype: str = "Float", numel: int = 10**8) -> dict[str, Any]:
+def on_gpu(dtype: str = "Float", numel: int = 10**6) -> dict[str, Any]:
     """Two steps of 4 seconds on a GPU, 3 of them computing, and 2 exchanging with 1 of these beside."""
     events = []
     for start in (0, 4):
@@ -85,16 +85,16 @@ def test_a_gpu_is_read_by_its_kernels(tmp_path: Path) -> None:
     steps = read_profile(written(tmp_path / "gpu.json", on_gpu()))
     assert (steps.rank, steps.steps, steps.seconds, steps.computing_seconds) == (3, 2, 4, 3)
     assert (steps.exchanging_seconds, steps.reducing_seconds, steps.exposed_seconds) == (2, 2, 1)
-    assert steps.bucket_bytes == (4 * 10**8,)
+    assert steps.bucket_bytes == (4 * 10**6,)
     # A ring of two sends each byte once, with headers.
-    assert steps.link.bits_per_second == pytest.approx(8 * 1.06 * 4e8 / 2)
+    assert steps.link.bits_per_second == pytest.approx(8 * 1.06 * 4e6 / 2)
     left = steps.forecast_seconds
     assert left["plain DDP"] > 1.5 * left["16 bits"] > 0
     unmarked = [one for one in on_gpu()["traceEvents"] if one["cat"] == "kernel"]
     unmarked += [event("Optimizer.step#SGD.step", "user_annotation", end - 1, end) for end in (4, 8)]
     assert read_profile(written(tmp_path / "gpu.json", unmarked)).seconds == 4  # from one optimizer step to the next
     half = read_profile(written(tmp_path / "gpu.json", on_gpu("BFloat16")))
-    assert half.bucket_bytes == (2 * 10**8,)
+    assert half.bucket_bytes == (2 * 10**6,)
     assert set(half.forecast_seconds) == {"16 bits", "int4"}
 
 

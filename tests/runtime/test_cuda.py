@@ -19,6 +19,7 @@ import torch
 
 from gradlab import codecs
 from support.benchmark_modules import benchmark_modules
+from support.laws import thorough
 from support.warm_python import torch_python
 
 RUNNER = Path(__file__).parents[1] / "gpu"
@@ -153,7 +154,7 @@ def test_losses_are_kept_run_by_run(tmp_path: Path) -> None:
     assert "| int4 | 8 | 0 |" in text
 
 
-@pytest.mark.parametrize("plan", ["int4", "ecsq 1", "PowerSGD 4"])
+@pytest.mark.parametrize("plan", [thorough("int4"), "ecsq 1", thorough("PowerSGD 4")])
 def test_a_run_that_was_cut_off_is_the_one_that_was_not(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

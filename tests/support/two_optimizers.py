@@ -11,4 +11,4 @@ def muon_and_adamw(parameters: Iterable[torch.nn.Parameter], lr: float = 0.01) -
     matrices, others = [], []
     for one in parameters:
         (matrices if one.ndim == 2 else others).append(one)
-    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr / 4)]
+    return [torch.optim.Muon(matrices, lr=lr, ns_steps=1), torch.optim.AdamW(others, lr=lr / 4)]
