@@ -10,6 +10,7 @@ import pytest
 from gradlab.analysis.forecast.network import Profile
 from gradlab.trace import Trace, check
 from jobs.node_recording_tasks import STEPS, UNUSED_AT
+from support.laws import thorough
 from support.process_pool import ProcessPool
 
 
@@ -23,7 +24,7 @@ def assert_same(one: Trace, other: Trace) -> None:
             np.testing.assert_array_equal(one.read(layer.name, rank), other.read(layer.name, rank))
 
 
-@pytest.mark.parametrize("nodes", [2, 1])
+@pytest.mark.parametrize("nodes", [2, thorough(1)])
 def test_means_of_nodes_are_those_of_the_ranks_recording(pool: ProcessPool, tmp_path: Path, nodes: int) -> None:
     """Bit for bit, and training is plain DDP's."""
     results = pool.run("jobs.node_recording_tasks:under_ddp", 4, nodes=nodes, folder=str(tmp_path))

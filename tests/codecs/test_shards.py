@@ -160,7 +160,7 @@ def test_ranks_and_steps_share_what_follows_from_shapes() -> None:
     assert shards_on(codec, 1, 8, 3).occupied == [1]
 
 
-@law(st.sampled_from(CUTTABLE), st.integers(1, 300), st.integers(1, 60), st.text(max_size=3))
+@law(st.sampled_from(CUTTABLE), st.integers(1, 300), st.integers(1, 60), st.text(max_size=3), examples=40)
 def test_shards_make_up_the_vector_and_few_of_them_are_far_apart(
     case: tuple[str, dict[str, Any]], numel: int, ranks: int, group: str
 ) -> None:

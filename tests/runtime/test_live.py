@@ -12,6 +12,7 @@ from gradlab.run_log import WatchedLog
 from gradlab.runtime.engine.statistics import noise_scale
 from jobs.live_tasks import STEPS, gaussian
 from support.command_line import Command
+from support.laws import thorough
 from support.process_pool import ProcessPool
 
 SIGNAL = 0.25
@@ -32,8 +33,8 @@ def dense(rank: int) -> float:
 @pytest.mark.parametrize(
     ("codec", "settings", "wraps", "tolerance"),
     [
-        ("cast", {}, [], 0.002),
-        ("block_scaled", {"dtype": "int4", "aggregation": "gather"}, [], 0.03),
+        thorough("cast", {}, [], 0.002),
+        thorough("block_scaled", {"dtype": "int4", "aggregation": "gather"}, [], 0.03),
         ("qsgd", {"bits": 4, "aggregation": "gather"}, [], 0.05),
         ("topk", {"density": 0.25}, ["error_feedback"], 0.2),
     ],
