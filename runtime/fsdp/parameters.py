@@ -12,7 +12,7 @@ was lost is in the next difference. It takes memory for the whole parameters, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,13 +250,13 @@ class ParameterGathers:
         """Collect what all ranks hold of this rank's shards, by unit."""
         return checkpoint.sealed({"held": {unit: held[rank].clone() for unit, held in self.held.items()}})
 
-    def load_state_dict(self, state: Any, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Continue from every rank's `state_dict`; all ranks of the group together. None: nobody holds anything.
+    def resumption(self, state: Any) -> Mapping[str, torch.Tensor]:
+        """Return what all ranks held of this rank's shards by a `state_dict`, by unit. None: nobody holds anything.
 
         Raises:
             GradlabError: for what is damaged, or of units or sizes of another model.
         """
-        self.held, self._gathered, found = {}, {}, dict[str, torch.Tensor]()
+        found: Mapping[str, torch.Tensor] = {}
         if state is not None:
             checkpoint.require(state, {})
             found = state["held"]
@@ -267,7 +267,12 @@ class ParameterGathers:
                     f"checkpoint: parameters: {unit or 'the model itself'} has {tuple(own.shape)} values that ranks "
                     "hold, and this run's plan of parameters holds others"
                 )
-        for unit, own in found.items():
+        return found
+
+    def resume(self, held: Mapping[str, torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+        """Continue from every rank's `resumption`; all ranks of the group together."""
+        self.held, self._gathered = {}, {}
+        for unit, own in held.items():
             rows = torch.empty(group.size(), own.numel(), dtype=own.dtype, device=device)
             dist.all_gather(list(rows.unbind()), own.detach().to(device).contiguous(), group=group)
             self.held[unit] = rows

@@ -304,19 +304,20 @@ class FSDPCompression(Exchange):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; see `Exchange.load_state_dict`."""
-        resume = self._inside_from([state])
+        resume, hold = self._inside_from([state]), self._held_from(state)
         super().load_state_dict(state)
         resume()
-        self._hold_again(state)
+        hold()
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
         checkpoint.check_arguments(states, residuals)
         column = checkpoint.same_shards(states, self.identity)
         resume = self._inside_from(column, (self.run.rank, self.run.world_size, residuals))
+        hold = self._held_from(column[0])
         super().load_state_dicts(column, residuals)
         resume()
-        self._hold_again(column[0])
+        hold()
 
     def report(self) -> dict[str, Any]:
         """Return `Exchange.report`; under "inside" the bytes of the last step's reduce-scatters, under "parameters"
@@ -324,10 +325,12 @@ class FSDPCompression(Exchange):
         beside = {"inside": self.inside, "parameters": self.parameters}
         return {**super().report(), **{name: one.report() for name, one in beside.items() if one is not None}}
 
-    def _hold_again(self, state: Mapping[str, Any]) -> None:
-        """Continue with what all ranks held of the parameters, where differences are sent."""
-        if self.parameters is not None:
-            self.parameters.load_state_dict(state.get("parameters"), self._row, self._around.device.device)
+    def _held_from(self, state: Any) -> Callable[[], None]:
+        """Check what all ranks held of the parameters, where differences are sent; return what continues with it."""
+        if self.parameters is None or not isinstance(state, Mapping):
+            return lambda: None
+        held = self.parameters.resumption(state.get("parameters"))
+        return partial(self.parameters.resume, held, self._row, self._around.device.device)
 
     def _inside_from(self, states: Sequence[Any], place: tuple[int, int, str] | None = None) -> Callable[[], None]:
         """Check the states of the plan inside nodes; return what continues from them, see `ShardReduction`."""

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from gradlab import codecs
 from gradlab.codec import seeded_generator
 from gradlab.codec.abilities import decompress
+from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime import FSDPCompression, compress_fsdp
@@ -100,7 +101,14 @@ def resumed(group: dist.ProcessGroup, settings: dict[str, Any], around: list[str
     for step in range(3):
         _train(models[0], optimizers[0], rank, step)
     models[1].load_state_dict(models[0].state_dict())
-    states[1].load_state_dict(states[0].state_dict())
+    saved = states[0].state_dict()
+    try:
+        states[1].load_state_dict({**saved, "parameters": {"held": {}}})  # damaged: nothing is taken of it
+    except GradlabError:
+        assert states[1].iteration == 0
+    else:
+        raise AssertionError("what is damaged was taken")
+    states[1].load_state_dict(saved)
     same = []
     for step in range(3, 5):
         for model, optimizer in zip(models, optimizers, strict=True):
