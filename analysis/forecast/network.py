@@ -159,6 +159,7 @@ class Network:
         turns. Below one core codecs take as many times longer as ranks share a core.
     bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
     processor: the one that codecs run on; None: this one. On an accelerator they take turns with computing.
+    parameters: format of FSDP2's gathers of parameters, see `gradlab.runtime.compress_fsdp`; "": as they are.
 
     >>> from gradlab.analysis import Network
     >>> from gradlab.analysis.forecast.link import Link
@@ -177,6 +178,7 @@ class Network:
     bucket_cap_mb: float | None = None
     node: Node | None = None
     processor: Processor | None = None
+    parameters: str = ""
 
     def __post_init__(self) -> None:
         if not self.nodes or not self.links:

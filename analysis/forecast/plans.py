@@ -15,7 +15,17 @@ from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import moved
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Bucket
-from gradlab.analysis.forecast.step_time import WAYS, Comparison, Job, break_even, compare, cut_for_shards, make_job
+from gradlab.analysis.forecast.step_time import (
+    WAYS,
+    Comparison,
+    Gathers,
+    Job,
+    break_even,
+    compare,
+    cut_for_shards,
+    make_job,
+    traffic_inside,
+)
 from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay import methods_of, refresh_remark
 from gradlab.errors import GradlabError
@@ -69,6 +79,24 @@ class NodeForecast:
                 "half": [pair.half.seconds for pair in self.curve],
             },
         }
+
+
+def traffic_text(node: NodeForecast, network: Network) -> str:
+    """Say how long a step's three kinds of traffic take under FSDP2, and with which a link is busiest; "" elsewhere."""
+    if network.node is None or network.node.plans != SHARDS:
+        return ""
+    reduced, gathered = traffic_inside(node.job, network.node)
+    form, pair = network.parameters or "32 bits", node.links[0]
+    between_nodes = 8 * pair.compressed.wire_bytes / pair.link.bits_per_second
+    kinds = {
+        f"gathers of parameters inside nodes ({form})": gathered,
+        "gradients inside nodes": reduced,
+        f"gradients between nodes ({spell_rate(pair.link.bits_per_second)})": between_nodes,
+    }
+    times = ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in kinds.items())
+    return (
+        f"{format_counted(node.job.world_size, 'node')}: {times}; most time goes to {max(kinds, key=kinds.__getitem__)}"
+    )
 
 
 def _json_or_none(rate: float | None) -> float | str | None:
@@ -211,9 +239,10 @@ def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
     with one_thread():
         scan = scan_seconds_per_byte()
         codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))
+        gathers = _gathers(plan, network, repeats)
         for count in network.nodes:
             job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
-            yield _on_its_processor(job.scaled(codec, engine), network)
+            yield replace(_on_its_processor(job.scaled(codec, engine), network), parameters=gathers)
 
 
 def _on_its_processor(job: Job, network: Network) -> Job:
@@ -237,6 +266,19 @@ def _rank_buckets(
     return make_job(
         cut, runs(nodes).of(cut), network.profile.compute_seconds, scan_seconds=scan, assigned=units
     ).buckets
+
+
+def _gathers(plan: Plan, network: Network, repeats: int) -> Gathers | None:
+    """FSDP2's gathers of parameters in a format: a rank encodes its shards and decodes those of all."""
+    if not network.parameters or network.node is None:
+        return None
+    ranks = network.node.local_ranks
+    how: Any = {"dtype": network.parameters, "aggregation": "gather"}
+    sent = Plan.uniform(plan.layers, "block_scaled", exchanges="parameters", **how)
+    cut, units = cut_for_shards(sent, ranks, network.bucket_cap_mb)
+    job = make_job(cut, DryRuns(cut, ranks, repeats=repeats), 0.0, assigned=units)
+    seconds = _on_its_processor(job.scaled(network.crowding, 1.0), network).codec_seconds
+    return Gathers(cut.payload_bytes(ranks) / cut.payload_bytes(ranks, compressing=False), seconds)
 
 
 def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tuple[float, float]:

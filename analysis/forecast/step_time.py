@@ -67,10 +67,23 @@ def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) ->
 
 
 @dataclass(frozen=True)
+class Gathers:
+    """Gathers of a model's parameters that are quantized. They do not travel beside computing.
+
+    share: bytes of a rank's messages over those of its shards in 32 bits.
+    seconds: time of the codecs in one gather of all parameters, on each rank.
+    """
+
+    share: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Job:
     """A plan's step at N ranks, ready for any link: DDP's buckets under the plan, and under plain DDP.
 
     rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
+    parameters: FSDP2's gathers of parameters; None: in 32 bits.
     known: collectives of the exchanges' requests, which simulations of this job share.
     """
 
@@ -79,6 +92,7 @@ class Job:
     buckets: tuple[Bucket, ...]
     dense_buckets: tuple[Bucket, ...]
     rank_buckets: tuple[Bucket, ...] | None = None
+    parameters: Gathers | None = None
     known: Known = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -283,19 +297,32 @@ def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tupl
 
 def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> Step:
     """Simulate a step under FSDP2 in which backward stands still while a unit's shards are exchanged.
-    Only gathers of parameters, one before forward and one before backward, travel beside computing.
+    Only gathers of parameters as they are, one before forward and one before backward, travel beside computing.
     """
     mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
-    halves = [node.half(bucket.nbytes) for bucket in job.dense_buckets]
-    inside = [node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves]
+    reduced, gathered = traffic_inside(job, node)
     exchanges = [
         simulate([replace(unit, ready_seconds=0.0)], 0.0, mine, job.world_size, known=job.known) for unit in units
     ]
     encode = sum(one.encode for one in exchanges)
-    communicate = sum(one.communicate for one in exchanges) + sum(inside)
-    communicate += max(0.0, 2 * sum(inside) - job.compute_seconds)
+    communicate = sum(one.communicate for one in exchanges) + reduced
+    if job.parameters is None:
+        communicate += max(0.0, gathered - job.compute_seconds)
+    else:
+        encode, communicate = encode + 2 * job.parameters.seconds, communicate + gathered
     wire = node.local_ranks * sum(one.wire_bytes for one in exchanges)
     return Step(job.compute_seconds + encode + communicate, job.compute_seconds, encode, communicate, wire)
+
+
+def traffic_inside(job: Job, node: Node) -> tuple[float, float]:
+    """Return the seconds that the link inside a node takes for a step's gradients, and for both gathers of its
+    parameters, under FSDP2."""
+
+    def seconds(share: float) -> float:
+        halves = [node.half(int(share * bucket.nbytes)) for bucket in job.dense_buckets]
+        return sum(node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves)
+
+    return seconds(1.0), 2 * seconds(1.0 if job.parameters is None else job.parameters.share)
 
 
 def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:

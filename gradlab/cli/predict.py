@@ -12,7 +12,7 @@ with "collective": "all-gather" measures an all-gather. If those are slower per 
 With several ranks per node, --bandwidth is that of a node's link, which its ranks share, and --inside that among
 them. The plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP,
 averages inside nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward
-waits.
+waits. --parameters int8 takes FSDP2's gathers quantized, as compress_fsdp(parameters="int8") sends them.
 
 With --local-steps ranks exchange what H steps add up to. Either they wait for the exchange of all layers, or it
 streams: the model travels while steps go on, until the next exchange. The break-even H is the smallest number
@@ -47,11 +47,13 @@ from gradlab.analysis.forecast.calibration import calibrate_link, read_observati
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import profile_of
-from gradlab.analysis.forecast.plans import pays_text
+from gradlab.analysis.forecast.plans import pays_text, traffic_text
 from gradlab.analysis.outputs import require_figure
 from gradlab.artifact import Artifact
 from gradlab.cli import options
 from gradlab.cli.console import Answer, Table, print_json, progress_bars
+from gradlab.codecs.block_scaled import FORMATS
+from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_counted, format_ratio, format_seconds
 
 
@@ -62,6 +64,10 @@ def predict(
     ] = "4,64,1024",
     inside: options.InsideLink = "400gbit",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="The plan runs on FSDP2's shards (compress_fsdp).")] = False,
+    parameters: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Format of FSDP2's gathers of parameters, such as int8; with --fsdp."),
+    ] = None,
     bandwidth: Annotated[
         str, typer.Option(help="Link speeds, with commas: 200mbit,1gbit; or link.json of `gradlab doctor`.")
     ] = "1gbit",
@@ -93,7 +99,10 @@ def predict(
     numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
     loaded = Artifact.load(artifact)
     profile, processor = profile_of(loaded, run, seconds, recorded), options.processor_of(bandwidth)
-    network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, processor=processor)
+    gathers = _format_of(parameters, fsdp)
+    network = Network(
+        links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, processor=processor, parameters=gathers
+    )
     with progress_bars() as progress:
         result = forecast(
             loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None
@@ -110,6 +119,15 @@ def predict(
     _answer(result, [] if out is None else [str(out)]).print()
     if numbers is not None:
         _local_answer(local, numbers).print()
+
+
+def _format_of(parameters: str | None, fsdp: bool) -> str:
+    if parameters is None:
+        return ""
+    if not fsdp or parameters not in FORMATS:
+        where = "" if fsdp else " with --fsdp"
+        raise GradlabError(f"--parameters {parameters[:40]!r}: expected one of {', '.join(FORMATS)}{where}")
+    return parameters
 
 
 def _local_answer(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> Answer:
@@ -167,5 +185,6 @@ def _answer(result: Forecast, notes: Sequence[str]) -> Answer:
             f"and beside plain 16 bits {pays_text(node.half_break_even)}"
             for node in result.nodes
         ),
+        *filter(None, (traffic_text(node, result.network) for node in result.nodes)),
     ]
     return Answer([result.verdict], result.remarks, [Table(result.method, columns, rows, 0)], [*found, *notes])

@@ -38,6 +38,7 @@ from gradlab.analysis.forecast.step_time import (
     FLAT,
     HIERARCHICAL,
     HSDP,
+    Gathers,
     Job,
     assign_buckets,
     break_even,
@@ -482,6 +483,10 @@ def test_a_step_on_shards_by_hand() -> None:
     pair = compare(Job(2, 1.0, buckets, buckets, shards), Link(8e3, header_share=0.0), node=replace(NODE, plans=SHARDS))
     assert pair.compressed.seconds == pytest.approx(1 + 1 + 4 + 1)
     assert (pair.compressed.encode, pair.compressed.wire_bytes) == (0.0, 4000)
+    # Gathers in a quarter of the bytes take a quarter of the time, none of it beside computing, and codecs 0.1 s each.
+    quantized = Job(2, 1.0, buckets, buckets, shards, Gathers(0.25, 0.1))
+    quick = compare(quantized, Link(8e3, header_share=0.0), node=replace(NODE, plans=SHARDS))
+    assert quick.compressed.seconds == pytest.approx(1 + 1 + 4 + 2 * 0.25 + 2 * 0.1)
 
 
 @law(st.integers(2, 5), st.sampled_from([None, 0.01]), examples=20)
@@ -535,6 +540,9 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     # The same bytes but for scales of more blocks.
     assert 1 <= step["compressed"]["wire_bytes"] / link["compressed"]["wire_bytes"] < 1.1
     assert any("on FSDP2's shards" in remark for remark in on_shards["warnings"])
+    told = gradlab(*common, "--nodes", "2x2", "--inside", "1mbit", "--fsdp", "--parameters", "int8")[1]
+    assert "gathers of parameters inside nodes (int8) " in told
+    assert told.rstrip().endswith("most time goes to gradients inside nodes")
 
 
 def test_codecs_take_longer_where_ranks_share_a_core() -> None:
@@ -928,6 +936,7 @@ def test_bad_input_is_one_line(gradlab: Command, artifact: Path) -> None:
         (["--nodes", "-4"], "nodes '-4'"),
         (["--nodes", "2x0"], "expected nodes of one number of ranks from 1"),
         (["--fsdp"], "name them, such as --nodes 8x8"),
+        (["--parameters", "int8"], "--parameters 'int8': expected one of int8, int4, "),
         (["--latency", "-1ms"], "duration '-1ms'"),
         (["--bucket-cap-mb", "-1"], "bucket size = -1"),
         (["--measured", "nowhere.json"], "nowhere.json"),
