@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib
 import json
+import marshal
 import os
 import runpy
 import select
@@ -28,10 +29,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,8 +51,7 @@ LIBRARIES = (
 )
 SHARED = "GRADLAB_TESTS_PYTHON"  # variable: paths of executables by what they have imported, as JSON
 LENGTH = 8  # bytes of a number on the socket
-LOOK_EVERY = 0.01  # seconds, for processes that have ended, or that are not there yet
-LONGEST_IMPORT = 120.0  # seconds
+START = Path(__file__).with_name("start_job.py")
 
 
 def python(*modules: str, on_warning: str = "") -> str:
@@ -89,7 +89,7 @@ def _shared(name: str) -> str:
 def _warm(first: str, modules: tuple[str, ...], on_warning: str = "") -> str:
     folder = tempfile.TemporaryDirectory(prefix="gradlab-")
     executable, address = Path(folder.name) / "python", Path(folder.name) / "socket"
-    words = [sys.executable, "-IS", __file__, "start", str(address), str(executable)]
+    words = [sys.executable, "-IS", str(START), str(address), str(executable)]
     executable.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     executable.chmod(0o700)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": on_warning}
@@ -104,58 +104,6 @@ def _warm(first: str, modules: tuple[str, ...], on_warning: str = "") -> str:
 
     atexit.register(stop)
     return str(executable)
-
-
-# --- the executable ---------------------------------------------------------------------------------------------------
-
-
-def start(address: str, executable: str, words: list[str]) -> NoReturn:
-    """Have a process forked, pass signals on to it, and end as it ended."""
-    request = {"words": words, "executable": executable, "folder": os.getcwd(), "environment": dict(os.environ)}
-    text = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        _connect(connection, address)
-        socket.send_fds(connection, [len(text).to_bytes(LENGTH, "big")], [0, 1, 2])
-        connection.sendall(text)
-        process = _number(connection)
-
-        def pass_on(signum: int, _frame: types.FrameType | None) -> None:
-            with suppress(ProcessLookupError):
-                os.kill(process, signum)
-
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(signum, pass_on)
-        code = _number(connection)
-    if code < 0:  # killed by a signal, as whoever waits for this process has to see
-        with suppress(OSError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _connect(connection: socket.socket, address: str) -> None:
-    """Wait for the warm process, which may still be importing."""
-    until = time.monotonic() + LONGEST_IMPORT
-    while True:
-        try:
-            return connection.connect(address)
-        except (FileNotFoundError, ConnectionRefusedError):  # not bound, not listening
-            if time.monotonic() > until:
-                raise
-            time.sleep(LOOK_EVERY)
-
-
-def _number(connection: socket.socket) -> int:
-    return int.from_bytes(_bytes(connection, LENGTH), "big", signed=True)
-
-
-def _bytes(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        if not (more := connection.recv(count - len(data))):
-            raise ConnectionError("the warm process has ended")
-        data += more
-    return data
 
 
 # --- the warm process -------------------------------------------------------------------------------------------------
@@ -175,14 +123,15 @@ def serve(address: str, modules: list[str]) -> None:
     gc.collect()
     gc.freeze()  # what was imported is not looked through by any process's collector: memory stays shared
     children: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, _told_of_ends() as ends:
         listener.bind(address)
         listener.listen(64)
         while True:
-            waited = [0, listener, *children.values()]
-            ready, _, _ = select.select(waited, [], [], LOOK_EVERY if children else None)
+            ready, _, _ = select.select([0, listener, ends, *children.values()], [], [])
             if 0 in ready:
                 break
+            if ends in ready:
+                ends.recv(64)
             for process, connection in list(children.items()):
                 if connection in ready:  # whoever asked for it was killed
                     os.kill(process, signal.SIGKILL)
@@ -192,6 +141,22 @@ def serve(address: str, modules: list[str]) -> None:
                 connection, _ = listener.accept()
                 with suppress(ConnectionError):
                     children[_forked(connection, [listener, *children.values()])] = connection
+
+
+@contextmanager
+def _told_of_ends() -> Iterator[socket.socket]:
+    """Something to read from when a child has ended; a forked process leaves this context first."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, before)
+        reader.close()
+        writer.close()
 
 
 def _report(process: int, connection: socket.socket, wanted: bool) -> bool:
@@ -206,7 +171,11 @@ def _report(process: int, connection: socket.socket, wanted: bool) -> bool:
 def _forked(connection: socket.socket, others: list[socket.socket]) -> int:
     """The process number of a new process, which leaves by Become."""
     head, streams, _, _ = socket.recv_fds(connection, LENGTH, 3)
-    text = _bytes(connection, int.from_bytes(head, "big"))
+    size, text = int.from_bytes(head, "big"), b""
+    while len(text) < size:
+        if not (more := connection.recv(size - len(text))):
+            raise ConnectionError("whoever asked was killed")
+        text += more
     process = os.fork()
     if process:
         connection.sendall(process.to_bytes(LENGTH, "big", signed=True))
@@ -218,7 +187,7 @@ def _forked(connection: socket.socket, others: list[socket.socket]) -> int:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    raise Become(json.loads(text))
+    raise Become(marshal.loads(text))
 
 
 def become(request: dict[str, Any]) -> NoReturn:
@@ -274,8 +243,6 @@ def _run(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "start":
-        start(sys.argv[2], sys.argv[3], sys.argv[4:])
     job: dict[str, Any] | None = None
     try:
         serve(sys.argv[2], sys.argv[3:])
