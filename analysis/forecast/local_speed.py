@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradlab.analysis.forecast.link import json_rate, spell_rate
+from gradlab.analysis.forecast.local_endings import CODED, UNCOMPRESSED, ended_above
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import Network
 from gradlab.analysis.forecast.plans import forecast
@@ -25,10 +26,6 @@ from gradlab.progress import Progress
 
 NUMBERS = (1, 8, 30, 100)
 MOST_WAITING = 0.1  # of a step
-UNCOMPRESSED = "uncompressed"
-# Of docs/local-steps.md, "How training ends": H, and nats of validation loss above synchronous training, uncompressed.
-ENDED_ABOVE = {8: 0.02, 30: 0.10, 100: 0.18}
-CODED, CODED_ABOVE = "ecsq, 0.5 bits", {8: 0.01, 30: 0.16}  # the same through a codec
 
 
 @dataclass(frozen=True)
@@ -104,12 +101,12 @@ class LocalSpeed:
         if self.recorded is None:
             return self._next_thing
         text = "; ".join(item.advice for item in self.configurations)
-        ended = ", ".join(f"{nats:.2f} with H = {every}" for every, nats in ENDED_ABOVE.items())
+        above = ended_above()
         costs = (
             f"Errors of plans are known at the recorded H = {self.recorded} alone, and every local step costs accuracy "
-            f"of its own: our trainings ended {ended} nats above synchronous ones (docs/local-steps.md)"
+            f"of its own: our trainings ended {ended_text(above)}"
         )
-        most = max(ENDED_ABOVE)
+        most = max(above)
         beyond = f"; more than {most} were not tried" if self._most > most else ""
         return " ".join([f"{text[:1].upper()}{text[1:]}. {costs}{beyond}.", *self.cautions])
 
@@ -185,6 +182,12 @@ def advise_local_steps(
     plan = min(times, key=lambda name: (fewest[name], waits[name]))  # the first of several that are alike
     best = LocalConfiguration(one.nodes, one.bits_per_second, times, plan, fewest[plan], None)
     return best, Plan(tuple(layers)) if plan == UNCOMPRESSED else coded
+
+
+def ended_text(above: Mapping[int, float]) -> str:
+    """Say how trainings ended: "0.02 with H = 8 nats above synchronous ones". above: nats by H."""
+    ended = ", ".join(f"{nats:.2f} with H = {every}" for every, nats in above.items())
+    return f"{ended} nats above synchronous ones (docs/local-steps.md)"
 
 
 def _all_wait(item: Configuration, compute: float | None) -> bool:

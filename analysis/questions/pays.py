@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradlab.analysis.chart import Chart, Mark, Panel, lines, note, points, rule
-from gradlab.analysis.figures.style import BLACK, GREY, VERMILION, method_colors
+from gradlab.analysis.figures.style import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, method_colors
 from gradlab.analysis.forecast import Forecast, Network, NodeForecast
 from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.link import spell_rate
+from gradlab.analysis.forecast.local_endings import UNCOMPRESSED, local_endings
 from gradlab.analysis.forecast.local_speed import MOST_WAITING, LocalSpeed
 from gradlab.analysis.forecast.local_steps import CLOSE, LocalSteps
 from gradlab.analysis.forecast.networks import networks_table
@@ -20,6 +21,11 @@ from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_count, format_counted, format_percent, format_ratio, format_seconds
 
 Json = Mapping[str, Any]
+OVER_TIME = (
+    "Losses of our training of nanoGPT's Shakespeare (docs/local-steps.md), over the time that its steps would take on "
+    "your machines and your link. Dashed: through the plan, as if its errors cost nothing. Your losses differ; look at "
+    "the order of the lines at a given time."
+)
 
 
 def pays_section(data: Json) -> Section | None:
@@ -161,8 +167,12 @@ def _over_rates(marks: Sequence[Mark], title: str, label: str, limits: tuple[flo
 def local_steps_section(data: Json) -> Section | None:
     """Make the page, a row per number of nodes, link and plan; None without forecasts of pseudo-gradients."""
     local: LocalSpeed | None = data.get("local_steps")
-    if local is None or local.recorded is None:
+    if local is None:
         return None
+    taken = [one.plans[one.plan] for one in local.configurations]
+    over_time = Drawing("local-loss", "Loss over wall time", OVER_TIME, loss_chart(taken))
+    if local.recorded is None:
+        return Section("local-steps", "What local steps would bring", "", drawings=[over_time])
     rows = [
         [str(item.nodes), spell_rate(item.bits_per_second), name, *_local_cells(times, local)]
         for item in local.configurations
@@ -180,7 +190,27 @@ def local_steps_section(data: Json) -> Section | None:
         "report.json."
     )
     table = Table("Local steps", ["nodes", "link", "plan", "every step", *heads, *limits], rows, note, text_columns=3)
-    return Section("local-steps", "How many local steps, and which plan?", local.verdict, [table])
+    return Section("local-steps", "How many local steps, and which plan?", local.verdict, [table], [over_time])
+
+
+def loss_chart(places: Sequence[LocalSteps]) -> Chart:
+    """Draw the losses of our own trainings with local steps over the time that their steps would take here.
+
+    places: a panel for each number of nodes and link. A dashed line is for a plan's exchange.
+    """
+    courses = [one for one in local_endings() if one.plan == UNCOMPRESSED]
+    panels = []
+    for letter, place in enumerate(places):
+        marks = []
+        for one, color in zip(courses, (BLACK, BLUE, GREEN, ORANGE), strict=False):
+            label, steps = "every step" if one.every == 1 else f"H = {one.every}", one.middles
+            for times, name, style in ((place.uncompressed, label, "-"), (place, f"{label}, plan", "--")):
+                seconds = times.compressed if one.every == 1 else times.seconds(one.every)
+                marks.append(lines([seconds * step for step in steps], one.course, color, name, linestyle=style))
+        where = f"{format_counted(place.nodes, 'node')}, {spell_rate(place.bits_per_second)}"
+        title = f"({chr(ord('a') + letter)}) {where}"
+        panels.append(Panel(marks, "wall time, s", "loss, nats", title, look={"xscale": "log"}))
+    return Chart(panels, columns=3, height=2.6, shares={"sharey": True})
 
 
 def _local_cells(times: LocalSteps, local: LocalSpeed) -> list[str]:

@@ -3,6 +3,7 @@
     python benchmarks local_steps_trained --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
         [--ways sync int4 "ecsq 0.5, feedback"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800]
     python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars]
+    python benchmarks local_steps_trained --rows ROWS.jsonl --write     analysis/forecast/local_endings.json
 
 text_chars: nanoGPT's CPU configuration (804,096 parameters, AdamW), 4 workers of 3 sequences. cifar10: images halved to
 16 x 16 and ResNet-8 (75,290 parameters, SGD with momentum), 4 workers of 16 images. A worker is a process. "sync"
@@ -34,6 +35,7 @@ from torch import nn
 from gradlab import datasets
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link, parse_bandwidth
+from gradlab.analysis.forecast.local_endings import CODED, UNCOMPRESSED
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.codec import seeded_generator
@@ -46,8 +48,9 @@ from gradlab.training.settings import TrainSettings
 
 WORKERS, BATCH, COMPUTING = 4, {"text_chars": 3, "cifar10": 16}, 0.02
 RATES = ("50mbit", "1gbit", "25gbit")
+ENDINGS = Path(__file__).parents[2] / "analysis" / "forecast" / "local_endings.json"
 _WINDOW = 50  # steps, in each of which a row has the mean loss of the workers' batches: its course
-UNCOMPRESSED = ("DiLoCo", "sync", "streaming", "averaging")
+DENSE = ("DiLoCo", "sync", "streaming", "averaging")
 CODECS: dict[str, dict[str, Any]] = {
     **{dtype: {"codec": "block_scaled", "dtype": dtype} for dtype in ("int8", "int4", "nvfp4")},
     **{f"ecsq {bits}": {"codec": "ecsq", "bits": bits} for bits in (1.25, 0.5, 0.25, 0.1)},
@@ -75,7 +78,7 @@ def plan_of(way: str, task: str) -> Plan:
     layers, (name, *how) = layers_of(get(task).model(0)), way.removeprefix("streaming ").split(", ")
     if name in ("sync", "averaging") and how:
         name, *how = how
-    if name in UNCOMPRESSED:
+    if name in DENSE:
         return Plan(layers)
     if name == "SparseLoCo":
         return method_plan(layers, name)
@@ -176,7 +179,7 @@ def _ended(outer: OuterStep, parameters: Mapping[str, torch.Tensor]) -> float:
 
 def predicted(way: str, every: int, task: str) -> list[float]:
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
-    network, dense = Network(links, (WORKERS,), Profile(COMPUTING, "given")), way in UNCOMPRESSED
+    network, dense = Network(links, (WORKERS,), Profile(COMPUTING, "given")), way in DENSE
     plan = plan_of("int8" if dense else way, task)  # whose uncompressed exchange is asked for
     synchronous = forecast(plan, network)
     if way.startswith("sync"):
@@ -200,10 +203,35 @@ def table(rows: list[Row], score: str) -> str:
     return markdown(("way", "H", score, "bytes per step", *(f"{rate}, ms a step" for rate in RATES)), lines)
 
 
+def endings(rows: list[Row]) -> list[Row]:
+    """Say how text trainings of the ways that gradlab names went, mean of their seeds."""
+    runs = grouped((row for row in rows if "task" not in row), lambda row: (row["way"], row["every"]))
+    dense = mean(runs["sync", 1], "score")
+    plans = {"sync": UNCOMPRESSED, "DiLoCo": UNCOMPRESSED, "ecsq 0.5": CODED}
+    return [
+        {
+            "plan": plans[way],
+            "every": every,
+            "above": round(mean(some, "score") - dense, 3),
+            "window": _WINDOW,
+            "course": [
+                round(statistics.fmean(losses), 3)
+                for losses in zip(*(row["course"] for row in some if "course" in row), strict=True)
+            ],
+        }
+        for (way, every), some in sorted(runs.items(), key=lambda item: item[0][1])
+        if way in plans
+    ]
+
+
 def main() -> None:
     torch.set_num_threads(1)  # a process with threads cannot fork
     named = {"ways": WAYS, "local_steps": [8, 30, 100], "seeds": [0, 1], "steps": 800}
-    chosen = options(__doc__, data=Path, rows=Path, task=BATCH, **named, table=False)
+    chosen = options(__doc__, data=Path, rows=Path, task=BATCH, **named, table=False, write=False)
+    if chosen.write:
+        lines = ",\n".join(json.dumps(one) for one in endings(read(chosen.rows)))
+        ENDINGS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        return
     of_task = {} if chosen.task == "text_chars" else {"task": chosen.task}
     keys: Iterator[Row] = (
         {"way": way, "every": every, "seed": seed, "steps": chosen.steps, **of_task}

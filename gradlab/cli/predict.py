@@ -16,7 +16,9 @@ waits. --parameters int8 takes FSDP2's gathers quantized, as compress_fsdp(param
 
 With --local-steps ranks exchange what H steps add up to. Either they wait for the exchange of all layers, or it
 streams: the model travels while steps go on, until the next exchange. The break-even H is the smallest number
-of local steps at which a step is no slower than one that exchanges gradients.
+of local steps at which a step is no slower than one that exchanges gradients. Each H costs loss of its own: "above"
+has the nats that our training of text ended above synchronous training (docs/local-steps.md), and --out draws its
+loss over the time that it would take on your link.
 
 Examples:
 
@@ -45,6 +47,7 @@ from gradlab.analysis.chart import write_chart
 from gradlab.analysis.forecast import Forecast, Network, forecast
 from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
 from gradlab.analysis.forecast.link import spell_rate
+from gradlab.analysis.forecast.local_endings import ended_above
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import profile_of
 from gradlab.analysis.forecast.plans import pays_text, traffic_text
@@ -80,7 +83,11 @@ def predict(
         Path | None, typer.Option(metavar="TIMES.json", help="Measured collectives to calibrate links by; see above.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FIGURE", help="Drawing of step time over link speed (.svg, .pdf).")
+        Path | None,
+        typer.Option(
+            metavar="FIGURE",
+            help="Drawing (.svg, .pdf) of step time over link speed, or with --local-steps of loss over wall time.",
+        ),
     ] = None,
     local_steps: Annotated[
         str | None, typer.Option(metavar="H,H", help="Numbers of local steps between two exchanges: 8,30,100.")
@@ -109,9 +116,9 @@ def predict(
         )
         local = [] if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
     if out is not None:
-        from gradlab.analysis.questions.pays import step_time_chart
+        from gradlab.analysis.questions.pays import loss_chart, step_time_chart
 
-        write_chart(step_time_chart(result), out)
+        write_chart(loss_chart(local) if local else step_time_chart(result), out)
     if as_json:
         more = {} if numbers is None else {"local_steps": [one.to_json(numbers) for one in local]}
         print_json({**result.to_json(), **more})
@@ -132,7 +139,8 @@ def _format_of(parameters: str | None, fsdp: bool) -> str:
 
 def _local_answer(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> Answer:
 
-    columns = ["nodes", "link", "H", "step", "streaming", "uncompressed"]
+    above = ended_above()
+    columns = ["nodes", "link", "H", "step", "streaming", "uncompressed", "above"]
     rows = [
         [
             str(one.nodes),
@@ -141,6 +149,7 @@ def _local_answer(forecasts: Sequence[LocalSteps], numbers: Sequence[int]) -> An
             format_seconds(one.seconds(every)),
             format_seconds(one.seconds(every, streaming=True)),
             format_seconds(one.seconds(every, dense=True)),
+            f"{above[every]:.2f}" if every in above else "-",
         ]
         for one in forecasts
         for every in numbers

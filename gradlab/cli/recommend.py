@@ -39,7 +39,8 @@ import typer
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.lines_to_paste import local_lines
 from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.local_speed import CODED_ABOVE, ENDED_ABOVE, NUMBERS, UNCOMPRESSED, advise_local_steps
+from gradlab.analysis.forecast.local_endings import ended_above
+from gradlab.analysis.forecast.local_speed import NUMBERS, advise_local_steps, ended_text
 from gradlab.analysis.forecast.networks import networks_table
 from gradlab.analysis.forecast.recommendation import Recommendation, lines_for_several, require_computing
 from gradlab.analysis.forecast.recommendation import recommend as choose
@@ -124,12 +125,8 @@ def _answer_local_steps(
         raise GradlabError("--local-steps: expected one link speed, and nodes of one rank")
     every = None if local_steps == "auto" else options.counts_of(local_steps, "--local-steps")[0]
     best, plan = advise_local_steps(trace.model_layers, network, every)
-    nats = ENDED_ABOVE if best.plan == UNCOMPRESSED else CODED_ABOVE
-    ended = ", ".join(f"{above:.2f} with H = {steps}" for steps, above in nats.items())
-    text = (
-        f"{best.advice[:1].upper()}{best.advice[1:]}. So our trainings ended {ended} nats above synchronous ones "
-        "(docs/local-steps.md)."
-    )
+    ended = ended_text(ended_above(best.plan))
+    text = f"{best.advice[:1].upper()}{best.advice[1:]}. So our trainings ended {ended}."
     lines = []
     if best.local_steps:
         told = {"method": "local steps", "local_steps": best.local_steps}

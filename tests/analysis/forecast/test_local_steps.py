@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.local_endings import ended_above
 from gradlab.analysis.forecast.local_steps import CLOSE, LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import CodecTime, Profile
 from gradlab.artifact import Artifact
@@ -57,6 +58,7 @@ def test_predict_writes_what_it_prints(gradlab: Command, tmp_path: Path) -> None
     words += ["--compute-seconds", "20ms", "--local-steps", "8,30"]
     code, text, _ = gradlab(*words)
     assert (code, text.count("local steps break even at H = ")) == (0, 2)
+    assert f" {ended_above()[8]:.2f} " in text
     code, text, _ = gradlab(*words, "--json")
     result = json.loads(text)
     for one, node in zip(result["local_steps"], (4, 8), strict=True):

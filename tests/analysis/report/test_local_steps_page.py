@@ -12,17 +12,11 @@ import pytest
 
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.local_speed import (
-    CODED,
-    CODED_ABOVE,
-    ENDED_ABOVE,
-    MOST_WAITING,
-    NUMBERS,
-    UNCOMPRESSED,
-    advise_local_steps,
-)
+from gradlab.analysis.forecast.local_endings import CODED, UNCOMPRESSED, ended_above, local_endings
+from gradlab.analysis.forecast.local_speed import MOST_WAITING, NUMBERS, advise_local_steps
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Profile
+from gradlab.analysis.questions.pays import loss_chart
 from gradlab.analysis.report.examine import examine
 from gradlab.analysis.report.look import QUICK
 from gradlab.analysis.report.trace_report import Examination, trace_sections, write_trace_report
@@ -98,6 +92,23 @@ def test_the_table_shows_ratios_to_computing(pseudo: tuple[Examination, dict[str
     assert section.answer in data["verdict"]
 
 
+def test_losses_lie_over_the_time_that_their_steps_would_take(
+    pseudo: tuple[Examination, dict[str, Plan], dict[str, Any], str],
+) -> None:
+    examination = pseudo[0]
+    places = [one.plans[one.plan] for one in examination.local_steps.configurations]
+    for place, panel in zip(places, loss_chart(places).panels, strict=True):
+        drawn = {mark.label: mark for mark in panel.marks}
+        for one in local_endings():
+            if one.plan == UNCOMPRESSED:
+                label = "every step" if one.every == 1 else f"H = {one.every}"
+                for name, times in ((label, place.uncompressed), (f"{label}, plan", place)):
+                    last = one.window * (len(one.course) - 0.5)
+                    seconds = times.compressed if one.every == 1 else times.compute + times.exchange / one.every
+                    assert drawn[name].x[-1] == pytest.approx(last * seconds)
+                    assert drawn[name].y == one.course
+
+
 def test_advice_flips_between_links(pseudo: tuple[Examination, dict[str, Plan], dict[str, Any], str]) -> None:
     examination, _, data, text = pseudo
     slow, fast = examination.local_steps.configurations
@@ -119,7 +130,7 @@ def ordinary(folder: Path, link: Link, profile: Profile = COMPUTING) -> tuple[st
         network = Network([link], [4], profile)
         examination = examine(trace, plans=plans_of(LAYERS), network=network, parts=["payoff"], look=NO_FIGURES)
         page = write_trace_report(trace, folder / "r", examination)
-    assert '<section id="local-steps"' not in page.read_text()
+    assert ('<section id="local-steps"' in page.read_text()) == (examination.local_steps is not None)
     return json.loads((page.parent / "report.json").read_text())["verdict"], examination
 
 
@@ -187,5 +198,5 @@ def test_recommend_writes_the_plan_and_lines_of_local_steps(gradlab: Command, tm
 
 def test_what_our_trainings_ended_at_is_that_of_the_page() -> None:
     page = (Path(__file__).parents[3] / "docs" / "local-steps.md").read_text()
-    for every, nats in [*ENDED_ABOVE.items(), *CODED_ABOVE.items()]:
+    for every, nats in [*ended_above().items(), *ended_above(CODED).items()]:
         assert re.search(rf"H = {every}\b[^,.;]*\b{nats:.2f}\b", page), (every, nats)
