@@ -27,7 +27,7 @@ settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 
 # The files that take longest are begun first, so that no core is left without work at the end.
-LONGEST = ("recommendation", "fsdp", "contract", "cli", "digests", "pilot", "report", "wrappers", "docs", "budget")
+LONGEST = ("fsdp", "contract", "recommendation", "doctor", "outer_step", "cuda", "speed", "cli", "runtime", "capture")
 
 
 def pytest_configure(config: pytest.Config) -> None:
