@@ -215,9 +215,12 @@ def let_go_of_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
-def units_of(model: object, caller: str) -> list[Unit]:
-    """List the units of a model between two steps. Several meshes, and parameters of no unit, or sharded elsewhere too
-    or on another device than the gradients, are refused."""
+def units_of(model: object, caller: str, in_parts: bool = False) -> list[Unit]:
+    """List the units of a model between two steps. Several meshes, and parameters of no unit, or on another device than
+    the gradients, are refused.
+
+    in_parts: whether tensor parallelism may have cut layers before FSDP2 did.
+    """
     inner = without_compile(model)
     if not isinstance(inner, nn.Module):
         raise GradlabError(f"{caller}: got a {type(inner).__name__}, expected a model that fully_shard was called on")
@@ -226,7 +229,7 @@ def units_of(model: object, caller: str) -> list[Unit]:
     units = [
         Unit(name, module, tuple(_shards(group, layers)), group.device)
         for name, module in sharded_modules(inner)
-        for group in _groups(module, name, caller)
+        for group in _groups(module, name, caller, in_parts)
         if any(shard in layers for shard in _parameters(group))
     ]
     if not units:
@@ -268,6 +271,19 @@ def replicas_of(units: Iterable[Unit], given: Any, caller: str) -> Any:
     return group if given is None else given
 
 
+def other_parts(units: Iterable[Unit]) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the other parts of layers that tensor parallelism has cut; None without it."""
+    for unit in units:
+        dimensions = _param_groups(unit.module)[0].mesh_info.mesh.ndim
+        for shard in unit.shards:
+            mesh = shard.parameter.device_mesh
+            if mesh.ndim > dimensions:
+                group = mesh.get_group(mesh.ndim - 1)
+                assert isinstance(group, dist.ProcessGroup)
+                return group
+    return None
+
+
 def leave_averaging(units: Iterable[Unit]) -> None:
     """Have FSDP reduce gradients inside nodes alone from now on, as on a mesh of one dimension: under native HSDP hooks
     come after its own average. Parameters stay as they are, and `set_hooks` puts it back.
@@ -304,7 +320,7 @@ def shard_group(units: Iterable[Unit], caller: str) -> dist.ProcessGroup:
     """Return the process group along which a model's parameters are sharded; refuse several."""
     groups: dict[tuple[int, ...], tuple[str, Any]] = {}
     for unit in units:
-        group = _groups(unit.module, unit.name, caller)[0].mesh_info.shard_process_group
+        group = _param_groups(unit.module)[0].mesh_info.shard_process_group
         groups.setdefault(tuple(dist.get_process_group_ranks(group)), (unit.name, group))
     if len(groups) > 1:
         texts = [f"{_titled(name)} over ranks {list(ranks)}" for ranks, (name, _) in groups.items()]
@@ -383,7 +399,7 @@ def _param_groups(module: Any) -> list[Any]:
     return list(groups)
 
 
-def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
+def _groups(module: nn.Module, name: str, caller: str, in_parts: bool) -> list[Any]:
     """The parameter groups of a module that `fully_shard` was called on, checked."""
     groups = _param_groups(module)
     where = f"{caller}: {_titled(name)}"
@@ -394,8 +410,10 @@ def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
         if kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
             raise GradlabError(f"{where} is not sharded ({kind}), as under `replicate`; compress takes a model in DDP")
         for shard in group.fsdp_params:
-            if shard.is_dtensor:
-                raise GradlabError(f"{where} is under tensor parallelism too, and gradlab takes FSDP2 alone")
+            if shard.is_dtensor and not in_parts:
+                raise GradlabError(
+                    f"{where} is under tensor parallelism, which compress_fsdp alone takes, for gradients"
+                )
             if shard.offload_to_cpu:
                 raise GradlabError(
                     f"{where} has its parameters offloaded to the CPU, away from its gradients; leave the policy out"

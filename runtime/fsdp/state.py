@@ -32,6 +32,7 @@ from gradlab.ddp.sharded_units import (
     has_hooks,
     layers_of_units,
     leave_averaging,
+    other_parts,
     refuse_thawed,
     replicas_of,
     require_whole_backward,
@@ -55,6 +56,7 @@ from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.fsdp.parameters import ParameterGathers, parameter_plan
 from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of, shard_driver
 from gradlab.runtime.network.faults import CommunicationError
+from gradlab.runtime.saved import RankState
 from gradlab.trial import trial
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
@@ -88,7 +90,7 @@ class FSDPCompression(Exchange):
         running = trial()
         if running is not None:
             plan, inside, options = running.plan, None, running.options(options)
-        units = units_of(model, CALLER)
+        units = units_of(model, CALLER, in_parts=True)
         device, row = units[0].device, shard_group(units, CALLER)
         between = replicas_of(units, between, CALLER)
         column = column_of(between, within, row, device)
@@ -108,6 +110,8 @@ class FSDPCompression(Exchange):
             second = _plan_inside(first, between, within, inside)
             layers = tuple(shard.layer for shard in shards.values())
             whole = first if between is not None else Plan(layers)
+            if parameters is not None and other_parts(units) is not None:
+                raise GradlabError(f"{CALLER}: parameters= under tensor parallelism, which compresses gradients alone")
             of_gathers = None if parameters is None else parameter_plan(layers, parameters, CALLER)
             if of_gathers is not None:
                 _check_gathers(units, of_gathers, layers_of_units(model))
@@ -122,6 +126,9 @@ class FSDPCompression(Exchange):
         self._around = Surroundings(held_parameters, chosen, HostDevice(device), values)
         driver = shard_driver(units, levels.shards, (row, column), topology, self._around, timeout)
         self._set_up(levels.whole, driver)
+        self._parts, self._bad = other_parts(units), torch.zeros((), dtype=torch.bool, device=device)
+        if self._parts is not None:
+            self.identity = {**self.identity, "part": self._parts.rank(), "parts": self._parts.size()}
         self._steps = OptimizerSteps(self._driver, held_parameters)
         self._driver.closing.append(self._steps.close)
         self._finalizer = weakref.finalize(self, self._driver.close)
@@ -190,6 +197,8 @@ class FSDPCompression(Exchange):
                 self._put_off(unit, flat)
                 return
             current = self._step_of(flat)
+            if self._parts is not None:
+                self._bad |= ~flat.isfinite().all()
             if (earlier := self._sums.pop(unit.title, None)) is not None:
                 flat.add_(earlier)
             gradients = unit.gradients(flat)
@@ -260,6 +269,8 @@ class FSDPCompression(Exchange):
                 self._driver.drain()
             if self.inside is not None:
                 self._judge_inside(self.inside, current)
+            if self._parts is not None:
+                current.step.finite = not self._some_part_is_bad(self._parts, current.step.finite)
             record = self._driver.finish()
             if self.inside is not None:
                 self.inside.end(record.finite)
@@ -270,6 +281,19 @@ class FSDPCompression(Exchange):
                     shard.fill_gradient(torch.nan)
         if self._stream is not None:
             torch.cuda.current_stream(self._around.device.device).wait_stream(self._stream)
+
+    def _some_part_is_bad(self, parts: dist.ProcessGroup, finite: bool) -> bool:
+        """Let the ranks that hold a layer's parts agree on whether all were finite: they take a step or none does."""
+        bad = (self._bad | (not finite)).to(torch.uint8)
+        self._bad.zero_()
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=parts)
+        return bool(bad)
+
+    @property
+    def stateful(self) -> RankState:
+        """See `Exchange.stateful`; ranks that hold other parts of layers have entries of their own."""
+        place = f"rank {self._driver.place.rank}"
+        return RankState(self, place if self._parts is None else f"{place} of part {self._parts.rank()}")
 
     def _judge_inside(self, inside: ShardReduction, current: Iteration) -> None:
         """Let all ranks of all nodes agree on whether the reduce-scatters were finite, and whether a rule fired."""
@@ -312,6 +336,8 @@ class FSDPCompression(Exchange):
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]], residuals: str) -> None:
         """Continue the run of other nodes that have as many shards each; see `Exchange.load_state_dicts`."""
         checkpoint.check_arguments(states, residuals)
+        mine = self.identity.get("part")
+        states = [one for one in states if not isinstance(one, Mapping) or one.get("part") == mine]
         column = checkpoint.same_shards(states, self.identity)
         resume = self._inside_from(column, (self.run.rank, self.run.world_size, residuals))
         hold = self._held_from(column[0])

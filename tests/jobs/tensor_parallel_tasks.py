@@ -1,0 +1,137 @@
+"""Tasks of ranks whose layers tensor parallelism cuts before FSDP2 shards them: 2 nodes x 2 shards x 2 parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from gradlab.capture import TraceRecorder
+from gradlab.codec import hash_tensor
+from gradlab.errors import GradlabError
+from gradlab.layout import layers_of
+from gradlab.plan import Plan
+from gradlab.runtime import FSDPCompression, compress_fsdp
+
+
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(2, 2, 2)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard", "part"))
+
+
+def cut(mesh: DeviceMesh) -> Any:
+    """Two blocks, whose first matrix is cut by rows and the second by columns, under native HSDP."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(2)))
+    for block in model:
+        parallelize_module(block, mesh["part"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["replicate", "shard"])
+    return fully_shard(model, mesh=mesh["replicate", "shard"])
+
+
+def backward(model: Any, rank: int, step: int) -> float:
+    """One pass; ranks that hold parts of the same layers have the same batch."""
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank // 2))
+    loss = (model(inputs) - inputs.flip(1)).square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def own(model: Any) -> list[torch.Tensor]:
+    return [parameter.to_local() for parameter in model.parameters()]
+
+
+def trained(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Nothing compressed beside native HSDP, then codecs: losses, bytes, and what ranks of the same part agree on."""
+    mesh, rank = mesh_of(group), dist.get_rank(group)
+    models = [cut(mesh), cut(mesh)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    with compress_fsdp(models[1], Plan(layers_of(models[1])), optimizer=optimizers[1]):
+        for step in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model.zero_grad()
+                backward(model, rank, step)
+                optimizer.step()
+    found: dict[str, Any] = {"same": all(map(torch.equal, own(models[0]), own(models[1])))}
+    for codec, how in (("powersgd", {"rank": 2}), ("ecsq", {"bits": 2.0}), ("block_scaled", {"dtype": "int8"})):
+        model = cut(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with compress_fsdp(model, Plan.uniform(model, codec, **how), optimizer=optimizer) as state:  # type: ignore[arg-type]
+            losses = []
+            for _ in range(6):
+                model.zero_grad()
+                losses.append(backward(model, rank, 0))
+                optimizer.step()
+        replicas = [torch.stack([one.double().sum() for one in own(model)]) for _ in range(2)]
+        dist.all_gather(replicas, replicas[0].clone(), group=mesh["replicate"].get_group())
+        varying = codec == "ecsq"
+        counted = state.statistics.steps[-1].payload_bytes
+        found[codec] = {
+            "falls": losses[-1] < losses[0],
+            "agree": torch.equal(*replicas),
+            "as forecast": varying or counted == state.report()["forecast_payload_bytes"],
+        }
+    return found
+
+
+def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
+    """One part's gradient overflows: no part takes the step. A run that goes on from its state is the one that did."""
+    mesh, rank = mesh_of(group), dist.get_rank(group)
+    models = [cut(mesh), cut(mesh)]
+    plan = Plan.uniform(models[0], "topk", density=0.2, warmup_steps=0)
+    states = [compress_fsdp(model, plan) for model in models]
+    backward(models[0], rank, 0)
+    kept = _hashes(states[0])
+    models[0].zero_grad()
+    if rank == 3:
+        # The first layer's of node 0, shard 1, part 1: nothing passes it on to another part.
+        models[0][0][0].register_forward_hook(lambda *given: given[-1].register_hook(torch.Tensor.log) and None)
+    backward(models[0], rank, 1)
+    bad = [bool(parameter.grad.to_local().isnan().any()) for parameter in models[0].parameters()]
+    finite, unchanged = states[0].statistics.steps[-1].finite, _hashes(states[0]) == kept
+    saved = states[0].stateful.state_dict()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, [next(iter(saved)), states[0].state_dict()], group=group)
+    refusal = ""
+    try:
+        states[1].load_state_dict(everyone[rank ^ 1][1])
+    except GradlabError as error:
+        refusal = str(error)
+    states[1].stateful.load_state_dict(saved)
+    same = _hashes(states[1]) == kept
+    states[1].load_state_dicts([state for _, state in everyone], "sum")
+    for state in states:
+        state.close()
+    return {
+        "finite": finite,
+        "all filled": all(bad),
+        "unchanged": unchanged,
+        "entries": len({name for name, _ in everyone}),
+        "refusal": refusal,
+        "resumed": [same, _hashes(states[1]) == kept],
+    }
+
+
+def _hashes(state: FSDPCompression) -> list[str]:
+    states = state.run.states
+    return [hash_tensor(one) for group in sorted(states) for _, one in sorted(states[group].items())]
+
+
+def refused(group: dist.ProcessGroup, folder: str) -> list[str]:
+    """What else is said of such a model."""
+    mesh, said = mesh_of(group), []
+    model = cut(mesh)
+    for attempt in (
+        lambda: TraceRecorder(model, folder),
+        lambda: compress_fsdp(model, Plan(layers_of(model)), parameters="int8"),
+    ):
+        try:
+            attempt()
+        except GradlabError as error:
+            said.append(str(error))
+    return said

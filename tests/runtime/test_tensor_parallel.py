@@ -1,0 +1,41 @@
+"""FSDP2's shards of layers that tensor parallelism has cut: 2 nodes x 2 shards x 2 parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.process_pool import ProcessPool
+
+TASKS = "jobs.tensor_parallel_tasks"
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+    with ProcessPool(8, tmp_path_factory.mktemp("pool") / "log") as started:
+        yield started
+
+
+def test_without_compression_it_is_native_hsdp_and_codecs_train(pool: ProcessPool) -> None:
+    for result in pool.run(f"{TASKS}:trained", 8):
+        assert result.pop("same")
+        assert len(result) == 3
+        for codec, found in result.items():
+            assert all(found.values()), (codec, found)
+
+
+def test_all_parts_take_a_step_or_none_does_and_each_has_a_state_of_its_own(pool: ProcessPool) -> None:
+    for result in pool.run(f"{TASKS}:skipped", 8):
+        assert (result["finite"], result["all filled"]) == (False, True)
+        assert result["unchanged"]
+        assert result["entries"] == 8
+        assert "part" in result["refusal"]
+        assert result["resumed"] == [True, True]
+
+
+def test_what_is_not_for_such_a_model_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
+    for recorder, parameters in pool.run(f"{TASKS}:refused", 8, folder=str(tmp_path / "trace")):
+        assert "is under tensor parallelism, which compress_fsdp alone takes, for gradients" in recorder
+        assert parameters == "compress_fsdp: parameters= under tensor parallelism, which compresses gradients alone"
