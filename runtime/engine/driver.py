@@ -184,7 +184,10 @@ class StepDriver:
     ranks_compared: whether all ranks are known to stand at the same step.
     all_dense: whether no codec will run in the next step.
     rank_times: how long each rank takes to its gradients.
+    telling: place of the part whose coming tells how slow a rank is: 0 where ranks wait for each other from then on.
     """
+
+    telling = -1
 
     def __init__(
         self,
@@ -365,7 +368,8 @@ class StepDriver:
             step.gradients[layer].zero_()
         record.finite, record.non_finite_layers = step.finite, step.non_finite
         record.payload_bytes, record.wire_bytes = self.communicator.take_counts()
-        first, last = (current.parts[at].arrived if current.parts else time.perf_counter() for at in (0, -1))
+        moments = [(part.arrived, part.ready) for part in current.parts] or [(time.perf_counter(), None)]
+        first, last = moments[0][0], moments[-1][0]
         record.wait_seconds = time.perf_counter() - last
         before, self._ended = self._ended, moment(self.around.device.device)
         self._timeline.add("backward", "backward", first, last)
@@ -377,7 +381,8 @@ class StepDriver:
         self.around.workspace.recycle()
         for part in current.parts:
             part.settle()
-        self.rank_times.tell(before, (current.parts[-1].ready or last) if current.parts else None)
+        came, ready = moments[self.telling]
+        self.rank_times.tell(before, ready or came)
         return record
 
     def fail(self, error: BaseException) -> str:

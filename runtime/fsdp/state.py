@@ -41,6 +41,7 @@ from gradlab.ddp.sharded_units import (
     sharded_modules,
     units_of,
 )
+from gradlab.ddp.step_clock import moment
 from gradlab.ddp.topology import find_grid, group_along
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer, describe_difference
@@ -129,6 +130,7 @@ class FSDPCompression(Exchange):
         self._parts, self._bad = other_parts(units), torch.zeros((), dtype=torch.bool, device=device)
         if self._parts is not None:
             self.identity = {**self.identity, "part": self._parts.rank(), "parts": self._parts.size()}
+        self._driver.telling = 0  # backward stands still while a unit's shards travel
         self._steps = OptimizerSteps(self._driver, held_parameters)
         self._driver.closing.append(self._steps.close)
         self._finalizer = weakref.finalize(self, self._driver.close)
@@ -211,7 +213,8 @@ class FSDPCompression(Exchange):
             later = unit.divided_later(flat.dtype)
             if later != 1:
                 flat.div_(later)
-            self._driver.add(Part(len(current.parts), gradients, flat))
+            ready = moment(flat.device) if flat.is_cuda else None
+            self._driver.add(Part(len(current.parts), gradients, flat, ready=ready))
             self._driver.drain()
             if later != 1:
                 flat.mul_(later)

@@ -16,6 +16,7 @@ from gradlab import codecs
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.diagnosis import link_to_json
 from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.local_endings import ended_above
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS
@@ -159,11 +160,11 @@ def test_a_forecast_is_printed_as_it_was_computed() -> None:
     assert (list(answer.lines), answer.warnings, answer.notes[-1]) == ([result.verdict], result.remarks, "steps.svg")
     local = forecast_local_steps(PLAN, network, result, None, None)
     [row] = predict._local_answer(local, [8]).tables[0].rows
-    assert row[3:] == [
+    assert row[3:6] == [
         predict.format_seconds(seconds)
         for seconds in (local[0].seconds(8), local[0].seconds(8, streaming=True), local[0].seconds(8, dense=True))
     ]
-    assert len(set(row[3:])) == 3
+    assert (len(set(row[3:6])), row[6]) == (3, f"{ended_above()[8]:.2f}")
 
 
 def test_one_number_of_nodes_is_recommended_for(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.layout import Layer
 from gradlab.plan import Group, Plan, Wrap
-from gradlab.runtime import CompressionState, Exchange, ScalarLog, compression_hook
+from gradlab.runtime import CompressionState, Exchange, ScalarLog, compress_fsdp, compression_hook
 from support.pool_groups import SPARE
 
 STEPS, NUMEL = 50, 4096
@@ -48,6 +50,20 @@ class Slow(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(self.seconds)
         return self.layer(inputs)
+
+
+def slow_node(group: dist.ProcessGroup, slow: int) -> float:
+    """Train under FSDP2 with a rank that sleeps; return the slowest rank as all know it in the end."""
+    rank = dist.get_rank(group)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(Slow(0.1 * (rank == slow)), nn.Linear(32, 32))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    with compress_fsdp(model, Plan.uniform(model, "qsgd")) as state:
+        for _ in range(16):
+            model(torch.ones(8, 64)).square().sum().backward()
+        dist.barrier(group)
+        return state._driver.rank_times.numbers()["slowest_rank"]
 
 
 def slow_rank(group: dist.ProcessGroup, slow: int, path: str) -> None:

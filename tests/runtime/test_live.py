@@ -59,6 +59,11 @@ def test_codecs_whose_errors_ranks_share_have_none(pool: ProcessPool) -> None:
     assert noise_scale([[1.0, 1.0, 0.5]], 2) == np.inf  # contributions that share nothing
 
 
+def test_a_rank_of_the_slow_node_is_named_under_fsdp2(pool: ProcessPool) -> None:
+    """Inside a node ranks wait for each other before any hook sees a gradient."""
+    assert {rank // 2 for rank in pool.run("jobs.live_tasks:slow_node", 4, slow=3)} == {1}
+
+
 def test_a_slow_rank_is_named(pool: ProcessPool, tmp_path: Path, gradlab: Command) -> None:
     path = tmp_path / "run.jsonl"
     pool.run("jobs.live_tasks:slow_rank", RANKS, slow=1, path=str(path))
