@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,7 +49,7 @@ from gradlab.analysis.forecast.calibration import calibrate_link, read_observati
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_endings import ended_above
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
-from gradlab.analysis.forecast.network import profile_of
+from gradlab.analysis.forecast.network import Profile, profile_of
 from gradlab.analysis.forecast.plans import pays_text, traffic_text
 from gradlab.analysis.outputs import require_figure
 from gradlab.artifact import Artifact
@@ -98,27 +98,20 @@ def predict(
 
     links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
-    run, recorded = options.run_of(compute_seconds), options.recorded_times_of(compute_seconds)
-    told = run is not None or recorded is not None or compute_seconds is None
-    seconds = None if told else options.computing_seconds(str(compute_seconds))
     if out is not None:
         require_figure(out, overwrite)
     numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
     loaded = Artifact.load(artifact)
-    profile, processor = profile_of(loaded, run, seconds, recorded), options.processor_of(bandwidth)
-    gathers = _format_of(parameters, fsdp)
-    network = Network(
-        links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, processor=processor, parameters=gathers
-    )
+    profile, processor = _profile(loaded, compute_seconds), options.processor_of(bandwidth)
+    how: dict[str, Any] = {"processor": processor, "parameters": _format_of(parameters, fsdp)}
+    network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, **how)
     with progress_bars() as progress:
         result = forecast(
             loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None
         )
         local = [] if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
     if out is not None:
-        from gradlab.analysis.questions.pays import loss_chart, step_time_chart
-
-        write_chart(loss_chart(local) if local else step_time_chart(result), out)
+        _draw(result, local, out)
     if as_json:
         more = {} if numbers is None else {"local_steps": [one.to_json(numbers) for one in local]}
         print_json({**result.to_json(), **more})
@@ -126,6 +119,19 @@ def predict(
     _answer(result, [] if out is None else [str(out)]).print()
     if numbers is not None:
         _local_answer(local, numbers).print()
+
+
+def _profile(artifact: Artifact, compute_seconds: str | None) -> Profile:
+    run, recorded = options.run_of(compute_seconds), options.recorded_times_of(compute_seconds)
+    told = run is not None or recorded is not None or compute_seconds is None
+    seconds = None if told else options.computing_seconds(str(compute_seconds))
+    return profile_of(artifact, run, seconds, recorded)
+
+
+def _draw(result: Forecast, local: Sequence[LocalSteps], out: Path) -> None:
+    from gradlab.analysis.questions.pays import loss_chart, step_time_chart
+
+    write_chart(loss_chart(local) if local else step_time_chart(result), out)
 
 
 def _format_of(parameters: str | None, fsdp: bool) -> str:

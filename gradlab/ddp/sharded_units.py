@@ -288,8 +288,8 @@ def leave_averaging(units: Iterable[Unit]) -> None:
     """Have FSDP reduce gradients inside nodes alone from now on, as on a mesh of one dimension: under native HSDP hooks
     come after its own average. Parameters stay as they are, and `set_hooks` puts it back.
 
-    torch has no public way: a unit is told that its mesh is the dimension along which it is sharded. What it has done
-    is looked at, so that another version of torch is refused.
+    torch has no public way: a unit is told that its mesh is the dimension along which it is sharded. The effect is
+    looked at, so that another version of torch is refused.
     """
     for unit in units:
         (group,) = _param_groups(unit.module)

@@ -111,12 +111,8 @@ class FSDPCompression(Exchange):
             second = _plan_inside(first, between, within, inside)
             layers = tuple(shard.layer for shard in shards.values())
             whole = first if between is not None else Plan(layers)
-            if parameters is not None and other_parts(units) is not None:
-                raise GradlabError(f"{CALLER}: parameters= under tensor parallelism, which compresses gradients alone")
-            of_gathers = None if parameters is None else parameter_plan(layers, parameters, CALLER)
-            if of_gathers is not None:
-                _check_gathers(units, of_gathers, layers_of_units(model))
-            return replace(levels_of(units, shards, (whole, second), topology, chosen), parameters=of_gathers)
+            gathers = _plan_of_gathers(units, parameters, layers)
+            return replace(levels_of(units, shards, (whole, second), topology, chosen), parameters=gathers)
 
         levels = agree_on((row, column), device, attempt, lambda found: _same_everywhere(found, chosen))
         self._units, self._shards = units, shards
@@ -128,8 +124,7 @@ class FSDPCompression(Exchange):
         driver = shard_driver(units, levels.shards, (row, column), topology, self._around, timeout)
         self._set_up(levels.whole, driver)
         self._parts, self._bad = other_parts(units), torch.zeros((), dtype=torch.bool, device=device)
-        if self._parts is not None:
-            self.identity = {**self.identity, "part": self._parts.rank(), "parts": self._parts.size()}
+        self.identity |= {} if self._parts is None else {"part": self._parts.rank(), "parts": self._parts.size()}
         self._driver.telling = 0  # backward stands still while a unit's shards travel
         self._steps = OptimizerSteps(self._driver, held_parameters)
         self._driver.closing.append(self._steps.close)
@@ -490,7 +485,13 @@ def _same_everywhere(levels: Levels, chosen: RunOptions) -> dict[str, Any]:
     return {**chosen.same_everywhere(levels.whole), **dict(zip(names, digests, strict=True))}
 
 
-def _check_gathers(units: Sequence[Unit], plan: Plan, layers: Sequence[Layer]) -> None:
+def _plan_of_gathers(units: Sequence[Unit], parameters: Any, layers: Sequence[Layer]) -> Plan | None:
+    """The plan of the all-gathers, if they are compressed. layers: the model's whole ones."""
+    if parameters is None:
+        return None
+    if other_parts(units) is not None:
+        raise GradlabError(f"{CALLER}: parameters= under tensor parallelism, which compresses gradients alone")
+    plan = parameter_plan(layers, parameters, CALLER)
     kinds = [(unit.title, type(all_gather_of(unit)).__name__) for unit in units]
     if kinds[0][1] == "NoneType":
         raise GradlabError(f"{CALLER}: parameters= needs torch 2.8 or newer, this is {torch.__version__}")
@@ -498,6 +499,7 @@ def _check_gathers(units: Sequence[Unit], plan: Plan, layers: Sequence[Layer]) -
         raise GradlabError(f"{CALLER}: {replaced[0]} has an all-gather of its own already, and FSDP takes one")
     if difference := describe_difference(plan.layers, layers):
         raise GradlabError(f"{CALLER}: parameters: the plan is of another model: {difference[0]}")
+    return plan
 
 
 def _reduce(

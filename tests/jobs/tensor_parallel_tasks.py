@@ -123,7 +123,7 @@ def _hashes(state: FSDPCompression) -> list[str]:
 
 
 def refused(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """What else is said of such a model."""
+    """Refusals of what is not for such a model."""
     mesh, said = mesh_of(group), []
     model = cut(mesh)
     for attempt in (
