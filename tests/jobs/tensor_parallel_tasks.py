@@ -52,18 +52,18 @@ def trained(group: dist.ProcessGroup) -> dict[str, Any]:
     models = [cut(mesh), cut(mesh)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     with compress_fsdp(models[1], Plan(layers_of(models[1])), optimizer=optimizers[1]):
-        for step in range(3):
+        for step in range(2):
             for model, optimizer in zip(models, optimizers, strict=True):
                 model.zero_grad()
                 backward(model, rank, step)
                 optimizer.step()
     found: dict[str, Any] = {"same": all(map(torch.equal, own(models[0]), own(models[1])))}
-    for codec, how in (("powersgd", {"rank": 2}), ("ecsq", {"bits": 2.0}), ("block_scaled", {"dtype": "int8"})):
+    for codec, how in (("powersgd", {"rank": 2}), ("ecsq", {"bits": 2.0})):
         model = cut(mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with compress_fsdp(model, Plan.uniform(model, codec, **how), optimizer=optimizer) as state:  # type: ignore[arg-type]
             losses = []
-            for _ in range(6):
+            for _ in range(4):
                 model.zero_grad()
                 losses.append(backward(model, rank, 0))
                 optimizer.step()
