@@ -67,12 +67,12 @@ def test_three_of_four_gone() -> None:
 
 def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     """Of all workers at once, bit for bit."""
-    given = {"steps": 8, "fragments": 2, "folder": str(tmp_path)}
-    with run(given, 2) as (workers, *_):
+    given = {"steps": 8, "fragments": 2, "folder": str(tmp_path), "least": 2}
+    with run(given, 2, least=2) as (workers, *_):
         never = ends(workers)
-    with run(given | {"stop": 5}, 2) as (workers, *_):
+    with run(given | {"stop": 5}, 2, least=2) as (workers, *_):
         ends(workers)
-    with run(given | {"resume": str(tmp_path)}, 2) as (workers, *_):
+    with run(given | {"resume": str(tmp_path)}, 2, least=2) as (workers, *_):
         for one, other in zip(ends(workers), never, strict=True):
             assert (one["end"], one["loss"]) == (other["end"], other["loss"])
     # What was saved does not fit: another plan, H, a run without a manager, damage.
@@ -87,7 +87,7 @@ def test_resumed_is_never_stopped(tmp_path: Path) -> None:
     ]
     for said, state, other in misfits:
         torch.save([model, optimizer, state], tmp_path / "w_0.pt")
-        with run(given | {"resume": str(tmp_path)} | other, 1) as ((worker,), *_):
+        with run(given | {"resume": str(tmp_path), "least": 1} | other, 1) as ((worker,), *_):
             assert said in worker.wait()["error"]
 
 
@@ -101,7 +101,8 @@ def test_every_step_and_plain_averaging_is_synchronous_sgd() -> None:
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
-    with run({"steps": 10, "every": 1, "synchronous": True, "codec": "identity"}, 2) as (workers, *_):
+    given = {"steps": 10, "every": 1, "synchronous": True, "codec": "identity", "least": 2}
+    with run(given, 2, least=2) as (workers, *_):  # both from the first step on
         for end in ends(workers):
             found = torch.tensor(end["weights"]).view(5, 18)
             torch.testing.assert_close(found, model.get_parameter("6.weight"), rtol=2e-5, atol=2e-5)
