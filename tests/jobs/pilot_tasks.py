@@ -22,7 +22,7 @@ import gradlab
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
-from gradlab.runtime import OuterStep, compress_fsdp
+from gradlab.runtime import OuterStep
 from jobs import fsdp_tasks, outer_tasks
 from jobs.matrix_cells import node_group
 from support.pool_groups import SPARE
@@ -281,16 +281,12 @@ class Sharded:
 
 
 def sharded_goes_on(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
-    """FSDP2 with a pilot of its reduce-scatter, or of the all-reduce between two nodes, and without."""
+    """FSDP2 with a pilot of its reduce-scatter, or of native HSDP's all-reduce between two nodes, and without."""
     rank, mesh = dist.get_rank(group), fsdp_tasks.mesh_of(group, 2 if between else 1)
 
     def training() -> Sharded:
-        model = fsdp_tasks.sharded(mesh["shard"])
+        model = fsdp_tasks.sharded(mesh if between else mesh["shard"])
         return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), rank)
-
-    def exact(run: Sharded) -> AbstractContextManager[Any]:
-        plan = Plan(layers_of(run.model))
-        return compress_fsdp(run.model, plan, between=mesh["replicate"]) if between else nullcontext()
 
     def evaluate() -> torch.Tensor:  # which leaves parameters gathered
         with torch.no_grad():
@@ -298,19 +294,17 @@ def sharded_goes_on(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
 
     batches, warm = [fsdp_tasks.words_of(rank, step) for step in range(12)], 0 if between else 2
     alone, run = training(), training()
-    with exact(alone):
-        losses = [float(alone.step(batch)) for batch in batches]
+    losses = [float(alone.step(batch)) for batch in batches]
     stream = iter(batches)
     found = [float(run.step(next(stream))) for _ in range(warm)]
     plans = {"top-k": Plan.uniform(layers_of(run.model), "topk", density=0.1, minimum_numel=1)}
-    where = {"between": mesh["replicate"]} if between else {"within": mesh["shard"]}
+    where = {} if between else {"within": mesh["shard"]}
     pilot = gradlab.Pilot(
         run.model, run.optimizer, plans, steps=PILOT, longer=PILOT, evaluate=evaluate, max_loss=1.0, **where
     )
     for batch in pilot.over(stream):
         pilot.record(run.step(batch))
-    with exact(run):
-        found += [float(run.step(batch)) for batch in pilot.batches]
+    found += [float(run.step(batch)) for batch in pilot.batches]
     same = found == losses and all(map(torch.equal, alone.values(), run.values()))
     return {"same": same, "losses": (losses, found), "result": pilot.result.to_json()}
 

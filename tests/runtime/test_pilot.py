@@ -53,7 +53,7 @@ def test_a_run_with_a_pilot_is_the_run_without(pool: ProcessPool, ranks: int, ta
 
 @pytest.mark.parametrize("between", [thorough(False), thorough(True)])
 def test_a_sharded_run_with_a_pilot_is_the_run_without(pool: ProcessPool, between: bool) -> None:
-    """Bit for bit, after the pilot without gradlab where the reduce-scatter was tried."""
+    """Bit for bit, after the pilot without gradlab."""
     for found in pool.run("jobs.pilot_tasks:sharded_goes_on", 4, between=between):
         assert found["same"], found["losses"]
         assert [one["steps"] for one in found["result"]["outcomes"]] == [8, 8]
