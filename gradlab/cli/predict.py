@@ -49,7 +49,7 @@ from gradlab.analysis.forecast.calibration import calibrate_link, read_observati
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.local_endings import ended_above
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
-from gradlab.analysis.forecast.network import Profile, profile_of
+from gradlab.analysis.forecast.network import profile_of
 from gradlab.analysis.forecast.plans import pays_text, traffic_text
 from gradlab.analysis.outputs import require_figure
 from gradlab.artifact import Artifact
@@ -101,8 +101,8 @@ def predict(
     if out is not None:
         require_figure(out, overwrite)
     numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
-    loaded = Artifact.load(artifact)
-    profile, processor = _profile(loaded, compute_seconds), options.processor_of(bandwidth)
+    times, loaded = _times(compute_seconds), Artifact.load(artifact)
+    profile, processor = profile_of(loaded, *times), options.processor_of(bandwidth)
     how: dict[str, Any] = {"processor": processor, "parameters": _format_of(parameters, fsdp)}
     network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, **how)
     with progress_bars() as progress:
@@ -121,11 +121,11 @@ def predict(
         _local_answer(local, numbers).print()
 
 
-def _profile(artifact: Artifact, compute_seconds: str | None) -> Profile:
+def _times(compute_seconds: str | None) -> tuple[Any, ...]:
     run, recorded = options.run_of(compute_seconds), options.recorded_times_of(compute_seconds)
     told = run is not None or recorded is not None or compute_seconds is None
     seconds = None if told else options.computing_seconds(str(compute_seconds))
-    return profile_of(artifact, run, seconds, recorded)
+    return run, seconds, recorded
 
 
 def _draw(result: Forecast, local: Sequence[LocalSteps], out: Path) -> None:
