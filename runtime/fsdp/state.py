@@ -194,10 +194,10 @@ class FSDPCompression(Exchange):
                 self._put_off(unit, flat)
                 return
             current = self._step_of(flat)
-            if self._parts is not None:
-                self._bad |= ~flat.isfinite().all()
             if (earlier := self._sums.pop(unit.title, None)) is not None:
                 flat.add_(earlier)
+            if self._parts is not None:
+                self._bad |= ~flat.isfinite().all()
             gradients = unit.gradients(flat)
             if again := sorted(gradients.keys() & current.step.gradients.keys()):
                 raise GradlabError(
