@@ -20,6 +20,7 @@ from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_re
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.networks import TAKEN, listed
 from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation
+from gradlab.analysis.forecast.state import state_text
 from gradlab.analysis.measure.emptiness import require_gradients
 from gradlab.analysis.outputs import require_free
 from gradlab.analysis.report.examine import families_of, remarks_on, replay_start, try_recorded
@@ -96,7 +97,8 @@ def _links_in(name: str, begins: str, suffix: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Links with one answer: their places and speeds, what they take, its artifact, and lines to paste."""
+    """Links with one answer: their places and speeds, what they take, its artifact, lines to paste, and the memory that
+    it takes."""
 
     places: Sequence[int]
     rates: Sequence[float]
@@ -104,6 +106,7 @@ class Chosen:
     artifact: Path | None
     warmup_steps: int
     paste: str
+    state: str = ""
 
     @property
     def links(self) -> str:
@@ -159,6 +162,7 @@ class Saved:
         if warmup := max(one.warmup_steps for one in self.chosen):
             plan = "A plan compresses" if len(self.chosen) > 1 else "The plan compresses"
             lines.append(f"\n{plan} after {warmup} dense steps: it was judged from there on.")
+        lines += [f"\n{one.state}." for one in self.chosen if one.state]
         if self.artifacts and (resume := lines_to_resume(self.fsdp, self.recorded)):
             lines.append(f"\n{resume}")
         if self.pilot:
@@ -236,7 +240,8 @@ class Search:
             paste = lines_to_paste(path, self.network.nodes[0], self._ranks, self.fsdp, self.trace.metadata)
             warmup = 0 if plan is None else tried.plans[plan].schedule.warmup_steps
             take = found[places[0]].plan or TAKEN[decision]
-            chosen.append(Chosen(places, rates, take, path, warmup, "" if decision == NOTHING else paste))
+            state = "" if plan is None else state_text(tried.plans[plan], self.network)
+            chosen.append(Chosen(places, rates, take, path, warmup, "" if decision == NOTHING else paste, state))
         likely = [
             self._write(plan, tried, files.path(risk, rates), overwrite)
             for (plan, risk), rates in to_try.items()

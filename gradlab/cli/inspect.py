@@ -19,6 +19,8 @@ from typing import Annotated
 import typer
 
 from gradlab.analysis.chart import write_chart
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.state import state_text
 from gradlab.analysis.outputs import require_figure
 from gradlab.analysis.replay import methods_of
 from gradlab.artifact import Artifact
@@ -28,7 +30,7 @@ from gradlab.cli.options import AsJson, Overwrite
 from gradlab.collectives import ring_sends
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_bytes, format_seconds
-from gradlab.plan import Plan, most_ranks, saving_of_sent, sent_bytes
+from gradlab.plan import Plan, most_ranks, saving_of_sent, sent_bytes, state_bytes
 from gradlab.plan.plan import forecast_group
 from gradlab.plan.traffic import remarks_on_ranks, varying_codecs
 from gradlab.saving import Saving
@@ -69,6 +71,7 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
             "sent_bytes": sent,
             "dense_sent_bytes": ring_sends(ranks) * dense,
             "most_ranks": most_ranks(plan),
+            "state_bytes": state_bytes(plan, ranks),
             **saving.to_json(),
             "world_size": ranks,
             "estimated": varying_codecs(plan),
@@ -80,7 +83,7 @@ def _show_artifact(artifact: Path, ranks: int, as_json: bool) -> None:
         f"{format_bytes(ring_sends(ranks) * dense)}, {saving.text('fewer')}, after {plan.schedule.warmup_steps} dense "
         f"steps; made by {loaded.provenance.get('method', 'hand')}"
     ]
-    notes += remarks_on_ranks(plan)
+    notes += [*filter(None, [state_text(plan, Network(nodes=(ranks,)))]), *remarks_on_ranks(plan)]
     if varying := varying_codecs(plan):
         notes.append(
             f"messages of {', '.join(varying)} vary in size with the gradients: their bytes are an estimate, "

@@ -51,6 +51,7 @@ from gradlab.analysis.forecast.local_endings import ended_above
 from gradlab.analysis.forecast.local_steps import LocalSteps, forecast_local_steps
 from gradlab.analysis.forecast.network import profile_of
 from gradlab.analysis.forecast.plans import pays_text, traffic_text
+from gradlab.analysis.forecast.state import state_of_rank, state_text
 from gradlab.analysis.outputs import require_figure
 from gradlab.artifact import Artifact
 from gradlab.cli import options
@@ -113,10 +114,12 @@ def predict(
     if out is not None:
         _draw(result, local, out)
     if as_json:
+        kept = {count: state_of_rank(loaded.plan, count, network) for count in network.nodes}
         more = {} if numbers is None else {"local_steps": [one.to_json(numbers) for one in local]}
-        print_json({**result.to_json(), **more})
+        print_json({**result.to_json(), "state_bytes": kept, **more})
         return
-    _answer(result, [] if out is None else [str(out)]).print()
+    notes = [state_text(loaded.plan, network), "" if out is None else str(out)]
+    _answer(result, [*filter(None, notes)]).print()
     if numbers is not None:
         _local_answer(local, numbers).print()
 

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradlab.codec.batch import Batch, Table, Tensors
+from gradlab.codec.batch import Batch, Tensors
 from gradlab.codec.blockwise import CACHED
 from gradlab.codec.context import Context, Memory, alone
 from gradlab.codec.contract import Codec
 from gradlab.codec.exchanged import Deferred, Exchanged
 from gradlab.codec.settings import setting
-from gradlab.codec.wrapper import Wrapper, innermost
+from gradlab.codec.wrapper import Wrapper, innermost, scales
 from gradlab.collectives import Coroutine, run_lockstep
 
 CONTRACTIONS = ("measured", "none")
@@ -46,18 +46,6 @@ def contraction_setting() -> Any:
         '||C(x)||^2 as measured in the last iterations, so that the residual stays bounded; "none": the input as it '
         "is, and if the codec does not contract the residual grows without end",
     )
-
-
-def needs_scaling(codec: Codec, table: Table) -> bool:
-    """Return whether feedback has to scale a codec's input, for a group's layers."""
-    holds = innermost(codec).guarantees(table)
-    return not holds.contracts and (holds.unbiased or holds.homogeneous)
-
-
-def scales(wrapper: Wrapper, table: Table) -> bool:
-    """Return whether a wrapper has to scale its codec's input, worked out once for a table."""
-    asked = wrapper.settings.contraction != "none"
-    return asked and wrapper.cached(("scales", table), lambda: needs_scaling(wrapper.codec, table))
 
 
 def exchange_contracting(

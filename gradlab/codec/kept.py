@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float32, torch.float64)
 Size = int | tuple[int, int | None]
+GONE = (0,)  # the shape of what is not there
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Kept:
     or_empty: whether it may be (0,) instead, as on ranks that have no part in it.
     needs: names of entries that its layer must have beside it, or a function that tells them from its tensor.
     running: its values, or the one of all, when most exchanges of a run start, for dry runs. None: it may be missing.
+    lasting: its shape in most iterations of a run, `GONE` if it is not there then. None: `shape`, at its largest.
     """
 
     shape: tuple[Size, ...]
@@ -55,6 +58,14 @@ class Kept:
     or_empty: bool = False
     needs: tuple[str, ...] | Callable[[torch.Tensor], Iterable[str]] = ()
     running: float | tuple[float, ...] | None = None
+    lasting: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in most iterations of a run."""
+        sizes = self.shape if self.lasting is None else self.lasting
+        most = [size if isinstance(size, int) else size[1] or size[0] for size in sizes]
+        return math.prod(most) * self.dtypes[0].itemsize
 
     def problem(self, tensor: torch.Tensor) -> str | None:
         """Say what is wrong with a tensor, and what was expected; None if nothing is."""

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from gradlab.codec.batch import Tensors
+from gradlab.codec.batch import Table, Tensors, concatenate, separate
+from gradlab.codec.context import Context
 from gradlab.codec.contract import About, Bytes, Codec, Traits
-from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec.kept import FLOATS, GONE, Entry, Kept, for_any
 from gradlab.codec.method import shown_settings
 from gradlab.codec.settings import setting
+from gradlab.coding.random_bits import RandomBits, bfloat16_at_random
 from gradlab.errors import GradlabError
 from gradlab.layout import Layer
 
@@ -30,6 +32,7 @@ SHARED = Entry(carried=True)
 DEALT = Entry("dealt", residual=True, carried=True)
 MEASURED = Entry("anew", of_group=True)
 _BLOCK = 256  # elements that share one scale in an int8 buffer
+_KINDS = {torch.int8: "int8", torch.bfloat16: "bfloat16"}  # of buffers, by their dtype
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Wrapper(Codec):
         found = dict(self.codec.kept(layers, rank, world_size, group))
         for what, rule in self.entries.items():
             if rule == MEASURED:
-                found |= for_any(layers, what, Kept((), least=0.0))
+                lasting = None if scales(self, Table.of(layers)) else GONE
+                found |= for_any(layers, what, Kept((), least=0.0, lasting=lasting))
             else:
                 for layer in layers:
                     found |= kept_buffer(layer.name, what, layer.shape, kind)
@@ -117,9 +121,9 @@ def buffer_setting(what: str) -> Any:
     """Make the settings field of a buffer's format, see `store_buffer`."""
     return setting(
         "float32",
-        choices=("float32", "int8"),
-        help=f'format in which {what} kept: the working type, or "int8", 1/4 of the memory, with a scale per {_BLOCK} '
-        "values; values below 1/254 of their block's largest are lost",
+        choices=("float32", "bfloat16", "int8"),
+        help=f'format in which {what} kept: the working type; "bfloat16", 1/2 of the memory, rounded at random, '
+        f'without bias; or "int8", 1/4, with a scale per {_BLOCK} values, below 1/254 of whose largest values are lost',
     )
 
 
@@ -144,6 +148,18 @@ def innermost(codec: Codec) -> Codec:
     while isinstance(codec, Wrapper):
         codec = codec.codec
     return codec
+
+
+def needs_scaling(codec: Codec, table: Table) -> bool:
+    """Return whether feedback has to scale a codec's input, for a group's layers."""
+    holds = innermost(codec).guarantees(table)
+    return not holds.contracts and (holds.unbiased or holds.homogeneous)
+
+
+def scales(wrapper: Wrapper, table: Table) -> bool:
+    """Return whether a wrapper has to scale its codec's input, worked out once for a table."""
+    asked = wrapper.settings.contraction != "none"
+    return asked and wrapper.cached(("scales", table), lambda: needs_scaling(wrapper.codec, table))
 
 
 def served(codec: Codec, world_size: int) -> bool:
@@ -211,6 +227,16 @@ def entries_of(codec: Codec) -> dict[str, Entry]:
     return {what: rule for one in (innermost(codec), *wrappers_of(codec)) for what, rule in one.entries.items()}
 
 
+def kept_bytes(codec: Codec, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> dict[str, int]:
+    """Count the bytes that a rank's state of a group takes in most iterations of a run, by the entry's name."""
+    rules, found = entries_of(codec), dict[str, int]()
+    for key, one in codec.kept(layers, rank, world_size, group).items():
+        layer, _, what = key.rpartition("/")
+        if one.nbytes and (layer == layers[0].name or not rules.get(_buffer_of(key), Entry()).of_group):
+            found[what] = found.get(what, 0) + one.nbytes
+    return found
+
+
 def adopted(new: Codec, kept: Mapping[str, Kept], state: Tensors) -> Tensors:
     """Return the part of a state, left under other settings, that a codec continues from.
 
@@ -249,7 +275,7 @@ def resize(codec: Codec, states: Sequence[Tensors], rank: int, world_size: int, 
             if rule.resized == "joined":
                 state[f"{name}/{rule.joined_as}"] = torch.cat(held)
             else:
-                kind = "int8" if first.dtype == torch.int8 else "float32"
+                kind = _KINDS.get(first.dtype, "float32")
                 state |= store_buffer(name, what, _dealt(held, rank, world_size, residuals), kind)
     return state
 
@@ -289,11 +315,12 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
         name: the layer's.
         what: the buffer, such as "residual".
         tensor: tensor of any shape.
-        kind: "float32": the tensor is kept as it is. "int8": in 8 bits and a scale per block of 256 elements, with an
-            error of at most 1/254 of the block's largest magnitude.
+        kind: "float32": the tensor is kept as it is. "bfloat16": rounded to the nearest, for one that was kept so.
+            "int8": in 8 bits and a scale per block of 256 elements, with an error of at most 1/254 of the block's
+            largest magnitude.
     """
     if kind != "int8":
-        return {f"{name}/{what}": tensor}
+        return {f"{name}/{what}": tensor.bfloat16() if kind == "bfloat16" else tensor}
     blocks = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % _BLOCK)).view(-1, _BLOCK)
     scales = (blocks.abs().amax(1) / 127).clamp_min(torch.finfo(tensor.dtype).tiny)  # below it division is inexact
     steps = (blocks / scales[:, None]).round().to(torch.int8)
@@ -303,8 +330,14 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
     }
 
 
-def store_buffers(tensors: Tensors, what: str, kind: str) -> Tensors:
-    """Make the state entries that keep the tensors of several layers, by layer name, see `store_buffer`."""
+def store_buffers(tensors: Tensors, what: str, kind: str, context: Context) -> Tensors:
+    """Make the state entries that keep the tensors of several layers, by layer name, see `store_buffer`. bfloat16 is
+    rounded at random, by numbers of this rank and iteration: rounding to the nearest would lose small changes."""
+    if kind == "bfloat16" and tensors:
+        vector = concatenate(tensors)
+        out = context.memory.workspace.empty(vector.shape, vector.new_empty(0, dtype=torch.bfloat16))
+        bits = RandomBits(context.random.of_rank("buffer", what), vector.device)
+        tensors = separate(bfloat16_at_random(vector, bits, out), tensors)
     if kind != "int8":
         return {f"{name}/{what}": tensor for name, tensor in tensors.items()}
     kept: Tensors = {}
@@ -319,7 +352,7 @@ def kept_buffer(name: str, what: str, shape: tuple[int, ...], kind: str) -> dict
     shape: the tensor's.
     """
     if kind != "int8":
-        return {f"{name}/{what}": Kept(shape)}
+        return {f"{name}/{what}": Kept(shape, (torch.bfloat16,) if kind == "bfloat16" else FLOATS)}
     blocks = -(-math.prod(shape) // _BLOCK)
     steps = Kept(shape, (torch.int8,), needs=(f"{what}_scale",))
     return {f"{name}/{what}": steps, f"{name}/{what}_scale": Kept((blocks,), least=0.0)}
@@ -329,18 +362,23 @@ def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:
     """Return the tensor that `store_buffer` kept, of its shape, or None if the state has none."""
     held = state.get(f"{name}/{what}")
     if held is None or held.dtype != torch.int8:
-        return held
+        return held.float() if held is not None and held.dtype == torch.bfloat16 else held
     scales = state[f"{name}/{what}_scale"]
     blocks = torch.nn.functional.pad(held.reshape(-1), (0, -held.numel() % _BLOCK)).view(-1, _BLOCK)
     return (blocks * scales[:, None]).view(-1)[: held.numel()].reshape(held.shape)
 
 
-def load_buffers(state: Tensors, names: Iterable[str], what: str, kind: str) -> Tensors:
+def load_buffers(state: Tensors, names: Iterable[str], what: str, kind: str, context: Context) -> Tensors:
     """Return the tensors that `store_buffers` kept, by layer name, of those of these layers that the state has."""
-    if kind != "int8":
-        return {name: state[key] for name in names if (key := f"{name}/{what}") in state}
-    held = ((name, load_buffer(state, name, what)) for name in names)
-    return {name: tensor for name, tensor in held if tensor is not None}
+    if kind == "int8":
+        loaded = ((name, load_buffer(state, name, what)) for name in names)
+        return {name: tensor for name, tensor in loaded if tensor is not None}
+    held = {name: state[key] for name in names if (key := f"{name}/{what}") in state}
+    if kind != "bfloat16" or not held:
+        return held
+    vector = concatenate(held)
+    wide = context.memory.workspace.empty(vector.shape, vector.new_empty(0, dtype=torch.float32))
+    return separate(wide.copy_(vector), held)
 
 
 def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:

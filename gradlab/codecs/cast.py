@@ -15,7 +15,7 @@ import torch
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Guarantees, PlanDefaults, Tensors
 from gradlab.codec.batch import cut_like
 from gradlab.codec.settings import require, setting
-from gradlab.coding.random_bits import RandomBits
+from gradlab.coding.random_bits import RandomBits, bfloat16_at_random
 from gradlab.collectives import Coroutine, Mean
 from gradlab.kernels import usable
 from gradlab.layout import Layer
@@ -79,7 +79,8 @@ class Cast(Codec):
 
     def _rounded_at_random(self, grads: Batch, bits: RandomBits, workspace: Workspace) -> Sequence[torch.Tensor]:
         if not all(map(usable, grads.values())):
-            return [_rounded_at_random(grad, bits, workspace) for grad in grads.values()]
+            sent = _sixteen(list(grads.values()), torch.bfloat16, workspace)
+            return [bfloat16_at_random(grad, bits, out) for grad, out in zip(grads.values(), sent, strict=True)]
         from gradlab.kernels.layers import bfloat16, layers_of, rounded
 
         vector, numels = grads.vector, grads.table.numels
@@ -92,11 +93,15 @@ class Cast(Codec):
         return Bytes.of_means(2 * sum(layer.numel for layer in layers), world_size)
 
 
+def _sixteen(grads: Sequence[torch.Tensor], dtype: torch.dtype, workspace: Workspace) -> list[torch.Tensor]:
+    return [workspace.empty(grad.shape, grad.new_empty(0, dtype=dtype)) for grad in grads]
+
+
 def _narrowed(
     grads: Sequence[torch.Tensor], dtype: torch.dtype, scale: float, workspace: Workspace
 ) -> list[torch.Tensor]:
     """Cast gradients, multiplied by the loss scale, to 16 bits."""
-    sent = [workspace.empty(grad.shape, grad.new_empty(0, dtype=dtype)) for grad in grads]
+    sent = _sixteen(grads, dtype, workspace)
     if scale != 1.0 and grads:
         wide = [workspace.empty_like(grad) for grad in grads]
         torch._foreach_copy_(wide, list(grads))
@@ -105,14 +110,6 @@ def _narrowed(
     if grads:
         torch._foreach_copy_(sent, list(grads))
     return sent
-
-
-def _rounded_at_random(grad: torch.Tensor, bits: RandomBits, workspace: Workspace) -> torch.Tensor:
-    """Cast a gradient to bfloat16: 16 random bits are added to the half of a float32 that is cut off."""
-    moved = bits.sixteen(grad).to(torch.int32).add_(2**15).add_(grad.float().view(torch.int32))
-    cut = moved.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
-    out = workspace.empty(grad.shape, cut)
-    return torch.where(grad.isfinite(), cut, grad.bfloat16(), out=out)  # NaN would run over
 
 
 def _widened(narrow: Sequence[torch.Tensor], like: Tensors, scale: float, workspace: Workspace) -> Tensors:

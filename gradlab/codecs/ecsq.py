@@ -35,7 +35,7 @@ from gradlab.codec import (
     Tensors,
     Traits,
 )
-from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec.kept import GONE, Entry, Kept, for_any
 from gradlab.codec.routes import average_of_ranks, most_bytes
 from gradlab.codec.settings import require, setting
 from gradlab.codec.sparsifier import at_least
@@ -462,7 +462,8 @@ class ECSQ(Compressor):
         return 1 / max(_LEAST_ERROR, quantized.missed) if quantized else 0.0
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return for_any(layers, "step", Kept((), (torch.float64,), least=0.0))
+        lasting = None if self.settings.step is None and Table.of(layers).numel else GONE
+        return for_any(layers, "step", Kept((), (torch.float64,), least=0.0, lasting=lasting))
 
     # --- forecasts ---
 

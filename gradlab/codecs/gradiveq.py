@@ -34,7 +34,7 @@ from gradlab.codec import (
     Table,
     Tensors,
 )
-from gradlab.codec.kept import Kept
+from gradlab.codec.kept import GONE, Kept
 from gradlab.codec.measures import squared_norm
 from gradlab.codec.routes import BOTH_WAYS_FROM, sent_by
 from gradlab.codec.settings import require, setting
@@ -699,7 +699,9 @@ class GradiVeQ(Codec):
         size = learned["basis"].shape[1] if "basis" in learned else self.slice_size(layer)
         slices = self.slice_view(layer).numel // size
         fitted = self.fitted_slices(slices)
-        sample, of_all = (Kept((count, size), needs=_CLOCK) for count in (sum(map(len, fitted)), slices))
+        fits = self.settings.complement != 1 and slices and (not learned or self.settings.compressed_steps)
+        lasting = None if fits else GONE
+        sample, of_all = (Kept((count, size), needs=_CLOCK, lasting=GONE) for count in (sum(map(len, fitted)), slices))
 
         def needs(clock: torch.Tensor) -> Iterator[str]:
             mode, position = map(int, clock.tolist())
@@ -712,9 +714,9 @@ class GradiVeQ(Codec):
 
         return {
             "clock": Kept((2,), least=0.0, most=(len(PHASES) - 1.0, 2.0**31), needs=needs),
-            "basis": Kept((len(fitted), size, (0, size)), needs=_CLOCK),
-            "width": Kept((), least=0.0, most=float(size), needs=_CLOCK),
-            "mean": of_all,
+            "basis": Kept((len(fitted), size, (0, size)), needs=_CLOCK, lasting=lasting),
+            "width": Kept((), least=0.0, most=float(size), needs=_CLOCK, lasting=lasting),
+            "mean": replace(of_all, lasting=lasting if self.settings.whitening else GONE),
             "sum": of_all,
             **{f"sample {number}": sample for number in range(self.settings.sample_steps)},
         }

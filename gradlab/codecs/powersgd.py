@@ -17,7 +17,7 @@ import torch
 from gradlab.codec import About, Batch, Bytes, Codec, Context, Deferred, Exchanged, Memory, Table, Tensors, concatenate
 from gradlab.codec.batch import stacked
 from gradlab.codec.exchanged import means_of
-from gradlab.codec.kept import Entry, Kept
+from gradlab.codec.kept import GONE, Entry, Kept
 from gradlab.codec.settings import require, setting
 from gradlab.collectives import Coroutine
 from gradlab.kernels import usable
@@ -215,14 +215,18 @@ class PowerSGD(Codec):
         return kept if kept.shape[-2] == rank else kept[..., :rank, :]
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        """Factors of any number of rows, as other settings may have left them."""
+        """Factors of any number of rows, as other settings may have left them; of two in turn, the larger one lasts."""
         found: dict[str, Kept] = {}
+        shapes = self.matrix_shapes(Table.of(layers))
         for layer in layers:
             if len(layer.shape) > 1 and 0 not in layer.shape:
                 count, n, m = matrices_of(layer)
                 batch = (count,) if layer.role in STACKS and len(layer.shape) > 2 else ()
                 sides = {"q": m, "p": n} if self.settings.alternating else {"q": m}
-                found |= {_key(layer.name, what): Kept((*batch, (1, min(n, m)), side)) for what, side in sides.items()}
+                r, larger = min(n, m, self.settings.rank), max(sides, key=sides.__getitem__)
+                for what, side in sides.items():
+                    lasting = (*batch, r, side) if what == larger and layer.name in shapes else GONE
+                    found[_key(layer.name, what)] = Kept((*batch, (1, min(n, m)), side), lasting=lasting)
         return found
 
     def _random(self, name: str, columns: int, like: torch.Tensor, context: Context) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, Tensors, Traits
-from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec import About, Batch, Bytes, Context, Exchanged, Sparsifier, Table, Tensors, Traits
+from gradlab.codec.kept import GONE, Entry, Kept, for_any
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import DENSITIES, at_least, coding_setting, count_of, density_setting, largest
 from gradlab.collectives import Coroutine, Mean
@@ -102,7 +102,8 @@ class Threshold(Sparsifier):
         return self.cached(level, lambda: Threshold(replace(self.settings, threshold=level))), {key: known}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        return for_any(layers, "threshold", Kept((2,), least=0.0))
+        lasting = None if self.settings.threshold is None and Table.of(layers).numel else GONE
+        return for_any(layers, "threshold", Kept((2,), least=0.0, lasting=lasting))
 
     def _measured(self, vector: torch.Tensor) -> torch.Tensor:
         """Measure the k-th largest magnitude, (1,)."""

@@ -36,3 +36,11 @@ class RandomBits:
         drawn = np.random.Philox(key=self.seed).random_raw(count)
         positions = ((drawn >> np.uint64(32)) * np.uint64(numel)) >> np.uint64(32)
         return torch.from_numpy(positions.view(np.int64)).to(self._device, non_blocking=True)
+
+
+def bfloat16_at_random(values: torch.Tensor, bits: RandomBits, out: torch.Tensor) -> torch.Tensor:
+    """Round values to one of the two neighbours in bfloat16, into `out`, without bias: 16 random bits are added to the
+    half of a float32 that is cut off."""
+    moved = bits.sixteen(values).to(torch.int32).add_(2**15).add_(values.float().view(torch.int32))
+    cut = moved.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(values.isfinite(), cut, values.bfloat16(), out=out)  # NaN would run over

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from gradlab.codec import Bytes, Codec, Context, PlanDefaults, Tensors, Traits
-from gradlab.codec.kept import FLOATS, Entry, Kept, for_any
+from gradlab.codec.kept import FLOATS, GONE, Entry, Kept, for_any
 from gradlab.codec.routes import most_bytes, sent_by
 from gradlab.codec.settings import setting
 from gradlab.codec.sparsifier import coding_setting, count_of, density_setting, largest, with_non_finite
@@ -182,12 +182,13 @@ class LearnedSelection(Codec):
         clock = Kept((2,), _FLOAT, least=(0.0, 0.0), most=(2.0, 2.0**31), needs=_beside_clock)
         found = {
             "clock": replace(clock, running=(COMPRESSING, 0) if trains else None),
-            "autoencoder": replace(weights, running=0.0 if trains else None),
             "error": two,
             "codes": two,
             "coded": Kept(((0, self.architecture(world_size).padded(numel)),), _FLOAT),  # any density
             **{_OPTIMIZER + key: of_optimizer.get(key, weights) for key in self._optimizer_keys},
         }
+        found = {what: replace(one, lasting=None if what == "clock" and numel else GONE) for what, one in found.items()}
+        found["autoencoder"] = replace(weights, running=0.0 if trains else None, lasting=None if numel else GONE)
         return {key: one for what, kept in found.items() for key, one in for_any(layers, what, kept).items()}
 
     # --- selection ---

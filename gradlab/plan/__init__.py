@@ -12,6 +12,7 @@ from gradlab.plan.plan import (
     groups_of_the_rest,
 )
 from gradlab.plan.recipes import method_plan, named_plan
+from gradlab.plan.state_bytes import state_bytes
 from gradlab.plan.traffic import PayloadParts, most_ranks, payload_parts, pays_up_to, saving_of_sent, sent_bytes
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "pays_up_to",
     "saving_of_sent",
     "sent_bytes",
+    "state_bytes",
 ]

@@ -19,7 +19,7 @@ import torch
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, Traits, concatenate, separate
 from gradlab.codec.batch import Sums, consecutive
 from gradlab.codec.blockwise import PiecewiseCompressor
-from gradlab.codec.contraction import contraction_setting, exchange_contracting, scales
+from gradlab.codec.contraction import contraction_setting, exchange_contracting
 from gradlab.codec.exchanged import run_codec
 from gradlab.codec.kept import Entry
 from gradlab.codec.settings import setting
@@ -33,6 +33,7 @@ from gradlab.codec.wrapper import (
     in_own_memory,
     innermost,
     load_buffers,
+    scales,
     step_size_setting,
     store_buffers,
     wrappers_of,
@@ -132,7 +133,7 @@ class ErrorFeedback(Wrapper):
         steps = self.settings.reset_steps
         dropped = steps > 0 and (context.iteration - context.training.start + 1) % steps == 0
         new = {} if dropped else self._low_passed(without(kept_back, still), residual)
-        kept = held_residuals(grads, state, still) | store_buffers(new, "residual", self.settings.buffer)
+        kept = held_residuals(grads, state, still) | store_buffers(new, "residual", self.settings.buffer, context)
         state = {**done.state, **kept, **measured}
         return replace(done, state=state, compressor_input=inputs, compression_error=errors)
 
@@ -157,7 +158,7 @@ class ErrorFeedback(Wrapper):
 
     def _residual(self, grads: Tensors, state: Tensors, context: Context) -> Tensors:
         residuals: Tensors = {}
-        kept, factor = load_buffers(state, grads, "residual", self.settings.buffer), self.settings.carried
+        kept, factor = load_buffers(state, grads, "residual", self.settings.buffer, context), self.settings.carried
         if not context.training.scales_residuals(self.settings.step_size_ratio):
             return kept if factor == 1.0 else {name: value * factor for name, value in kept.items()}
         still = context.training.frozen(grads, self.settings.step_size_ratio)

@@ -52,7 +52,7 @@ class LocalMomentum(Wrapper):
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         velocity, sent = self._accumulate(grads, state, context)
         done = yield from run_codec(self.codec, sent, self.inner_state(state), context)
-        kept = store_buffers(velocity, "velocity", self.settings.buffer)
+        kept = store_buffers(velocity, "velocity", self.settings.buffer, context)
         return replace(done, state={**done.state, **kept}, compressor_input=done.compressor_input or sent)
 
     def _accumulate(self, grads: Batch, state: Tensors, context: Context) -> tuple[Tensors, Batch]:

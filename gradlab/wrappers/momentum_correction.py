@@ -100,7 +100,7 @@ class MomentumCorrection(Wrapper):
             velocity = {name: u.masked_fill(done.own[name] != 0, 0.0) for name, u in velocity.items()}
         kept_back = unselected(inputs, done.own) if self.settings.keep == "unselected" else errors
         still = context.training.frozen(grads, self.settings.step_size_ratio)
-        residual = self._kept(velocity, without(kept_back, still))
+        residual = self._kept(velocity, without(kept_back, still), context)
         kept = {**held_residuals(grads, state, still), **residual, **measured}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs, compression_error=errors)
 
@@ -108,7 +108,7 @@ class MomentumCorrection(Wrapper):
         velocity, inputs = self._accumulate(grads, state, context)
         done = yield from run_codec(self.codec, inputs, self.inner_state(state), context)
         still = context.training.frozen(grads, self.settings.step_size_ratio)
-        kept = {**held_residuals(grads, state, still), **self._kept(velocity, {})}
+        kept = {**held_residuals(grads, state, still), **self._kept(velocity, {}, context)}
         return replace(done, state={**done.state, **kept}, compressor_input=inputs)
 
     def _accumulate(self, grads: Batch, state: Tensors, context: Context) -> tuple[Tensors, Batch]:
@@ -128,9 +128,10 @@ class MomentumCorrection(Wrapper):
                 inputs[name] += residual if ratio == 1.0 else residual * ratio
         return velocity, grads.like(inputs)
 
-    def _kept(self, velocity: Tensors, residual: Tensors) -> Tensors:
-        kind = self.settings.buffer
-        return store_buffers(velocity, "velocity", kind) | store_buffers(residual, "residual", kind)
+    def _kept(self, velocity: Tensors, residual: Tensors, context: Context) -> Tensors:
+        kept = {"velocity": velocity, "residual": residual}
+        every = (store_buffers(one, what, self.settings.buffer, context) for what, one in kept.items())
+        return {key: value for one in every for key, value in one.items()}
 
 
 def clipped(grads: Tensors, clip_norm: float, world_size: int) -> Tensors:

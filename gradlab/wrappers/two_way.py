@@ -29,9 +29,9 @@ from gradlab.codec import (
 )
 from gradlab.codec.abilities import decompress, for_layers, part_of, position_bytes
 from gradlab.codec.batch import Sums
-from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down, scales
+from gradlab.codec.contraction import contraction_setting, next_zeta, scale_down
 from gradlab.codec.exchanged import run_codec
-from gradlab.codec.kept import Entry, Kept, for_any
+from gradlab.codec.kept import GONE, Entry, Kept, for_any
 from gradlab.codec.routes import (
     Payload,
     Shard,
@@ -54,6 +54,7 @@ from gradlab.codec.wrapper import (
     kept_buffer,
     load_buffer,
     load_buffers,
+    scales,
     step_size_setting,
     store_buffer,
     store_buffers,
@@ -249,7 +250,7 @@ class TwoWay(Wrapper):
 
     def _server_residual(self, grads: Batch, state: Tensors, context: Context, like: torch.Tensor) -> Tensors:
         """The server residual of this rank's shard, by layer, (elements in the shard,), in the dtype of `like`."""
-        pieces = load_buffers(state, grads, "server_residual", self.settings.buffer)
+        pieces = load_buffers(state, grads, "server_residual", self.settings.buffer, context)
         if len(pieces) == len(grads):
             return pieces
         for name, (a, b) in self._cuts(grads.table, context.rank, context.world_size, context.group).items():
@@ -288,7 +289,7 @@ class TwoWay(Wrapper):
         pieces = _cut_alike(errors, held)
         for name in context.training.frozen(held, self.settings.step_size_ratio):
             pieces[name] = in_own_memory(held[name])
-        return store_buffers(pieces, "server_residual", self.settings.buffer)
+        return store_buffers(pieces, "server_residual", self.settings.buffer, context)
 
     def _steps_of(self, grads: Batch, step: float, server_step: float) -> Tensors:
         """Return the steps that the next iteration begins with, for a codec that adapts one: relative to magnitudes."""
@@ -317,7 +318,8 @@ class TwoWay(Wrapper):
         return {_key(grads, "server_zeta"): next_zeta(zeta, [total.vector], [decompress(codec, answer, total.vector)])}
 
     def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
-        zeta = for_any(layers, "server_zeta", Kept((), least=0.0))
+        measured = self.settings.error_feedback and scales(self, Table.of(layers))
+        zeta = for_any(layers, "server_zeta", Kept((), least=0.0, lasting=None if measured else GONE))
         found = {**self.codec.kept(layers, rank, world_size, group), **zeta}
         if "step" in self.compressor.entries:
             found |= for_any(layers, "server_step", Kept((), (torch.float64,), least=0.0))
@@ -325,7 +327,7 @@ class TwoWay(Wrapper):
             cuts = self._cuts(layers, rank, world_size, group)
             for layer, (a, b) in zip(layers, cuts.values(), strict=True):
                 found |= kept_buffer(layer.name, "server_residual", (b - a,), self.settings.buffer)
-                found[f"{layer.name}/server_whole"] = Kept((layer.numel,))
+                found[f"{layer.name}/server_whole"] = Kept((layer.numel,), lasting=GONE)
         return found
 
     def forecast(self, layers: Sequence[Layer], world_size: int, state: Tensors | None = None) -> Bytes:

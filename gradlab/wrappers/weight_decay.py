@@ -11,16 +11,17 @@ momentum SGD with error-feedback", NeurIPS 2019). Their papers say nothing of we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors
 from gradlab.codec.exchanged import run_codec
-from gradlab.codec.kept import Entry
+from gradlab.codec.kept import Entry, Kept
 from gradlab.codec.settings import require, setting
 from gradlab.codec.wrapper import SHARED, Effects, Wrapper
 from gradlab.collectives import Coroutine
+from gradlab.layout import Layer
 
 FORMS = ("gradient", "apart")
 
@@ -63,6 +64,10 @@ class WeightDecay(Wrapper):
     def __init__(self, codec: Codec, settings: WeightDecay.Settings | None = None) -> None:
         super().__init__(codec, settings)
         self.effects = replace(type(self).effects, changes_mean=self.settings.form == "apart")
+
+    def kept(self, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> Mapping[str, Kept]:
+        of_layers = layers, rank, world_size, group
+        return super().kept(*of_layers) if self.settings.momentum else self.codec.kept(*of_layers)
 
     def exchange(self, grads: Batch, state: Tensors, context: Context) -> Coroutine[Exchanged]:
         inputs = self._inputs(grads, context)

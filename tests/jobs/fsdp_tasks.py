@@ -28,12 +28,12 @@ from gradlab.ddp.optimizers import all_optimizers
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import layers_of, names_of_parameters
-from gradlab.plan import FEEDBACK, Group, Plan, Wrap
+from gradlab.plan import FEEDBACK, Group, Plan, Wrap, state_bytes
 from gradlab.plan.refresh import Refresh
 from gradlab.runtime import FSDPCompression, compress_fsdp
 from gradlab.runtime.checkpoint import sealed
 from jobs.node_tasks import grouped_plan
-from support.contract import SETTINGS, learned
+from support.contract import SETTINGS, held_bytes, learned
 from support.two_optimizers import muon_and_adamw
 
 
@@ -225,7 +225,8 @@ def compressed(group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[
         optimizer.zero_grad()
         backward(model, rank, step)
         optimizer.step()
-    report = state.report()
+    report, kept = state.report(), held_bytes(state.run.states.values())
+    counted = state_bytes(state.run.plan, nodes, mesh["replicate"].get_local_rank())
     state.close()
     everyone: list[Any] = [None] * group.size()
     shards = {name: value.to_local().tolist() for name, value in model.named_parameters()}
@@ -236,6 +237,7 @@ def compressed(group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[
         "forecast": report["forecast_payload_bytes"],
         "agree": all(everyone[rank] == everyone[rank % width + width * node] for node in range(nodes)),
         "nodes": report["nodes"],
+        "kept": kept == counted,
         "finite": all(bool(torch.tensor(list(_flat(shard))).isfinite().all()) for shard in shards.values()),
         "refused": _refusal(lambda: backward(model, rank, 7)),
     }

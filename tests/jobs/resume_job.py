@@ -171,7 +171,7 @@ def _plain(states: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     """A buffer of a state as numbers; independent of the wrappers' own reading of int8 buffers."""
     held = states[key]
     if held.dtype != torch.int8:
-        return held.clone()
+        return held.float()
     scales = states[f"{key}_scale"].repeat_interleave(256)[: held.numel()]
     return (held.reshape(-1).float() * scales).reshape(held.shape)
 

@@ -41,6 +41,7 @@ def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool) -> None:
     for rank, result in enumerate(pool.run("jobs.fsdp_tasks:compressed", 4, nodes=2, **BETWEEN)):
         assert result["agree"]
         assert result["finite"]
+        assert result["kept"]
         assert result["counted"] == result["forecast"]
         assert result["nodes"] == {"node": rank // 2, "nodes": 2, "local_rank": rank % 2, "local_ranks": 2}
         assert result["refused"] == "this Exchange is closed; make a new one"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from gradlab.codec import Batch, Context, Exchanged, Tensors, exchange_group
 from gradlab.codec.kept import state_problem
 from gradlab.codec.settings import build_settings
 from gradlab.collectives import LockstepResult, Mean, observed, run_lockstep
-from gradlab.plan import FEEDBACK, Group, Plan, Schedule
+from gradlab.plan import FEEDBACK, Group, Plan, Schedule, state_bytes
 from gradlab.runtime import CompressionState, compression_hook
 from support.pool_groups import SPARE
 from support.prescribed import SHAPES, Prescribed, gradients, layers
@@ -175,6 +176,23 @@ def lockstep(
     return history
 
 
+def held_bytes(states: Iterable[Tensors]) -> dict[str, int]:
+    """Bytes by entry of a rank's states of all groups."""
+    found = Counter[str]()
+    for state in states:
+        for key, tensor in state.items():
+            found[key.rpartition("/")[2]] += tensor.nbytes
+    return {what: nbytes for what, nbytes in found.items() if nbytes}
+
+
+def keeps_what_was_counted(plan: Plan, history: Sequence[dict[str, list[LockstepResult[Exchanged]]]]) -> bool:
+    """Whether ranks keep after a step the state that is counted beforehand; of factors that alternate, the larger."""
+    ranks = range(len(next(iter(history[-1].values()))))
+    steps = [[held_bytes(done[rank].value.state for done in step.values()) for rank in ranks] for step in history[-2:]]
+    last = [max(step, key=lambda kept: sum(kept.values())) for step in zip(*steps, strict=True)]
+    return last == [state_bytes(plan, len(ranks), rank) for rank in ranks]
+
+
 def together(cases: Sequence[str], grouping: str, feedback: bool) -> Plan:
     """One plan of several cases, each with layers "<number>_<name>" and groups "<case>/<name>" of its own."""
     every, groups, learned_by = [], [], {}
@@ -266,6 +284,7 @@ def engine_against_lockstep(
             for name, result in reference[step].items():
                 _compare(found[name.partition("/")[0]], model.module, result.mean)
         got = dict(state.state_dict()["states"])
+        held = sum(tensor.nbytes for tensor in got.values())
         # A group of codec identity is plainly dense in the engine: it keeps no residual, which would be zero.
         for compressed in plan.compressed_groups:
             for key, value in reference[-1][compressed.name].state.items():
@@ -277,7 +296,8 @@ def engine_against_lockstep(
         own = [getattr(model.module, name).grad.float().reshape(-1) for name in numbered(number)]
         found[case] |= {"ranks_agree": agree(torch.cat(own), group)}
     forecast = [plan.payload_bytes(world_size, states=states) for states in befores]
-    return {"cases": found, "more_states": sorted(got), "payload": payload, "forecast": forecast}
+    kept = held, sum(state_bytes(plan, world_size, rank).values())
+    return {"cases": found, "more_states": sorted(got), "payload": payload, "forecast": forecast, "kept": kept}
 
 
 def _compare(found: dict[str, Any], module: torch.nn.Module, means: Tensors) -> None:

@@ -26,6 +26,10 @@ WRAPPINGS: dict[str, tuple[Wrap, ...]] = {
     ),
     "two-way": (Wrap("two_way"),),
     "two-way under feedback": (Wrap("error_feedback"), Wrap("two_way")),
+    "two-way under feedback, bfloat16": (
+        Wrap("error_feedback", {"step_size_ratio": True, "buffer": "bfloat16"}),
+        Wrap("two_way", {"step_size_ratio": True, "buffer": "bfloat16"}),
+    ),
     "one server under feedback": (
         Wrap("error_feedback", {"step_size_ratio": True}),
         Wrap("two_way", {"server": "rank", "step_size_ratio": True, "buffer": "int8"}),

@@ -10,8 +10,8 @@ import torch
 
 from gradlab import codecs
 from gradlab.codec import Batch, Codec, Context, Exchanged, Tensors, exchange_group
-from gradlab.codec.contraction import inner_product, needs_scaling, next_zeta
-from gradlab.codec.wrapper import Wrapper, adopted, resize
+from gradlab.codec.contraction import inner_product, next_zeta
+from gradlab.codec.wrapper import Wrapper, adopted, needs_scaling, resize
 from gradlab.codecs.random_k import RandomK
 from gradlab.collectives import run_lockstep
 from gradlab.layout import Layer
