@@ -28,7 +28,7 @@ COLLECTIVES = ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather
 _LEAST, _TIMES, _MOST = 2**12, 8, 2**26  # bytes of the first collective, of each next one over the last, at most
 _SOME = 2**18  # bytes up to which a collective is measured in any case
 _SEEN = 2  # times that the largest collective takes as long as the smallest, at least
-_PINGS, _REPEATS = 30, 3
+_PINGS, _REPEATS = 30, 5
 _MESSAGE_SECONDS = 0.2  # of a message that measures bandwidth, after which a burst counts no more
 _SIDE, _WORK_SECONDS = 512, 0.5  # of matrices that are multiplied, and how long
 # torch 2.13 renames reduce_scatter_tensor and warns of the old name.
@@ -257,7 +257,7 @@ def _pinged(group: Any, other: int, first: bool, device: torch.device, rate: flo
         return time.perf_counter() - began
 
     latency = statistics.median(ping(small) for _ in range(_PINGS)) / 2
-    seconds = statistics.median(ping(large) for _ in range(_REPEATS)) - 2 * latency
+    seconds = min(ping(large) for _ in range(_REPEATS)) - 2 * latency  # a busy processor is no slow link
     return latency, 8 * nbytes / max(seconds, 1e-9)
 
 

@@ -16,7 +16,7 @@ from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
 from gradlab.analysis.forecast.plans import forecast
 from gradlab.analysis.forecast.processors import Processor, processor_from
 from gradlab.analysis.forecast.simulator import Node
-from gradlab.analysis.forecast.step_time import FLAT
+from gradlab.analysis.forecast.step_time import FLAT, HSDP
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
@@ -33,7 +33,8 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 LOCAL_STEPS = 30
 PLAIN, HALF, LOCAL = "plain DDP", "16 bits", f"int4 every {LOCAL_STEPS} steps"
 _BLOCKS, _WIDEST = 12, 4096  # of the transformer that stands for a model of so many parameters; larger ones are deeper
-_SLOW = 1.25  # times the median of the ranks' work, or of latencies, beyond which a rank or a pair is named
+# Times the median of the ranks' work, or of messages, beyond which a rank or a pair is named; where ranks share cores.
+_SLOW, _SLOW_ON_SHARED_CORES = 1.25, 1.6
 _FORM = "what gradlab doctor --out writes"
 _COSTS = ("bits_per_second", "latency_seconds", "collective_seconds", "gather_factor")
 
@@ -162,14 +163,17 @@ def waiting(
     parameters = model if isinstance(model, int) else sum(layer.numel for layer in model)
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
     network, found = Network([link], [nodes], profile, cores, node=node, processor=processor), dict[str, float]()
+    # Between nodes of several ranks 16 bits are codec `cast`'s, as `gradlab recommend` writes them.
+    halved = None if node is None else forecast(Plan.uniform(layers, "cast"), network, curves=False)
     for name in names or PLANS:
         codec, settings = PLANS[name]
         plan = Plan.uniform(layers, codec, **settings)
-        made = forecast(plan, network)
+        made = forecast(plan, network, curves=False)
         [(_, pair)] = made.comparisons
         found |= {
             PLAIN: pair.ways.get(FLAT, pair.dense).seconds,
-            HALF: pair.half.seconds,
+            **({HSDP: pair.ways[HSDP].seconds} if pair.ways else {}),
+            HALF: (halved.comparisons[0][1].compressed if halved else pair.half).seconds,
             name: pair.compressed.seconds,
         }
         if name == "int4" and computing is not None:
@@ -178,20 +182,20 @@ def waiting(
     return Waiting(parameters, profile.compute_seconds, found)
 
 
-def slow_ranks(work_seconds: Sequence[float]) -> dict[int, float]:
+def slow_ranks(work_seconds: Sequence[float], slow: float = _SLOW) -> dict[int, float]:
     """Return the ranks that take much longer than the median for the same work, with how many times as long."""
     usual = median_low(work_seconds)  # of two ranks, the faster one's
-    return {rank: took / usual for rank, took in enumerate(work_seconds) if took > _SLOW * usual}
+    return {rank: took / usual for rank, took in enumerate(work_seconds) if took > slow * usual}
 
 
-def slow_messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+def slow_messages(messages: Sequence[Mapping[str, Any]], slow: float = _SLOW) -> list[str]:
     """Name the pairs of ranks whose messages are much slower than the median's."""
     usual = median_high(float(one["bits_per_second"]) for one in messages)
     return [
         f"ranks {one['ranks'][0]} and {one['ranks'][1]}: {spell_rate(_round(float(one['bits_per_second'])))}, where "
         f"{spell_rate(_round(usual))} is usual"
         for one in messages
-        if float(one["bits_per_second"]) * _SLOW < usual
+        if float(one["bits_per_second"]) * slow < usual
     ]
 
 
@@ -202,6 +206,7 @@ def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequ
     links: those "between" nodes and "inside" them.
     """
     ranks, nodes = len(checkup["nodes"]), len(set(checkup["nodes"]))
+    slow = _SLOW if cores_of(checkup) >= 1 else _SLOW_ON_SHARED_CORES
     said = [f"{format_counted(ranks, 'rank')} on {format_counted(nodes, 'node')}."]
     for where, link in links.items():
         rate, late = spell_rate(_round(link.bits_per_second)), format_seconds(link.latency_seconds, 2)
@@ -209,11 +214,13 @@ def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequ
         of = f" of the {spell_rate(nominal)} of {checkup['interface']}" if nominal else ""
         said.append(f"{'Between nodes' if where == 'between' else 'Inside a node'}: {rate}{of}, {late} one way.")
     said += [_step_text(one) for one in steps]
-    for rank, times in slow_ranks(checkup["work_seconds"]).items():
+    for rank, times in slow_ranks(checkup["work_seconds"], slow).items():
         host = checkup["hosts"][rank]
         said.append(f"Rank {rank} ({host}) takes {times:.2g} times as long as the others for the same work.")
     said += [
-        f"Messages are slow between {line}." for where in links for line in slow_messages(checkup[where]["messages"])
+        f"Messages are slow between {line}."
+        for where in links
+        for line in slow_messages(checkup[where]["messages"], slow)
     ]
     return said
 

@@ -193,6 +193,7 @@ def forecast(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     uncompressed: bool = False,
+    curves: bool = True,
 ) -> Forecast:
     """Forecast step times of a plan and of plain DDP.
 
@@ -209,6 +210,7 @@ def forecast(
         progress: called after each number of nodes.
         uncompressed: whether a plan that compresses nothing is forecast too: as plain DDP, or in nodes of several
             ranks as averages that take the plan's way.
+        curves: whether each number of nodes gets its break-evens and its curve over link speeds, too.
 
     Returns:
         One forecast per number of nodes, on every link.
@@ -222,7 +224,7 @@ def forecast(
         network = replace(network, links=[calibration.applied(link) for link in network.links])
     nodes = []
     for done, job in enumerate(jobs(plan, network)):
-        nodes.append(_at(job, network))
+        nodes.append(_at(job, network, curves))
         if progress:
             progress("nodes", done + 1, len(network.nodes))
     method = ", ".join(methods_of(plan.compressed_groups)) or "uncompressed"
@@ -298,9 +300,13 @@ def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tu
     return profile.codec.seconds / sum(exchange.codec_seconds for exchange in compressed), 1.0
 
 
-def _at(job: Job, network: Network) -> NodeForecast:
+def _at(job: Job, network: Network, curves: bool) -> NodeForecast:
     def on(link: Link) -> Comparison:
         return compare(job, link, speed=network.speed, node=network.node)
+
+    pairs = tuple(on(link) for link in network.links)
+    if not curves:
+        return NodeForecast(job, pairs, None, None, ())
 
     @functools.cache  # both searches for a break-even begin at the same speeds
     def at(bits_per_second: float) -> Comparison:
@@ -316,7 +322,7 @@ def _at(job: Job, network: Network) -> NodeForecast:
 
     even, half_even = break_even(saves), break_even(saves_to_16_bits)
     curve = tuple(at(rate) for rate in _curve_rates([*(link.bits_per_second for link in network.links), even or 0.0]))
-    return NodeForecast(job, tuple(on(link) for link in network.links), even, half_even, curve)
+    return NodeForecast(job, pairs, even, half_even, curve)
 
 
 def _curve_rates(marks: Sequence[float]) -> list[float]:

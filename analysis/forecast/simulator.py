@@ -130,10 +130,10 @@ class Node:
         if self.plans not in PLANS:
             raise GradlabError(f"plans = {self.plans!r}, expected one of {', '.join(PLANS)}")
 
-    def half(self, nbytes: int) -> Transfer:
+    def half(self, nbytes: int, gathered: bool = False) -> Transfer:
         """Describe a reduce-scatter, or an all-gather, of so many bytes within the node: (L - 1)/L of them."""
         path = nbytes * (self.local_ranks - 1) // self.local_ranks
-        return Transfer(path, path, self.local_ranks - 1)
+        return Transfer(path, path, self.local_ranks - 1, gathered)
 
 
 @dataclass
@@ -229,7 +229,7 @@ class Inside:
         """Return when a result that is there at a moment, in the worker's seconds, has reached all the node's ranks."""
         if self._within is None or self._wire is None or self._within.sharded:
             return moment
-        return self._wire.send(self._within.node.half(nbytes), moment)
+        return self._wire.send(self._within.node.half(nbytes, gathered=True), moment)
 
 
 class Simulated:

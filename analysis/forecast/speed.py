@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gradlab.analysis.forecast.candidates import HALF_PLAN
 from gradlab.analysis.forecast.decide import SPEED_NOISE, Decision, decide
 from gradlab.analysis.forecast.endings import MAX_LOSS, EndingRange, ended_at, judgement_text, loss_limit_text, standing
 from gradlab.analysis.forecast.link import json_rate, spell_rate
@@ -268,7 +269,8 @@ def _configuration(
         bits_per_second=first.link.bits_per_second,
         dense_seconds=dense,
         dense_way=first.dense_way,
-        half_seconds=first.half.seconds,
+        # Between nodes of several ranks, codec `cast` takes the place of PyTorch's 16 bits, and its time counts.
+        half_seconds=seconds.get(HALF_PLAN, first.half.seconds) if first.ways else first.half.seconds,
         seconds=seconds,
         fastest=fastest,
         fastest_saves=fastest_saves,

@@ -318,16 +318,16 @@ def traffic_inside(job: Job, node: Node) -> tuple[float, float]:
     """Return the seconds that the link inside a node takes for a step's gradients, and for both gathers of its
     parameters, under FSDP2."""
 
-    def seconds(share: float) -> float:
-        halves = [node.half(int(share * bucket.nbytes)) for bucket in job.dense_buckets]
+    def seconds(share: float, gathered: bool) -> float:
+        halves = [node.half(int(share * bucket.nbytes), gathered) for bucket in job.dense_buckets]
         return sum(node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves)
 
-    return seconds(1.0), 2 * seconds(1.0 if job.parameters is None else job.parameters.share)
+    return seconds(1.0, False), 2 * seconds(1.0 if job.parameters is None else job.parameters.share, True)
 
 
 def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:
     """Add what gathering the parameters for the forward pass takes beyond the forward pass itself."""
-    exposed = max(0.0, node.inside.busy_seconds(node.half(nbytes)) - (1 - BACKWARD_SHARE) * step.compute)
+    exposed = max(0.0, node.inside.busy_seconds(node.half(nbytes, gathered=True)) - (1 - BACKWARD_SHARE) * step.compute)
     return replace(step, seconds=step.seconds + exposed, communicate=step.communicate + exposed)
 
 

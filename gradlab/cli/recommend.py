@@ -107,6 +107,7 @@ def recommend(
     if tried.speed is None:
         raise GradlabError(" ".join(remarks) or f"{trace}: no plan could be forecast")
     found = choose(tried.speed, search.stands_in)
+    remarks += search.traffic(found, tried)
     saved = search.save(found, tried, files, overwrite)
     written = {**saved.to_json(), "remarks": remarks, "frontier": [row.to_json() for row in tried.frontier]}
     if len(found) > 1:

@@ -25,10 +25,16 @@ from gradlab.analysis.forecast.diagnosis import (
     waiting,
 )
 from gradlab.analysis.forecast.link import Link, all_gather, all_reduce
+from gradlab.analysis.forecast.network import NOT_MEASURED, Network
+from gradlab.analysis.forecast.plans import forecast
 from gradlab.analysis.forecast.real_steps import link_in_training, times_of_steps
+from gradlab.analysis.forecast.simulator import Node
+from gradlab.analysis.forecast.step_time import FLAT, HSDP
 from gradlab.cli.doctor import _count_of, _take_names_of_launchers
 from gradlab.cli.options import links_of
 from gradlab.errors import GradlabError
+from gradlab.layout import Layer
+from gradlab.plan import Plan
 from gradlab.runtime.doctor import _interface, _local_size
 from support.command_line import Command
 from support.laws import law
@@ -102,6 +108,26 @@ def test_slow_ranks_and_pairs_are_named() -> None:
     usual = [{"ranks": [n, n + 1], "bits_per_second": 1e9, "latency_seconds": 1e-4} for n in range(3)]
     slow = {"ranks": [3, 0], "bits_per_second": 1e8, "latency_seconds": 1e-4}
     assert slow_messages([*usual, slow]) == ["ranks 3 and 0: 100 Mbit/s, where 1 Gbit/s is usual"]
+
+
+@pytest.mark.parametrize(("cores", "named"), [(1, False), (8, True)])
+def test_ranks_that_share_cores_are_named_later(cores: int, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside each other on few cores they vary so much by chance."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    times = times_on(Link(1e8, 1e-4), 2)
+    checkup = {"nodes": [0, 0], "hosts": ["a"] * 2, "work_seconds": [1.0, 1.4], "between": None, "inside": times}
+    said = sentences(checkup, {"inside": link_of(times)}, [])
+    assert any(line.startswith("Rank 1 (a) takes 1.4 times as long") for line in said) == named
+
+
+def test_16_bits_between_nodes_are_the_codecs() -> None:
+    """`gradlab recommend` writes a plan there: PyTorch's hook would send every rank's gradients between nodes."""
+    network = Network([Link(1e8, 1e-4)], [2], NOT_MEASURED, node=Node(2, Link(1e9)))
+    layers = [Layer("w", (512, 512), "linear")]
+    [(_, pair)] = forecast(Plan.uniform(layers, "cast"), network, curves=False).comparisons
+    found = waiting(layers, None, network.links[0], 2, network.node, ["int4"]).seconds
+    assert pair.half.seconds < found[HALF] < found[PLAIN] == pair.ways[FLAT].seconds
+    assert found[HSDP] == pair.ways[HSDP].seconds
 
 
 def test_a_step_that_waits_is_told_in_one_line() -> None:
@@ -258,7 +284,6 @@ def test_what_steps_are_made_of_is_found_again_from_the_moments_of_their_buckets
         [times.seconds] * len(computing)
     )
     assert [sum(of_rank) for of_rank in times.exposed] == pytest.approx(times.waiting, abs=1e-9)
-    assert slow_ranks(times.computing).keys() == slow_ranks(computing).keys()
     later = times_of_steps(moments(link, computing, shares, sizes, 4, buffers=0.5))
     assert later is not None
     assert later.computing == pytest.approx(times.computing)

@@ -4,6 +4,7 @@
 "use strict";
 
 const gradlabForecast = (() => {
+  const HALF_PLAN = "16-bit floats"; // gradlab.analysis.forecast.candidates
   const SPEED_NOISE = 0.05;
   const BACKWARD_SHARE = 2 / 3;
   const LENGTH_BYTES = 4, MESSAGE_SECONDS = 50e-6;
@@ -155,9 +156,9 @@ const gradlabForecast = (() => {
     }
   }
 
-  function half(node, nbytes) {
+  function half(node, nbytes, gathered = false) {
     const path = Math.floor((nbytes * (node.local_ranks - 1)) / node.local_ranks);
-    return { wire: path, path, rounds: node.local_ranks - 1 };
+    return { wire: path, path, rounds: node.local_ranks - 1, gathered };
   }
 
   class Inside {
@@ -174,7 +175,7 @@ const gradlabForecast = (() => {
     }
     spread(nbytes, moment) {
       if (!this.within || this.within.sharded) return moment;
-      return this.wire.send(half(this.within.node, nbytes), moment);
+      return this.wire.send(half(this.within.node, nbytes, true), moment);
     }
   }
 
@@ -306,7 +307,7 @@ const gradlabForecast = (() => {
 
     const hsdp = (of) => {
       const sharded = step(of, network, nodes, { node, sharded: true });
-      const gathers = busySeconds(node.inside, half(node, sum(of.map(bucketBytes))));
+      const gathers = busySeconds(node.inside, half(node, sum(of.map(bucketBytes)), true));
       const exposed = Math.max(0, gathers - (1 - BACKWARD_SHARE) * compute);
       return { ...sharded, seconds: sharded.seconds + exposed, communicate: sharded.communicate + exposed };
     };
@@ -337,8 +338,9 @@ const gradlabForecast = (() => {
     const alone = every > 1 ? { ...network, compute: 0 } : network;
     const seconds = (one) => (every > 1 ? localStep(one, network, every, streaming) : one.seconds);
     const { dense, half, way } = denseSteps(tapes[names[0]].dense, alone);
-    const plans = names.map((name) => [name, seconds(planStep(tapes[name].buckets, alone))]);
-    return { dense: seconds(dense), half: seconds(half), way, plans: Object.fromEntries(plans) };
+    const plans = Object.fromEntries(names.map((name) => [name, seconds(planStep(tapes[name].buckets, alone))]));
+    const cast = network.node ? plans[HALF_PLAN] : undefined;
+    return { dense: seconds(dense), half: cast ?? seconds(half), way, plans };
   }
 
   // --- in words: gradlab.analysis.forecast.speed, gradlab.formatting ------------------------------------------------

@@ -459,6 +459,7 @@ def test_what_is_printed_for_fsdp2_trains(
 ) -> None:
     printed = printed_for(gradlab, trace, tmp_path / "a plan", "--max-loss", max_loss, "--fsdp")
     assert (decision == HALF) == ({g.codec for g in Artifact.load(tmp_path / "a plan").plan.groups} == {"cast"})
+    assert " nodes: gathers of parameters inside nodes (32 bits) " in printed
     check_trained(pool.run("jobs.attach_tasks:pasted", 4, lines=lines_of(printed), fsdp=True), decision)
 
 

@@ -508,6 +508,9 @@ def test_a_bucket_is_averaged_inside_while_another_travels() -> None:
     buckets = [Bucket(1.0, 3000), Bucket(2.0, 3000)]
     step = simulate(buckets, 2.0, Link(8e3, header_share=0.0), 2, within=Within(NODE))
     assert step.seconds == pytest.approx(1.75 + 3.0 + 3.0 + 0.75)
+    slow = Node(2, replace(NODE.inside, gather_factor=3.0))  # what is spread is gathered
+    step = simulate(buckets, 2.0, Link(8e3, header_share=0.0), 2, within=Within(slow))
+    assert step.seconds == pytest.approx(1.75 + 3.0 + 3.0 + 3 * 0.75)
 
 
 @law(st.integers(2, 8), st.floats(6, 10), examples=20)

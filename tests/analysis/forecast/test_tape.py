@@ -13,6 +13,7 @@ import pytest
 import quickjs
 
 from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.candidates import HALF_PLAN
 from gradlab.analysis.forecast.decide import WORDS
 from gradlab.analysis.forecast.endings import MAX_LOSS, ended_at, loss_limit_text
 from gradlab.analysis.forecast.link import Link, spell_rate
@@ -20,7 +21,7 @@ from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.analysis.forecast.plans import jobs
 from gradlab.analysis.forecast.simulator import SHARDS, Node
-from gradlab.analysis.forecast.speed import Judged, SpeedForecast, _configuration
+from gradlab.analysis.forecast.speed import Judged, SpeedForecast, _configuration, forecast_speed
 from gradlab.analysis.forecast.step_time import Job, compare
 from gradlab.analysis.forecast.tape import forecast_tapes, job_tape
 from gradlab.executor.ticks import SEGMENT_BYTES
@@ -49,7 +50,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 COMPUTE = 0.05
 RATES, LATENCIES, COMPUTES = (1e7, 1e9, 1e11), (0.0, 1e-3), (0.004, 0.3)
-NODES_OF = (None, Node(4, Link(1e11, 1e-5)), Node(8, Link(2e10, 1e-5)))
+NODES_OF = (None, Node(4, Link(1e11, 1e-5)), Node(8, Link(2e10, 1e-5, gather_factor=3.0)))
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,20 @@ def test_local_steps_are_predicts_too(script: Any) -> None:
             expected = local.seconds(every, streaming=streaming, dense=True)
             assert times["dense"] == pytest.approx(expected, rel=1e-6)
             assert times["plans"]["topk"] == pytest.approx(local.seconds(every, streaming=streaming), rel=0.2)
+
+
+def test_16_bits_between_nodes_are_the_plan_that_carries_them(script: Any) -> None:
+    """In the page as in a report: there PyTorch's hook would send every rank's gradients."""
+    plans = {HALF_PLAN: Plan.uniform(LAYERS, "cast"), "topk": plan_of("topk")}
+    for node in NODES_OF[:2]:
+        network = Network([Link(1e8, 1e-4)], [4], Profile(COMPUTE, "as given"), node=node)
+        found = forecast_speed(plans, {}, network)
+        job = found.forecasts[HALF_PLAN].nodes[0].job
+        tapes = {name: job_tape(one.nodes[0].job) for name, one in found.forecasts.items()}
+        page = script("stepTimes", tapes, network_of(job, network.links[0], node))
+        [place] = found.configurations
+        assert page["half"] == pytest.approx(place.half_seconds, rel=1e-4)
+        assert (place.half_seconds == place.seconds[HALF_PLAN]) == (node is not None)
 
 
 def _judged(cosine: float, length: int) -> Judged:
