@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradlab.analysis.forecast.link import longer, weightless
+from gradlab.analysis.forecast.link import longer, request_bytes, weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
 from gradlab.codec import Batch, Codec, Compressor, Context, Exchanged, Memory, Tensors, Training, exchange_group
 from gradlab.codec.kept import running_state
@@ -29,11 +29,13 @@ from gradlab.plan import Group, Plan
 from gradlab.workspace import RecyclingWorkspace
 
 # Timed runs after the first, which starts states and caches; fewer if they last longer than this together.
-REPEATS, _LONG_SECONDS = 5, 0.5
+REPEATS, _REPEATS_OF_PART, _LONG_SECONDS = 5, 3, 0.5
+_NEAR = 0.1  # to the share of values, of a request's size: sizes of positions grow in steps
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
-# Values of a group beyond which a part of each layer stands for it, and to what multiples layers are cut.
-MOST_VALUES, _CUT = 2**25, 2**12
+# Values of a group beyond which a part of each layer stands for it, values of that part, and to what multiples layers
+# are cut.
+MOST_VALUES, PART_VALUES, _CUT = 2**25, 2**22, 2**12
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
@@ -102,13 +104,17 @@ def dry_run(
 ) -> Exchange:
     """Run an exchange of random gradients on a device, and take each turn's median time there, in seconds.
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
-    A compressor's time and messages grow with its vector: a group of more values than `most` is forecast from a part.
+    Times grow with values: a group of more than `most` is forecast from a part, unless its tensors were learned for it.
+    A compressor's messages grow too. Others', such as PowerSGD's factors, are linear in rows: two parts tell how.
     """
-    part = _part_of(layers, most) if isinstance(innermost(codec), Compressor | Identity) else layers
-    done = _dry_run(codec, part, context, repeats, device)
-    if part is layers:
-        return done
-    return _times(done, sum(layer.numel for layer in layers) / sum(layer.numel for layer in part))
+    inner, whole = innermost(codec), sum(layer.numel for layer in layers)
+    if whole <= most or inner.learned:
+        return _dry_run(codec, layers, context, repeats, device)
+    part, repeats = _part_of(layers, min(most, PART_VALUES)), min(repeats, _REPEATS_OF_PART)
+    done, values = _dry_run(codec, part, context, repeats, device), sum(layer.numel for layer in part)
+    if isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers:
+        return _times(done, whole / values)
+    return _times(done, whole / values, _dry_run(codec, _part_of(part, values // 2), context, 1, device))
 
 
 def _part_of(layers: Sequence[Layer], most: int) -> Sequence[Layer]:
@@ -126,13 +132,27 @@ def _first_rows(layer: Layer, share: float) -> Layer:
     return replace(layer, shape=(min(rows, max(1, round(rows * share / whole)) * whole), *others))
 
 
-def _times(exchange: Exchange, times: float) -> Exchange:
-    """Return the exchange of so many times the values."""
-    turns = tuple(
-        replace(turn, requests=tuple(longer(request, times) for request in turn.requests)) for turn in exchange.turns
-    )
+def _times(exchange: Exchange, times: float, smaller: Exchange | None = None) -> Exchange:
+    """Return the exchange of so many times the values.
+
+    smaller: the exchange of fewer values, which tells of each request whether it grows as the values do, nearly, or as
+        a line through both sizes. None: all do.
+    """
+
+    def grown(request: Request, less: Request | None) -> Request:
+        if less is None or smaller is None:
+            return longer(request, times)
+        share = smaller.gradient_bytes / exchange.gradient_bytes
+        missing = 1 - request_bytes(less) / max(1, request_bytes(request))
+        near = abs(1 - share - missing) < _NEAR
+        return longer(request, times if near else 1 + (times - 1) * missing / (1 - share))
+
+    turns = []
+    for position, turn in enumerate(exchange.turns):
+        before = [None] * len(turn.requests) if smaller is None else smaller.turns[position].requests
+        turns.append(replace(turn, requests=tuple(map(grown, turn.requests, before))))
     size = round(times * exchange.gradient_bytes)
-    return replace(exchange, gradient_bytes=size, turns=turns).scaled(times, times)
+    return replace(exchange, gradient_bytes=size, turns=tuple(turns)).scaled(times, times)
 
 
 def _dry_run(codec: Codec, layers: Sequence[Layer], context: Context, repeats: int, device: torch.device) -> Exchange:

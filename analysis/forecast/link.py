@@ -7,6 +7,7 @@ for each message that has to follow another. Bytes follow the rules in gradlab.c
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from gradlab.collectives import (
     all_to_all_wire_bytes,
     broadcast_wire_bytes,
     by_fusion_key,
+    payload_bytes,
 )
 from gradlab.collectives.relay import LEAST_RANKS, grid, relay_below
 from gradlab.collectives.requests import LENGTH_BYTES
@@ -68,12 +70,12 @@ class Link:
         if not 0 < self.gather_factor < math.inf:
             raise GradlabError(f"link: gather_factor = {self.gather_factor:g}, expected a number above 0")
 
-    @property
+    @functools.cached_property
     def seconds_per_byte(self) -> float:
         """Seconds per byte of a stream: the link's or the processors', whichever is larger, as both work at once."""
         return max(8 * (1 + self.header_share) / self.bits_per_second, self.host_seconds_per_byte)
 
-    @property
+    @functools.cached_property
     def message_seconds(self) -> float:
         """Seconds of a sender for one message more to another rank: no more than a ring's step takes."""
         return min(self.latency_seconds, MESSAGE_SECONDS)
@@ -112,6 +114,7 @@ class Transfer:
     queued: int = 0
 
 
+@functools.lru_cache(maxsize=2**14)
 def all_reduce(nbytes: int, world_size: int) -> Transfer:
     """Describe an all-reduce: a reduce-scatter and an all-gather around a ring, N - 1 messages each."""
     wire = all_reduce_wire_bytes(nbytes, world_size)
@@ -217,6 +220,11 @@ def weightless(request: Request) -> Request:
     if isinstance(request, Ring):
         return Ring(_Sizes(request.sizes))
     return Broadcast(_empty(request.tensor), request.root)
+
+
+def request_bytes(request: Request) -> int:
+    """Return the size of a request's tensors, on whatever rank."""
+    return request.tensor.nbytes if isinstance(request, Mean | Sum | Gather | Broadcast) else payload_bytes(request, 0)
 
 
 def longer(request: Request, times: float) -> Request:

@@ -12,6 +12,7 @@ between nodes; one link between nodes carries what all of them send, and results
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,6 +67,14 @@ class Exchange:
     def engine_seconds(self) -> float:
         """Seconds in the engine's code."""
         return self.apply_seconds + sum(turn.copy_seconds for turn in self.turns)
+
+    @functools.cached_property
+    def played(self) -> tuple[tuple[float, tuple[Request, ...]], ...]:
+        """The seconds of each turn with the engine's, of the last also to apply the result, and its requests; the last
+        turn first."""
+        seconds = [turn.copy_seconds + turn.seconds for turn in self.turns]
+        seconds[-1] += self.apply_seconds
+        return tuple(zip(seconds, (turn.requests for turn in self.turns), strict=True))[::-1]
 
     def scaled(self, codec: float, engine: float) -> Exchange:
         """Multiply the codec's times and the engine's."""
@@ -238,14 +247,14 @@ class Simulated:
     def __init__(self, exchange: Exchange, clock: Clock) -> None:
         self.requests: tuple[Request, ...] = ()
         self.done = False
-        self._turns = list(_turns(exchange))[::-1]
+        self._turns = list(exchange.played)
         self._clock = clock
 
     def advance(self, answers: Sequence[None] | None) -> None:
         """Work to the next requests, or to the end."""
-        turn = self._turns.pop()
-        self._clock.work(turn.copy_seconds + turn.seconds)
-        self.requests, self.done = turn.requests, not self._turns
+        seconds, self.requests = self._turns.pop()
+        self._clock.work(seconds)
+        self.done = not self._turns
 
 
 @dataclass(frozen=True)
@@ -312,12 +321,6 @@ def simulate(
     clock.wait_for_backward(compute_seconds)
     exposed = clock.now - compute_seconds
     return Step(clock.now, compute_seconds, exposed - clock.waited, clock.waited, wire.wire_bytes)
-
-
-def _turns(exchange: Exchange) -> Iterator[Turn]:
-    *before, last = exchange.turns
-    yield from before
-    yield replace(last, seconds=last.seconds + exchange.apply_seconds)
 
 
 def _check(compute_seconds: float, world_size: int, speed: float) -> None:

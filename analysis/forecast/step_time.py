@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scipy.optimize import brentq
+
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, json_rate
 from gradlab.analysis.forecast.simulator import Bucket, Exchange, Known, Node, Step, Within, simulate
@@ -335,13 +337,10 @@ def break_even(saves: Callable[[float], float]) -> float | None:
     """Find the highest link speed, in bits per second, at which compression saves time; None: none; infinity: all."""
     slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
     grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]
-    paying = [position for position, speed in enumerate(grid) if saves(speed) > _NOTHING]
-    if not paying:
+    last = next((position for position in reversed(range(len(grid))) if saves(grid[position]) > _NOTHING), None)
+    if last is None:
         return None
-    if paying[-1] == len(grid) - 1:
+    if last == len(grid) - 1:
         return math.inf
-    low, high = grid[paying[-1]], grid[paying[-1] + 1]
-    while high > low * (1 + 2e-7):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if saves(middle) > _NOTHING else (low, middle)
-    return low
+    low, high = math.log(grid[last]), math.log(grid[last + 1])
+    return math.exp(brentq(lambda speed: saves(math.exp(speed)) - _NOTHING, low, high, xtol=2e-7))

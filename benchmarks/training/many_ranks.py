@@ -8,30 +8,40 @@ image: CIFAR-10 halved to 16 x 16 and ResNet-8 (75,290 parameters, SGD with mome
 share. text: a file by characters and a transformer (104,320 parameters, AdamW), 32 rows a step. each_image, each_text:
 as many ranks have one image or row each. They run in lockstep, and keep feedback. "gather": every rank decodes every
 message; PowerSGD's and plain averages are of this form. "shards": `two_way` as plans have it from 5 ranks on. "same":
-its answers have messages' settings. A row has the mean loss of the last 50 steps, and the loss of 2,000 test samples,
+its answers have messages' settings. "bfloat16", "int8": a gather whose residuals are kept so, "nearest": in
+bfloat16 without random rounding. A row has the mean loss of the last 50 steps, and the loss of 2,000 test samples,
 in nats; bytes are of the mean rank and step. The tables: of shards over the gather, and of all over plain averages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import emulated
 import torch
 from accuracy import resnet8
 from rows import Row, fill, grouped, markdown, mean, options, read
 
+from gradlab.codec import wrapper
 from gradlab.datasets import TextChars, get
 from gradlab.layout import layers_of
 from gradlab.plan import FEEDBACK, Plan, Wrap
 from gradlab.plan.plan import ANSWER
 
 STEPS, WARMUP = 200, 30
-FORMS = {"gather": (), "shards": (Wrap("two_way", {"answer": ANSWER}),), "same": (Wrap("two_way"),)}
+FORMS = {
+    "gather": FEEDBACK,
+    "shards": (*FEEDBACK, Wrap("two_way", {"answer": ANSWER})),
+    "same": (*FEEDBACK, Wrap("two_way")),
+    "int8": (Wrap("error_feedback", {"buffer": "int8"}),),
+    **dict.fromkeys(("bfloat16", "nearest"), (Wrap("error_feedback", {"buffer": "bfloat16"}),)),
+}
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("block_scaled", {"dtype": "int4"}),
     "top-k": ("topk", {"density": 0.01}),
@@ -60,9 +70,10 @@ def train(task: emulated.Task, data: Any, key: Row) -> Row:
     """Train under a row's plan and form, and return its losses in nats, its score, and the bytes sent in a step."""
     codec, settings = PLANS[key["plan"]]
     layers = layers_of(task.model(0))
-    around = (*FEEDBACK, *FORMS[key["form"]])
-    plan = Plan.uniform(layers, codec, wrappers=around, warmup_steps=WARMUP, **settings)
-    done = emulated.train(task, plan, data, key["seed"])
+    plan = Plan.uniform(layers, codec, wrappers=FORMS[key["form"]], warmup_steps=WARMUP, **settings)
+    to_nearest = patch.object(wrapper, "bfloat16_at_random", lambda values, bits, out: out.copy_(values))
+    with to_nearest if key["form"] == "nearest" else nullcontext():
+        done = emulated.train(task, plan, data, key["seed"])
     return {name: done[name] for name in ("loss", "test_loss", "score", "wire")}
 
 
@@ -112,7 +123,7 @@ def main() -> None:
             "task": {"image": 0, "text": 0, "each_image": 0, "each_text": 0},
             "table": False,
         },
-        **{"plans": list(PLANS), "ranks": (8, 16, 4, 32), "seeds": (0, 1), "forms": ["gather", "shards"]},
+        **{"plans": list(PLANS), "ranks": (8, 16, 4, 32), "seeds": (0, 1), "forms": ("gather", "shards")},
     )
     if wanted.table:
         print(table(read(wanted.rows)), over_plain(read(wanted.rows)), sep="\n\n")

@@ -118,8 +118,7 @@ def predict(
         more = {} if numbers is None else {"local_steps": [one.to_json(numbers) for one in local]}
         print_json({**result.to_json(), "state_bytes": kept, **more})
         return
-    notes = [state_text(loaded.plan, network), "" if out is None else str(out)]
-    _answer(result, [*filter(None, notes)]).print()
+    _answer(result, [state_text(loaded.plan, network), str(out or "")]).print()
     if numbers is not None:
         _local_answer(local, numbers).print()
 
@@ -205,4 +204,6 @@ def _answer(result: Forecast, notes: Sequence[str]) -> Answer:
         ),
         *filter(None, (traffic_text(node, result.network) for node in result.nodes)),
     ]
-    return Answer([result.verdict], result.remarks, [Table(result.method, columns, rows, 0)], [*found, *notes])
+    return Answer(
+        [result.verdict], result.remarks, [Table(result.method, columns, rows, 0)], [*found, *filter(None, notes)]
+    )

@@ -48,7 +48,7 @@ from gradlab.analysis.forecast.step_time import (
     ready_seconds,
 )
 from gradlab.artifact import Artifact
-from gradlab.codec import Batch, Compressor, exchange_group
+from gradlab.codec import Batch, exchange_group
 from gradlab.codec.kept import running_state
 from gradlab.codec.wrapper import innermost
 from gradlab.collectives import (
@@ -250,10 +250,12 @@ def test_dry_run_asks_for_what_lockstep_counts(codec: str, grouping: str) -> Non
     require_same_bytes(plan_for(codec, grouping, feedback=True, steady=True), 3)
 
 
-@pytest.mark.parametrize("codec", [name for name in COMPRESSORS if issubclass(codecs.get(name), Compressor)])
+@pytest.mark.parametrize("codec", [*(name for name in COMPRESSORS if not codecs.get(name).about.learns), "dion"])
 def test_a_part_stands_for_a_large_group(codec: str) -> None:
     shapes = {"w": (4096, 75), "v": (4096, 66), "b": (70,)}
-    plan = Plan.uniform([Layer(name, shape, "linear") for name, shape in shapes.items()], codec)
+    layers = [Layer(name, shape, "linear") for name, shape in shapes.items()]
+    how: Any = {"codec": "identity", "wrappers": [Wrap("dion")]} if codec == "dion" else {"codec": codec}
+    plan = Plan.uniform(layers, **how)
     for group in plan.compressed_groups:
         layers, context = plan.members(group), DryRuns(plan, 3).context(group.name)
         whole, part = (dry_run(plan.build(group), layers, context, repeats=1, most=most) for most in (2**25, 2**18))
@@ -262,7 +264,7 @@ def test_a_part_stands_for_a_large_group(codec: str) -> None:
             [sum(transfer.wire_bytes for transfer in transfers(turn.requests, 0, 3)) for turn in one.turns]
             for one in (whole, part)
         ]
-        assert sent[1] == pytest.approx(sent[0], rel=0.03, abs=32)
+        assert sent[1] == pytest.approx(sent[0], rel=0.06, abs=32)
 
 
 @example(6145, 1, 0.9999)
