@@ -293,7 +293,7 @@ class TraceRecorder(Uncopied):
                     self._copy_guarded(self._source.gradients(unit, flat))
         self._clock.arrive(flat.nbytes, first)
         with self._clock.waiting():
-            self._source.average(flat)
+            self._source.average(unit, flat)
 
     def _end_backward(self) -> None:
         assert isinstance(self._source, ShardSource)

@@ -184,17 +184,18 @@ class ShardSource:
 
         A collective of the node's ranks. None on a rank that another one writes for.
         """
-        later = unit.divided_later(flat.dtype)  # FSDP has yet to divide by it
-        gathered = _to_first(flat if later == 1 else flat / later, self._row, self.topology)
+        before, _ = unit.scales(flat.dtype, len(self.topology.nodes))
+        gathered = _to_first(flat if before == 1 else flat / before, self._row, self.topology)
         if gathered is None:
             return []
         by_rank = [unit.padded_gradients(shards) for shards in gathered]
         present = [shard for shard in unit.shards if shard.layer.name in by_rank[0]]
         return [(one.parameter, one.join([parts[one.layer.name] for parts in by_rank]), False) for one in present]
 
-    def average(self, flat: torch.Tensor) -> None:
-        """Average a unit's shards between nodes in place, as native HSDP does."""
-        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._column)
+    def average(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Average a unit's shards between nodes in place, as native HSDP does; sum them where that sums."""
+        op = dist.ReduceOp.AVG if unit.divisor is None else dist.ReduceOp.SUM
+        dist.all_reduce(flat, op=op, group=self._column)
 
 
 Source = BucketSource | ShardSource

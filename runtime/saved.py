@@ -51,20 +51,24 @@ def load_saved(file: IO[bytes], nbytes: int) -> Any:
         raise GradlabError(f"checkpoint: damaged, or not written by torch.save: {type(error).__name__}") from None
 
 
-class Saves(Protocol):
-    """An object with a state per rank: an `Exchange`, or `LocalSteps`."""
-
-    identity: dict[str, Any]
-
-    @property
-    def iteration(self) -> int:
-        """Number of the next step."""
+class Keeps(Protocol):
+    """An object with a state per rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Collect the rank's state."""
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from it."""
+
+
+class Saves(Keeps, Protocol):
+    """An `Exchange`, or `LocalSteps`."""
+
+    identity: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """Number of the next step."""
 
     def load_state_dicts(self, states: Any, residuals: str) -> None:
         """Continue from those of more or fewer ranks."""
@@ -93,13 +97,13 @@ def go_on(state: Saves, residuals: str | None, read: Callable[[int], Any]) -> No
 class RankState:
     """Stateful, as torch.distributed.checkpoint calls it, with this rank's entry under `key`."""
 
-    def __init__(self, exchange: Saves, key: str) -> None:
-        self._exchange, self._key = exchange, key
+    def __init__(self, owner: Keeps, key: str) -> None:
+        self._owner, self._key = owner, key
 
     def state_dict(self) -> dict[str, Any]:
         """Write the rank's state as bytes, in one entry."""
         file = io.BytesIO()
-        torch.save(self._exchange.state_dict(), file)
+        torch.save(self._owner.state_dict(), file)
         return {self._key: file.getvalue()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -111,7 +115,7 @@ class RankState:
             state = load_saved(io.BytesIO(content), len(content))
         except GradlabError as error:
             raise GradlabError(f"{self._key}: {error}") from None
-        self._exchange.load_state_dict(state)
+        self._owner.load_state_dict(state)
 
 
 Result = TypeVar("Result")

@@ -113,8 +113,18 @@ class Unit:
         known = {id(shard.parameter): shard for shard in self.shards}
         return [(known.get(id(one.sharded_param)), one.padded_sharded_param_size.numel()) for one in group.fsdp_params]
 
-    def divided_later(self, dtype: torch.dtype) -> float:
-        """Return what FSDP divides the flat gradient by after its hook: not 1 where a 16-bit mean might underflow."""
+    @property
+    def divisor(self) -> float | None:
+        """Divisor of the sum of all ranks' gradients (set_gradient_divide_factor); None: FSDP takes their mean."""
+        factor: float | None = _param_groups(self.module)[0].gradient_divide_factor
+        return factor
+
+    def scales(self, dtype: torch.dtype, nodes: int) -> tuple[float, float]:
+        """Return what a flat gradient is divided by for codecs, and multiplied by after the exchange.
+
+        The mean over nodes of what codecs see is what the optimizer gets. FSDP divides by the second after its hook: it
+        is not 1 where a 16-bit mean might underflow.
+        """
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
         group = _param_groups(self.module)[0]
@@ -123,14 +133,15 @@ class Unit:
             None,
             dtype,
             self.device.type,
-            None,
+            self.divisor,
             group.force_sum_reduction_for_comms,
         )
-        return float(factors[1] or 1.0)
+        later = float(factors[1] or 1.0)
+        return (later if self.divisor is None else later / nodes), later
 
     def require_unchanged(self) -> None:
         """Refuse changes since the unit was looked at that would go wrong without a word: parameters replaced or
-        thawed, a gradient divide factor, an average between nodes that FSDP would take beside gradlab's."""
+        thawed."""
         (group,) = _param_groups(self.module)
         known = {id(shard.parameter) for shard in self.shards}
         now = [one.sharded_param for one in group.fsdp_params]
@@ -141,11 +152,6 @@ class Unit:
             )
         if any(parameter.requires_grad and id(parameter) not in known for parameter in now):
             raise GradlabError(_thawed(self.title))
-        if group.gradient_divide_factor is not None:
-            raise GradlabError(
-                f"{self.title}: set_gradient_divide_factor makes native HSDP sum between nodes, and gradlab averages; "
-                "scale the loss instead"
-            )
 
     @property
     def puts_off(self) -> bool:
@@ -204,9 +210,14 @@ def _fail_thawed(title: str, flat: torch.Tensor) -> None:
 
 
 def sharded_modules(model: object) -> list[tuple[str, Any]]:
-    """List the modules of a model that `fully_shard` was called on, itself among them, with their names."""
+    """List the modules of a model that `fully_shard` was called on, itself among them, with their names: the first of
+    several that it took together."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
-    return [(name, module) for name, module in named if hasattr(module, "set_all_reduce_hook")]
+    first: dict[int, tuple[str, Any]] = {}
+    for name, module in named:
+        if hasattr(module, "set_all_reduce_hook"):
+            first.setdefault(id(module._get_fsdp_state()), (name, module))
+    return list(first.values())
 
 
 def let_go_of_gathered(model: nn.Module) -> None:
@@ -274,7 +285,7 @@ def replicas_of(units: Iterable[Unit], given: Any, caller: str) -> Any:
 def other_parts(units: Iterable[Unit]) -> dist.ProcessGroup | None:
     """Return the ranks that hold the other parts of layers that tensor parallelism has cut; None without it."""
     for unit in units:
-        dimensions = _param_groups(unit.module)[0].mesh_info.mesh.ndim
+        dimensions = _dimensions(_param_groups(unit.module)[0])
         for shard in unit.shards:
             mesh = shard.parameter.device_mesh
             if mesh.ndim > dimensions:
@@ -301,7 +312,8 @@ def leave_averaging(units: Iterable[Unit]) -> None:
             from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
             alone = FSDPMeshInfo(before.mesh, shard_mesh_dim=before.shard_mesh_dim)
-            alone.reduce_scatter_process_group = getattr(before, "reduce_scatter_process_group", None)
+            for name in ("reduce_scatter_process_group", "dp_mesh_dims", "spmd_mesh", "is_spmd_mesh"):
+                setattr(alone, name, getattr(before, name, None))
             # FSDP gathers in another way where the mesh after forward passes is another one.
             after = group.post_forward_mesh_info
             group.post_forward_mesh_info = alone if after is before else after
@@ -410,7 +422,7 @@ def _groups(module: nn.Module, name: str, caller: str, in_parts: bool) -> list[A
         if kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
             raise GradlabError(f"{where} is not sharded ({kind}), as under `replicate`; compress takes a model in DDP")
         for shard in group.fsdp_params:
-            if shard.is_dtensor and not in_parts:
+            if not in_parts and shard.sharded_param.device_mesh.ndim > _dimensions(group):
                 raise GradlabError(
                     f"{where} is under tensor parallelism, which compress_fsdp alone takes, for gradients"
                 )
@@ -419,6 +431,14 @@ def _groups(module: nn.Module, name: str, caller: str, in_parts: bool) -> list[A
                     f"{where} has its parameters offloaded to the CPU, away from its gradients; leave the policy out"
                 )
     return groups
+
+
+def _dimensions(group: Any) -> int:
+    """Dimensions of the mesh of a unit's parameters along which FSDP2 shards and replicates: `dp_mesh_dims` names them
+    where the whole mesh was given."""
+    info = group.mesh_info
+    named = getattr(info, "dp_mesh_dims", None)
+    return int(info.mesh.ndim if named is None else len(named.shard_names) + len(named.replicate_names))
 
 
 def _parameters(group: Any) -> Iterator[nn.Parameter]:

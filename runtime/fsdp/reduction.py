@@ -80,8 +80,8 @@ class ShardReduction:
         self._steps = [run.begin(rates, scale) for run in self.runs]
         self.finite, self._measured = True, {}
 
-    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
-        """Reduce `flat` (ranks x elements,) into `output` (elements,): the mean of all ranks' shards, or their sum."""
+    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, times: float) -> None:
+        """Reduce `flat` (ranks x elements,) into `output` (elements,): the mean of all ranks, times a number."""
         rows = flat.view(len(self.runs), -1)
         self.finite = self.finite and is_finite(flat)
         parts = [unit.padded_gradients(row) for row in rows]
@@ -91,7 +91,7 @@ class ShardReduction:
         dense = [{name: one for name, one in part.items() if not own.is_active(name)} for part in parts]
         result = self._exchange(active, dense)
         for name, target in unit.padded_gradients(output).items():
-            target.copy_(result[name] if average else result[name] * len(self.runs))
+            target.copy_(result[name] if times == 1 else result[name] * times)
 
     def _exchange(self, groups: list[str], dense: list[Tensors]) -> Tensors:
         """All of a unit's messages in one collective."""
@@ -190,7 +190,7 @@ def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] 
 
 
 class UnitReduceScatter:
-    """FSDP's stand-in for a unit's reduce-scatter: calls `take` with unit, output, input, and whether to average."""
+    """FSDP's stand-in for a unit's reduce-scatter: calls `take` with unit, output, input, and the mean's factor."""
 
     def __init__(self, take: Any, unit: Unit) -> None:
         self._take, self._unit = take, unit
@@ -208,9 +208,15 @@ class UnitReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Reduce. FSDP asks for nothing asynchronous here."""
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        if op == dist.ReduceOp.AVG:
+            times = 1.0
+        elif op == dist.ReduceOp.SUM:
+            times = group.size()
+        elif op == dist.ReduceOp.PREMUL_SUM:  # FSDP's way to sum and divide
+            times = group.size() / (self._unit.divisor or 1.0)
+        else:
             raise GradlabError(f"FSDP asks for a reduce-scatter with {op}, expected the mean or the sum")
-        self._take(self._unit, output_tensor, input_tensor, op == dist.ReduceOp.AVG)
+        self._take(self._unit, output_tensor, input_tensor, times)
 
 
 @dataclass(frozen=True)

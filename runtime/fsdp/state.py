@@ -204,15 +204,15 @@ class FSDPCompression(Exchange):
                     f"{again[0]}: a second gradient within one backward pass; accumulate with "
                     "model.set_requires_gradient_sync(False)"
                 )
-            # What the codecs see is the mean, also where FSDP divides by a part of the ranks only afterwards.
-            later = unit.divided_later(flat.dtype)
-            if later != 1:
-                flat.div_(later)
+            # What the codecs see is the mean, also where FSDP divides by a part of the ranks only afterwards, or sums.
+            before, after = unit.scales(flat.dtype, self.run.world_size)
+            if before != 1:
+                flat.div_(before)
             ready = moment(flat.device) if flat.is_cuda else None
             self._driver.add(Part(len(current.parts), gradients, flat, ready=ready))
             self._driver.drain()
-            if later != 1:
-                flat.mul_(later)
+            if after != 1:
+                flat.mul_(after)
 
     def _put_off(self, unit: Unit, flat: torch.Tensor) -> None:
         """Keep a unit's shards (elements,) for the micro-batch after which nodes are averaged."""
@@ -225,13 +225,14 @@ class FSDPCompression(Exchange):
         self._sums[unit.title] = flat.clone() if earlier is None else earlier.add_(flat)
         flat.zero_()
 
-    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool) -> None:
-        """Reduce `flat` (ranks x elements,) over the node, compressed, into `output` (elements,). FSDP calls this."""
+    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, times: float) -> None:
+        """Reduce `flat` (ranks x elements,) over the node, compressed, into `output` (elements,): the mean, times a
+        number. FSDP calls this."""
         with super()._guarded(), _waiting(f"the reduce-scatter of {unit.title} inside a node"):
             unit.require_unchanged()
             self._step_of(flat)
             assert self.inside is not None
-            self.inside.reduce(unit, output, flat, average)
+            self.inside.reduce(unit, output, flat, times)
 
     def _step_of(self, flat: torch.Tensor) -> Iteration:
         """The step in progress; the first gradient of a backward pass begins it."""
@@ -393,8 +394,9 @@ def compress_fsdp(
     Gradients are summed inside the node by FSDP's reduce-scatter. Then every rank runs the plan on its shards, with the
     ranks of other nodes that hold the same ones. Under native HSDP (`fully_shard(module, mesh=mesh)`) that takes the
     place of FSDP's all-reduce, and `between` need not be given. With a plan that compresses nothing the result is
-    native HSDP's, bit for bit. After `model.set_requires_all_reduce(False)` micro-batches are summed inside nodes, and
-    the first backward pass with it on again exchanges the sum.
+    native HSDP's, bit for bit; where FSDP sums (`set_gradient_divide_factor`), at 2, 4, 8, ... nodes. After
+    `model.set_requires_all_reduce(False)` micro-batches are summed inside nodes, and the first backward pass with it on
+    again exchanges the sum.
 
     All ranks call it together, after the model is materialized, sharded and has its optimizer.
 
@@ -503,9 +505,9 @@ def _plan_of_gathers(units: Sequence[Unit], parameters: Any, layers: Sequence[La
 
 
 def _reduce(
-    state: weakref.ref[FSDPCompression], unit: Unit, output: torch.Tensor, flat: torch.Tensor, average: bool
+    state: weakref.ref[FSDPCompression], unit: Unit, output: torch.Tensor, flat: torch.Tensor, times: float
 ) -> None:
-    _alive(state).reduce(unit, output, flat, average)
+    _alive(state).reduce(unit, output, flat, times)
 
 
 def _hook(state: weakref.ref[FSDPCompression], unit: Unit, flat: torch.Tensor) -> None:

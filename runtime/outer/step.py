@@ -44,6 +44,7 @@ from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.network.faults import let_go
 from gradlab.runtime.outer.membership import Members, Rounds, check_with_manager
 from gradlab.runtime.outer.workers import CALLER, WorkerLayers, Workers, local_part, plan_of_rank
+from gradlab.runtime.saved import RankState
 from gradlab.trial import trial
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -464,6 +465,11 @@ class OuterStep(Uncopied):
         saved = {str(number): self._saved(fragment) for number, fragment in enumerate(self.fragments)}
         manager = {} if self._rounds is None else {"manager": self._rounds.manager.state_dict()}
         return checkpoint.sealed({**self._identity(), "local_steps": self.local_steps, "fragments": saved, **manager})
+
+    @property
+    def stateful(self) -> RankState:
+        """This rank's state for `torch.distributed.checkpoint.save` and `load`, see `Exchange.stateful`."""
+        return RankState(self, f"rank {dist.get_rank() if dist.is_initialized() else 0}")
 
     def _saved(self, fragment: Fragment) -> dict[str, Any]:
         flight = None if fragment.flight is None else fragment.flight.result()

@@ -1322,8 +1322,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="gradlab/ddp/sharded_units.py",
-        old="        return float(factors[1] or 1.0)",
-        new="        return 1.0",
+        old="        later = float(factors[1] or 1.0)",
+        new="        later = 1.0",
         tests=("tests/runtime/test_fsdp.py",),
         what="Codecs see gradients before FSDP has divided them.",
         select="mean_where",
@@ -1478,7 +1478,7 @@ MUTANTS += (
     *_faults(
         "runtime/fsdp/state.py",
         "tests/runtime/test_fsdp.py",
-        ("flat.div_(later)", "pass", "divides_after", "Codecs see sums where FSDP divides afterwards."),
+        ("flat.div_(before)", "pass", "divides_after", "Codecs see sums where FSDP divides afterwards."),
         (
             "current.step.mixed or bool(rows[:, 2:]",
             "current.step.mixed and bool(rows[:, 2:]",
@@ -1494,6 +1494,12 @@ MUTANTS += (
             "Residuals of reduce-scatters begin anew.",
         ),
         ("if self._driver.current is None:", "if True:", "lockstep_does_with", "Every unit begins a step."),
+    ),
+    *_faults(
+        "gradlab/ddp/sharded_units.py",
+        "tests/runtime/test_fsdp.py",
+        ("else later / nodes), later", "else later), later", "mean_where", "Nodes' sums are taken for their mean."),
+        ("id(module._get_fsdp_state())", "id(module)", "native_hsdp", "A unit of two modules is two units."),
     ),
     *_faults(
         "runtime/checkpoint.py",

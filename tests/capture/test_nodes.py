@@ -40,9 +40,12 @@ def test_means_of_nodes_are_those_of_the_ranks_recording(pool: ProcessPool, tmp_
     assert of_nodes.metadata["averaged_ranks"] == local_ranks
 
 
-def test_a_recording_under_fsdp_is_that_of_the_nodes_under_ddp(pool: ProcessPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("divide", [thorough(None), 4.0])
+def test_a_recording_under_fsdp_is_that_of_the_nodes_under_ddp(
+    pool: ProcessPool, tmp_path: Path, divide: float | None
+) -> None:
     """Bit for bit, with a block that a step leaves out; and training is native HSDP's."""
-    for result in pool.run("jobs.node_recording_tasks:under_fsdp", 4, nodes=2, folder=str(tmp_path)):
+    for result in pool.run("jobs.node_recording_tasks:under_fsdp", 4, nodes=2, folder=str(tmp_path), divide=divide):
         assert result["same"]
     under_ddp, under_fsdp = Trace(tmp_path / "ddp"), Trace(tmp_path / "fsdp")
     assert under_fsdp.world_size == 2

@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import Shard as TensorShard
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gradlab.artifact import Artifact
@@ -25,6 +27,7 @@ from gradlab.codecs.identity import Identity
 from gradlab.collectives import mean_of_node, run_lockstep
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.optimizers import all_optimizers
+from gradlab.ddp.sharded_units import sharded_modules
 from gradlab.executor import LockstepPlan
 from gradlab.executor.reduce_scatter import reduce_scatter_group
 from gradlab.layout import layers_of, names_of_parameters
@@ -71,13 +74,37 @@ def mesh_of(group: dist.ProcessGroup, nodes: int) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh: DeviceMesh, change: Callable[[nn.Module], nn.Module] = lambda module: module, **options: Any) -> Any:
-    """The model with each block a unit, and the rest one."""
+def sharded(
+    mesh: DeviceMesh,
+    change: Callable[[nn.Module], nn.Module] = lambda module: module,
+    divide: float | None = None,
+    together: bool = False,
+    **options: Any,
+) -> Any:
+    """The model with each block a unit, and the rest one.
+
+    divide: the number that the sum of gradients is divided by. together: embedding and head are a unit. With
+    `dp_mesh_dims` all parameters are on the whole mesh, and batches too.
+    """
     torch.manual_seed(0)
     model = Network()
+    if "dp_mesh_dims" in options:
+        placed = [TensorShard(0)] * mesh.ndim
+        distribute_module(
+            model,
+            mesh,
+            input_fn=lambda _, given, on: (DTensor.from_local(given[0], on, placed),),
+            output_fn=lambda _, scores, on: scores.to_local(),
+        )
     for position, block in enumerate(model.blocks):
         model.blocks[position] = fully_shard(change(block), mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    if together:
+        fully_shard([model.embedding, model.head], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    for _, module in sharded_modules(model) if divide else ():
+        module.set_gradient_divide_factor(divide)
+        module.set_force_sum_reduction_for_comms(True)  # Gloo has no other way
+    return model
 
 
 def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
@@ -164,6 +191,14 @@ UNCOMPRESSED: dict[str, dict[str, Any]] = {
         "over": True,
         "passes": 3,
         "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    },
+    "taken over, as torchtitan shards and sums": {
+        "over": True,
+        "shard": {
+            "divide": 1.0,
+            "together": True,
+            "dp_mesh_dims": DataParallelMeshDims(shard="shard", replicate="replicate"),
+        },
     },
     "taken over, gathered anew in other groups": {"over": True, "shard": {"reshard_after_forward": 1}},
     "every pass reduced in 32 bits, gradients summed": {
@@ -572,9 +607,6 @@ def changed(group: dist.ProcessGroup, nodes: int) -> dict[str, str]:
     def unfreeze_part(model: Any) -> None:
         model.blocks[1].up.requires_grad_(True)
 
-    def divide(model: Any) -> None:
-        model.blocks[1].set_gradient_divide_factor(2.0)
-
     def put_off(model: Any) -> None:
         model.blocks[1].set_requires_all_reduce(False)
 
@@ -591,7 +623,7 @@ def changed(group: dist.ProcessGroup, nodes: int) -> dict[str, str]:
         model.forward = partial(_reentrant, model)
 
     messages = {}
-    for change in (unfreeze, unfreeze_part, divide, put_off, assign, override, add, reenter):
+    for change in (unfreeze, unfreeze_part, put_off, assign, override, add, reenter):
         model = sharded(shard)
         if change is unfreeze:
             model.blocks[1].requires_grad_(False)
@@ -607,14 +639,15 @@ def changed(group: dist.ProcessGroup, nodes: int) -> dict[str, str]:
 
 
 def with_weight_decay(group: dist.ProcessGroup, nodes: int) -> list[float]:
-    """By whether FSDP is forced to sum: how far weight decay is from native HSDP's."""
-    return [_with_weight_decay(group, nodes, forced) for forced in (False, True)]
+    """By whether FSDP is forced to sum, and what it divides by: how far weight decay is from native HSDP's."""
+    ways = ((False, None), (True, None), (True, 1.0))
+    return [_with_weight_decay(group, nodes, forced, divide) for forced, divide in ways]
 
 
-def _with_weight_decay(group: dist.ProcessGroup, nodes: int, forced: bool) -> float:
+def _with_weight_decay(group: dist.ProcessGroup, nodes: int, forced: bool, divide: float | None) -> float:
     """The farthest that weight decay in the plan comes from native HSDP's in the optimizer, where FSDP divides late."""
     rank, mesh, rate = dist.get_rank(group), mesh_of(group, nodes), 0.1
-    native, ours = sharded(mesh), sharded(mesh["shard"])
+    native, ours = sharded(mesh, divide=divide), sharded(mesh["shard"], divide=divide)
     for model in (native, ours):
         for module in (model, *model.blocks):
             module.set_force_sum_reduction_for_comms(forced)
@@ -729,10 +762,17 @@ def reduced(
     codec: str,
     settings: dict[str, Any],
     between: str = "",
+    divide: float | None = None,
 ) -> dict[str, Any]:
-    """A compressed reduce-scatter, and perhaps an exchange between nodes behind it, as lockstep has them."""
+    """A compressed reduce-scatter, and perhaps an exchange between nodes behind it, as lockstep has them.
+
+    divide: the number that FSDP divides the sum of all ranks by, in place of the mean.
+    """
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
-    ours = sharded(mesh["shard"])
+    ours = sharded(mesh["shard"], divide=divide)
+    for _, module in sharded_modules(ours):
+        module.set_force_sum_reduction_for_comms(False)  # it then asks for NCCL's division, which a plan takes over
+    times = (group.size() if between else mesh["shard"].size()) / divide if divide else 1
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     plan = plan_of(ours, codec, settings)
     if codec == "ecsq":  # it fits tables to each part of a group, which takes long
@@ -757,7 +797,7 @@ def reduced(
         ours.zero_grad()
         backward(ours, rank, step)
         given = local_gradients(ours)
-        by_rank = reference.step(step, everyone)
+        by_rank = [{name: times * one for name, one in of_rank.items()} for of_rank in reference.step(step, everyone)]
         rows = {name: value.shape[0] for name, value in given.items()}
         padded = by_rank[rank % reference.width :: reference.width] if between else [by_rank[rank]]
         column = [{name: part[name][: rows[name]] for name in rows} for part in padded]

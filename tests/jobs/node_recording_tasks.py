@@ -61,8 +61,11 @@ def under_ddp(group: dist.ProcessGroup, nodes: int, folder: str) -> dict[str, An
     return {"same": same, "written": [report.steps_written for report in reports]}
 
 
-def under_fsdp(group: dist.ProcessGroup, nodes: int, folder: str) -> dict[str, Any]:
-    """The same training under FSDP2, and in DDP with the same order of sums; and native HSDP's parameters."""
+def under_fsdp(group: dist.ProcessGroup, nodes: int, folder: str, divide: float | None) -> dict[str, Any]:
+    """The same training under FSDP2, and in DDP with the same order of sums; and native HSDP's parameters.
+
+    divide: the number of ranks, if FSDP is to divide a sum by it.
+    """
     rank, mesh = dist.get_rank(group), mesh_of(group, nodes)
     model = _in_ddp(group)
     state = CompressionState(Plan(layers_of(model)), model, within=mesh["shard"])
@@ -70,7 +73,7 @@ def under_fsdp(group: dist.ProcessGroup, nodes: int, folder: str) -> dict[str, A
     _train(model, rank, recorder, partly=False)
     recorder.close()
     state.close()
-    native, ours = sharded(mesh), sharded(mesh)
+    native, ours = sharded(mesh, divide=divide), sharded(mesh, divide=divide)
     _train(native, rank, None, partly=False)
     with TraceRecorder(ours, Path(folder) / "fsdp", every=1) as recorder:  # under native HSDP, too
         _train(ours, rank, recorder, partly=False)

@@ -277,7 +277,7 @@ def resumed(
         _run(outer, first, optimizer, rank, iter(range(stop)))
         in_flight = sum(one.flight is not None for one in outer.fragments)
         own = saved_states(all_optimizers(optimizer))
-        parts = {"model": first.state_dict(), "optimizer": own, "outer": outer.state_dict()}
+        parts = {"model": first.state_dict(), "optimizer": own, "outer": outer.stateful.state_dict()}
         torch.save(parts, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
@@ -286,7 +286,7 @@ def resumed(
     with make(second) as outer:
         second.load_state_dict(saved["model"])
         load_states(all_optimizers(optimizer), saved["optimizer"])
-        outer.load_state_dict(saved["outer"])
+        outer.stateful.load_state_dict(saved["outer"])
         _run(outer, second, optimizer, rank, iter(range(stop, steps)))
         again = outer.state_dict()
     same = all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))

@@ -23,6 +23,7 @@ BETWEEN: dict[str, Any] = {"codec": "several", "settings": {"of": "between"}}
 NOTHING = [
     "every pass reduced in 32 bits, gradients summed",
     "taken over, nodes averaged with the last micro-batch",
+    "taken over, as torchtitan shards and sums",
     thorough("taken over, gathered anew in other groups"),
     thorough("Muon"),
 ]
@@ -56,9 +57,10 @@ def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool) -> 
         assert result["finite"] == [step != OPTIONS[option].get("overflow_at") for step in range(5)]
 
 
-def test_a_compressed_reduce_scatter_does_what_lockstep_does(pool: ProcessPool) -> None:
+@pytest.mark.parametrize("divide", [thorough(None), 1.0])
+def test_a_compressed_reduce_scatter_does_what_lockstep_does(pool: ProcessPool, divide: float | None) -> None:
     """In two levels, with an exchange between nodes behind it; bit for bit, with residuals."""
-    arguments = {"nodes": 2, "codec": "several", "settings": {"of": "inside"}, "between": "topk"}
+    arguments = {"divide": divide, "nodes": 2, "codec": "several", "settings": {"of": "inside"}, "between": "topk"}
     for result in pool.run("jobs.fsdp_tasks:reduced", 4, **arguments):
         assert result["same"] == [True] * 3
         assert result["counted"] == result["forecast"]
@@ -110,7 +112,6 @@ def test_changes_that_would_let_nodes_drift_apart_are_refused(pool: ProcessPool)
     expected = {
         "unfreeze": "module blocks.1: parameters that were frozen when gradlab was attached have gradients now",
         "unfreeze_part": "module blocks.1: parameters that were frozen when gradlab was attached have gradients now",
-        "divide": "module blocks.1: set_gradient_divide_factor makes native HSDP sum between nodes",
         "put_off": "module blocks.1: set_requires_all_reduce(False) puts its gradients off, and others are exchanged",
         "assign": "its parameters were replaced, as load_state_dict(assign=True) does",
         "override": "module blocks.1 has another hook now than the one that compress_fsdp set",
