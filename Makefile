@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORK := build/outside
 SOURCES := pyproject.toml $(shell find gradlab capture analysis runtime datasets -name '*.py' -o -name '*.jinja' -o -name '*.css' -o -name '*.js')
 
-.PHONY: demo test quality docs gpu gpu-speed gpu-loss campaign bench loggers elastic release install clean
+.PHONY: demo test quality docs gpu gpu-speed gpu-loss campaign bench loggers elastic frameworks release install clean
 
 demo: install
 	$(BIN)/gradlab demo --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -104,15 +104,16 @@ $(LOGGERS)/installed: $(VENV)/dependencies constraints-loggers.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(LOGGERS) --requirement $(LOGGERS_FILE) $(if $(filter hashes/%,$(LOGGERS_FILE)),--require-hashes)
 	touch $@
 
-# Workers that come and go, on torchft, whose packages lie beside the environment, too.
-ELASTIC := build/torchft
+# Workers that come and go, on torchft, and torchtitan's own trainer: their packages lie beside the environment, too.
+elastic: install build/torchft/installed
+	export PYTHONPATH="$(CURDIR)/build/torchft" && $(OUTSIDE) $(PYTEST) $(CURDIR)/tests/runtime/test_elastic.py $(PYTEST_ARGS)
 
-elastic: install $(ELASTIC)/installed
-	export PYTHONPATH="$(CURDIR)/$(ELASTIC)" && $(OUTSIDE) $(PYTEST) $(CURDIR)/tests/runtime/test_elastic.py $(PYTEST_ARGS)
+frameworks: install build/torchtitan/installed
+	export PYTHONPATH="$(CURDIR)/build/torchtitan" && $(OUTSIDE) $(PYTEST) $(CURDIR)/tests/runtime/test_torchtitan.py $(PYTEST_ARGS)
 
-$(ELASTIC)/installed: $(VENV)/dependencies constraints-torchft.txt
-	rm -rf $(ELASTIC)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(ELASTIC) --requirement constraints-torchft.txt
+build/torchft/installed build/torchtitan/installed: build/%/installed: $(VENV)/dependencies constraints-%.txt
+	rm -rf build/$*
+	$(BIN)/python -m pip install --quiet --no-deps --target build/$* --requirement constraints-$*.txt
 	touch $@
 
 clean:

@@ -22,7 +22,7 @@ TUTORIAL = DOCS / "add-a-codec.md"
 BLOCKS = {page: blocks_of(page) for page in PAGES if page != TUTORIAL}
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 # The examples of the frameworks, which take long to import; tests/runtime/test_integrations.py runs these files too.
-FRAMEWORKS = {DOCS / "train" / f"{name}.md" for name in ("trainer", "lightning", "accelerate")}
+FRAMEWORKS = {DOCS / "train" / f"{name}.md" for name in ("trainer", "lightning", "accelerate", "torchtitan")}
 Scratch = Callable[[Path], Path]
 
 
