@@ -15,8 +15,7 @@ from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
 from gradlab.analysis.forecast.plans import forecast
 from gradlab.analysis.forecast.processors import Processor, processor_from
-from gradlab.analysis.forecast.simulator import Node
-from gradlab.analysis.forecast.step_time import FLAT, HSDP
+from gradlab.analysis.forecast.simulator import FLAT, HSDP, Node
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
@@ -37,6 +36,7 @@ _BLOCKS, _WIDEST = 12, 4096  # of the transformer that stands for a model of so 
 _SLOW, _SLOW_ON_SHARED_CORES = 1.25, 1.6
 _FORM = "what gradlab doctor --out writes"
 _COSTS = ("bits_per_second", "latency_seconds", "collective_seconds", "gather_factor")
+_MORE = ("scatter_factor",)  # which a file need not have
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def link_of(measured: Mapping[str, Any]) -> Link:
         raise GradlabError("the measured all-reduces take no longer for more bytes: measure for longer (--seconds)")
     smallest = _observations(measured, ALL_REDUCE)[0]
     fixed = max(0.0, smallest.seconds - smallest.transfer.rounds * latency - smallest.transfer.path_bytes * reduced)
-    link = Link(math.inf, latency, collective_seconds=fixed, gather_factor=max(1.0, gathered / reduced))
+    factors = {"gather_factor": max(1.0, gathered / reduced), "scatter_factor": _scatter_factor(measured, reduced)}
+    link = Link(math.inf, latency, collective_seconds=fixed, **factors)
     return replace(link, bits_per_second=8 * (1 + link.header_share) / reduced)
 
 
@@ -81,9 +82,22 @@ def _slope(measured: Mapping[str, Any], kind: str) -> float:
     return (seen[-1].seconds - seen[0].seconds) / more if more else 0.0
 
 
+def _scatter_factor(measured: Mapping[str, Any], reduced: float) -> float:
+    """Return how many times as long a byte takes in a reduce-scatter as in an all-reduce. reduced: seconds there."""
+    seen = sorted((one for one in measured["timed"] if one["collective"] == "reduce-scatter"), key=_nbytes)
+    if len(seen) < 2:
+        return 1.0
+    more = (_nbytes(seen[-1]) - _nbytes(seen[0])) * (1 - 1 / int(measured["ranks"]))
+    return max(1.0, (float(seen[-1]["seconds"]) - float(seen[0]["seconds"])) / more / reduced)
+
+
+def _nbytes(timed: Mapping[str, Any]) -> int:
+    return int(timed["nbytes"])
+
+
 def link_to_json(link: Link) -> dict[str, float]:
     """Write what was fitted, in bits per second and seconds."""
-    return {name: getattr(link, name) for name in _COSTS}
+    return {name: getattr(link, name) for name in (*_COSTS, *_MORE)}
 
 
 def written(
@@ -107,8 +121,8 @@ def read_link(path: str | os.PathLike[str]) -> Link:
     if not isinstance(costs, dict) or not all(isinstance(costs.get(name), (int, float)) for name in _COSTS):
         raise GradlabError(f"{path}: holds no link with {', '.join(_COSTS)}: expected {_FORM}")
     try:
-        return Link(**{name: float(costs[name]) for name in _COSTS})
-    except (GradlabError, OverflowError) as error:
+        return Link(**{name: float(costs[name]) for name in (*_COSTS, *_MORE) if name in costs})
+    except (GradlabError, OverflowError, TypeError, ValueError) as error:
         raise GradlabError(f"{path}: {error}") from None
 
 

@@ -51,6 +51,7 @@ class Link:
     host_seconds_per_byte: time of the ranks' processors per byte sent, while other bytes are on the link.
     collective_seconds: fixed cost of starting a collective.
     gather_factor: time per byte of gathers and all-to-alls, beside that of an all-reduce.
+    scatter_factor: the same of reduce-scatters: 2 in Gloo, where each is an all-reduce.
     """
 
     bits_per_second: float
@@ -59,6 +60,7 @@ class Link:
     host_seconds_per_byte: float = 0.0
     collective_seconds: float = 0.0
     gather_factor: float = 1.0
+    scatter_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.bits_per_second > 0:
@@ -67,8 +69,9 @@ class Link:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise GradlabError(f"link: {name} = {value:g}, expected a number from 0")
-        if not 0 < self.gather_factor < math.inf:
-            raise GradlabError(f"link: gather_factor = {self.gather_factor:g}, expected a number above 0")
+        for name in ("gather_factor", "scatter_factor"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise GradlabError(f"link: {name} = {getattr(self, name):g}, expected a number above 0")
 
     @functools.cached_property
     def seconds_per_byte(self) -> float:
@@ -90,7 +93,7 @@ class Link:
 
     def busy_seconds(self, transfer: Transfer) -> float:
         """Compute the seconds in which a collective keeps the link from others."""
-        factor = self.gather_factor if transfer.gathered else 1.0
+        factor = self.gather_factor if transfer.gathered else self.scatter_factor if transfer.scattered else 1.0
         sending = transfer.queued * self.message_seconds
         return self.collective_seconds + sending + factor * transfer.path_bytes * self.seconds_per_byte
 
@@ -105,6 +108,7 @@ class Transfer:
 
     gathered: whether it is a gather or an all-to-all, which pass messages on whole.
     queued: messages that wait until their sender has sent others, of no later round.
+    scattered: whether it is a reduce-scatter.
     """
 
     wire_bytes: int
@@ -112,6 +116,7 @@ class Transfer:
     rounds: int
     gathered: bool = False
     queued: int = 0
+    scattered: bool = False
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.simulator import Node
+from gradlab.analysis.forecast.simulator import FLAT, FSDP, Node
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted
@@ -160,6 +160,7 @@ class Network:
     bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
     processor: the one that codecs run on; None: this one. On an accelerator they take turns with computing.
     parameters: format of FSDP2's gathers of parameters, see `gradlab.runtime.compress_fsdp`; "": as they are.
+    sharded: whether FSDP2 shards parameters over all nodes, of one rank each, and plans run in its reduce-scatter.
 
     >>> from gradlab.analysis import Network
     >>> from gradlab.analysis.forecast.link import Link
@@ -179,6 +180,7 @@ class Network:
     node: Node | None = None
     processor: Processor | None = None
     parameters: str = ""
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         if not self.nodes or not self.links:
@@ -192,7 +194,9 @@ class Network:
     @property
     def dense(self) -> str:
         """Name of the uncompressed step, for labels."""
-        return "plain DDP" if self.node is None else "the fastest dense way"
+        if self.sharded:
+            return FSDP
+        return FLAT if self.node is None else "the fastest dense way"
 
     @property
     def speed(self) -> float:

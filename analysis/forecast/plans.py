@@ -14,17 +14,18 @@ from gradlab.analysis.forecast.dry_run import MOST_VALUES, PART_VALUES, REPEATS,
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import moved
-from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Bucket
+from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, WAYS, Bucket
 from gradlab.analysis.forecast.step_time import (
-    WAYS,
     Comparison,
     Gathers,
     Job,
+    assign_buckets,
     break_even,
     compare,
     cut_for_shards,
     make_job,
     traffic_inside,
+    traffic_of_all,
 )
 from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay import methods_of, refresh_remark
@@ -83,16 +84,20 @@ class NodeForecast:
 
 def traffic_text(node: NodeForecast, network: Network) -> str:
     """Say how long a step's three kinds of traffic take under FSDP2, and with which a link is busiest; "" elsewhere."""
-    if network.node is None or network.node.plans != SHARDS:
-        return ""
-    reduced, gathered = traffic_inside(node.job, network.node)
     form, pair = network.parameters or "32 bits", node.links[0]
-    between_nodes = 8 * pair.compressed.wire_bytes / pair.link.bits_per_second
-    kinds = {
-        f"gathers of parameters inside nodes ({form})": gathered,
-        "gradients inside nodes": reduced,
-        f"gradients between nodes ({spell_rate(pair.link.bits_per_second)})": between_nodes,
-    }
+    if node.job.reduced is not None:
+        reduced, gathered = traffic_of_all(node.job, pair.link, node.job.reduced, node.job.parameters)
+        kinds = {f"gathers of parameters ({form})": gathered, "gradients": reduced}
+    elif network.node is None or network.node.plans != SHARDS:
+        return ""
+    else:
+        reduced, gathered = traffic_inside(node.job, network.node)
+        between_nodes = 8 * pair.compressed.wire_bytes / pair.link.bits_per_second
+        kinds = {
+            f"gathers of parameters inside nodes ({form})": gathered,
+            "gradients inside nodes": reduced,
+            f"gradients between nodes ({spell_rate(pair.link.bits_per_second)})": between_nodes,
+        }
     times = ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in kinds.items())
     return (
         f"{format_counted(node.job.world_size, 'node')}: {times}; most time goes to {max(kinds, key=kinds.__getitem__)}"
@@ -241,10 +246,24 @@ def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
     with one_thread():
         scan = scan_seconds_per_byte()
         codec, engine = (factor * network.crowding for factor in _scales(runs, network.profile, scan))
-        gathers = _gathers(plan, network, repeats)
+        gathers = None if network.node is None else _gathers(plan, network, network.node.local_ranks, repeats)
         for count in network.nodes:
+            if network.sharded:
+                yield _sharded_job(plan, network, count, repeats)
+                continue
             job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
             yield replace(_on_its_processor(job.scaled(codec, engine), network), parameters=gathers)
+
+
+def _sharded_job(plan: Plan, network: Network, ranks: int, repeats: int) -> Job:
+    """FSDP2 over all ranks: each compresses its gradients of all shards, and decodes its own shards' from all ranks."""
+    cut, units = cut_for_shards(plan, ranks, network.bucket_cap_mb)
+    job = make_job(cut, DryRuns(cut, 1, repeats=repeats), 0.0, assigned=units).scaled(network.crowding, 1.0)
+    share = cut.payload_bytes(1) / cut.payload_bytes(1, compressing=False)
+    reduced = Gathers(share, ranks * _on_its_processor(job, network).codec_seconds)
+    seconds, whole = network.profile.compute_seconds, assign_buckets(plan.layers, network.bucket_cap_mb)
+    dense = tuple(Bucket(seconds, 4 * sum(layer.numel for layer in bucket)) for bucket in whole)
+    return Job(ranks, seconds, dense, dense, parameters=_gathers(plan, network, ranks, repeats), reduced=reduced)
 
 
 def _on_its_processor(job: Job, network: Network) -> Job:
@@ -270,11 +289,10 @@ def _rank_buckets(
     ).buckets
 
 
-def _gathers(plan: Plan, network: Network, repeats: int) -> Gathers | None:
+def _gathers(plan: Plan, network: Network, ranks: int, repeats: int) -> Gathers | None:
     """FSDP2's gathers of parameters in a format: a rank encodes its shards and decodes those of all."""
-    if not network.parameters or network.node is None:
+    if not network.parameters:
         return None
-    ranks = network.node.local_ranks
     how: Any = {"dtype": network.parameters, "aggregation": "gather"}
     sent = Plan.uniform(plan.layers, "block_scaled", exchanges="parameters", **how)
     cut, units = cut_for_shards(sent, ranks, network.bucket_cap_mb)

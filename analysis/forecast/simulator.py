@@ -27,6 +27,9 @@ from gradlab.executor.ticks import SEGMENT_BYTES
 # The gradients that plans run on if a node has several ranks: means of nodes that DDP's ranks have averaged
 # (`gradlab.compress(within=)`), or FSDP2's shards (`gradlab.runtime.compress_fsdp`).
 PLANS = BETWEEN, SHARDS = "between nodes", "shards"
+# Ways to train without compression between nodes of several ranks; where parameters are sharded over all ranks.
+WAYS = FLAT, HIERARCHICAL, HSDP = "plain DDP", "hierarchical", "HSDP"
+FSDP = "FSDP2"
 # Collectives of requests that travel together, by rank, ranks, a link's `relay_below` and the requests' identities: the
 # same at every speed.
 Known = dict[tuple[int, ...], list[Transfer]]

@@ -16,8 +16,20 @@ from typing import Any
 from scipy.optimize import brentq
 
 from gradlab.analysis.forecast.dry_run import DryRuns
-from gradlab.analysis.forecast.link import Link, json_rate
-from gradlab.analysis.forecast.simulator import Bucket, Exchange, Known, Node, Step, Within, simulate
+from gradlab.analysis.forecast.link import Link, Transfer, json_rate
+from gradlab.analysis.forecast.simulator import (
+    FLAT,
+    FSDP,
+    HIERARCHICAL,
+    HSDP,
+    Bucket,
+    Exchange,
+    Known,
+    Node,
+    Step,
+    Within,
+    simulate,
+)
 from gradlab.errors import GradlabError
 from gradlab.jsonable import plain
 from gradlab.layout import Layer
@@ -28,8 +40,6 @@ from gradlab.plan.shards import shard_plan
 FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
 # Gradients of weights and of activations cost as much each as the forward pass.
 BACKWARD_SHARE = 2 / 3
-# Ways to train without compression.
-WAYS = FLAT, HIERARCHICAL, HSDP = "plain DDP", "hierarchical", "HSDP"
 # A break-even is looked for between these link speeds, in bits per second.
 _SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 8
 # Seconds: less is rounding.
@@ -70,10 +80,11 @@ def ready_seconds(buckets: Sequence[Sequence[Layer]], compute_seconds: float) ->
 
 @dataclass(frozen=True)
 class Gathers:
-    """Gathers of a model's parameters that are quantized. They do not travel beside computing.
+    """Gathers of a model's parameters, or reduce-scatters of its gradients, that are quantized. They do not travel
+    beside computing.
 
     share: bytes of a rank's messages over those of its shards in 32 bits.
-    seconds: time of the codecs in one gather of all parameters, on each rank.
+    seconds: time of the codecs in one collective of the whole model, on each rank.
     """
 
     share: float
@@ -86,6 +97,7 @@ class Job:
 
     rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
     parameters: FSDP2's gathers of parameters; None: in 32 bits.
+    reduced: its reduce-scatters, where all ranks share the parameters; None: the plan does not run in them.
     known: collectives of the exchanges' requests, which simulations of this job share.
     """
 
@@ -95,6 +107,7 @@ class Job:
     dense_buckets: tuple[Bucket, ...]
     rank_buckets: tuple[Bucket, ...] | None = None
     parameters: Gathers | None = None
+    reduced: Gathers | None = None
     known: Known = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -256,6 +269,10 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
     hierarchical averaging and native HSDP send what one rank per node would.
     """
 
+    if job.reduced is not None:
+        dense, half = (_sharded_over_all(job, link, None, None, share) for share in (1.0, 0.5))
+        own = _sharded_over_all(job, link, job.reduced, job.parameters)
+        return Comparison(link, own, dense, half, {FSDP: dense})
     dense, half, in_32_bits = _uncompressed(replace(job, buckets=(), rank_buckets=None, known={}), link, speed, node)
 
     def step(buckets: Sequence[Bucket], within: Within | None = None) -> Step:
@@ -314,6 +331,40 @@ def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> 
         encode, communicate = encode + 2 * job.parameters.seconds, communicate + gathered
     wire = node.local_ranks * sum(one.wire_bytes for one in exchanges)
     return Step(job.compute_seconds + encode + communicate, job.compute_seconds, encode, communicate, wire)
+
+
+def _sharded_over_all(
+    job: Job, link: Link, reduced: Gathers | None, gathered: Gathers | None, share: float = 1.0
+) -> Step:
+    """Simulate a step under FSDP2 whose shards lie on all ranks: gathers before forward and before backward, and
+    reduce-scatters. Those of 32 bits, or a share of them, travel beside computing, others do not."""
+    scattering, gathering = traffic_of_all(job, link, reduced, gathered, share)
+    quantized = [(one, seconds) for one, seconds in ((reduced, scattering), (gathered, gathering)) if one is not None]
+    exposed = sum(seconds for _, seconds in quantized)
+    hidden = max(0.0, scattering + gathering - exposed - job.compute_seconds)
+    encode = (reduced.seconds if reduced else 0.0) + 2 * (gathered.seconds if gathered else 0.0)
+    nbytes = sum(bucket.nbytes for bucket in job.dense_buckets) * (job.world_size - 1) // job.world_size
+    wire = nbytes * ((reduced.share if reduced else share) + 2 * (gathered.share if gathered else share))
+    communicate = exposed + hidden
+    return Step(job.compute_seconds + encode + communicate, job.compute_seconds, encode, communicate, round(wire))
+
+
+def traffic_of_all(
+    job: Job, link: Link, reduced: Gathers | None, gathered: Gathers | None, share: float = 1.0
+) -> tuple[float, float]:
+    """Return the seconds of a step's reduce-scatters, and of both its gathers, of shards on all ranks."""
+    rounds = job.world_size - 1
+
+    def seconds(quantized: Gathers | None, gathers: bool) -> float:
+        total = 0.0
+        for bucket in job.dense_buckets:
+            path = int((quantized.share if quantized else share) * bucket.nbytes * rounds / job.world_size)
+            passed_on = gathers or quantized is not None  # quantized gradients go all to all
+            one = Transfer(path, path, rounds if gathers or not quantized else 1, passed_on, scattered=not passed_on)
+            total += link.busy_seconds(one) + link.delay_seconds(one)
+        return total
+
+    return seconds(reduced, False), 2 * seconds(gathered, True)
 
 
 def traffic_inside(job: Job, node: Node) -> tuple[float, float]:

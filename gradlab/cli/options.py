@@ -106,14 +106,15 @@ def processor_of(rates: str) -> Processor | None:
     return found[0] if found else None
 
 
-def nodes_of(text: str, inside: str, *, fsdp: bool = False) -> tuple[list[int], Node | None]:
-    """Read "8", "4,64" or "4x8,64x8": numbers of nodes, and what a node of several ranks is."""
+def nodes_of(text: str, inside: str, *, fsdp: bool = False, over_nodes: bool = False) -> tuple[list[int], Node | None]:
+    """Read "8", "4,64" or "4x8,64x8": numbers of nodes, and what a node of several ranks is. over_nodes: whether
+    FSDP2 may shard over nodes of one rank."""
     from gradlab.analysis.forecast.link import Link, parse_bandwidth
     from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, Node
 
     counts, ranks = _counts_and_ranks(text)
     link = Link(parse_bandwidth(inside))
-    if fsdp and ranks == 1:
+    if fsdp and ranks == 1 and not (over_nodes and min(counts) > 1):
         raise GradlabError("FSDP2: parameters are sharded among a node's ranks; name them, such as --nodes 8x8")
     return counts, None if ranks == 1 else Node(ranks, link, SHARDS if fsdp else BETWEEN)
 

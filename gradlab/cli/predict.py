@@ -12,7 +12,8 @@ with "collective": "all-gather" measures an all-gather. If those are slower per 
 With several ranks per node, --bandwidth is that of a node's link, which its ranks share, and --inside that among
 them. The plan then runs between nodes (docs/training.md), beside the fastest of three dense ways: plain DDP,
 averages inside nodes first (hierarchical), and native HSDP. With --fsdp it runs on FSDP2's shards, and backward
-waits. --parameters int8 takes FSDP2's gathers quantized, as compress_fsdp(parameters="int8") sends them.
+waits. Where nodes have one rank, --fsdp shards over all of them, and the plan runs in the reduce-scatter (within=).
+--parameters int8 takes FSDP2's gathers quantized, as compress_fsdp(parameters="int8") sends them.
 
 With --local-steps ranks exchange what H steps add up to. Either they wait for the exchange of all layers, or it
 streams: the model travels while steps go on, until the next exchange. The break-even H is the smallest number
@@ -97,14 +98,18 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the curves of the figure.")] = False,
 ) -> None:
 
-    links, (counts, node) = options.links_of(bandwidth, latency), options.nodes_of(nodes, inside, fsdp=fsdp)
+    links = options.links_of(bandwidth, latency)
+    counts, node = options.nodes_of(nodes, inside, fsdp=fsdp, over_nodes=True)
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     if out is not None:
         require_figure(out, overwrite)
+    if local_steps is not None and fsdp and node is None:
+        raise GradlabError("--local-steps and --fsdp: expected nodes of several ranks, such as --nodes 2x8")
     numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
     times, loaded = _times(compute_seconds), Artifact.load(artifact)
     profile, processor = profile_of(loaded, *times), options.processor_of(bandwidth)
     how: dict[str, Any] = {"processor": processor, "parameters": _format_of(parameters, fsdp)}
+    how["sharded"] = fsdp and node is None
     network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, **how)
     with progress_bars() as progress:
         result = forecast(

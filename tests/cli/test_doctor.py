@@ -24,7 +24,7 @@ from gradlab.analysis.forecast.diagnosis import (
     slow_ranks,
     waiting,
 )
-from gradlab.analysis.forecast.link import Link, all_gather, all_reduce
+from gradlab.analysis.forecast.link import Link, Transfer, all_gather, all_reduce
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network
 from gradlab.analysis.forecast.plans import forecast
 from gradlab.analysis.forecast.real_steps import link_in_training, times_of_steps
@@ -50,19 +50,25 @@ def times_on(link: Link, ranks: int) -> dict[str, Any]:
             transfer = describe(nbytes, ranks)
             seconds = link.busy_seconds(transfer) + link.delay_seconds(transfer)
             timed.append({"collective": kind, "nbytes": nbytes, "seconds": seconds})
+            if kind == "all-reduce":
+                path = nbytes * (ranks - 1) // ranks
+                half = Transfer(path, path, ranks - 1, scattered=True)
+                seconds = link.busy_seconds(half) + link.delay_seconds(half)
+                timed.append({"collective": "reduce-scatter", "nbytes": nbytes, "seconds": seconds})
     message = {"ranks": [0, 1], "latency_seconds": link.latency_seconds, "bits_per_second": link.bits_per_second}
     return {"ranks": ranks, "timed": timed, "messages": [message]}
 
 
-@law(st.integers(2, 64), st.floats(1e6, 1e12), st.floats(0, 1e-2), st.floats(0, 1e-2), st.floats(1, 3))
+@law(st.integers(2, 64), st.floats(1e6, 1e12), st.floats(0, 1e-2), st.floats(0, 1e-2), st.floats(1, 3), st.floats(1, 3))
 def test_a_link_is_found_again_from_the_times_that_it_makes(
-    ranks: int, rate: float, latency: float, fixed: float, gathers: float
+    ranks: int, rate: float, latency: float, fixed: float, gathers: float, scatters: float
 ) -> None:
-    link = Link(rate, latency, collective_seconds=fixed, gather_factor=gathers)
+    link = Link(rate, latency, collective_seconds=fixed, gather_factor=gathers, scatter_factor=scatters)
     found = link_of(times_on(link, ranks))
     assert found.bits_per_second == pytest.approx(rate, rel=1e-4)
     assert found.latency_seconds == latency
     assert found.gather_factor == pytest.approx(gathers, rel=1e-4)
+    assert found.scatter_factor == pytest.approx(scatters, rel=1e-4)
     assert found.collective_seconds == pytest.approx(fixed, rel=1e-6, abs=1e-9 + 1e-6 * latency * ranks)
 
 

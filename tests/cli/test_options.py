@@ -57,6 +57,7 @@ def test_words_of_an_option(read: Callable[[Any], Any], words: str | None, value
 def test_links_and_nodes() -> None:
     assert options.links_of("200mbit,1gbit", "1ms") == [Link(2e8, 1e-3), Link(1e9, 1e-3)]
     assert options.nodes_of("4, 64", "400gbit") == ([4, 64], None)
+    assert options.nodes_of("4", "400gbit", fsdp=True, over_nodes=True) == ([4], None)
     for fsdp, way in ((False, BETWEEN), (True, SHARDS)):
         counts, node = options.nodes_of("2x8,4x8", "10gbit", fsdp=fsdp)
         assert node is not None

@@ -36,6 +36,7 @@ from gradlab.analysis.forecast.network import CodecTime, Profile, profile_of
 from gradlab.analysis.forecast.simulator import SHARDS, Bucket, Exchange, Node, Turn, Within, simulate
 from gradlab.analysis.forecast.step_time import (
     FLAT,
+    FSDP,
     HIERARCHICAL,
     HSDP,
     Gathers,
@@ -491,6 +492,24 @@ def test_a_step_on_shards_by_hand() -> None:
     assert quick.compressed.seconds == pytest.approx(1 + 1 + 4 + 2 * 0.25 + 2 * 0.1)
 
 
+def test_a_step_whose_shards_lie_on_all_ranks_by_hand() -> None:
+    """Gathers take 3 s twice, a reduce-scatter 3 s, or 6 s in Gloo. What is in 32 bits travels beside 2 s of computing,
+    quantized messages do not."""
+    buckets, link = (Bucket(2.0, 4000),), Link(8e3, header_share=0.0)
+
+    def seconds(link: Link, *quantized: Gathers) -> tuple[float, float, float]:
+        job = Job(4, 2.0, buckets, buckets, None, *([None] if len(quantized) == 1 else []), *quantized)
+        pair = compare(job, link)
+        assert (pair.dense_way, pair.dense.wire_bytes) == (FSDP, 9000)
+        return pair.dense.seconds, pair.half.seconds, pair.compressed.seconds
+
+    eighth, quarter = Gathers(0.125, 0.1), Gathers(0.25, 0.2)
+    assert seconds(link, eighth) == pytest.approx((9.0, 4.5, 2 + 0.375 + (6 - 2) + 0.1))
+    assert seconds(link, quarter, eighth) == pytest.approx((9.0, 4.5, 2 + 0.375 + 2 * 0.75 + 0.1 + 2 * 0.2))
+    gloo = replace(link, scatter_factor=2.0, gather_factor=1.5)
+    assert seconds(gloo, eighth) == pytest.approx((6 + 9, 7.5, 2 + 1.5 * 0.375 + (9 - 2) + 0.1))
+
+
 @law(st.integers(2, 5), st.sampled_from([None, 0.01]), examples=20)
 def test_shards_of_all_ranks_hold_the_model(local_ranks: int, bucket_cap_mb: float | None) -> None:
     plan = Plan.uniform(LAYERS, "block_scaled", dtype="int8")
@@ -548,6 +567,9 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     told = gradlab(*common, "--nodes", "2x2", "--inside", "1mbit", "--fsdp", "--parameters", "int8")[1]
     assert "gathers of parameters inside nodes (int8) " in told
     assert told.rstrip().endswith("most time goes to gradients inside nodes")
+    told = gradlab(*common, "--nodes", "4", "--fsdp")[1]
+    assert ", FSDP2 (" in told
+    assert told.rstrip().endswith("most time goes to gathers of parameters (32 bits)")
 
 
 def test_codecs_take_longer_where_ranks_share_a_core() -> None:
@@ -940,7 +962,8 @@ def test_bad_input_is_one_line(gradlab: Command, artifact: Path) -> None:
         (["--nodes", "four"], "--nodes 'four': expected numbers of nodes"),
         (["--nodes", "-4"], "nodes '-4'"),
         (["--nodes", "2x0"], "expected nodes of one number of ranks from 1"),
-        (["--fsdp"], "name them, such as --nodes 8x8"),
+        (["--nodes", "1", "--fsdp"], "name them, such as --nodes 8x8"),
+        (["--fsdp", "--local-steps", "8"], "expected nodes of several ranks, such as --nodes 2x8"),
         (["--parameters", "int8"], "--parameters 'int8': expected one of int8, int4, "),
         (["--latency", "-1ms"], "duration '-1ms'"),
         (["--bucket-cap-mb", "-1"], "bucket size = -1"),
