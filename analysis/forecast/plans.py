@@ -209,7 +209,7 @@ def forecast(
     ('powersgd(rank=4) + feedback', 2, 16)
 
     Args:
-        plan: at least one of its groups compresses, unless `uncompressed`.
+        plan: at least one of its groups compresses, unless `uncompressed` or the network has quantized parameters.
         network: the links and numbers of nodes to forecast for, and the measured times of a step.
         calibration: measured costs that take the place of the links' own.
         progress: called after each number of nodes.
@@ -221,9 +221,9 @@ def forecast(
         One forecast per number of nodes, on every link.
 
     Raises:
-        GradlabError: for a plan that compresses nothing, if not `uncompressed`.
+        GradlabError: for any other plan that compresses nothing.
     """
-    if not plan.compressed_groups and not uncompressed:
+    if not plan.compressed_groups and not uncompressed and not network.parameters:
         raise GradlabError("this plan compresses nothing: its steps are those of plain DDP")
     if calibration is not None:
         network = replace(network, links=[calibration.applied(link) for link in network.links])

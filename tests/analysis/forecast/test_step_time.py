@@ -570,6 +570,11 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     told = gradlab(*common, "--nodes", "4", "--fsdp")[1]
     assert ", FSDP2 (" in told
     assert told.rstrip().endswith("most time goes to gathers of parameters (32 bits)")
+    Artifact(Plan(LAYERS), {}).save(tmp_path / "dense.safetensors")
+    told = gradlab(
+        "predict", tmp_path / "dense.safetensors", *common[2:], "--nodes", "4", "--fsdp", "--parameters", "int8"
+    )[1]
+    assert "most time goes to gradients" in told
 
 
 def test_codecs_take_longer_where_ranks_share_a_core() -> None:
