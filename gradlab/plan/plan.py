@@ -331,8 +331,17 @@ class Plan:
 
     @functools.cached_property
     def _built(self) -> dict[str, Codec]:
-        """The codecs by group name, for forecasts only, as running or moving one changes it."""
-        return {group.name: self.build(group) for group in self.groups}
+        """The codecs by group name, for forecasts only, as running or moving one changes it: one for all groups that
+        differ in their layers alone."""
+        built, alike = dict[str, Codec](), dict[str, Codec]()
+        for group in self.groups:
+            same = canonical_json(
+                [replace(group, name="", layers=()).to_json(), group.name in self.learned and group.name]
+            )
+            if same in alike:
+                alike[same].check(self.members(group))
+            built[group.name] = alike[same] = alike.get(same) or self.build(group)
+        return built
 
     def build(self, group: Group, device: torch.device | str = "cpu") -> Codec:
         """Build a new codec for a group, inside the group's wrappers.
@@ -432,7 +441,11 @@ class Plan:
 
 def forecast_group(plan: Plan, group: Group, world_size: int, state: Tensors | None = None) -> Bytes:
     """Forecast the bytes of one group in a compressed step from a state; None: the mean over a run."""
-    return plan._built[group.name].forecast(plan.members(group), world_size, state)
+    codec, layers = plan._built[group.name], plan.members(group)
+    if state is not None:
+        return codec.forecast(layers, world_size, state)
+    key = "forecast", world_size, *((layer.shape, layer.role) for layer in layers)
+    return codec.cached(key, lambda: codec.forecast(layers, world_size))
 
 
 def learned_tensors(plan: Plan) -> Tensors:
