@@ -1,6 +1,6 @@
 """Train torchtitan's debug model by torchtitan's own trainer on two "nodes" of two ranks, all on this machine.
 
-torchrun --standalone --nproc-per-node 4 torchtitan_example.py --record         # into the folder `trace`
+torchrun --standalone --nproc-per-node 4 torchtitan_example.py --record trace   # without compression
 torchrun --standalone --nproc-per-node 4 torchtitan_example.py plan.safetensors # compressed; without a plan in int4
 torchrun --standalone --nproc-per-node 4 torchtitan_example.py --every 5 --out local # local steps of two workers
 
@@ -149,7 +149,7 @@ def main() -> None:
     """Record, or train compressed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("plan", nargs="?")
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--record", metavar="FOLDER")
     parser.add_argument("--every", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default="titan")
@@ -162,7 +162,7 @@ def main() -> None:
         config.model_spec = replace(config.model_spec, parallelize_fn=partial(parallelize, workers=NODES))
     trainer = config.build()
     if options.record:
-        around: Any = TraceRecorder(trainer.model_parts[0], "trace", optimizer=list(trainer.optimizers))
+        around: Any = TraceRecorder(trainer.model_parts[0], options.record, optimizer=list(trainer.optimizers))
     elif options.every:
         around = local_steps(trainer, options.plan, options.every)
     else:
