@@ -309,8 +309,8 @@ MUTANTS: tuple[Mutant, ...] = (
         what="The loss scale stays on what was cast.",
     ),
     Mutant(
-        file="gradlab/codecs/cast.py",
-        old="torch.where(grad.isfinite(), cut, grad.bfloat16(), out=out)",
+        file="gradlab/coding/random_bits.py",
+        old="torch.where(values.isfinite(), cut, values.bfloat16(), out=out)",
         new="out.copy_(cut)",
         tests=("tests/codecs/test_cast.py",),
         what="NaN becomes zero where bfloat16 is rounded at random.",
@@ -1065,8 +1065,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         file="analysis/forecast/step_time.py",
-        old="low, high = grid[paying[-1]], grid[paying[-1] + 1]",
-        new="low, high = grid[paying[0]], grid[paying[0] + 1]",
+        old="for position in reversed(range(len(grid)))",
+        new="for position in range(len(grid))",
         tests=("tests/analysis/forecast/test_step_time.py",),
         what="The slowest link that pays is called the break-even.",
         select="break_even",
