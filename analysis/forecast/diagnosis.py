@@ -49,8 +49,8 @@ class Waiting:
 
 
 def link_of(measured: Mapping[str, Any]) -> Link:
-    """Take a link from collectives whose speed nobody knows: a byte takes as long as it took between the smallest and
-    the largest size.
+    """Take a link from collectives whose speed nobody knows: a byte takes as long as it took between the largest size
+    and the next that took less than half as long. What the smallest waits for adds nothing to a large one.
 
     measured: a `gradlab.runtime.doctor.Measured`, as JSON.
     """
@@ -77,22 +77,22 @@ def _observations(measured: Mapping[str, Any], kind: str) -> list[Observation]:
 
 def _slope(measured: Mapping[str, Any], kind: str) -> float:
     """Return the seconds per byte on the busiest link of a kind of collective."""
-    seen = _observations(measured, kind)
-    more = seen[-1].transfer.path_bytes - seen[0].transfer.path_bytes
-    return (seen[-1].seconds - seen[0].seconds) / more if more else 0.0
+    small, large = _two_of([(one.transfer.path_bytes, one.seconds) for one in _observations(measured, kind)])
+    return (large[1] - small[1]) / (large[0] - small[0])
+
+
+def _two_of(seen: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Choose the sizes, with their seconds, between which a byte's time is taken."""
+    first, *others, large = sorted(seen)
+    return max((one for one in others if 2 * one[1] < large[1]), default=first), large
 
 
 def _scatter_factor(measured: Mapping[str, Any], reduced: float) -> float:
     """Return how many times as long a byte takes in a reduce-scatter as in an all-reduce. reduced: seconds there."""
-    seen = sorted((one for one in measured["timed"] if one["collective"] == "reduce-scatter"), key=_nbytes)
-    if len(seen) < 2:
-        return 1.0
-    more = (_nbytes(seen[-1]) - _nbytes(seen[0])) * (1 - 1 / int(measured["ranks"]))
-    return max(1.0, (float(seen[-1]["seconds"]) - float(seen[0]["seconds"])) / more / reduced)
-
-
-def _nbytes(timed: Mapping[str, Any]) -> int:
-    return int(timed["nbytes"])
+    share = 1 - 1 / int(measured["ranks"])
+    scattered = (one for one in measured["timed"] if one["collective"] == "reduce-scatter")
+    small, large = _two_of([(share * int(one["nbytes"]), float(one["seconds"])) for one in scattered])
+    return max(1.0, (large[1] - small[1]) / (large[0] - small[0]) / reduced)
 
 
 def link_to_json(link: Link) -> dict[str, float]:

@@ -263,7 +263,8 @@ def _sharded_job(plan: Plan, network: Network, ranks: int, repeats: int) -> Job:
     reduced = Gathers(share, ranks * _on_its_processor(job, network).codec_seconds)
     seconds, whole = network.profile.compute_seconds, assign_buckets(plan.layers, network.bucket_cap_mb)
     dense = tuple(Bucket(seconds, 4 * sum(layer.numel for layer in bucket)) for bucket in whole)
-    return Job(ranks, seconds, dense, dense, parameters=_gathers(plan, network, ranks, repeats), reduced=reduced)
+    gathered = _gathers(plan, network, ranks, repeats)
+    return Job(ranks, seconds, dense, dense, None, gathered, reduced, overlaps=network.on_accelerator)
 
 
 def _on_its_processor(job: Job, network: Network) -> Job:

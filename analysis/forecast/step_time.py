@@ -98,6 +98,7 @@ class Job:
     rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
     parameters: FSDP2's gathers of parameters; None: in 32 bits.
     reduced: its reduce-scatters, where all ranks share the parameters; None: the plan does not run in them.
+    overlaps: whether collectives of FSDP2 over all ranks travel beside computing: in Gloo they do not.
     known: collectives of the exchanges' requests, which simulations of this job share.
     """
 
@@ -108,6 +109,7 @@ class Job:
     rank_buckets: tuple[Bucket, ...] | None = None
     parameters: Gathers | None = None
     reduced: Gathers | None = None
+    overlaps: bool = True
     known: Known = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -337,16 +339,16 @@ def _sharded_over_all(
     job: Job, link: Link, reduced: Gathers | None, gathered: Gathers | None, share: float = 1.0
 ) -> Step:
     """Simulate a step under FSDP2 whose shards lie on all ranks: gathers before forward and before backward, and
-    reduce-scatters. Those of 32 bits, or a share of them, travel beside computing, others do not."""
+    reduce-scatters. Those of 32 bits, or a share of them, may travel beside computing, others do not."""
     scattering, gathering = traffic_of_all(job, link, reduced, gathered, share)
     quantized = [(one, seconds) for one, seconds in ((reduced, scattering), (gathered, gathering)) if one is not None]
     exposed = sum(seconds for _, seconds in quantized)
-    hidden = max(0.0, scattering + gathering - exposed - job.compute_seconds)
+    left = scattering + gathering - exposed
+    exposed += max(0.0, left - job.compute_seconds) if job.overlaps else left
     encode = (reduced.seconds if reduced else 0.0) + 2 * (gathered.seconds if gathered else 0.0)
     nbytes = sum(bucket.nbytes for bucket in job.dense_buckets) * (job.world_size - 1) // job.world_size
     wire = nbytes * ((reduced.share if reduced else share) + 2 * (gathered.share if gathered else share))
-    communicate = exposed + hidden
-    return Step(job.compute_seconds + encode + communicate, job.compute_seconds, encode, communicate, round(wire))
+    return Step(job.compute_seconds + encode + exposed, job.compute_seconds, encode, exposed, round(wire))
 
 
 def traffic_of_all(

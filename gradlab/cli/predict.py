@@ -103,25 +103,21 @@ def predict(
     calibration = calibrate_link(links[0], read_observations(measured)) if measured is not None else None
     if out is not None:
         require_figure(out, overwrite)
-    if local_steps is not None and fsdp and node is None:
-        raise GradlabError("--local-steps and --fsdp: expected nodes of several ranks, such as --nodes 2x8")
-    numbers = None if local_steps is None else options.counts_of(local_steps, "--local-steps")
+    numbers = _local_steps_of(local_steps, fsdp and node is None)
     times, loaded = _times(compute_seconds), Artifact.load(artifact)
     profile, processor = profile_of(loaded, *times), options.processor_of(bandwidth)
     how: dict[str, Any] = {"processor": processor, "parameters": _format_of(parameters, fsdp)}
     how["sharded"] = fsdp and node is None
     network = Network(links, counts, profile, bucket_cap_mb=bucket_cap_mb, node=node, **how)
     with progress_bars() as progress:
-        result = forecast(
-            loaded.plan, network, calibration=calibration, progress=progress, uncompressed=numbers is not None
-        )
+        more: dict[str, Any] = {"calibration": calibration, "uncompressed": numbers is not None}
+        result = forecast(loaded.plan, network, progress=progress, **more)
         local = [] if numbers is None else forecast_local_steps(loaded.plan, network, result, calibration, progress)
-    if out is not None:
-        _draw(result, local, out)
+    _draw(result, local, out)
     if as_json:
         kept = {count: state_of_rank(loaded.plan, count, network) for count in network.nodes}
-        more = {} if numbers is None else {"local_steps": [one.to_json(numbers) for one in local]}
-        print_json({**result.to_json(), "state_bytes": kept, **more})
+        written = {} if numbers is None else {"local_steps": [one.to_json(numbers) for one in local]}
+        print_json({**result.to_json(), "state_bytes": kept, **written})
         return
     _answer(result, [state_text(loaded.plan, network), str(out or "")]).print()
     if numbers is not None:
@@ -135,7 +131,15 @@ def _times(compute_seconds: str | None) -> tuple[Any, ...]:
     return run, seconds, recorded
 
 
-def _draw(result: Forecast, local: Sequence[LocalSteps], out: Path) -> None:
+def _local_steps_of(text: str | None, sharded: bool) -> list[int] | None:
+    if text is not None and sharded:
+        raise GradlabError("--local-steps and --fsdp: expected nodes of several ranks, such as --nodes 2x8")
+    return None if text is None else options.counts_of(text, "--local-steps")
+
+
+def _draw(result: Forecast, local: Sequence[LocalSteps], out: Path | None) -> None:
+    if out is None:
+        return
     from gradlab.analysis.questions.pays import loss_chart, step_time_chart
 
     write_chart(loss_chart(local) if local else step_time_chart(result), out)

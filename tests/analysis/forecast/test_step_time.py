@@ -508,6 +508,8 @@ def test_a_step_whose_shards_lie_on_all_ranks_by_hand() -> None:
     assert seconds(link, quarter, eighth) == pytest.approx((9.0, 4.5, 2 + 0.375 + 2 * 0.75 + 0.1 + 2 * 0.2))
     gloo = replace(link, scatter_factor=2.0, gather_factor=1.5)
     assert seconds(gloo, eighth) == pytest.approx((6 + 9, 7.5, 2 + 1.5 * 0.375 + (9 - 2) + 0.1))
+    apart = compare(Job(4, 2.0, buckets, buckets, reduced=eighth, overlaps=False), link)
+    assert apart.dense.seconds == pytest.approx(2 + 9)
 
 
 @law(st.integers(2, 5), st.sampled_from([None, 0.01]), examples=20)
