@@ -16,8 +16,11 @@ _MATTERS = 0.001  # share of the state from which on an entry is named
 
 
 def state_of_rank(plan: Plan, nodes: int, network: Network) -> dict[str, int]:
-    """Count the bytes of state, by entry, of the rank that keeps most: by itself, as a node's owner of groups, or of
-    the first shards that FSDP2 cuts."""
+    """Count the bytes of state, by entry, of the rank that keeps most: by itself, as a node's owner of groups, of the
+    first shards that FSDP2 cuts, or of all nodes' shards, where a plan runs in FSDP2's reduce-scatter."""
+    if network.sharded:
+        of_shard = state_bytes(cut_for_shards(plan, nodes, network.bucket_cap_mb)[0], 1)
+        return {what: nodes * nbytes for what, nbytes in of_shard.items()}
     if network.node is None:
         return state_bytes(plan, nodes)
     ranks = network.node.local_ranks

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gradlab.analysis.forecast import Network
+from gradlab.analysis.forecast.state import state_of_rank
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan, Wrap, state_bytes
 from gradlab.plan.plan import between
@@ -54,3 +56,9 @@ def test_70_billion_parameters_are_counted_and_residuals_in_16_bits_take_half() 
     assert state_bytes(plan, 64) == {"residual": 4 * values}
     assert state_bytes(with_buffers(plan, "bfloat16"), 64) == {"residual": 2 * values}
     assert state_bytes(plan, 64, groups={"7.up"}) == {"residual": 4 * 8192 * 28672}
+
+
+def test_in_the_reduce_scatter_a_rank_keeps_residuals_of_all_shards_and_serves_nobody() -> None:
+    plan = Plan.uniform([Layer("w", (1030, 64), "linear")], "block_scaled", dtype="int4")
+    assert state_of_rank(plan, 8, Network(nodes=(8,), sharded=True)) == {"residual": 4 * 8 * 129 * 64}  # rows padded
+    assert "server_residual" in state_of_rank(plan, 8, Network(nodes=(8,)))
