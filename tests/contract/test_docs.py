@@ -216,3 +216,11 @@ def test_promises_name_tests_that_exist() -> None:
         assert f"\ndef {function}(" in text if function else file.startswith("tests/campaigns/"), name
     rows = [line for line in page.splitlines() if line.startswith("| ") and "held by" not in line]
     assert all("tests/" in row.split("|")[2] for row in rows)
+
+
+def test_no_bullet_of_the_changelog_stands_twice() -> None:
+    """Changes to it are merged line by line, and both forms of a changed line stay."""
+    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
+    begun = re.findall(r"^- \*\*(.+?)\*\*", text, re.MULTILINE)
+    assert len(begun) > 5
+    assert len(set(begun)) == len(begun)
