@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradlab.ddp.copies import Detached
-from gradlab.ddp.model import require_ddp
+from gradlab.ddp.model import is_sharded, require_ddp
 from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
@@ -45,9 +45,9 @@ def compress(
 ) -> Any:
     """Compress what a model's ranks exchange from now on, in the way that belongs to what is given.
 
-    Below is a model in DDP: a `CompressionState` is made and its hook registered. A model under FSDP2 takes `between`
-    (`compress_fsdp`), a bare model `every` for local steps (`OuterStep`). The Trainer of transformers or Lightning gets
-    the callback that compresses, with `every` the one that takes local steps.
+    Below is a model in DDP: a `CompressionState` is made and its hook registered. A model under FSDP2 gets what
+    `compress_fsdp` makes, and a bare model takes `every` for local steps (`OuterStep`). The Trainer of transformers or
+    Lightning gets the callback that compresses, with `every` the one that takes local steps.
 
         with gradlab.compress(ddp_model, "plan.safetensors", optimizer=optimizer) as state:
             for inputs, targets in batches:
@@ -99,7 +99,7 @@ def _attached(model: nn.Module, plan: Plan | str | os.PathLike[str], options: di
         from gradlab.runtime.outer.step import OuterStep
 
         return OuterStep(plan, model, **options)  # type: ignore[arg-type]  # a path is taken as text is
-    if "between" in options:
+    if "between" in options or is_sharded(model):
         from gradlab.runtime.fsdp.state import compress_fsdp
 
         return compress_fsdp(model, plan, **options)

@@ -287,7 +287,7 @@ class Exchange(Uncopied):
         """This rank's state for `torch.distributed.checkpoint.save` and `load`, beside those of all other ranks."""
         from gradlab.runtime.saved import RankState
 
-        return RankState(self, f"rank {self._driver.place.rank}")
+        return RankState(self)
 
     def report(self) -> dict[str, Any]:
         """Summarise the run as plain JSON; a number that is not finite is None.

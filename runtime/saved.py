@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.codec.wrapper import POLICIES
@@ -95,10 +96,11 @@ def go_on(state: Saves, residuals: str | None, read: Callable[[int], Any]) -> No
 
 
 class RankState:
-    """Stateful, as torch.distributed.checkpoint calls it, with this rank's entry under `key`."""
+    """Stateful, as torch.distributed.checkpoint calls it, with an entry under this process's rank among all: stages of
+    a pipeline and parts of layers are saved into one checkpoint."""
 
-    def __init__(self, owner: Keeps, key: str) -> None:
-        self._owner, self._key = owner, key
+    def __init__(self, owner: Keeps) -> None:
+        self._owner, self._key = owner, f"rank {dist.get_rank() if dist.is_initialized() else 0}"
 
     def state_dict(self) -> dict[str, Any]:
         """Write the rank's state as bytes, in one entry."""

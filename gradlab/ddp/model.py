@@ -105,6 +105,12 @@ def without_compile(model: object) -> object:
     return model
 
 
+def is_sharded(model: object) -> bool:
+    """Return whether `fully_shard` was called on a module, or on a part of it, and DDP is not around it."""
+    parts = model.modules() if isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel) else ()
+    return any(kind.__name__ == "FSDPModule" for part in parts for kind in type(part).__mro__)
+
+
 def bare_module(model: nn.Module) -> nn.Module:
     """Return the user's own module, without the wrappers of DDP and torch.compile around it; its parts may be
     compiled."""

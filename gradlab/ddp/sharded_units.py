@@ -7,7 +7,7 @@ this layout to nobody, so that private attributes are read here, and here alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 
 from gradlab.ddp.averaged import AveragedLayers
 from gradlab.ddp.model import without_compile
@@ -183,6 +184,24 @@ def require_whole_backward(units: Iterable[Unit]) -> None:
             "a part of the backward pass ended within it, as under torch.utils.checkpoint with use_reentrant=True; "
             "checkpoint with use_reentrant=False"
         )
+
+
+def after_reduction(units: Iterable[Unit], action: Callable[[], None]) -> None:
+    """Call an action once FSDP has ended its backward pass. A stage of a pipeline reduces its gradients after the last
+    micro-batch and outside of backward, and then calls what ends FSDP's."""
+    if torch._C._current_graph_task_id() != -1:
+        Variable._execution_engine.queue_callback(action)  # FSDP's own was queued by the first unit's backward
+        return
+    states = (state for unit in units for state in unit.module._get_fsdp_state()._state_ctx.all_states)
+    root = next(state for state in states if state._is_root)
+    end = root._root_post_backward_final_callback
+
+    def ended() -> None:
+        del root._root_post_backward_final_callback
+        end()
+        action()
+
+    root._root_post_backward_final_callback = ended
 
 
 def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:

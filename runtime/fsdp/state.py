@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import part_of
@@ -25,6 +24,7 @@ from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
     Unit,
+    after_reduction,
     all_gather_of,
     attached_hooks,
     averaged_units,
@@ -57,7 +57,6 @@ from gradlab.runtime.exchange import Exchange
 from gradlab.runtime.fsdp.parameters import ParameterGathers, parameter_plan
 from gradlab.runtime.fsdp.reduction import Levels, ShardReduction, UnitReduceScatter, levels_of, shard_driver
 from gradlab.runtime.network.faults import CommunicationError
-from gradlab.runtime.saved import RankState
 from gradlab.trial import trial
 
 Mesh = dist.DeviceMesh | dist.ProcessGroup
@@ -243,8 +242,7 @@ class FSDPCompression(Exchange):
             if self.inside is not None:
                 self.inside.begin(self._around.held.rates(), self._around.loss_scale())
             self._stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-            # FSDP's own callback was queued by the first unit's backward: this one runs after it.
-            Variable._execution_engine.queue_callback(self._end_step)
+            after_reduction(self._units, self._end_step)
         assert self._driver.current is not None
         return self._driver.current
 
@@ -287,12 +285,6 @@ class FSDPCompression(Exchange):
         self._bad.zero_()
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=parts)
         return bool(bad)
-
-    @property
-    def stateful(self) -> RankState:
-        """See `Exchange.stateful`; ranks that hold other parts of layers have entries of their own."""
-        place = f"rank {self._driver.place.rank}"
-        return RankState(self, place if self._parts is None else f"{place} of part {self._parts.rank()}")
 
     def _judge_inside(self, inside: ShardReduction, current: Iteration) -> None:
         """Let all ranks of all nodes agree on whether the reduce-scatters were finite, and whether a rule fired."""

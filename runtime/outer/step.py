@@ -469,7 +469,7 @@ class OuterStep(Uncopied):
     @property
     def stateful(self) -> RankState:
         """This rank's state for `torch.distributed.checkpoint.save` and `load`, see `Exchange.stateful`."""
-        return RankState(self, f"rank {dist.get_rank() if dist.is_initialized() else 0}")
+        return RankState(self)
 
     def _saved(self, fragment: Fragment) -> dict[str, Any]:
         flight = None if fragment.flight is None else fragment.flight.result()

@@ -55,6 +55,10 @@ def trained(group: dist.ProcessGroup) -> dict[str, Any]:
         for step in range(2):
             for model, optimizer in zip(models, optimizers, strict=True):
                 model.zero_grad()
+                if step:
+                    model.set_requires_all_reduce(False)
+                    backward(model, rank, 2)  # a micro-batch before the one after which nodes meet
+                    model.set_requires_all_reduce(True)
                 backward(model, rank, step)
                 optimizer.step()
     found: dict[str, Any] = {"same": all(map(torch.equal, own(models[0]), own(models[1])))}
@@ -80,7 +84,8 @@ def trained(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
-    """One part's gradient overflows: no part takes the step. A run that goes on from its state is the one that did."""
+    """One part's gradient overflows in the first of two micro-batches: no part takes the step. A run that goes on from
+    its state is the one that did."""
     mesh, rank = mesh_of(group), dist.get_rank(group)
     models = [cut(mesh), cut(mesh)]
     plan = Plan.uniform(models[0], "topk", density=0.2, warmup_steps=0)
@@ -88,10 +93,17 @@ def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
     backward(models[0], rank, 0)
     kept = _hashes(states[0])
     models[0].zero_grad()
+    hooks = []
     if rank == 3:
         # The first layer's of node 0, shard 1, part 1: nothing passes it on to another part.
-        models[0][0][0].register_forward_hook(lambda *given: given[-1].register_hook(torch.Tensor.log) and None)
+        first = models[0][0][0]
+        hooks += [first.register_forward_hook(lambda *given: given[-1].register_hook(torch.Tensor.log) and None)]
+    models[0].set_requires_all_reduce(False)
     backward(models[0], rank, 1)
+    for hook in hooks:
+        hook.remove()
+    models[0].set_requires_all_reduce(True)
+    backward(models[0], rank, 2)
     bad = [bool(parameter.grad.to_local().isnan().any()) for parameter in models[0].parameters()]
     finite, unchanged = states[0].statistics.steps[-1].finite, _hashes(states[0]) == kept
     saved = states[0].stateful.state_dict()

@@ -1,4 +1,4 @@
-"""FSDP2's shards of layers that tensor parallelism has cut: 2 nodes x 2 shards x 2 parts."""
+"""FSDP2's shards of layers that tensor parallelism has cut, 2 nodes x 2 shards x 2 parts, and stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from support.process_pool import ProcessPool
 
-TASKS = "jobs.tensor_parallel_tasks"
+TASKS, STAGES = "jobs.tensor_parallel_tasks", "jobs.pipeline_tasks"
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,17 @@ def test_what_is_not_for_such_a_model_is_refused(pool: ProcessPool, tmp_path: Pa
     for recorder, parameters in pool.run(f"{TASKS}:refused", 8, folder=str(tmp_path / "trace")):
         assert "is under tensor parallelism, which compress_fsdp alone takes, for gradients" in recorder
         assert parameters == "compress_fsdp: parameters= under tensor parallelism, which compresses gradients alone"
+
+
+@pytest.mark.parametrize("way", ["ddp", "sharded"])
+def test_a_stage_of_a_pipeline_has_a_plan_and_a_state_of_its_own(pool: ProcessPool, way: str) -> None:
+    results = pool.run(f"{STAGES}:trained", 8, way=way)
+    assert [result.pop("entry") for result in results] == [f"rank {rank}" for rank in range(8)]
+    for result in results:
+        assert all(result.values()), result
+
+
+def test_plans_of_other_layers_and_two_stages_at_once_are_refused_on_a_stage(pool: ProcessPool) -> None:
+    for of_the_whole, of_both in pool.run(f"{STAGES}:refused", 8):
+        assert "is for another model (8 differences)" in of_the_whole
+        assert "fully_shard was called on parts of the model alone, and each has a backward pass of its own" in of_both
