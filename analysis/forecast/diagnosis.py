@@ -178,11 +178,11 @@ def waiting(
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
     network, found = Network([link], [nodes], profile, cores, node=node, processor=processor), dict[str, float]()
     # Between nodes of several ranks 16 bits are codec `cast`'s, as `gradlab recommend` writes them.
-    halved = None if node is None else forecast(Plan.uniform(layers, "cast"), network, curves=False)
+    halved = None if node is None else forecast(Plan.uniform(layers, "cast"), network, break_evens=False)
     for name in names or PLANS:
         codec, settings = PLANS[name]
         plan = Plan.uniform(layers, codec, **settings)
-        made = forecast(plan, network, curves=False)
+        made = forecast(plan, network, break_evens=False)
         [(_, pair)] = made.comparisons
         found |= {
             PLAIN: pair.ways.get(FLAT, pair.dense).seconds,

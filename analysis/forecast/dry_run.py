@@ -242,19 +242,19 @@ class DryRuns:
 
     def group(self, group: Group) -> Exchange:
         """Return one group's exchange."""
-        codec, members = self.plan.build(group), self.plan.members(group)
-        return replace(self.exchange(group.name, codec, members, self._kind(group)), codec=group.codec)
+        run = self._exchange(group.name, lambda: self.plan.build(group), self.plan.members(group), self._kind(group))
+        return replace(run, codec=group.codec)
 
-    def exchange(self, name: str, codec: Codec, layers: Sequence[Layer], kind: str) -> Exchange:
-        """Return the exchange of `layers` by `codec`. It is run once for equal kinds and equal shapes."""
+    def _exchange(self, name: str, build: Callable[[], Codec], layers: Sequence[Layer], kind: str) -> Exchange:
+        """Return the exchange of `layers` by a codec, which is built and run once for equal kinds and equal shapes."""
         key = json.dumps([kind, [layer.shape for layer in layers]])
         if key not in self._exchanges:
-            self._exchanges[key] = dry_run(codec, layers, self.context(name), repeats=self.repeats)
+            self._exchanges[key] = dry_run(build(), layers, self.context(name), repeats=self.repeats)
         return replace(self._exchanges[key], name=name)
 
     def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
         """Return the exchange of dense layers that travel together, the sum of one exchange per layer."""
-        every = [self.exchange(name, Identity(), [layer], "dense") for layer in layers]
+        every = [self._exchange(name, Identity, [layer], "dense") for layer in layers]
         turns = [
             Turn(
                 sum(turn.seconds for turn in same),

@@ -11,7 +11,7 @@ from typing import Any
 from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.dry_run import MOST_VALUES, PART_VALUES, REPEATS, DryRuns, scan_seconds_per_byte
-from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
+from gradlab.analysis.forecast.link import json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import moved
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, WAYS, Bucket
@@ -52,17 +52,23 @@ class NodeForecast:
     """A plan at one number of nodes.
 
     job: the step, ready for any link.
+    network: the network, of which this is one number of nodes.
     links: the plan beside plain DDP, on each link of the network.
     break_even, half_break_even: link speed, in bits per second, below which the plan is faster than plain DDP, or than
         plain 16-bit reduction, by more than forecasts err. None: at no speed. Infinity: at every speed.
-    curve: the plan beside plain DDP over link speed, for a figure.
     """
 
     job: Job
+    network: Network
     links: tuple[Comparison, ...]
     break_even: float | None
     half_break_even: float | None
-    curve: tuple[Comparison, ...]
+
+    @functools.cached_property
+    def curve(self) -> tuple[Comparison, ...]:
+        """The plan beside plain DDP over link speed, for a figure."""
+        rates = _curve_rates([*(link.bits_per_second for link in self.network.links), self.break_even or 0.0])
+        return tuple(_compared(self.job, self.network, rate) for rate in rates)
 
     def to_json(self) -> dict[str, Any]:
         """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited"."""
@@ -198,7 +204,7 @@ def forecast(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     uncompressed: bool = False,
-    curves: bool = True,
+    break_evens: bool = True,
 ) -> Forecast:
     """Forecast step times of a plan and of plain DDP.
 
@@ -215,7 +221,7 @@ def forecast(
         progress: called after each number of nodes.
         uncompressed: whether a plan that compresses nothing is forecast too: as plain DDP, or in nodes of several
             ranks as averages that take the plan's way.
-        curves: whether each number of nodes gets its break-evens and its curve over link speeds, too.
+        break_evens: whether each number of nodes gets its break-evens, too.
 
     Returns:
         One forecast per number of nodes, on every link.
@@ -229,7 +235,7 @@ def forecast(
         network = replace(network, links=[calibration.applied(link) for link in network.links])
     nodes = []
     for done, job in enumerate(jobs(plan, network)):
-        nodes.append(_at(job, network, curves))
+        nodes.append(_at(job, network, break_evens))
         if progress:
             progress("nodes", done + 1, len(network.nodes))
     method = ", ".join(methods_of(plan.compressed_groups)) or "uncompressed"
@@ -275,7 +281,9 @@ def _on_its_processor(job: Job, network: Network) -> Job:
 
 def _job(runs: DryRuns, network: Network, scan: float) -> Job:
     seconds, cap = network.profile.compute_seconds, network.bucket_cap_mb
-    return make_job(runs.plan, runs, seconds, scan_seconds=scan, bucket_cap_mb=cap)
+    whole = network.node is None or network.node.plans == BETWEEN
+    plan = runs.plan if whole else Plan(runs.plan.layers)  # a rank's shards are in `_rank_buckets`
+    return make_job(plan, runs, seconds, scan_seconds=scan, bucket_cap_mb=cap)
 
 
 def _rank_buckets(
@@ -319,17 +327,19 @@ def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tu
     return profile.codec.seconds / sum(exchange.codec_seconds for exchange in compressed), 1.0
 
 
-def _at(job: Job, network: Network, curves: bool) -> NodeForecast:
-    def on(link: Link) -> Comparison:
-        return compare(job, link, speed=network.speed, node=network.node)
+def _compared(job: Job, network: Network, bits_per_second: float) -> Comparison:
+    link = replace(network.links[0], bits_per_second=bits_per_second)
+    return compare(job, link, speed=network.speed, node=network.node)
 
-    pairs = tuple(on(link) for link in network.links)
-    if not curves:
-        return NodeForecast(job, pairs, None, None, ())
+
+def _at(job: Job, network: Network, break_evens: bool) -> NodeForecast:
+    pairs = tuple(compare(job, link, speed=network.speed, node=network.node) for link in network.links)
+    if not break_evens:
+        return NodeForecast(job, network, pairs, None, None)
 
     @functools.cache  # both searches for a break-even begin at the same speeds
     def at(bits_per_second: float) -> Comparison:
-        return on(replace(network.links[0], bits_per_second=bits_per_second))
+        return _compared(job, network, bits_per_second)
 
     def saves(bits_per_second: float) -> float:
         pair = at(bits_per_second)
@@ -339,9 +349,7 @@ def _at(job: Job, network: Network, curves: bool) -> NodeForecast:
         pair = at(bits_per_second)
         return (1 - SPEED_NOISE) * pair.half.seconds - pair.compressed.seconds
 
-    even, half_even = break_even(saves), break_even(saves_to_16_bits)
-    curve = tuple(at(rate) for rate in _curve_rates([*(link.bits_per_second for link in network.links), even or 0.0]))
-    return NodeForecast(job, pairs, even, half_even, curve)
+    return NodeForecast(job, network, pairs, break_even(saves), break_even(saves_to_16_bits))
 
 
 def _curve_rates(marks: Sequence[float]) -> list[float]:

@@ -79,6 +79,11 @@ class Exchange:
         seconds[-1] += self.apply_seconds
         return tuple(zip(seconds, (turn.requests for turn in self.turns), strict=True))[::-1]
 
+    @functools.cached_property
+    def work(self) -> tuple[object, ...]:
+        """All that a simulation sees of it: exchanges of equal work take equal times on every link."""
+        return self.gradient_bytes, tuple((seconds, *map(id, requests)) for seconds, requests in self.played)
+
     def scaled(self, codec: float, engine: float) -> Exchange:
         """Multiply the codec's times and the engine's."""
         turns = tuple(
@@ -102,6 +107,11 @@ class Bucket:
     in_place_bytes: int = 0
     scan_seconds: float = 0.0
     exchanges: tuple[Exchange, ...] = ()
+
+    @functools.cached_property
+    def work(self) -> tuple[object, ...]:
+        """All that a simulation sees of it but the moment when it is ready."""
+        return self.in_place_bytes, self.scan_seconds, tuple(exchange.work for exchange in self.exchanges)
 
     @property
     def nbytes(self) -> int:

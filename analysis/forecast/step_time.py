@@ -322,16 +322,20 @@ def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> 
     """
     mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
     reduced, gathered = traffic_inside(job, node)
+    kinds: dict[object, list[Bucket]] = {}
+    for unit in units:
+        kinds.setdefault(unit.work, []).append(unit)
     exchanges = [
-        simulate([replace(unit, ready_seconds=0.0)], 0.0, mine, job.world_size, known=job.known) for unit in units
+        (len(alike), simulate([replace(alike[0], ready_seconds=0.0)], 0.0, mine, job.world_size, known=job.known))
+        for alike in kinds.values()
     ]
-    encode = sum(one.encode for one in exchanges)
-    communicate = sum(one.communicate for one in exchanges) + reduced
+    encode = sum(count * one.encode for count, one in exchanges)
+    communicate = sum(count * one.communicate for count, one in exchanges) + reduced
     if job.parameters is None:
         communicate += max(0.0, gathered - job.compute_seconds)
     else:
         encode, communicate = encode + 2 * job.parameters.seconds, communicate + gathered
-    wire = node.local_ranks * sum(one.wire_bytes for one in exchanges)
+    wire = node.local_ranks * sum(count * one.wire_bytes for count, one in exchanges)
     return Step(job.compute_seconds + encode + communicate, job.compute_seconds, encode, communicate, wire)
 
 

@@ -68,7 +68,7 @@ def conflict_on_shards(plan: Plan) -> str:
 def groups_of_whole_layers(plan: Plan) -> Iterator[tuple[Group, str]]:
     """Yield each group whose codec or wrapper needs whole layers, with the reason."""
     for group in plan.compressed_groups:
-        if reason := plan.build(group).traits.whole_layers:
+        if reason := plan._built[group.name].traits.whole_layers:
             yield group, reason
 
 

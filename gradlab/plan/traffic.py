@@ -67,7 +67,7 @@ def saving_of_sent(plan: Plan, world_size: int) -> Saving:
 
 def varying_codecs(plan: Plan) -> tuple[str, ...]:
     """Return ids of codecs whose messages vary in size with the gradients, so that forecasts of bytes are estimates."""
-    named = {group.codec for group in plan.compressed_groups if innermost(plan.build(group)).traits.varying}
+    named = {group.codec for group in plan.compressed_groups if innermost(plan._built[group.name]).traits.varying}
     return tuple(sorted(named))
 
 

@@ -47,6 +47,7 @@ from gradlab.analysis.forecast.step_time import (
     cut_for_shards,
     make_job,
     ready_seconds,
+    traffic_inside,
 )
 from gradlab.artifact import Artifact
 from gradlab.codec import Batch, exchange_group
@@ -630,6 +631,26 @@ def test_a_step_is_the_sum_of_its_parts(step: tuple[list[Bucket], float], link: 
     work = sum(b.scan_seconds + sum(e.codec_seconds + e.apply_seconds for e in b.exchanges) for b in buckets)
     network = 9.6 * simulated.wire_bytes / link.bits_per_second + 200 * link.latency_seconds
     assert simulated.seconds <= compute + work + network + 1e-9
+
+
+@law(steps(), st.lists(st.integers(0, 3), min_size=1, max_size=6), links, st.floats(0.0, 3.0))
+def test_shards_of_units_are_exchanged_one_after_another(
+    step: tuple[list[Bucket], float], order: list[int], link: Link, factor: float
+) -> None:
+    """Units in any order, some of them equal, as a model's blocks are, and renamed: none of the work is left out."""
+    buckets, compute = step
+    units = [buckets[place % len(buckets)] for place in order]
+    named = [[replace(e, name=f"{n} of {i}") for n, e in enumerate(u.exchanges)] for i, u in enumerate(units)]
+    units = [replace(unit, exchanges=tuple(own)) for unit, own in zip(units, named, strict=True)]
+    job = Job(2, compute, tuple(buckets), tuple(buckets), tuple(units)).scaled(factor, 1.0)
+    mine = replace(link, bits_per_second=link.bits_per_second / 2)
+    each = [simulate([replace(unit, ready_seconds=0.0)], 0.0, mine, 2) for unit in job.rank_buckets or ()]
+    found = compare(job, link, node=replace(NODE, plans=SHARDS)).compressed
+    assert found.wire_bytes == 2 * sum(one.wire_bytes for one in each)
+    assert found.encode == pytest.approx(sum(one.encode for one in each), abs=1e-9)
+    inside, gathered = traffic_inside(job, NODE)
+    waited = sum(one.communicate for one in each) + inside + max(0.0, gathered - compute)
+    assert found.communicate == pytest.approx(waited, abs=1e-9)
 
 
 @law(steps(), links, worlds, st.floats(1.0, 100.0))
