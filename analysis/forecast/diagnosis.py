@@ -13,9 +13,9 @@ from gradlab.analysis.forecast.calibration import ALL_GATHER, ALL_REDUCE, Observ
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
-from gradlab.analysis.forecast.plans import forecast
+from gradlab.analysis.forecast.plans import forecast, traffic_text
 from gradlab.analysis.forecast.processors import Processor, processor_from
-from gradlab.analysis.forecast.simulator import FLAT, HSDP, Node
+from gradlab.analysis.forecast.simulator import FLAT, HSDP, SHARDS, Node
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
@@ -41,11 +41,17 @@ _MORE = ("scatter_factor",)  # which a file need not have
 
 @dataclass(frozen=True)
 class Waiting:
-    """A step of a model under several plans, in seconds by name; computing: the part that is no exchange."""
+    """A step of a model under several plans.
+
+    computing: seconds of it that are no exchange.
+    seconds: those of a step, by plan.
+    traffic: sentence on what takes how long under native HSDP; "" where nodes have one rank.
+    """
 
     parameters: int
     computing: float
     seconds: Mapping[str, float]
+    traffic: str = ""
 
 
 def link_of(measured: Mapping[str, Any]) -> Link:
@@ -110,7 +116,9 @@ def written(
         **({"inside": inside[0]} if inside else {}),
         "checkup": checkup,
         **others,
-        "steps": [{"parameters": one.parameters, "seconds": dict(one.seconds)} for one in steps],
+        "steps": [
+            {"parameters": one.parameters, "seconds": dict(one.seconds), "traffic": one.traffic} for one in steps
+        ],
     }
 
 
@@ -193,7 +201,13 @@ def waiting(
         if name == "int4" and computing is not None:
             [local] = forecast_local_steps(plan, network, made)
             found[LOCAL] = local.seconds(LOCAL_STEPS)
-    return Waiting(parameters, profile.compute_seconds, found)
+    return Waiting(parameters, profile.compute_seconds, found, "" if node is None else _traffic(layers, network, node))
+
+
+def _traffic(layers: Sequence[Layer], network: Network, node: Node) -> str:
+    """Say how long each kind of traffic takes under FSDP2, uncompressed."""
+    sharded = replace(network, node=replace(node, plans=SHARDS))
+    return traffic_text(forecast(Plan(tuple(layers)), sharded, uncompressed=True, break_evens=False).nodes[0], sharded)
 
 
 def slow_ranks(work_seconds: Sequence[float], slow: float = _SLOW) -> dict[int, float]:
@@ -228,6 +242,7 @@ def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequ
         of = f" of the {spell_rate(nominal)} of {checkup['interface']}" if nominal else ""
         said.append(f"{'Between nodes' if where == 'between' else 'Inside a node'}: {rate}{of}, {late} one way.")
     said += [_step_text(one) for one in steps]
+    said += [f"Under {HSDP}, {one.traffic}." for one in steps[-1:] if one.traffic]
     for rank, times in slow_ranks(checkup["work_seconds"], slow).items():
         host = checkup["hosts"][rank]
         said.append(f"Rank {rank} ({host}) takes {times:.2g} times as long as the others for the same work.")

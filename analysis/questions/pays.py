@@ -15,7 +15,7 @@ from gradlab.analysis.forecast.local_endings import UNCOMPRESSED, local_endings
 from gradlab.analysis.forecast.local_speed import MOST_WAITING, LocalSpeed
 from gradlab.analysis.forecast.local_steps import CLOSE, LocalSteps
 from gradlab.analysis.forecast.networks import networks_table
-from gradlab.analysis.forecast.plans import pays_text
+from gradlab.analysis.forecast.plans import pays_text, traffic_text
 from gradlab.analysis.forecast.speed import Judged, SpeedForecast
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_count, format_counted, format_percent, format_ratio, format_seconds
@@ -74,6 +74,9 @@ def step_times_section(data: Json) -> Section | None:
         "dense training's of the methods with the nearest cosines in the trainings of docs/comparison.md and "
         "docs/text.md, least, middle and most. They are few, on small tasks: an observation, no bound."
     )
+    name, first = next(iter(speed.forecasts.items()))
+    traffic = [text for node in first.nodes if (text := traffic_text(node, first.network))]
+    note += f" {name} on FSDP2's shards between {'; '.join(traffic)}." if traffic else ""
     columns = (
         "nodes", "link", "plan", what, "speed-up", "vs 16 bits", "cosine", "summed over", "similar methods ended",
     )  # fmt: skip

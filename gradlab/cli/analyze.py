@@ -61,10 +61,11 @@ def analyze(
 
     require_free(out, overwrite, contents=REPORT_FILES)
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
-    counts, node = options.nodes_of(nodes, inside)
     links, processor = options.links_of(bandwidth, latency), options.processor_of(bandwidth)
     artifacts, look = loaded_plans(plan or ()), QUICK if quick else THOROUGH
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
+        sharded = opened.metadata.get("fully_shard") is True
+        counts, node = options.nodes_of(nodes, inside, fsdp=sharded, over_nodes=True)
         network = Network(
             links, counts, options.profile_of_step(compute_seconds, opened), node=node, processor=processor
         )

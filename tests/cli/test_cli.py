@@ -175,6 +175,17 @@ def test_analyze_and_inspect(gradlab: Command, loop: Path, topk: Path, tmp_path:
     assert "0.500x" in shown  # layers that stay dense
 
 
+def test_the_report_of_a_sharded_model_says_what_its_link_is_busy_with(gradlab: Command, tmp_path: Path) -> None:
+    layers = (Layer("body.weight", (64, 64), "linear"),)
+    record(tmp_path / "trace", random_gradients(0, 2, 3, layers), layers, metadata={"fully_shard": True}).close()
+    how = ("--quick", "--only", "payoff", "--nodes", "2x2", "--bandwidth", "1mbit", "--compute-seconds", "20ms")
+    code, _, err = gradlab("analyze", tmp_path / "trace", *how, "--out", tmp_path / "report")
+    assert code == 0, err
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "shards between 2 nodes: gathers of parameters inside nodes (32 bits)" in page
+    assert "most time goes to gradients between nodes (1 Mbit/s)" in page
+
+
 def test_a_fit_to_noise_is_seen_through(gradlab: Command, tmp_path: Path) -> None:
     """Fitted on the steps it is replayed on, its error is shown from later ones; the verdict comes before tables."""
     noise = np.random.default_rng(0).standard_normal((24, 2, CONVOLUTION.numel)).astype(np.float32)

@@ -131,9 +131,11 @@ def test_16_bits_between_nodes_are_the_codecs() -> None:
     network = Network([Link(1e8, 1e-4)], [2], NOT_MEASURED, node=Node(2, Link(1e9)))
     layers = [Layer("w", (512, 512), "linear")]
     [(_, pair)] = forecast(Plan.uniform(layers, "cast"), network, break_evens=False).comparisons
-    found = waiting(layers, None, network.links[0], 2, network.node, ["int4"]).seconds
+    step = waiting(layers, None, network.links[0], 2, network.node, ["int4"])
+    found = step.seconds
     assert pair.half.seconds < found[HALF] < found[PLAIN] == pair.ways[FLAT].seconds
     assert found[HSDP] == pair.ways[HSDP].seconds
+    assert step.traffic.endswith("most time goes to gradients between nodes (100 Mbit/s)")
 
 
 def test_a_step_that_waits_is_told_in_one_line() -> None:
