@@ -30,6 +30,7 @@ from gradlab.plan import Group, Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime import checkpoint
 from gradlab.runtime.checks import given_plan
+from gradlab.runtime.network.faults import CommunicationError
 from gradlab.wrappers.hadamard import draw_signs, rotate, rotate_back
 
 _ALIGNED = 16  # bytes of which a message has a multiple, so that a view of any type may begin where one does
@@ -304,7 +305,11 @@ class UnitAllGather:
         compressed = whole and self._unit.module.training and input_tensor.dtype.is_floating_point
         if self._gathers.closed or not compressed:
             return self._native(output_tensor, input_tensor, group, async_op)
-        self._gathers.gather(self._unit, output_tensor, input_tensor, group, self._native)
+        try:
+            self._gathers.gather(self._unit, output_tensor, input_tensor, group, self._native)
+        except RuntimeError as error:  # torch's, of a collective
+            what = f"the all-gather of {self._unit.title}'s parameters"
+            raise CommunicationError(f"{what} waited for a rank that is gone or stuck: {error}") from None
         return None
 
 

@@ -56,7 +56,12 @@ SLACK = 4.0  # on top of it: a busy machine, and the wait for a reason that a pe
 # What everybody's error has to name where a codec is at fault.
 NAMED = ("the defect", "ArithmeticError", "topk", "wide", "step 5")
 # What is compressed under FSDP2, and the arguments of compress_fsdp that say so.
-FSDP = {"between": ("between",), "within": ("within",), "both": ("between", "within", "inside")}
+FSDP = {
+    "gathers": ("between", "parameters"),
+    "between": ("between",),
+    "within": ("within",),
+    "both": ("between", "within", "inside"),
+}
 SHAPES = {"conv": (64, 32, 3, 3), "wide": (48, 600), "tall": (600, 40), "vector": (65,), "last": (60, 60)}
 # In int8 a rank's shards are large enough to travel as messages between pairs.
 LARGE = {"large": (1024, 1024), "second": (1100, 1000)}
@@ -115,7 +120,8 @@ class Outcome:
         if not self.fault.fsdp:
             return "gradlab: step " in error
         ours = error.startswith("step ") and any(words in error for words in ("gone or stuck", "another rank failed"))
-        # FSDP's own collectives, such as the all-gather of the parameters, raise what Gloo says.
+        ours = ours or error.startswith("the all-gather of ")
+        # FSDP's own collectives, such as the all-gather of parameters as they are, raise what Gloo says.
         return ours or ("/gloo/" in error and any(words in error for words in ("peer", "Timed out")))
 
     def __str__(self) -> str:
@@ -194,7 +200,12 @@ def _under_fsdp(rank: int, fault: Fault) -> tuple[Exchange, Callable[[int], None
     model = fsdp_tasks.sharded(mesh["shard"])
     between = fsdp_tasks.plan_of(model, "powersgd", {"rank": 2})
     inside = fsdp_tasks.plan_of(model, "block_scaled", {"dtype": "int8"})
-    options: dict[str, Any] = {"between": mesh["replicate"], "within": mesh["shard"], "inside": inside}
+    options: dict[str, Any] = {
+        "between": mesh["replicate"],
+        "within": mesh["shard"],
+        "inside": inside,
+        "parameters": "int8",
+    }
     chosen = {name: options[name] for name in FSDP[fault.fsdp]}
     state = compress_fsdp(model, between if "between" in chosen else inside, **chosen)
 
