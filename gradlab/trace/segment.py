@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -213,9 +214,9 @@ class SegmentReader:
         return self._dataset(self._file, name, dtype, shape)[: self.committed]
 
     def _hard(self, group: Any, name: str) -> Any:
-        link = group.get(name, getlink=True)
-        if not isinstance(link, h5py.HardLink):
-            raise GradlabError(f"{self.path}: {name!r} is a {type(link).__name__}; links out of a trace are refused")
+        if group.id.links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
+            kind = type(group.get(name, getlink=True)).__name__
+            raise GradlabError(f"{self.path}: {name!r} is a {kind}; links out of a trace are refused")
         return group[name]
 
     def _dataset(self, group: Any, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
@@ -239,13 +240,14 @@ class SegmentReader:
         return dataset
 
     def _check_shape(self, dataset: Any, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-        if dataset.dtype != dtype:
-            raise GradlabError(f"{self.path}: {name!r} holds {dataset.dtype}, expected {dtype}")
-        if len(dataset.shape) != len(shape) or dataset.shape[0] < shape[0] or dataset.shape[1:] != shape[1:]:
-            raise GradlabError(f"{self.path}: {name!r} has shape {dataset.shape}, the manifest needs {shape}")
-        if dataset.chunks is not None and np.prod(dataset.chunks, dtype=float) * dtype.itemsize > _MAX_CHUNK_BYTES:
-            raise GradlabError(f"{self.path}: {name!r} has chunks of an absurd shape {dataset.chunks}")
-        needed = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        found, held, chunks = dataset.dtype, dataset.shape, dataset.chunks  # each of which asks HDF5
+        if found != dtype:
+            raise GradlabError(f"{self.path}: {name!r} holds {found}, expected {dtype}")
+        if len(held) != len(shape) or held[0] < shape[0] or held[1:] != shape[1:]:
+            raise GradlabError(f"{self.path}: {name!r} has shape {held}, the manifest needs {shape}")
+        if chunks is not None and math.prod(chunks) * dtype.itemsize > _MAX_CHUNK_BYTES:
+            raise GradlabError(f"{self.path}: {name!r} has chunks of an absurd shape {chunks}")
+        needed = math.prod(shape) * dtype.itemsize
         self._claimed += needed
         if needed > dataset.id.get_storage_size() or self._claimed > self.path.stat().st_size:
             raise GradlabError(f"{self.path}: {name!r} claims {needed} bytes of data that the file does not hold")
