@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -102,10 +103,12 @@ def _frugal() -> Iterator[None]:
 
     Training runs start from a process that has torch already. Commands take one process, as the other cores have tests
     of their own to run. Reports have no PDFs, and their figures' parts lie where matplotlib puts them at first. PDFs
-    draw letters instead of embedding the font's part that they need.
+    draw letters instead of embedding the font's part that they need. A forecast times an exchange once, and no file
+    waits for the disk: nothing here outlives a power cut.
     """
     from gradlab.analysis import parallel as shared_out
     from gradlab.analysis.figures import style
+    from gradlab.analysis.forecast import dry_run
     from gradlab.analysis.report import page as report_page
     from gradlab.training import launch
 
@@ -118,6 +121,8 @@ def _frugal() -> Iterator[None]:
         patch.setattr(shared_out, "default_workers", lambda: 1)
         patch.setitem(style.RC, "pdf.fonttype", 3)
         patch.setattr(report_page, "render", rendered)
+        patch.setattr(dry_run, "_LONG_SECONDS", 0.0)
+        patch.setattr(os, "fsync", lambda _: None)
         yield
 
 
@@ -126,6 +131,23 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     """Four ranks under torchrun on Gloo, for all distributed tests: a start costs seconds, a task milliseconds."""
     with ProcessPool(world_size=4, log=tmp_path_factory.mktemp("pool") / "torchrun.log") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small corpus, made by the first worker that asks; whoever alters it takes a copy."""
+    from support.small_corpus import make_corpus
+
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers
+    with (shared / "corpus of all").open("a+") as place:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        place.seek(0)
+        if not (made := place.read()):
+            made = str(make_corpus(tmp_path_factory.mktemp("corpus")))
+            place.write(made)
+    return Path(made)
 
 
 @pytest.fixture

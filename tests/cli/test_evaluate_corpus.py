@@ -18,7 +18,7 @@ from gradlab.codec.registry import CODECS
 from gradlab.datasets import get
 from gradlab.plan import Plan
 from support.command_line import Command
-from support.small_corpus import METHODS, NAME, make_corpus
+from support.small_corpus import METHODS, NAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-codec.md"
 BROKEN = """
@@ -42,11 +42,6 @@ class Broken(Compressor):
     def compressed_bytes(self, numel):
         return 4 * numel
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

@@ -20,12 +20,7 @@ from gradlab.formatting import parse_bytes
 from gradlab.plan import Plan
 from gradlab.trace import Trace
 from gradlab.trace.schema import read_document, write_document
-from support.small_corpus import METHODS, NAME, make_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
+from support.small_corpus import METHODS, NAME
 
 
 @pytest.fixture
