@@ -76,7 +76,7 @@ def test_each_step_carries_its_times(run: tuple[Path, list[dict[str, Any]]]) -> 
             scalars = trace.scalars(rank)
             seconds, waited, _, recording = (scalars[name][1:] for name in TIMES[:-1])
             assert np.isnan(scalars["seconds"][0])
-            assert (seconds >= waited + recording).all()
+            assert (seconds >= np.maximum(waited, recording)).all()
             assert min(waited.min(), recording.min()) >= 0
             assert scalars["averaged_bytes"].tolist() == [sum(4 * layer.numel for layer in trace.layers)] * 4
         times = trace.times

@@ -31,9 +31,9 @@ from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.trace import Trace
 
-STEPS = 6
+STEPS = 5
 SLOW_SECONDS = 0.03
-DISK_STEPS, DISK_BYTES = 48, 3 * 2**19  # a limit that a few blocks of 16 steps exceed
+DISK_STEPS, DISK_BYTES = 32, 2**20  # a limit that a few blocks of 16 steps exceed
 
 
 class TwoPaths(nn.Module):
@@ -72,13 +72,14 @@ def train(
     recorder: TraceRecorder | None = None,
     steps: int = STEPS,
     zeroed: bool = False,
+    apart: bool = False,
     **keywords: Any,
 ) -> list[dict[str, np.ndarray]]:
-    """SGD; with a recorder, this rank's gradients at each step, computed apart from DDP on a copy of the model."""
+    """SGD. apart: return this rank's gradients at each step, computed apart from DDP on a copy of the model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     history = []
     for batch in batches(steps):
-        if recorder is not None:
+        if apart:
             history.append(gradients_apart(model, batch, **keywords))
         loss = loss_of(model, batch, **keywords)
         loss.backward()
@@ -128,7 +129,7 @@ def plain_training_is_unchanged(folder: Path) -> dict[str, Any]:
         train(reference)
         model = parallel_model(**settings)
         with TraceRecorder(model, folder / name, segment_bytes=1) as recorder:
-            expected = train(model, recorder)
+            expected = train(model, recorder, apart=True)
         dist.barrier()
         result[name] = [same_parameters(reference, model), rows_equal(folder / name, expected)]
         if name == "plain":
@@ -182,7 +183,7 @@ def choice_of_steps_and_layers(folder: Path) -> dict[str, Any]:
     with TraceRecorder(
         model, folder / "t", layers=["first.*", "last.weight"], every=3, start=1, max_steps=2
     ) as recorder:
-        expected = train(model, recorder)
+        expected = train(model, recorder, apart=True)
     train(model)
     with Trace(folder / "t") as trace:
         layers, steps = [layer.name for layer in trace.layers], trace.steps.tolist()
@@ -193,7 +194,7 @@ def choice_of_steps_and_layers(folder: Path) -> dict[str, Any]:
 def unused_layers(folder: Path) -> dict[str, Any]:
     model = parallel_model(find_unused_parameters=True)
     with TraceRecorder(model, folder / "t") as recorder:
-        expected = train(model, recorder, steps=4, use_extra=dist.get_rank() != 1)
+        expected = train(model, recorder, apart=True, steps=4, use_extra=dist.get_rank() != 1)
     dist.barrier()
     with Trace(folder / "t") as trace:
         unused = trace.scalars(dist.get_rank())["unused"]
@@ -211,7 +212,7 @@ def wrapped_hook(folder: Path) -> dict[str, Any]:
     train(reference)
     model = parallel_model()
     with TraceRecorder(model, folder / "t", wrap=(None, allreduce_hook)) as recorder:
-        expected = train(model, recorder)
+        expected = train(model, recorder, apart=True)
     dist.barrier()
     return {"same": same_parameters(reference, model), "equal": rows_equal(folder / "t", expected)}
 
@@ -234,7 +235,7 @@ def wrapped_compression(folder: Path) -> dict[str, Any]:
         state_of(model) as state,
         TraceRecorder(model, folder / "t", wrap=(state, compression_hook)) as recorder,
     ):
-        expected = train(model, recorder)
+        expected = train(model, recorder, apart=True)
     dist.barrier()
     with Trace(folder / "t") as trace:
         hook = trace.metadata["hook"]
@@ -252,7 +253,7 @@ def zeroed_bucket_views(folder: Path) -> dict[str, Any]:
     train(reference, zeroed=True)
     model = parallel_model(gradient_as_bucket_view=True)
     with TraceRecorder(model, folder / "t") as recorder:
-        expected = train(model, recorder, zeroed=True)
+        expected = train(model, recorder, apart=True, zeroed=True)
     dist.barrier()
     pairs = zip(reference.parameters(), model.parameters(), strict=True)
     return {
@@ -416,7 +417,7 @@ def separate_machines(folder: Path) -> dict[str, Any]:
     own = folder / f"machine-{dist.get_rank()}"
     model = parallel_model()
     with TraceRecorder(model, own) as recorder:
-        expected = train(model, recorder)
+        expected = train(model, recorder, apart=True)
     dist.barrier()
     if dist.get_rank() == 0:
         for rank in range(1, dist.get_world_size()):

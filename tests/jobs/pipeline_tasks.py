@@ -1,4 +1,4 @@
-"""Tasks of two stages of a pipeline on 8 ranks: each stage in DDP on four of them, or on 2 nodes x 2 shards."""
+"""Tasks of two stages of a pipeline: each stage in DDP on half of the ranks, or on 2 nodes x shards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Run:
             for module in (*self.model.blocks.values(), self.model):
                 fully_shard(module, mesh=mesh["replicate", "shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.batch = mesh.get_rank() % 4
+        self.batch = mesh.get_rank() % (mesh.size() // 2)
         pipe = PipelineStage(self.wrapped, self.stage, 2, torch.device("cpu"), group=mesh["pipe"].get_group())
         self.schedule = Schedule1F1B(pipe, MICRO_BATCHES, loss_fn=lambda out, target: (out - target).square().mean())
 
@@ -76,8 +76,8 @@ class Run:
 def mesh_of(group: dist.ProcessGroup, way: str) -> DeviceMesh:
     ranks = torch.tensor(dist.get_process_group_ranks(group))
     if way == "ddp":
-        return DeviceMesh("cpu", ranks.view(2, 4), mesh_dim_names=("pipe", "data"))
-    return DeviceMesh("cpu", ranks.view(2, 2, 2), mesh_dim_names=("pipe", "replicate", "shard"))
+        return DeviceMesh("cpu", ranks.view(2, -1), mesh_dim_names=("pipe", "data"))
+    return DeviceMesh("cpu", ranks.view(2, 2, -1), mesh_dim_names=("pipe", "replicate", "shard"))
 
 
 def four_bits(run: Run) -> Plan:

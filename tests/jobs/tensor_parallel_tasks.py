@@ -1,4 +1,4 @@
-"""Tasks of ranks whose layers tensor parallelism cuts before FSDP2 shards them: 2 nodes x 2 shards x 2 parts."""
+"""Tasks of ranks whose layers tensor parallelism cuts before FSDP2 shards them: 2 nodes x shards x 2 parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradlab.runtime import FSDPCompression, compress_fsdp
 
 
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(2, 2, 2)
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(2, -1, 2)
     return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard", "part"))
 
 
@@ -94,8 +94,8 @@ def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
     kept = _hashes(states[0])
     models[0].zero_grad()
     hooks = []
-    if rank == 3:
-        # The first layer's of node 0, shard 1, part 1: nothing passes it on to another part.
+    if rank == group.size() // 2 - 1:
+        # The first layer's of node 0, its last shard, part 1: nothing passes it on to another part.
         first = models[0][0][0]
         hooks += [first.register_forward_hook(lambda *given: given[-1].register_hook(torch.Tensor.log) and None)]
     models[0].set_requires_all_reduce(False)

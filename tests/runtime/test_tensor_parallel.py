@@ -1,4 +1,4 @@
-"""FSDP2's shards of layers that tensor parallelism has cut, 2 nodes x 2 shards x 2 parts, and stages of a pipeline."""
+"""FSDP2's shards of layers that tensor parallelism has cut, and stages of a pipeline: 4 ranks, or 8."""
 
 from __future__ import annotations
 
@@ -7,49 +7,60 @@ from pathlib import Path
 
 import pytest
 
+from support.laws import thorough
 from support.process_pool import ProcessPool
 
 TASKS, STAGES = "jobs.tensor_parallel_tasks", "jobs.pipeline_tasks"
 
 
+@pytest.fixture(params=[4, thorough(8)])
+def ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     with ProcessPool(8, tmp_path_factory.mktemp("pool") / "log") as started:
         yield started
 
 
-def test_without_compression_it_is_native_hsdp_and_codecs_train(pool: ProcessPool) -> None:
-    for result in pool.run(f"{TASKS}:trained", 8):
+@pytest.fixture
+def pool(ranks: int, request: pytest.FixtureRequest, pool: ProcessPool) -> ProcessPool:
+    return pool if ranks == 4 else request.getfixturevalue("larger")
+
+
+def test_without_compression_it_is_native_hsdp_and_codecs_train(pool: ProcessPool, ranks: int) -> None:
+    for result in pool.run(f"{TASKS}:trained", ranks):
         assert result.pop("same")
         assert len(result) == 2
         for codec, found in result.items():
             assert all(found.values()), (codec, found)
 
 
-def test_all_parts_take_a_step_or_none_does_and_each_has_a_state_of_its_own(pool: ProcessPool) -> None:
-    for result in pool.run(f"{TASKS}:skipped", 8):
+def test_all_parts_take_a_step_or_none_does_and_each_has_a_state_of_its_own(pool: ProcessPool, ranks: int) -> None:
+    for result in pool.run(f"{TASKS}:skipped", ranks):
         assert (result["finite"], result["all filled"]) == (False, True)
         assert result["unchanged"]
-        assert result["entries"] == 8
+        assert result["entries"] == ranks
         assert "part" in result["refusal"]
         assert result["resumed"] == [True, True]
 
 
-def test_what_is_not_for_such_a_model_is_refused(pool: ProcessPool, tmp_path: Path) -> None:
-    for recorder, parameters in pool.run(f"{TASKS}:refused", 8, folder=str(tmp_path / "trace")):
+def test_what_is_not_for_such_a_model_is_refused(pool: ProcessPool, ranks: int, tmp_path: Path) -> None:
+    for recorder, parameters in pool.run(f"{TASKS}:refused", ranks, folder=str(tmp_path / "trace")):
         assert "is under tensor parallelism, which compress_fsdp alone takes, for gradients" in recorder
         assert parameters == "compress_fsdp: parameters= under tensor parallelism, which compresses gradients alone"
 
 
 @pytest.mark.parametrize("way", ["ddp", "sharded"])
-def test_a_stage_of_a_pipeline_has_a_plan_and_a_state_of_its_own(pool: ProcessPool, way: str) -> None:
-    results = pool.run(f"{STAGES}:trained", 8, way=way)
-    assert [result.pop("entry") for result in results] == [f"rank {rank}" for rank in range(8)]
+def test_a_stage_of_a_pipeline_has_a_plan_and_a_state_of_its_own(pool: ProcessPool, ranks: int, way: str) -> None:
+    results = pool.run(f"{STAGES}:trained", ranks, way=way)
+    assert [result.pop("entry") for result in results] == [f"rank {rank}" for rank in range(ranks)]
     for result in results:
         assert all(result.values()), result
 
 
-def test_plans_of_other_layers_and_two_stages_at_once_are_refused_on_a_stage(pool: ProcessPool) -> None:
-    for of_the_whole, of_both in pool.run(f"{STAGES}:refused", 8):
+def test_plans_of_other_layers_and_two_stages_at_once_are_refused_on_a_stage(pool: ProcessPool, ranks: int) -> None:
+    for of_the_whole, of_both in pool.run(f"{STAGES}:refused", ranks):
         assert "is for another model (8 differences)" in of_the_whole
         assert "fully_shard was called on parts of the model alone, and each has a backward pass of its own" in of_both
