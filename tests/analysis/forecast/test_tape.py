@@ -186,7 +186,7 @@ def test_rates_are_written_alike(script: Any, value: float) -> None:
 
 
 def test_tapes_have_other_numbers_of_nodes() -> None:
-    plans = {"topk": plan_of("topk")}
+    plans = {"topk": Plan.uniform(LAYERS[:2], "topk", warmup_steps=0, density=0.01)}
     network = Network([Link(1e9, 1e-4)], [6], Profile(COMPUTE, "as given"))
     known = {name: forecast(plan, network) for name, plan in plans.items()}
     tapes = forecast_tapes(plans, known)
