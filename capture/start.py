@@ -78,7 +78,8 @@ def start_recording(
         metadata = {"loss_scaler": True} | metadata
     metadata = _metadata(source, settings, wrap) | optimizer_metadata(held) | metadata
     samples = {sample.layer.name: sample for sample in size.samples}
-    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples)
+    model = tuple(layer for layer, _ in source.pairs) if len(chosen) < len(source.pairs) else ()
+    manifest = Manifest(world_size, size.layers, settings.dtype, metadata, samples=samples, model=model)
     manifest = start_together(path, manifest, overwrite, ranks)
     if ranks.rank == 0:
         announce(path, size, settings)

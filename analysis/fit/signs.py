@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.measure.sign_blocks import gather_statistics, share_out_blocks, sizes_of
-from gradlab.analysis.replay.sampled import require_whole
+from gradlab.analysis.replay.sampled import require_all_layers, require_whole
 from gradlab.ddp.optimizers import OptimizerSettings
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -71,6 +71,7 @@ def fit_block_sizes(
         GradlabError: for fewer scales than tensors, or a trace that leaves nothing to hold out.
     """
     require_whole(trace, trace.samples, "scales are shared out over the blocks of whole layers (--scales)")
+    require_all_layers(trace, "scales are shared out over all layers (--scales)")
     if not 0 < scales_per_tensor < math.inf:
         raise GradlabError(f"scales = {scales_per_tensor:g} per tensor, expected a number of at least 1")
     layers = [layer for layer in trace.layers if layer.numel]

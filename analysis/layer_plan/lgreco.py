@@ -22,6 +22,7 @@ from gradlab.analysis.layer_plan.costs import PAYLOAD, Cost, candidate_costs
 from gradlab.analysis.layer_plan.grids import main_setting, paper_settings
 from gradlab.analysis.layer_plan.provenance import LayerSetting, LgrecoProvenance, PlanErrors, WindowErrors
 from gradlab.analysis.replay.error_tables import ErrorTable, LayerTable, measure_errors, windows_of
+from gradlab.analysis.replay.sampled import require_all_layers
 from gradlab.artifact import Artifact
 from gradlab.codec.settings import build_settings
 from gradlab.errors import GradlabError
@@ -185,6 +186,7 @@ def fit_lgreco(
         GradlabError: for a budget that no plan meets, no layer to compress, a
             refresh from several codecs or towards another cost than payload, or what `measure_errors` refuses.
     """
+    require_all_layers(trace, "L-GreCo's plan is chosen by the errors of all layers")
     options = replace(options or LgrecoOptions(), **changes)
     varied = main_setting(codec)
     # Refuses what is no setting of the codec, before it is taken for an argument of Plan.uniform.

@@ -19,7 +19,7 @@ from gradlab.analysis.gradients import step_gradients
 from gradlab.analysis.parallel import one_thread, share_out
 from gradlab.analysis.replay.many_ranks import FEWEST, RankProducts, RankSums, joined_products
 from gradlab.analysis.replay.result import JUDGED_LENGTH, Replay, ReplayStep
-from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remark
+from gradlab.analysis.replay.sampled import for_whole_layers, layer_weights, plan_on_samples, sample_remarks
 from gradlab.analysis.replay.windows import Overlap, RunningSums, WindowSums, added, joined, overlap
 from gradlab.codec import Tensors
 from gradlab.codec.measures import LayerErrors, add_errors, contribution_error, relative, squared_norm
@@ -169,7 +169,7 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
         remarks.append(f"Judged on {trace.local_steps}.")
     if held is not form:
         done = [for_whole_layers(step, form, held, trace.world_size) for step in done]
-        remarks.append(sample_remark(trace))
+        remarks += sample_remarks(trace)
     return Replay(
         steps=tuple(done),
         world_size=trace.world_size,
@@ -534,7 +534,8 @@ def _check_layers(trace: Trace, plan: Plan) -> None:
     """Refuse a trace with layers or shapes that the plan lacks, or without a layer that the plan compresses."""
     expected = {layer.name: layer.shape for layer in plan.layers}
     recorded = {layer.name for layer in trace.layers}
-    if len(recorded) == len(expected) or any(expected.get(layer.name) != layer.shape for layer in trace.model_layers):
+    whole = trace.unrecorded or len(recorded) == len(expected)
+    if whole or any(expected.get(layer.name) != layer.shape for layer in trace.model_layers):
         check_model(plan, trace.model_layers)
         return
     compressed = {name for group in plan.compressed_groups for name in group.layers}

@@ -1,8 +1,9 @@
-"""Replay a model's plan on a trace that holds samples of large layers.
+"""Replay a model's plan on a trace that holds samples of large layers, or some layers only.
 
 Each group's codec runs on the samples of its layers, so errors are those of the samples. A layer's squared errors and
 norms are divided by the share of it that is held, so that layers weigh as in the whole model. Bytes are multiplied by
-the plan's forecast for whole layers over that for the samples, seconds in codecs by the ratio of the values.
+the plan's forecast for whole layers over that for the samples, seconds in codecs by the ratio of the values. Layers
+that were not recorded count in bytes alone: nothing says what errors they have, or how long their codecs take.
 """
 
 from __future__ import annotations
@@ -35,16 +36,34 @@ def require_whole(trace: Trace, names: Iterable[str], what: str) -> None:
         raise GradlabError(f"{trace.path}: holds a sample of {sampled[0]}{more}; {what}; {REMEDY}")
 
 
+def require_all_layers(trace: Trace, what: str) -> None:
+    """Refuse a trace of some of the model's layers for what needs all of them."""
+    if trace.unrecorded:
+        raise GradlabError(f"{trace.path}: {trace.left_out}; {what}; record them, too, within a budget of bytes")
+
+
 def plan_on_samples(trace: Trace, plan: Plan) -> Plan:
-    """Return the plan with every sampled layer in the shape that the trace holds; without samples the plan itself."""
-    held = {name: sample for name, sample in trace.samples.items() if name in {layer.name for layer in plan.layers}}
-    if not held:
+    """Return the plan without layers that were not recorded, and with every sampled layer in the shape that the trace
+    holds; the plan itself if the trace holds all."""
+    names, missing = {layer.name for layer in plan.layers}, {layer.name for layer in trace.unrecorded}
+    held = {name: sample for name, sample in trace.samples.items() if name in names}
+    if not held and not missing & names:
         return plan
     for group in plan.compressed_groups:
+        if missing.issuperset(group.layers):
+            continue
         if why := _needs_whole(plan, group):
             require_whole(trace, group.layers, f"{group.codec} {why}")
-    layers = tuple(held[layer.name].stored if layer.name in held else layer for layer in plan.layers)
-    return replace(plan, layers=layers)
+            if missing.intersection(group.layers):
+                require_all_layers(trace, f"{group.codec} {why}")
+    layers = tuple(held[one.name].stored if one.name in held else one for one in plan.layers if one.name not in missing)
+    left = {group.name: tuple(name for name in group.layers if name not in missing) for group in plan.groups}
+    groups = tuple(replace(group, layers=left[group.name]) for group in plan.groups if left[group.name])
+    learned = {name: tensors for name, tensors in plan.learned.items() if left[name]}
+    on_samples = replace(plan, layers=layers, groups=groups, learned=learned)
+    if plan.compressed_groups and not on_samples.compressed_groups:
+        raise GradlabError(f"{trace.path}: {trace.left_out}, and no layer that the plan compresses was")
+    return on_samples
 
 
 def _needs_whole(plan: Plan, group: Group) -> str | None:
@@ -62,7 +81,7 @@ def layer_weights(trace: Trace) -> Mapping[str, float]:
 
 
 def for_whole_layers(step: ReplayStep, whole: Plan, held: Plan, world_size: int) -> ReplayStep:
-    """Multiply a step's bytes and seconds to those of whole layers."""
+    """Multiply a step's bytes and seconds to those of whole layers; seconds are 0 if some of them are not held."""
     scale = _ratio(*(plan.payload_bytes(world_size, step.compressing) for plan in (whole, held)))
     costs = {}
     for name, cost in step.costs.items():
@@ -73,16 +92,16 @@ def for_whole_layers(step: ReplayStep, whole: Plan, held: Plan, world_size: int)
             cost.codec_seconds * values,
             cost.codec_wall_seconds * values,
         )
+    known = len(held.layers) == len(whole.layers)
     return replace(
         step,
         payload_bytes_mean=step.payload_bytes_mean * scale,
         payload_bytes_max=round(step.payload_bytes_max * scale),
         wire_bytes_mean=step.wire_bytes_mean * scale,
         wire_bytes_max=round(step.wire_bytes_max * scale),
-        codec_seconds=sum(cost.codec_seconds for cost in costs.values()) if costs else step.codec_seconds,
-        codec_wall_seconds=(
-            sum(cost.codec_wall_seconds for cost in costs.values()) if costs else step.codec_wall_seconds
-        ),
+        codec_seconds=known * (sum(cost.codec_seconds for cost in costs.values()) if costs else step.codec_seconds),
+        codec_wall_seconds=known
+        * (sum(cost.codec_wall_seconds for cost in costs.values()) if costs else step.codec_wall_seconds),
         costs=costs,
     )
 
@@ -102,9 +121,14 @@ def _ratio(whole: float, held: float) -> float:
     return whole / held if held else 1.0
 
 
-def sample_remark(trace: Trace) -> str:
-    """The remark on a replay of samples."""
-    return (
+def sample_remarks(trace: Trace) -> list[str]:
+    """The remarks on a replay of samples, and of some layers only."""
+    left_out = (
+        f"{trace.left_out}: errors are those of the others, bytes are estimates for all, and seconds in codecs are not "
+        "known."
+    )
+    sampled = (
         f"The trace holds {trace.extent}: errors are those of the samples, bytes and seconds are estimates for whole "
         "layers."
     )
+    return [*([left_out] if trace.unrecorded else []), *([sampled] if trace.samples else [])]

@@ -236,6 +236,11 @@ def remarks_on(
         remarks.append(f"Not gradients of single steps, but {trace.local_steps}.")
     if trace.several_passes:
         remarks.append(f"{trace.several_passes}.")
+    if trace.unrecorded:
+        remarks.append(
+            f"{trace.left_out}: plans, bytes and step times are of all layers, errors and final losses are judged by "
+            "the recorded ones alone."
+        )
     if trace.samples:
         remarks.append(f"Measured on a sample: the trace holds {trace.extent}.")
     return remarks

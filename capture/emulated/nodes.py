@@ -113,7 +113,8 @@ class EmulatedNodes:
         self._settings.check()
         check_model(model)
         check_numbers(world_size, seed)
-        self._chosen = choose_layers(named_layers(model), layers)
+        pairs = named_layers(model)
+        self._chosen = choose_layers(pairs, layers)
         self.size = plan_recording([layer for layer, _ in self._chosen], world_size, self._settings, metadata)
         self._settings = self.size.settings
         held = HeldLayers(optimizer, {parameter: layer.name for layer, parameter in self._chosen})
@@ -142,6 +143,7 @@ class EmulatedNodes:
                 overwrite=overwrite,
                 segment_bytes=self._settings.segment_bytes,
                 samples=self.size.samples,
+                model_layers=[layer for layer, _ in pairs] if len(self._chosen) < len(pairs) else (),
                 most_steps=self.size.steps,
             )
             announce(self.path, self.size, self._settings)

@@ -44,6 +44,7 @@ class TraceWriter:
         dtype: stored type: float32, float16 or bfloat16.
         metadata, overwrite, segment_bytes: those of `TraceRecorder`.
         samples: blocks of the layers that are not held whole; `layers` then has their `stored` form.
+        model_layers: the model's layers, in order, if `layers` leaves some of them out.
         most_steps: steps that will be written at most, so that memory and files fit them; None: not known.
     Raises:
         GradlabError: if the folder is not free, or an argument is out of range.
@@ -60,6 +61,7 @@ class TraceWriter:
         overwrite: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
         samples: Sequence[LayerSample] = (),
+        model_layers: Sequence[Layer] = (),
         most_steps: int | None = None,
     ) -> None:
         self.path = Path(path)
@@ -69,7 +71,7 @@ class TraceWriter:
         require_free(self.path, overwrite)
         metadata = {"gradlab": VERSION, "emulated": True} | (metadata or {})
         by_name = {sample.layer.name: sample for sample in samples}
-        manifest = Manifest(world_size, tuple(layers), dtype, metadata, samples=by_name)
+        manifest = Manifest(world_size, tuple(layers), dtype, metadata, samples=by_name, model=tuple(model_layers))
         self._manifest = Manifest.from_json(manifest.to_json(), self.path)
         start_folder(self.path, self._manifest, overwrite)
         self._ranks = [

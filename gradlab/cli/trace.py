@@ -28,7 +28,8 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
       gradlab trace info trace
     """
     with Trace(trace) as opened:
-        layers, steps, ranks, wholes = opened.layers, opened.steps, opened.world_size, opened.model_layers
+        layers, steps, ranks = opened.layers, opened.steps, opened.world_size
+        wholes = {layer.name: layer for layer in opened.model_layers}
     if as_json:
         print_json(
             {
@@ -49,8 +50,8 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
             }
         )
         return
-    parameters, recorded = (sum(layer.numel for layer in some) for some in (wholes, layers))
-    share = f" ({recorded} of them recorded)" if opened.samples else ""
+    parameters, recorded = (sum(layer.numel for layer in some) for some in (wholes.values(), layers))
+    share = f" ({recorded} of them recorded)" if recorded < parameters else ""
     lines = [
         f"{trace}: {len(steps)} iterations ({steps[0]} to {steps[-1]}) of {ranks} ranks, {len(layers)} layers, "
         f"{parameters} parameters{share}, {format_bytes(4 * recorded * len(steps) * ranks)} of gradients"
@@ -62,7 +63,7 @@ def info(trace: TraceFolder, as_json: AsJson = False) -> None:
     rows: list[tuple[str, ...]] = [(layer.name, layer.role, _sizes(layer)) for layer in layers]
     table = Table("", ("layer", "role", "shape"), rows, 2)
     if opened.samples:
-        rows = [(*row, _sizes(whole)) for row, whole in zip(rows, wholes, strict=True)]
+        rows = [(*row, _sizes(wholes[row[0]])) for row in rows]
         table = Table("", ("layer", "role", "sample", "shape"), rows, 2)
     Answer([*lines, *opened.remarks], tables=[table]).print()
 

@@ -146,6 +146,7 @@ class Manifest:
     metadata: a JSON object from the recorder.
     run: unique to one recording.
     samples: layers that the trace holds in blocks only, by name.
+    model: the model's layers, in order, if not all of them were recorded.
     """
 
     world_size: int
@@ -154,10 +155,16 @@ class Manifest:
     metadata: dict[str, Any] = field(default_factory=dict)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     samples: Mapping[str, LayerSample] = field(default_factory=dict)
+    model: tuple[Layer, ...] = ()
 
     @property
     def model_layers(self) -> tuple[Layer, ...]:
-        """The layers as the model has them."""
+        """The layers as the model has them, with those that were not recorded."""
+        return self.model or self.recorded
+
+    @property
+    def recorded(self) -> tuple[Layer, ...]:
+        """The recorded layers as the model has them."""
         return tuple(self.samples[layer.name].layer if layer.name in self.samples else layer for layer in self.layers)
 
     @property
@@ -175,6 +182,7 @@ class Manifest:
             "segments": "rank-{rank:05d}/{segment:06d}.h5",
             "metadata": self.metadata,
             "samples": {name: sample.to_json() for name, sample in self.samples.items()},
+            **({"model": [layer.to_json() for layer in self.model]} if self.model else {}),
         }
 
     @classmethod
@@ -192,18 +200,23 @@ class Manifest:
             raise GradlabError(f"{where}: 'metadata' is {metadata!r}, expected an object")
         layers = _checked_layers(value.get("layers"), where)
         samples = _checked_samples(value.get("samples"), layers, where)
-        return cls(size, layers, str(dtype), metadata, run, samples)
+        model = _checked_layers(value["model"], where, "model") if "model" in value else ()
+        read = cls(size, layers, str(dtype), metadata, run, samples, model)
+        if strangers := set(read.recorded) - set(read.model_layers):
+            names = ", ".join(sorted(layer.name for layer in strangers))[:200]
+            raise GradlabError(f"{where}: 'model' has no such layer as was recorded: {names}")
+        return read
 
 
-def _checked_layers(value: Any, where: Path) -> tuple[Layer, ...]:
+def _checked_layers(value: Any, where: Path, what: str = "layers") -> tuple[Layer, ...]:
     if not isinstance(value, list) or not value:
-        raise GradlabError(f"{where}: 'layers' must be a list with at least one layer")
+        raise GradlabError(f"{where}: {what!r} must be a list with at least one layer")
     layers = tuple(Layer.from_json(entry) for entry in value)
     for layer in layers:
         if layer.numel > _MAX_NUMEL:
             raise GradlabError(f"{where}: layer {layer.name!r} has an absurd shape {list(layer.shape)}")
     if len({layer.name for layer in layers}) < len(layers):
-        raise GradlabError(f"{where}: 'layers' names a layer twice")
+        raise GradlabError(f"{where}: {what!r} names a layer twice")
     return layers
 
 

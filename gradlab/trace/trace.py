@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from gradlab.errors import GradlabError
+from gradlab.formatting import format_percent
 from gradlab.layout import Layer, canonical_json
 from gradlab.trace.checking import RankCheck, TraceCheck, check
 from gradlab.trace.rank import OpenSegments, RankSteps, require_none
@@ -91,7 +92,8 @@ class Trace:
     Attributes:
         world_size: number of ranks N; with `average_ranks`, of nodes.
         layers: the layers as the trace holds them, in order. A layer in `samples` has a part of its elements.
-        model_layers: the layers as the model has them, in the same order.
+        model_layers: the model's layers, in order, with those that were not recorded.
+        unrecorded: those that were not, such as a recorder's choice left out.
         samples: layers of which the trace holds blocks only, by name. Empty: it holds all values.
         metadata: the JSON object that the recorder was given.
         steps: iterations that every rank committed, int64 (T,), ascending.
@@ -120,6 +122,8 @@ class Trace:
         self.world_size: int = ranks // average_ranks
         self.layers: tuple[Layer, ...] = self._manifest.layers
         self.model_layers: tuple[Layer, ...] = self._manifest.model_layers
+        names = {layer.name for layer in self.layers}
+        self.unrecorded = tuple(layer for layer in self.model_layers if layer.name not in names)
         self.samples: Mapping[str, LayerSample] = self._manifest.samples
         self.metadata: dict[str, Any] = self._manifest.metadata
         self._by_name = {layer.name: layer for layer in self.layers}
@@ -173,7 +177,19 @@ class Trace:
         averaged = (nodes,) if self.average_ranks > 1 else ()
         local = (self.local_steps,) if self.local_steps else ()
         several = (self.several_passes,) if self.several_passes else ()
-        return (*remarks(self.rank_steps, len(self.steps)), *several, *local, *sampled, *averaged)
+        left_out = (self.left_out,) if self.left_out else ()
+        return (*remarks(self.rank_steps, len(self.steps)), *several, *local, *left_out, *sampled, *averaged)
+
+    @property
+    def left_out(self) -> str:
+        """Say how much of the model was not recorded; empty: all layers were."""
+        if not self.unrecorded:
+            return ""
+        values, every = (sum(layer.numel for layer in some) for some in (self.unrecorded, self.model_layers))
+        return (
+            f"{len(self.unrecorded)} of the model's {len(self.model_layers)} layers were not recorded, "
+            f"{format_percent(values / every)} of its values"
+        )
 
     @property
     def several_passes(self) -> str:

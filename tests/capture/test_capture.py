@@ -205,7 +205,8 @@ def test_a_refusal_writes_and_overwrites_nothing(results: list[dict[str, Any]]) 
 
 
 def test_overwrite_replaces_a_trace(results: list[dict[str, Any]]) -> None:
-    assert all(rank["overwritten"]["steps"] == [0, 1, 2] for rank in results)
+    chosen = {"steps": [0, 1, 2], "whole": True, "recorded": ["last.bias"]}
+    assert all(rank["overwritten"] == chosen for rank in results)
 
 
 def test_one_rank_alone_is_recorded_with_one_warning(results: list[dict[str, Any]]) -> None:

@@ -355,6 +355,9 @@ def test_steps_and_layers_can_be_chosen_and_all_are_averaged(tmp_path: Path) -> 
     with Trace(tmp_path / "t") as trace:
         assert trace.steps.tolist() == [1, 4]
         assert [layer.name for layer in trace.layers] == ["left.weight"]
+        assert [layer.name for layer in trace.model_layers] == ["left.weight", "left.bias"]
+        assert trace.unrecorded == trace.model_layers[1:]
+        assert trace.remarks == ("1 of the model's 2 layers were not recorded, 25.0 % of its values",)
 
 
 def test_sparse_gradients_are_recorded_dense(tmp_path: Path) -> None:

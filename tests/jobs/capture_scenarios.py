@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture import TraceRecorder
 from gradlab.errors import GradlabError
+from gradlab.layout import named_layers
 from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
 from gradlab.trace import Trace
@@ -389,7 +390,8 @@ def overwritten(folder: Path) -> dict[str, Any]:
             train(model, recorder, steps=steps)
         dist.barrier()
     with Trace(folder / "t") as trace:
-        return {"steps": trace.steps.tolist()}
+        whole = trace.model_layers == tuple(layer for layer, _ in named_layers(model))
+        return {"steps": trace.steps.tolist(), "whole": whole, "recorded": [layer.name for layer in trace.layers]}
 
 
 def one_rank_alone(folder: Path) -> dict[str, Any]:

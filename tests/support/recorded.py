@@ -35,12 +35,13 @@ def record(
     learning_rates: Sequence[float] | None = None,
     loss_scale: float | Sequence[float] = 1.0,
     metadata: dict | None = None,
+    model_layers: Sequence[Layer] = (),
 ) -> Trace:
     """Write gradients (by step, rank and name) as a trace and open it. indices: iteration numbers, from 0 if None;
     loss_scale: of all steps, or of each."""
     ranks = len(gradients[0])
     scales = [loss_scale] * len(gradients) if isinstance(loss_scale, (int, float)) else loss_scale
-    with TraceWriter(path, layers, ranks, metadata=metadata) as writer:
+    with TraceWriter(path, layers, ranks, metadata=metadata, model_layers=model_layers) as writer:
         for position, by_rank in enumerate(gradients):
             for rank, grads in enumerate(by_rank):
                 writer.append(

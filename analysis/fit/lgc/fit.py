@@ -19,7 +19,7 @@ from gradlab.analysis.fit.lgc.learners import Learner, code_spread, in_units, le
 from gradlab.analysis.fit.lgc.selections import Code, Selections, codes_without_learning, collect_selections
 from gradlab.analysis.measure.holdout import age_bins
 from gradlab.analysis.parallel import one_thread
-from gradlab.analysis.replay.sampled import require_whole
+from gradlab.analysis.replay.sampled import require_all_layers, require_whole
 from gradlab.artifact import Artifact
 from gradlab.codec import Tensors, seeded_generator
 from gradlab.codec.settings import build_settings
@@ -207,6 +207,7 @@ def _fit(trace: Trace, pattern: str, options: LgcOptions, progress: Progress | N
     # Refuses what is no setting of the codec, before it is taken for a field of the recipe.
     of_codec: LearnedSettings = build_settings(LgcServer if pattern == "server" else LgcRing, settings)
     require_whole(trace, trace.samples, "LGC learns from the largest values of all layers together")
+    require_all_layers(trace, "LGC learns from the largest values of all layers together")
     plan = lgc_plan(trace.layers, pattern, options, **settings)
     selections = collect_selections(trace, plan, progress=progress)
     if len(selections) < _LEAST_ITERATIONS:

@@ -377,6 +377,30 @@ def test_a_recording_of_a_gpu_is_answered_in_its_groups_and_with_its_times(gradl
 
 
 @pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("blocks", "width", "hidden"), [(2, 64, 96), pytest.param(320, 8192, 12800, marks=pytest.mark.thorough)]
+)
+def test_a_recording_of_some_layers_is_answered_for_the_whole_model(
+    gradlab: Command, tmp_path: Path, blocks: int, width: int, hidden: int
+) -> None:
+    """Step times and the plan are the whole model's, of 1,281 layers and 70 billion parameters at the full size."""
+    sizes = {"up": (hidden, width), "down": (width, hidden), "key": (width // 8, width), "norm": (width,)}
+    model = [Layer(f"{block}.{name}", shape, "linear") for block in range(blocks) for name, shape in sizes.items()]
+    few, words = [Layer("adapter", (32, 64), "linear"), model[3]], "layers were not recorded"
+    with record(tmp_path / "trace", random_gradients(0, 8, 2, few), few, model_layers=[*model, few[0]]):
+        pass
+    command = ["recommend", tmp_path / "trace", "--out", tmp_path / "plan.safetensors", "--compute-seconds", "1ms"]
+    found = json.loads(gradlab(*command, "--bandwidth", "1mbit", "--max-loss", "900%", "--quick", "--json")[1])
+    [line] = [line for line in found["remarks"] if words in line and "plans, bytes and step times" in line]
+    assert line.startswith(f"{4 * blocks - 1} of the model's {4 * blocks + 1} {words}")
+    made = Artifact.load(Path(found["artifact"])).plan
+    assert made.layers == (*model, few[0])
+    dense = 2 * 7 / 8 * 4 * sum(layer.numel for layer in made.layers) / 125_000
+    assert found["dense_seconds"] == pytest.approx(dense, rel=0.2)
+    assert found["seconds"] > dense / 16
+
+
+@pytest.mark.usefixtures("few")
 def test_a_plan_that_does_not_go_with_the_optimizer_is_left_out_with_the_reason(
     gradlab: Command, trace: Path, tmp_path: Path
 ) -> None:

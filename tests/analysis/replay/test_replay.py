@@ -16,7 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
+from gradlab.analysis.fit.lgc.fit import fit_lgc
+from gradlab.analysis.fit.signs import fit_block_sizes
 from gradlab.analysis.fit.uniform import uniform_artifact
+from gradlab.analysis.layer_plan.lgreco import fit_lgreco
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.replay import parts_of, replay, replay_plans, replay_steps
 from gradlab.analysis.replay.result import Replay, ReplayStep
@@ -316,6 +319,35 @@ def test_layers_sent_dense_may_be_missing_from_the_trace(tmp_path):
     assert timeless == [
         {**step.__dict__, "codec_seconds": 0, "codec_wall_seconds": 0, "costs": {}} for step in whole.steps
     ]
+
+
+def test_what_was_not_recorded_counts_in_bytes_and_in_nothing_else(tmp_path):
+    """The slow way: the plan of the recorded layers alone, for errors; the plan of the whole model, for bytes."""
+    gradients, recorded = random_gradients(11, 3, 2), [LINEAR, BIAS]
+    part = [[{layer.name: rank[layer.name] for layer in recorded} for rank in step] for step in gradients]
+    plan, alone = uniform("topk", density=0.1), Plan.uniform(recorded, "topk", minimum_numel=1, density=0.1)
+    assert len(plan.compressed_groups) == 2
+    with record(tmp_path / "alone", part, recorded) as trace:
+        few = replay(trace, alone)
+    with record(tmp_path / "t", part, recorded, model_layers=LAYERS) as trace:
+        found = replay(trace, plan)
+        with pytest.raises(GradlabError, match="this plan is for another model"):
+            replay(trace, alone)
+        one = Plan(LAYERS, tuple(group for group in plan.groups if group.layers == (CONVOLUTION.name,)))
+        with pytest.raises(GradlabError, match="layers were not recorded, 67"):
+            replay(trace, one)
+        for fit in (fit_lgc, fit_lgreco, lambda trace, *_: fit_block_sizes(trace, 2.0, 1)):
+            with pytest.raises(GradlabError, match=r"1 of the model's 3 layers were not recorded.*record them, too"):
+                fit(trace, *(["topk"] if fit is fit_lgreco else []))
+    assert [step.contribution_error for step in found.steps] == [step.contribution_error for step in few.steps]
+    assert found.plan_digest == plan.digest
+    assert found.forecast_payload_bytes == plan.payload_bytes(2)
+    assert found.dense_payload_bytes == plan.payload_bytes(2, compressing=False)
+    for step, less in zip(found.steps, few.steps, strict=True):
+        scale = plan.payload_bytes(2) / alone.payload_bytes(2)
+        assert step.payload_bytes_mean == pytest.approx(scale * less.payload_bytes_mean)
+        assert step.codec_seconds == 0.0
+    assert any("1 of the model's 3 layers were not recorded" in line for line in found.remarks)
 
 
 def test_a_trace_of_other_layers_is_refused(tmp_path):
