@@ -28,7 +28,19 @@ settings.load_profile("fixed")  # --hypothesis-profile comes later, and wins
 
 
 # The files that take longest are begun first, so that no core is left without work at the end.
-LONGEST = ("fsdp", "contract", "recommendation", "doctor", "outer_step", "cuda", "speed", "cli", "runtime", "capture")
+LONGEST = (
+    "fsdp",
+    "contract",
+    "recommendation",
+    "doctor",
+    "outer_step",
+    "cuda",
+    "cli",
+    "speed",
+    "runtime",
+    "capture",
+    "wrappers",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

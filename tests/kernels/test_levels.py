@@ -102,7 +102,7 @@ def test_bytes_and_values_are_those_of_the_processor(sizes: list[int], tail: flo
             assert torch.equal(found, wanted)
 
 
-@law(sizes, st.sampled_from([0.5, 4.0]), st.integers(0, 10**6), st.integers(0, 255), examples=10)
+@law(sizes, st.sampled_from([0.5, 4.0]), st.integers(0, 10**6), st.integers(0, 255), examples=5)
 def test_a_damaged_message_is_told_or_decoded_as_the_processor_does(
     sizes: list[int], step: float, place: int, value: int
 ) -> None:
