@@ -210,19 +210,19 @@ def cut_for_shards(plan: Plan, local_ranks: int, bucket_cap_mb: float | None = N
 
 def _exchanges(plan: Plan, runs: DryRuns, assigned: Sequence[Sequence[Layer]]) -> Iterator[list[Exchange]]:
     """Yield the exchanges that each bucket starts: its dense layers together, then every group that it completes."""
-    group_of = {name: group.name for group in plan.compressed_groups for name in group.layers}
-    missing = {group.name: set(group.layers) for group in plan.compressed_groups}
+    groups = plan.compressed_groups
+    group_of = {name: place for place, group in enumerate(groups) for name in group.layers}
+    missing = [set(group.layers) for group in groups]
     for index, bucket in enumerate(assigned):
         names = {layer.name for layer in bucket}
         started = []
         dense = [layer for layer in bucket if layer.name not in group_of]
         if dense and len(dense) < len(bucket):
             started.append(runs.dense(f"dense layers of bucket {index}", dense))
-        for group in plan.compressed_groups:
-            if missing[group.name] & names:
-                missing[group.name] -= names
-                if not missing[group.name]:
-                    started.append(runs.group(group))
+        for place in sorted({group_of[name] for name in names & group_of.keys()}):
+            missing[place] -= names
+            if not missing[place]:
+                started.append(runs.group(groups[place]))
         yield started
 
 
