@@ -209,6 +209,7 @@ UNCOMPRESSED: dict[str, dict[str, Any]] = {
         "shard": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
         "warmup_steps": 1000,
     },
+    "parameters gathered as they are": {"over": True, "parameters": True},
 }
 
 
@@ -230,7 +231,8 @@ def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str
         plan = Plan.uniform(layers_of(ours), "topk", density=0.1, warmup_steps=warmup)
     same, passes = True, chosen.get("passes", 1)
     between = None if over else mesh["replicate"]
-    with compress_fsdp(ours, plan, between=between, optimizer=optimizers[1]) as state:
+    parameters = Plan(layers_of(ours)) if "parameters" in chosen else None
+    with compress_fsdp(ours, plan, between=between, optimizer=optimizers[1], parameters=parameters) as state:
         for step in range(steps):
             for model, optimizer in zip((native, ours), optimizers, strict=True):
                 model.zero_grad()

@@ -26,6 +26,7 @@ NOTHING = [
     "taken over, as torchtitan shards and sums",
     thorough("taken over, gathered anew in other groups"),
     thorough("Muon"),
+    thorough("parameters gathered as they are"),
 ]
 
 
