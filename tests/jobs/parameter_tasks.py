@@ -16,7 +16,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Group, Plan, Wrap
 from gradlab.runtime import FSDPCompression, compress_fsdp
-from jobs.fsdp_tasks import Network, _refusal, _train, adamw, mesh_of, plan_of, sharded, words_of
+from jobs.fsdp_tasks import OPTIONS, Network, _refusal, _train, adamw, mesh_of, plan_of, sharded, words_of
 
 
 def attached(model: Any, group: dist.ProcessGroup, parameters: Any, optimizer: Any = None) -> FSDPCompression:
@@ -88,6 +88,27 @@ def trained(group: dist.ProcessGroup, parameters: Any, shard: dict[str, Any]) ->
         after = torch.equal(model(words_of(rank, 9)), whole(words_of(rank, 9)))
     model.reshard()
     return {**report, "evaluated": during, "after": after, "dense": 2 * sum(one.numel() for one in whole.parameters())}
+
+
+def beside(group: dist.ProcessGroup) -> dict[str, bool]:
+    """Whether training through what FSDP may do beside is the training without it, bit for bit."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2)
+
+    def ended(name: str) -> list[torch.Tensor]:
+        chosen = OPTIONS[name]
+        model = sharded(mesh["shard"], chosen.get("change", lambda block: block))
+        if chosen.get("prefetch"):
+            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+            model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1]])
+        optimizers = adamw(model.parameters())
+        with attached(model, group, "int8", optimizers):
+            for step in range(3):
+                _train(model, optimizers, rank, step)
+        return [one.to_local() for one in model.parameters()]
+
+    usual = ended("default")
+    names = ("checkpointing", "compiled", "prefetching")
+    return {name: all(map(torch.equal, ended(name), usual)) for name in names}
 
 
 def resumed(group: dist.ProcessGroup, settings: dict[str, Any], around: list[str]) -> list[bool]:

@@ -84,6 +84,12 @@ def test_three_kinds_of_traffic_together(pool: ProcessPool) -> None:
             assert result[kind]["payload_bytes"] == result[kind]["forecast_payload_bytes"] > 0
 
 
+@pytest.mark.thorough
+def test_what_fsdp_may_do_beside_changes_nothing(pool: ProcessPool) -> None:
+    for result in pool.run("jobs.parameter_tasks:beside", 4):
+        assert all(result.values()), result
+
+
 def test_what_does_not_fit_is_refused(pool: ProcessPool) -> None:
     expected = {
         "a selection": "parameters: topk (embedding.weight to head.weight) does not send every value",
