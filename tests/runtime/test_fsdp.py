@@ -22,7 +22,7 @@ BETWEEN: dict[str, Any] = {"codec": "several", "settings": {"of": "between"}}
 # The campaign `nodes` holds each of FSDP's options by itself, here and below.
 NOTHING = [
     "every pass reduced in 32 bits, gradients summed",
-    "taken over, nodes averaged with the last micro-batch",
+    thorough("taken over, nodes averaged with the last micro-batch"),
     "taken over, as torchtitan shards and sums",
     thorough("taken over, gathered anew in other groups"),
     thorough("Muon"),

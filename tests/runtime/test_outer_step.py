@@ -40,7 +40,7 @@ def test_fragments_in_turn_and_delayed(pool: ProcessPool, fragments: int, delay:
 
 @pytest.mark.parametrize(
     ("fragments", "delay", "rules"),
-    [thorough(1, 0, "DiLoCo"), (3, 4, "DiLoCo"), (1, 0, "MuLoCo"), thorough(2, 2, "Muon outside")],
+    [thorough(1, 0, "DiLoCo"), (3, 4, "MuLoCo"), thorough(3, 4, "DiLoCo"), thorough(2, 2, "Muon outside")],
 )
 def test_it_is_lockstep_bit_for_bit(pool: ProcessPool, fragments: int, delay: int, rules: str) -> None:
     """Compressed, in deterministic mode, with torch's own outer step. "MuLoCo": Muon for matrices in each worker."""
