@@ -11,7 +11,7 @@ import torch
 
 from gradlab.codec import Tensors, hash_tensor
 from gradlab.codec.kept import state_problem
-from gradlab.codec.wrapper import POLICIES, carried, resize
+from gradlab.codec.wrapper import POLICIES, carried, on_host, resize
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun
 from gradlab.executor.ownership import share_out
@@ -125,7 +125,7 @@ def restore(run: PlanRun, saved: Mapping[str, Any], identity: Mapping[str, Any],
     if strangers := sorted(states.keys() - run.codecs.keys()):
         raise GradlabError(f"checkpoint: a state of group {strangers[0]!r}, which another local rank owns")
     check_kept(run, {group: [state] for group, state in states.items()}, [(run.rank, run.world_size)])
-    _continue(run, saved, moved(states, device), saved["learning_rates"], saved.get("refresh"))
+    _continue(run, saved, moved(run, states, device), saved["learning_rates"], saved.get("refresh"))
 
 
 def check_kept(run: PlanRun, states: Mapping[str, Sequence[Tensors]], ranks: Sequence[tuple[int, int]]) -> None:
@@ -166,7 +166,7 @@ def redistribute(
         rates |= {name: rate for name, rate in owner["learning_rates"].items() if name in layers[group]}
         if group in run.codecs:
             states[group] = resize(run.codecs[group], kept, run.rank, run.world_size, residuals)
-    _continue(run, saved[ROOT], moved(states, device), rates, saved[ROOT].get("refresh"))
+    _continue(run, saved[ROOT], moved(run, states, device), rates, saved[ROOT].get("refresh"))
 
 
 def between_steps(run: PlanRun) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def take_over(run: PlanRun, kept: Mapping[str, Any], device: HostDevice) -> None
     """Continue, among other ranks than before, from `between_steps` of this rank or `for_others` of another one."""
     states = {name: carried(run.codecs[name], one, True) for name, one in kept["states"].items() if name in run.codecs}
     check_kept(run, {name: [one] for name, one in states.items()}, [(run.rank, run.world_size)])
-    _continue(run, kept, moved(states, device), kept["learning_rates"], None)
+    _continue(run, kept, moved(run, states, device), kept["learning_rates"], None)
 
 
 def require_together(saved: Sequence[Mapping[str, Any]], identity: Mapping[str, Any], where: str = "") -> None:
@@ -282,13 +282,18 @@ def states_of(run: PlanRun, saved: Mapping[str, Any]) -> dict[str, Tensors]:
     return by_group
 
 
-def moved(states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:
-    """Copies on the device, made where the worker makes its own, and there before anybody uses them."""
+def moved(run: PlanRun, states: dict[str, Tensors], device: HostDevice) -> dict[str, Tensors]:
+    """Copies on the device, made where the worker makes its own, and there before anybody uses them. What a codec keeps
+    in host memory stays there."""
+    hosted = {group: on_host(codec) for group, codec in run.codecs.items()}
     ready = device.ready()
     with device.working():
         device.wait(ready)
         copies = {
-            group: {key: tensor.detach().clone().to(device.device) for key, tensor in state.items()}
+            group: {
+                key: copy if key.rpartition("/")[2] in hosted[group] else copy.to(device.device)
+                for key, copy in ((key, tensor.detach().clone()) for key, tensor in state.items())
+            }
             for group, state in states.items()
         }
         device.synchronize()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -117,13 +117,15 @@ class Wrapper(Codec):
         return type(self)(self.codec.fit(layers, samples), self.settings)
 
 
-def buffer_setting(what: str) -> Any:
-    """Make the settings field of a buffer's format, see `store_buffer`."""
+def buffer_setting(what: str, *, host: bool = False) -> Any:
+    """Make the settings field of a buffer's format, see `store_buffers`. host: whether it may be in host memory."""
+    on_host = '; or "host", the working type in host memory, which every step copies to the device and back'
     return setting(
         "float32",
-        choices=("float32", "bfloat16", "int8"),
+        choices=("float32", "bfloat16", "int8", *(("host",) if host else ())),
         help=f'format in which {what} kept: the working type; "bfloat16", 1/2 of the memory, rounded at random, '
-        f'without bias; or "int8", 1/4, with a scale per {_BLOCK} values, below 1/254 of whose largest values are lost',
+        f'without bias; "int8", 1/4, with a scale per {_BLOCK} values, below 1/254 of whose largest values are lost'
+        f"{on_host if host else ''}",
     )
 
 
@@ -229,11 +231,12 @@ def entries_of(codec: Codec) -> dict[str, Entry]:
 
 def kept_bytes(codec: Codec, layers: Sequence[Layer], rank: int, world_size: int, group: str) -> dict[str, int]:
     """Count the bytes that a rank's state of a group takes in most iterations of a run, by the entry's name."""
-    rules, found = entries_of(codec), dict[str, int]()
+    rules, found, hosted = entries_of(codec), dict[str, int](), on_host(codec)
     for key, one in codec.kept(layers, rank, world_size, group).items():
         layer, _, what = key.rpartition("/")
         if one.nbytes and (layer == layers[0].name or not rules.get(_buffer_of(key), Entry()).of_group):
-            found[what] = found.get(what, 0) + one.nbytes
+            name = f"{what} on the host" if what in hosted else what
+            found[name] = found.get(name, 0) + one.nbytes
     return found
 
 
@@ -332,7 +335,13 @@ def store_buffer(name: str, what: str, tensor: torch.Tensor, kind: str) -> Tenso
 
 def store_buffers(tensors: Tensors, what: str, kind: str, context: Context) -> Tensors:
     """Make the state entries that keep the tensors of several layers, by layer name, see `store_buffer`. bfloat16 is
-    rounded at random, by numbers of this rank and iteration: rounding to the nearest would lose small changes."""
+    rounded at random, by numbers of this rank and iteration: rounding to the nearest would lose small changes. "host"
+    copies them to pinned host memory, for which nobody waits."""
+    if kind == "host" and tensors:
+        vector = concatenate(tensors)
+        if vector.device.type != "cpu":
+            out = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=vector.is_cuda)
+            tensors = separate(out.copy_(vector, non_blocking=True), tensors)
     if kind == "bfloat16" and tensors:
         vector = concatenate(tensors)
         out = context.memory.workspace.empty(vector.shape, vector.new_empty(0, dtype=torch.bfloat16))
@@ -368,17 +377,26 @@ def load_buffer(state: Tensors, name: str, what: str) -> torch.Tensor | None:
     return (blocks * scales[:, None]).view(-1)[: held.numel()].reshape(held.shape)
 
 
-def load_buffers(state: Tensors, names: Iterable[str], what: str, kind: str, context: Context) -> Tensors:
+def load_buffers(state: Tensors, grads: Tensors, what: str, kind: str, context: Context) -> Tensors:
     """Return the tensors that `store_buffers` kept, by layer name, of those of these layers that the state has."""
     if kind == "int8":
-        loaded = ((name, load_buffer(state, name, what)) for name in names)
+        loaded = ((name, load_buffer(state, name, what)) for name in grads)
         return {name: tensor for name, tensor in loaded if tensor is not None}
-    held = {name: state[key] for name in names if (key := f"{name}/{what}") in state}
+    held = {name: state[key] for name in grads if (key := f"{name}/{what}") in state}
+    if kind == "host" and held:
+        device = next(iter(grads.values())).device
+        return separate(concatenate(held).to(device, non_blocking=True), held) if device.type != "cpu" else held
     if kind != "bfloat16" or not held:
         return held
     vector = concatenate(held)
     wide = context.memory.workspace.empty(vector.shape, vector.new_empty(0, dtype=torch.float32))
     return separate(wide.copy_(vector), held)
+
+
+def on_host(codec: Codec) -> frozenset[str]:
+    """Return the names of the state's entries that stay in host memory."""
+    hosted = (one for one in wrappers_of(codec) if getattr(one.settings, "buffer", "") == "host")
+    return frozenset(what for one in hosted for what in one.entries if what in ("residual", "server_residual"))
 
 
 def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:

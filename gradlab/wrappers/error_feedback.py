@@ -90,7 +90,7 @@ class ErrorFeedback(Wrapper):
             "0: the usual error feedback",
         )
         step_size_ratio: bool | None = step_size_setting(None, "the residual")
-        buffer: str = buffer_setting("the residual is")
+        buffer: str = buffer_setting("the residual is", host=True)
         carried: float = setting(
             1.0,
             above=0,

@@ -111,7 +111,7 @@ class TwoWay(Wrapper):
             help="a message's bytes that an answer about as many values takes, by the codec's setting that says so",
         )
         step_size_ratio: bool | None = step_size_setting(None, "the server's residual")
-        buffer: str = buffer_setting("the server's residual is")
+        buffer: str = buffer_setting("the server's residual is", host=True)
         contraction: str = contraction_setting()
 
     def __init__(self, codec: Codec, settings: TwoWay.Settings | None = None) -> None:

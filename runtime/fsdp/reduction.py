@@ -175,7 +175,7 @@ class ShardReduction:
     def resume(self, found: Sequence[Resumption], device: HostDevice) -> None:
         """Go on from `resumptions`, with the residuals on this device."""
         for run, one in zip(self.runs, found, strict=True):
-            run.go_on_from(checkpoint.moved(one.states, device), one.iteration, dict(one.learning_rates))
+            run.go_on_from(checkpoint.moved(run, one.states, device), one.iteration, dict(one.learning_rates))
 
 
 def _resumption(run: PlanRun, parts: Sequence[Any], place: tuple[int, int, str] | None) -> Resumption:

@@ -16,7 +16,8 @@ import torch
 
 from gradlab.executor import PlanRun, RunSettings
 from gradlab.layout import Layer
-from gradlab.plan import Plan
+from gradlab.plan import Plan, state_bytes
+from gradlab.plan.state_bytes import with_buffers
 from support.benchmark_modules import benchmark_modules
 from support.laws import thorough
 
@@ -109,6 +110,30 @@ def test_a_step_is_the_same_and_waits_for_nothing(calls: ModuleType, codec: str,
                 assert (mean[name] - expected[name]).norm() < 2 * expected[name].norm()
             else:
                 torch.testing.assert_close(mean[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["topk", "sign"])
+def test_residuals_on_the_host_change_nothing(calls: ModuleType, codec: str) -> None:
+    """Sign has a server's, too."""
+    means, states = {}, {}
+    for buffer in ("float32", "host"):
+        plan = with_buffers(Plan.uniform(LAYERS, codec), buffer)
+        with calls.far_device(triton=False) as device:
+            runs = [PlanRun(plan, rank, RANKS, RunSettings(device=calls.FAR)) for rank in range(RANKS)]
+            for step in range(3):
+                given = [{name: calls.FarTensor(one) for name, one in gradients(r, step).items()} for r in range(RANKS)]
+                [mean, *_] = calls.step(runs, given, device)
+            means[buffer] = {name: calls.near(one).clone() for name, one in mean.items()}
+            states[buffer] = [(key, one) for state in runs[0].states.values() for key, one in state.items()]
+    for (key, usual), (_, one) in zip(states["float32"], states["host"], strict=True):
+        assert isinstance(usual, calls.FarTensor)
+        assert isinstance(one, calls.FarTensor) != key.endswith("residual")
+        assert torch.equal(calls.near(usual), calls.near(one) if isinstance(one, calls.FarTensor) else one)
+    assert any(key.endswith("/server_residual") for key, _ in states["host"]) == (codec == "sign")
+    assert all(torch.equal(means["host"][name], mean) for name, mean in means["float32"].items())
+    hosted = state_bytes(with_buffers(Plan.uniform(LAYERS, codec), "host"), RANKS)
+    usual = state_bytes(Plan.uniform(LAYERS, codec), RANKS)
+    assert hosted == {f"{what} on the host" if "residual" in what else what: n for what, n in usual.items()}
 
 
 @pytest.mark.parametrize("codec", ["sign", "powersgd"])

@@ -15,6 +15,7 @@ from subjects import cases, codec_of, exchange, gradients, lockstep, plan_for
 
 from gradlab.codec import Tensors
 from gradlab.plan import Plan
+from gradlab.plan.state_bytes import with_buffers
 
 RANKS, STEPS, DRAWS = 2, 4, 64
 CPU = torch.device("cpu")
@@ -32,9 +33,10 @@ def draws_on_the_device(case: str) -> bool:
     return (case not in DRAWS_LATER and codec_of(case) in DRAW_ON_THE_DEVICE) or case in CASES_THAT_DRAW
 
 
-def same_values(place: Place, case: str) -> Outcome:
+def same_values(place: Place, case: str, buffer: str = "float32") -> Outcome:
     """Four steps with error feedback."""
     plan, difference = without_draws(plan_for(case, "layer", feedback=True)), Difference()
+    plan = with_buffers(plan, buffer)
     expected = lockstep(plan, RANKS, STEPS, CPU)
     for step, got in enumerate(lockstep(plan, RANKS, STEPS, place.device)):
         difference.add_all(f"step {step}", got, expected[step])
@@ -83,4 +85,4 @@ def draws(plan: Plan, device: torch.device) -> Tensors:
 CHECKS: dict[str, Check] = {
     case: functools.partial(same_distribution if draws_on_the_device(case) else same_values, case=case)
     for case in cases()
-}
+} | {"topk, residuals on the host": functools.partial(same_values, case="topk", buffer="host")}
