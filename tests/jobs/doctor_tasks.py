@@ -25,6 +25,7 @@ from gradlab.runtime.doctor import COLLECTIVES, Checkup, Measured, Message, Time
 
 
 @mock.patch("gradlab.runtime.doctor._WORK_SECONDS", 0.02)
+@mock.patch("gradlab.runtime.doctor._MOST", 2**21)  # of bytes; a busy machine would otherwise take all that it may
 def checkup(group: dist.ProcessGroup, local: int) -> dict[str, Any] | str:
     """Measure shortly, as if so many ranks were on each node; or what is said of that."""
     with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(local)):
