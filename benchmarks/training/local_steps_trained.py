@@ -22,7 +22,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from gradlab.analysis.forecast.local_endings import CODED, UNCOMPRESSED
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import Profile
 from gradlab.codec import seeded_generator
-from gradlab.datasets import Cifar10, Recipe, batches, build_optimizer, clip_gradients, get, learning_rate_at
+from gradlab.datasets import Cifar10, Data, Recipe, batches, build_optimizer, clip_gradients, get, learning_rate_at
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of, named_layers
 from gradlab.plan import Plan, Wrap, method_plan
@@ -88,9 +88,15 @@ def plan_of(way: str, task: str) -> Plan:
     return Plan.uniform(layers, wrappers=around, **CODECS[name])
 
 
+@cache  # and before workers are forked: reading CIFAR-10 takes longer than training on it
+def loaded(task: str, data: str) -> Data:
+    return get(task).load(data)
+
+
 def trained(key: Row, chosen: argparse.Namespace) -> Row:
     way, every, task = key["way"], key["every"], chosen.task
     settings = TrainSettings(task, str(chosen.data), WORKERS, chosen.steps, BATCH[task], seed=key["seed"])
+    loaded(task, settings.data)
     inner, way = way.endswith(MUON), way.removesuffix(MUON)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # fork: no imports anew
@@ -105,7 +111,7 @@ def _worker(rank: int, way: str, muon: bool, every: int, settings: TrainSettings
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORKERS)
     torch.manual_seed(settings.seed)
     workload = get(settings.workload)
-    recipe, data = settings.applied_to(workload.recipe), workload.load(settings.data)
+    recipe, data = settings.applied_to(workload.recipe), loaded(settings.workload, settings.data)
     model, plan = workload.model(settings.seed), plan_of(way, settings.workload)
     optimizers = _muon_and_adamw(recipe, model) if muon else [build_optimizer(recipe, model.parameters())]
     parameters = {layer.name: parameter for layer, parameter in named_layers(model)}
