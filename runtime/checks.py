@@ -60,9 +60,9 @@ def named_as_in(plan: Plan, pairs: Pairs) -> Pairs:
     return [(replace(layer, name=name), tensor) for (layer, tensor), name in zip(pairs, names, strict=True)]
 
 
-def given_plan(plan: object, caller: str, of_steps: Any = None) -> Plan:
+def given_plan(plan: object, caller: str, of_steps: Any = None, momentum: Callable[[], bool] = lambda: True) -> Plan:
     """Return the plan that a user gave, as such, as the path of an artifact or, where a model takes local steps
-    (`of_steps`), as a codec's name; refuse anything else."""
+    (`of_steps`), as a codec's name; refuse anything else. momentum: whether the outer optimizer has some."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):
@@ -70,7 +70,8 @@ def given_plan(plan: object, caller: str, of_steps: Any = None) -> Plan:
     name = os.fspath(plan)
     if name in codecs.names() and not os.path.exists(name):
         if of_steps is not None:
-            return Plan.uniform(of_steps, name, exchanges="pseudo-gradients")
+            # Without momentum a residual corrects what was lost, as among gradients: see docs/local-steps.md.
+            return Plan.uniform(of_steps, name, exchanges="pseudo-gradients" if momentum() else "gradients")
         raise GradlabError(
             f"{caller}: {name!r} is a codec, expected a Plan or the path of an artifact; Plan.uniform(model, {name!r}) "
             "makes a plan of it"

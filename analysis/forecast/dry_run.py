@@ -99,18 +99,22 @@ def dry_run(
     context: Context,
     *,
     repeats: int = REPEATS,
-    most: int = MOST_VALUES,
+    most: int | None = None,
     device: torch.device = CPU,
 ) -> Exchange:
     """Run an exchange of random gradients on a device, and take each turn's median time there, in seconds.
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
     Times grow with values: a group of more than `most` is forecast from a part, unless its tensors were learned for it.
     A compressor's messages grow too. Others', such as PowerSGD's factors, are linear in rows: two parts tell how.
+
+    most: None: `MOST_VALUES`, and an eighth of them for a single run, whose part is a quarter of the others'.
     """
-    inner, whole = innermost(codec), sum(layer.numel for layer in layers)
+    inner, whole, single = innermost(codec), sum(layer.numel for layer in layers), repeats == 1
+    most = (MOST_VALUES // 8 if single else MOST_VALUES) if most is None else most
     if whole <= most or inner.learned:
         return _dry_run(codec, layers, context, repeats, device)
-    part, repeats = _part_of(layers, min(most, PART_VALUES)), min(repeats, _REPEATS_OF_PART)
+    part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES))
+    repeats = min(repeats, _REPEATS_OF_PART)
     done, values = _dry_run(codec, part, context, repeats, device), sum(layer.numel for layer in part)
     if isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers:
         return _times(done, whole / values)

@@ -3,6 +3,7 @@
     python benchmarks local_steps_trained --data tinyshakespeare.txt --rows ROWS.jsonl [--task text_chars]
         [--ways sync int4 "ecsq 0.5, feedback"] [--seeds 0 1] [--local-steps 8 30 100] [--steps 800]
     python benchmarks local_steps_trained --rows ROWS.jsonl --table [--task text_chars]
+    python benchmarks local_steps_trained --rows ROWS.jsonl --frontier [--task text_chars]
     python benchmarks local_steps_trained --rows ROWS.jsonl --write     analysis/forecast/local_endings.json
 
 text_chars: nanoGPT's CPU configuration (804,096 parameters, AdamW), 4 workers of 3 sequences. cifar10: images halved to
@@ -209,6 +210,29 @@ def table(rows: list[Row], score: str) -> str:
     return markdown(("way", "H", score, "bytes per step", *(f"{rate}, ms a step" for rate in RATES)), lines)
 
 
+def frontier(rows: list[Row], score: str) -> str:
+    """Lay out what codecs cost: scores, mean of seeds (*: of one), and times fewer bytes than synchronously."""
+    base = "averaging, " if rows[0].get("task") else ""  # the outer optimizer that the task prefers
+    runs = grouped(rows, lambda row: (row["way"], row["every"]))
+    dense = runs["sync", 1]
+    lines = []
+    for codec, name in [(base.removesuffix(", ") or "DiLoCo", "uncompressed"), *((base + one, one) for one in CODECS)]:
+        bare, fed = ([runs.get((codec + how, every), []) for every in (8, 30, 100)] for how in ("", ", feedback"))
+        cells = [*(_cell(one, mean(dense, "payload")) for one in bare), *(_cell(one, None) for one in fed)]
+        if any(cells):
+            lines.append([name, *(cell or "-" for cell in cells)])
+    heads = [f"H = {every}{fed}" for fed in ("", ", feedback") for every in (8, 30, 100)]
+    title = f"{score} (sync {mean(dense, 'score'):.3f})"
+    return markdown((title, *heads), lines)
+
+
+def _cell(runs: list[Row], dense: float | None) -> str:
+    if not runs:
+        return ""
+    fewer = f" ({dense * runs[0]['every'] / mean(runs, 'payload'):,.0f}x)" if dense else ""
+    return f"{mean(runs, 'score'):.3f}{'' if len(runs) > 1 else '*'}{fewer}"
+
+
 def endings(rows: list[Row]) -> list[Row]:
     """Say how text trainings of the ways that gradlab names went, mean of their seeds."""
     runs = grouped((row for row in rows if "task" not in row), lambda row: (row["way"], row["every"]))
@@ -233,7 +257,7 @@ def endings(rows: list[Row]) -> list[Row]:
 def main() -> None:
     torch.set_num_threads(1)  # a process with threads cannot fork
     named = {"ways": WAYS, "local_steps": [8, 30, 100], "seeds": [0, 1], "steps": 800}
-    chosen = options(__doc__, data=Path, rows=Path, task=BATCH, **named, table=False, write=False)
+    chosen = options(__doc__, data=Path, rows=Path, task=BATCH, **named, table=False, frontier=False, write=False)
     if chosen.write:
         lines = ",\n".join(json.dumps(one) for one in endings(read(chosen.rows)))
         ENDINGS.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -244,7 +268,8 @@ def main() -> None:
         for seed, way in product(chosen.seeds, chosen.ways)
         for every in ([1] if way.startswith("sync") else chosen.local_steps)
     )
-    if not chosen.table:
+    if not (chosen.table or chosen.frontier):
         fill(chosen.rows, keys, lambda key: trained(key, chosen))
     rows = [row for row in read(chosen.rows) if row.get("task", "text_chars") == chosen.task]
-    print(table(rows, "validation loss" if chosen.task == "text_chars" else "accuracy"))
+    laid_out = frontier if chosen.frontier else table
+    print(laid_out(rows, "validation loss" if chosen.task == "text_chars" else "accuracy"))

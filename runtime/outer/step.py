@@ -32,7 +32,7 @@ from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.groups import group_or_world
 from gradlab.ddp.model import without_compile
 from gradlab.ddp.optimizer_steps import CallsBesideSteps
-from gradlab.ddp.optimizers import all_optimizers, load_states, saved_states
+from gradlab.ddp.optimizers import all_optimizers, describe_optimizer, load_states, saved_states
 from gradlab.errors import GradlabError
 from gradlab.plan import Plan
 from gradlab.plan.plan import check_model
@@ -143,7 +143,8 @@ class OuterStep(Uncopied):
 
     Args:
         plan: plan of the model's layers, the path of an artifact, or a codec's name, for
-            `Plan.uniform(model, name, exchanges="pseudo-gradients")`. Its schedule counts outer steps.
+            `Plan.uniform(model, name, exchanges="pseudo-gradients")`, with the codec's usual error feedback where the
+            outer optimizer has no momentum. Its schedule counts outer steps.
         model: plain, in DDP, or sharded by FSDP2.
         outer_optimizer: makes the outer optimizer of some parameters, or a list of several.
             None: SGD(lr=0.7, momentum=0.9, nesterov=True),
@@ -199,8 +200,11 @@ class OuterStep(Uncopied):
         held, beside = self._held.by_name, self.beside()
         self._together = partial(agree_on, self.workers.agreeing, self._device.device)
 
+        make = NESTEROV if outer_optimizer is None else outer_optimizer
+
         def attempt() -> list[Plan]:
-            self.plan = given_plan(plan if self._trial is None else self._trial.plan, CALLER, model)
+            chosen = plan if self._trial is None else self._trial.plan
+            self.plan = given_plan(chosen, CALLER, model, lambda: _has_momentum(make))
             if forbidden := sorted({"optimizer", "scaler", "hold_unused", "exchanges"} & set(options)):
                 raise GradlabError(f"{CALLER}: the option {forbidden[0]} is of steps that exchange gradients")
             return self._cut(self.plan, lambda one: fragments_of(one, fragments))
@@ -211,7 +215,6 @@ class OuterStep(Uncopied):
         parts = self._together(attempt, lambda _: {"the plan (sha256)": self.plan.digest, **same})
         with torch.no_grad():
             self.workers.spread([*(one.values for one in held.values()), *map(local_part, beside.values())])
-        make = NESTEROV if outer_optimizer is None else outer_optimizer
         self.fragments = [self._fragment(one, make, options) for one in parts]
         self._counted: CallsBesideSteps | None = CallsBesideSteps(one.parameter for one in held.values())
         self._thread = ThreadPoolExecutor(1, "gradlab-outer") if delay else None
@@ -587,6 +590,14 @@ def _group_of_model(model: object, group: dist.ProcessGroup | None) -> dist.Proc
             "workers; put the model into DDP with the process group of one worker, or into none"
         )
     return own
+
+
+def _has_momentum(make: Any) -> bool:
+    """Return whether the outer optimizers that it makes have momentum; True if none can be made of any parameter."""
+    with suppress(Exception):
+        settings = describe_optimizer(make([nn.Parameter(torch.zeros(2, 2))]))
+        return settings is None or settings.momentum is not None
+    return True
 
 
 def _common(values: torch.Tensor) -> torch.Tensor:

@@ -495,14 +495,16 @@ def warned(group: dist.ProcessGroup) -> list[tuple[bool, list[str]]]:
 
 
 def by_name(group: dist.ProcessGroup) -> dict[str, Any]:
-    """A codec's name in place of a plan, of a model in DDP too."""
+    """A codec's name in place of a plan, of a model in DDP too; and under plain averages."""
     model = network()
     own = part_of((group,), [dist.get_rank(group)], None, torch.device("cpu"))
     with OuterStep("topk", model, group=group) as outer:
         alike = outer.plan == Plan.uniform(model, "topk", exchanges="pseudo-gradients")
     with OuterStep("topk", DistributedDataParallel(model, process_group=own), group=group) as outer:
         in_ddp = outer.plan == Plan.uniform(model, "topk", exchanges="pseudo-gradients")
-    return {"alike": alike, "in ddp": in_ddp}
+    with OuterStep("topk", model, partial(torch.optim.SGD, lr=1.0), group=group) as outer:
+        averaged = outer.plan == Plan.uniform(model, "topk")
+    return {"alike": alike, "in ddp": in_ddp, "averaged": averaged}
 
 
 def refused(group: dist.ProcessGroup) -> dict[str, str]:

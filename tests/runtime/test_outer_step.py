@@ -139,7 +139,7 @@ def test_feedback_is_warned_of_under_outer_momentum_and_its_lack_without(pool: P
 
 def test_a_codecs_name_is_its_plan_for_pseudo_gradients(pool: ProcessPool) -> None:
     for result in pool.run("jobs.outer_tasks:by_name", 2):
-        assert result == {"alike": True, "in ddp": True}
+        assert result == {"alike": True, "in ddp": True, "averaged": True}
 
 
 def test_wrong_use_is_refused(pool: ProcessPool) -> None:
