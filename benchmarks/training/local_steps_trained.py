@@ -186,8 +186,9 @@ def _ended(outer: OuterStep, parameters: Mapping[str, torch.Tensor]) -> float:
 
 def predicted(way: str, every: int, task: str) -> list[float]:
     links = [Link(parse_bandwidth(rate), 1e-4, 0.06) for rate in RATES]
-    network, dense = Network(links, (WORKERS,), Profile(COMPUTING, "given")), way in DENSE
-    plan = plan_of("int8" if dense else way, task)  # whose uncompressed exchange is asked for
+    network, plan = Network(links, (WORKERS,), Profile(COMPUTING, "given")), plan_of(way, task)
+    if dense := not plan.compressed_groups:
+        plan = plan_of("int8", task)  # whose uncompressed exchange is asked for
     synchronous = forecast(plan, network)
     if way.startswith("sync"):
         return [(pair.dense if dense else pair.compressed).seconds for _, pair in synchronous.comparisons]
