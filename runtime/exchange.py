@@ -381,6 +381,6 @@ def plain_driver(plan: Plan, group: dist.ProcessGroup, around: Surroundings, *, 
     if everyone.world_size == 1:
         warnings.warn("gradlab: world size 1: one rank sends nothing that could be compressed", stacklevel=4)
     run = around.run(plan, everyone.rank, everyone.world_size)
-    carried = [(parameter, parameter.numel()) for parameter in around.parameters.values()]
+    carried = {name: (one, one.numel(), one.element_size()) for name, one in around.parameters.items()}
     place = Place.of(everyone, lambda plan: plan.payload_bytes(everyone.world_size), carried)
     return StepDriver(run, everyone, around, place)

@@ -297,7 +297,10 @@ def node_driver(
     def forecast(plan: Plan) -> float:
         return forecast_payload(plan, ownership, topology.local_rank, len(topology.nodes))
 
-    carried = [(one, ownership.numel(name, topology.local_rank)) for name, one in around.parameters.items()]
+    carried = {
+        name: (one, ownership.numel(name, topology.local_rank), one.element_size())
+        for name, one in around.parameters.items()
+    }
     place = Place.of(everyone, forecast, carried, topology)
     communicators = {"everyone": everyone, "inside": inside, "averaging": averaging}
     return NodeDriver(run, between, around, place, ownership=ownership, **communicators)

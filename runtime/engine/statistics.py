@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -55,14 +55,21 @@ class Place:
         cls,
         everyone: Communicator,
         forecast: Callable[[Plan], float],
-        carried: Iterable[tuple[torch.Tensor, int]],
+        carried: Mapping[str, tuple[torch.Tensor, int, int]],
         topology: Topology | None = None,
     ) -> Place:
-        """Return the place of a rank that carries so many elements of each parameter's gradient."""
-        carried = list(carried)
-        dense = sum(parameter.element_size() * count for parameter, count in carried)
-        half = sum(bytes_in_16_bits(parameter, count) for parameter, count in carried)
-        return cls(everyone.rank, everyone.world_size, forecast, dense, half, topology)
+        """Return the place of a rank that carries so many elements of each parameter's gradient, and bytes of each.
+
+        forecast: as if gradients were float32. Dense layers travel in their own type.
+        """
+        dense = sum(size * count for _, count, size in carried.values())
+        half = sum(bytes_in_16_bits(parameter, count) for parameter, count, _ in carried.values())
+
+        def in_own_types(plan: Plan) -> float:
+            own = [carried[layer.name] for layer in plan.dense_layers if layer.name in carried]
+            return forecast(plan) - sum((4 - size) * count for _, count, size in own)
+
+        return cls(everyone.rank, everyone.world_size, in_own_types, dense, half, topology)
 
     def identity(self, plan: Plan) -> dict[str, Any]:
         """Say for a checkpoint which rank of which run this is."""

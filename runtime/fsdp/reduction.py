@@ -282,7 +282,6 @@ def shard_driver(
         return plan.payload_bytes(len(topology.nodes)) + flags + sum(unit.padding for unit in whole)
 
     shards = [shard for unit in units for shard in unit.shards]
-    place = Place.of(everyone, forecast, [(shard.parameter, shard.numel) for shard in shards], topology)
-    dense = sum(shard.nbytes for shard in shards)  # in the type that travels
-    place = replace(place, dense_payload_bytes=dense, sharded=True)
+    carried = {one.layer.name: (one.parameter, one.numel, one.dtype.itemsize) for one in shards}  # as FSDP reduces it
+    place = replace(Place.of(everyone, forecast, carried, topology), sharded=True)
     return StepDriver(run, between, around, place, everyone, inside)

@@ -251,11 +251,13 @@ def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str
     return {"same": same, "counted": last.payload_bytes, "forecast": report["forecast_payload_bytes"]}
 
 
-def compressed(group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[str, Any]) -> dict[str, Any]:
+def compressed(
+    group: dist.ProcessGroup, nodes: int, codec: str, settings: dict[str, Any], option: str = "default"
+) -> dict[str, Any]:
     """Six steps: bytes counted and forecast, what ranks of a column agree on, and how loss falls."""
     rank = dist.get_rank(group)
     mesh = mesh_of(group, nodes)
-    model = sharded(mesh["shard"])
+    model = sharded(mesh["shard"], **OPTIONS[option].get("shard", {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     state = compress_fsdp(model, plan_of(model, codec, settings), between=mesh["replicate"], optimizer=optimizer)
     for step in range(6):

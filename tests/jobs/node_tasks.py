@@ -351,3 +351,17 @@ def memory_is_not_reused_too_early(group: dist.ProcessGroup) -> list[bool]:
             given = {name: p.grad for name, p in model.module.named_parameters()}
             same.append(all(torch.equal(given[name], mean) for name, mean in expected.items()))
     return same
+
+
+def bytes_in_16_bits(group: dist.ProcessGroup, local_ranks: int) -> list[tuple[float, float]]:
+    """Bytes counted and forecast of a bfloat16 model whose vectors stay dense, uncompressed and in int4."""
+    found = []
+    for codec in ("identity", "block_scaled"):
+        net = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)).bfloat16()
+        model = DistributedDataParallel(net, process_group=group)
+        plan = Plan(layers_of(net)) if codec == "identity" else Plan.uniform(net, codec, dtype="int4")
+        with CompressionState(plan, model, within=node_group(group, local_ranks) if local_ranks > 1 else None) as state:
+            model.register_comm_hook(state, compression_hook)
+            model(torch.ones(2, 32, dtype=torch.bfloat16)).sum().backward()
+            found.append((state.statistics.steps[-1].payload_bytes, state.report()["forecast_payload_bytes"]))
+    return found

@@ -169,3 +169,9 @@ def test_a_rule_is_told_once_of_all_ranks(pool: ProcessPool, level: str) -> None
         assert result["nan"] is (True if level == "warn" else None)
     assert len(first["told"]) == (level == "warn")
     assert not any(other["told"] for other in others)
+
+
+@pytest.mark.parametrize("local_ranks", [1, 2])
+def test_dense_layers_are_forecast_in_their_own_type(pool: ProcessPool, local_ranks: int) -> None:
+    for found in pool.run("jobs.node_tasks:bytes_in_16_bits", 4, local_ranks=local_ranks):
+        assert all(counted == forecast for counted, forecast in found), found
