@@ -115,12 +115,11 @@ def _frugal() -> Iterator[None]:
 
     Training runs start from a process that has torch already. Commands take one process, as the other cores have tests
     of their own to run. Reports have no PDFs, and their figures' parts lie where matplotlib puts them at first. PDFs
-    draw letters instead of embedding the font's part that they need. A forecast times an exchange once, and no file
-    waits for the disk: nothing here outlives a power cut.
+    draw letters instead of embedding the font's part that they need. No file waits for the disk: nothing here
+    outlives a power cut.
     """
     from gradlab.analysis import parallel as shared_out
     from gradlab.analysis.figures import style
-    from gradlab.analysis.forecast import dry_run
     from gradlab.analysis.report import page as report_page
     from gradlab.training import launch
 
@@ -133,7 +132,6 @@ def _frugal() -> Iterator[None]:
         patch.setattr(shared_out, "default_workers", lambda: 1)
         patch.setitem(style.RC, "pdf.fonttype", 3)
         patch.setattr(report_page, "render", rendered)
-        patch.setattr(dry_run, "_LONG_SECONDS", 0.0)
         patch.setattr(os, "fsync", lambda _: None)
         yield
 
