@@ -305,12 +305,16 @@ class UnitAllGather:
         compressed = whole and self._unit.module.training and input_tensor.dtype.is_floating_point
         if self._gathers.closed or not compressed:
             return self._native(output_tensor, input_tensor, group, async_op)
+        self._gathers.gather(self._unit, output_tensor, input_tensor, group, self._exchanged)
+        return None
+
+    def _exchanged(self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Gather a message, natively; an error of the collective names the unit."""
         try:
-            self._gathers.gather(self._unit, output_tensor, input_tensor, group, self._native)
-        except RuntimeError as error:  # torch's, of a collective
+            self._native(output, flat, group)
+        except RuntimeError as error:
             what = f"the all-gather of {self._unit.title}'s parameters"
             raise CommunicationError(f"{what} waited for a rank that is gone or stuck: {error}") from None
-        return None
 
 
 def _part(plan: Plan, group: Group, places: Sequence[slice]) -> Part:
