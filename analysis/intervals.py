@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
-from scipy.stats import rankdata
 
 from gradlab.errors import GradlabError
 from gradlab.jsonable import Jsonable
@@ -200,6 +199,8 @@ def rank_correlation(first: Sequence[float] | np.ndarray, second: Sequence[float
     if one is. Fisher's z has the standard error sqrt((1 + rho^2 / 2) / (n - 3)) (Bonett & Wright, Psychometrika 65,
     2000, eq. 3). At full agreement z is taken half a step below, where a step is 12 / (n^3 - n).
     """
+    from scipy.stats import rankdata  # which takes long to import, and few need
+
     rows = [np.asarray(values, np.float64).ravel() for values in (first, second)]
     count, level = len(rows[0]), 0.95
     if len(rows[1]) != count or not count or any(np.isnan(row).any() for row in rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradlab.analysis.chart import Chart
+from gradlab.analysis.figures.chart import Chart
 from gradlab.formatting import format_counted
 
 

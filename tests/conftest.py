@@ -119,19 +119,18 @@ def _frugal() -> Iterator[None]:
     outlives a power cut.
     """
     from gradlab.analysis import parallel as shared_out
-    from gradlab.analysis.figures import style
-    from gradlab.analysis.report import page as report_page
+    from gradlab.analysis.figures import drawn, style
     from gradlab.training import launch
 
-    def rendered(figure: Any, name: str, _: Sequence[str]) -> dict[str, bytes]:
+    def rendered(figure: Any, name: str, formats: Sequence[str]) -> dict[str, bytes]:
         figure.set_layout_engine("none")
-        return style.render(figure, name, ("svg",))
+        return style.render(figure, name, formats[:1])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "interpreter", python)
         patch.setattr(shared_out, "default_workers", lambda: 1)
         patch.setitem(style.RC, "pdf.fonttype", 3)
-        patch.setattr(report_page, "render", rendered)
+        patch.setattr(drawn, "render", rendered)
         patch.setattr(os, "fsync", lambda _: None)
         yield
 

@@ -1,4 +1,4 @@
-"""The look of all figures: one palette that colour-blind readers can tell apart, one type size, no pyplot state."""
+"""The look of all figures: one type size, no pyplot state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,21 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter, FuncFormatter, LogFormatterSciNotation
 
+from gradlab.analysis.figures.palette import FORMATS, GREY, MOST_NAMED_LAYERS, layer_colors
 from gradlab.printable import printable
 
-# Okabe & Ito, "Color universal design", 2008.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, VERMILION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-GREY = "#767676"
-_METHOD_COLORS = {"dense": BLACK, "gradiveq": VERMILION, "topk": BLUE, "powersgd": GREEN}
-_SPARE_COLORS = (ORANGE, PURPLE, SKY, "#8C6D31", "#5F4690", GREY)
-_METHOD_MARKERS = {"dense": "o", "gradiveq": "s", "topk": "^", "powersgd": "D"}
-_SPARE_MARKERS = ("v", "P", "X", "<", ">", "*", "h", "d", "p")
-
-FORMATS = ("svg", "pdf")
-
-# More layers than this are told apart by a colour bar, not by a legend.
-_MOST_NAMED_LAYERS = 7
 WIDTH = 6.6
 _LONGEST_WORD = 80  # characters of a name
 _CAPTION_COLUMNS = 150  # characters of 6 points in a line of that width
@@ -73,22 +61,6 @@ _NO_GLYPH = (
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def method_colors(names: Iterable[str]) -> dict[str, str]:
-    """Give each method a colour, the same in every figure."""
-    spare = iter(_SPARE_COLORS * 4)
-    colors: dict[str, str] = {}
-    for name in names:
-        known = next((color for key, color in _METHOD_COLORS.items() if name.lower().startswith(key)), None)
-        colors[name] = known if known and known not in colors.values() else next(spare)
-    return colors
-
-
-def method_markers(names: Iterable[str]) -> dict[str, str]:
-    """Give each method a marker, the same in every figure, so that colour is never the only sign."""
-    spare = iter(_SPARE_MARKERS * 4)
-    return {name: _METHOD_MARKERS.get(name.lower()) or next(spare) for name in names}
-
-
 def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tuple[Figure, list[Axes]]:
     """Make a figure of equal panels."""
     columns = min(columns, count)
@@ -100,16 +72,9 @@ def panels(count: int, columns: int, height: float = 2.0, **kwargs: Any) -> tupl
     return figure, list(axes[:count])
 
 
-def layer_colors(count: int) -> list[Any]:
-    """Choose a colour per layer: named hues for few layers, a perceptually even ramp from first to last for many."""
-    if count <= _MOST_NAMED_LAYERS:
-        return [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK][:count]
-    return list(_ramp()(np.linspace(0, 1, count)))
-
-
 def name_layers(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
     """Name the layers of a figure's lines: few in a legend, many by a colour bar from the first to the last."""
-    if len(names) <= _MOST_NAMED_LAYERS:
+    if len(names) <= MOST_NAMED_LAYERS:
         handles, _ = axes[0].get_legend_handles_labels()
         columns = 3 if max(map(len, names), default=0) < 24 else 2
         figure.legend(handles[: len(names)], names, loc="outside lower center", ncols=columns)
@@ -132,36 +97,8 @@ def write_below(figure: Figure, caption: str) -> None:
         figure.supxlabel("\n".join(lines), fontsize=6, color=GREY, x=0.02, ha="left")
 
 
-def _ramp() -> ListedColormap:
-    from matplotlib import colormaps
-
-    # The brightest tenth of viridis is too pale on white paper.
-    return ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, 256)))
-
-
 def _wrapped(name: str) -> str:
     return name if len(name) <= 16 else name[:15] + "…"
-
-
-def short(name: str) -> str:
-    """Shorten a layer's name by ".weight", unless only a number would be left."""
-    stem = name.removesuffix(".weight")
-    return name if stem.isdigit() else stem
-
-
-def running_mean(values: Any, window: int) -> np.ndarray:
-    """Average each value (samples,) with its neighbours, centred, without NaN; NaN if the window holds no value."""
-    series = np.array([np.nan if v is None else v for v in values], dtype=float)
-    finite = np.isfinite(series)
-    kernel = np.ones(min(window, len(series)))
-    total = np.convolve(np.where(finite, series, 0.0), kernel, "same")
-    count = np.convolve(finite.astype(float), kernel, "same")
-    return np.divide(total, count, out=np.full(len(series), np.nan), where=count > 0.5)
-
-
-def smoothing_window(count: int) -> int:
-    """Choose a window that leaves about 30 independent values."""
-    return max(1, count // 30)
 
 
 def render(figure: Figure, name: str, formats: Sequence[str] = FORMATS) -> dict[str, bytes]:

@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import lsq_linear
 
 from gradlab.analysis.forecast.link import (
     Link,
@@ -233,6 +232,8 @@ def _least_squares(columns: Sequence[Sequence[float]], wanted: Sequence[float], 
 
     The first factor is from 0 to `most`, the second at least 0. The factor of a column of zeros is 0.
     """
+    from scipy.optimize import lsq_linear  # which takes long to import, and few need
+
     matrix, right = np.array(columns, dtype=float).T, np.array(wanted, dtype=float)
     if not (np.isfinite(matrix).all() and np.isfinite(right).all()):
         raise GradlabError("measured times and link are out of all proportion: look at seconds, bandwidth and headers")

@@ -6,6 +6,7 @@ rank's data, except the lengths of varying gathers. So one coroutine stands for 
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -93,6 +94,29 @@ def _copies(tensor: torch.Tensor, count: int, began: float, now: Clock) -> tuple
     return [copies[i % made] for i in range(count)], spent
 
 
+def _dry_run(codec: Codec, layers: Sequence[Layer], context: Context, repeats: int, device: torch.device) -> Exchange:
+    inner = innermost(codec)
+    varying = sizes_vary(codec, context.world_size)
+    if varying and served(codec, context.world_size):
+        layers, context = _as_server(codec, layers, context)
+    grads, now = _gradients(layers, context.seed, device), clock_of(device)
+    workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
+    context = replace(context, memory=Memory(workspace))
+    running = {name: tensor.to(device) for name, tensor in running_state(inner, layers, context.world_size).items()}
+    _, state = _once(codec, grads, running, context, now)
+    runs: list[Exchange] = []
+    began = time.perf_counter()
+    while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
+        run, state = _once(codec, grads, running if varying else state, context, now)
+        runs.append(run)
+        workspace.recycle()
+    turns = [
+        Turn(median(t.seconds for t in same), same[-1].requests, median(t.copy_seconds for t in same))
+        for same in zip(*(item.turns for item in runs), strict=True)
+    ]
+    return replace(runs[-1], turns=tuple(turns), apply_seconds=median(item.apply_seconds for item in runs))
+
+
 def dry_run(
     codec: Codec,
     layers: Sequence[Layer],
@@ -101,6 +125,7 @@ def dry_run(
     repeats: int = REPEATS,
     most: int | None = None,
     device: torch.device = CPU,
+    run: Callable[[Codec, Sequence[Layer], Context, int, torch.device], Exchange] = _dry_run,
 ) -> Exchange:
     """Run an exchange of random gradients on a device, and take each turn's median time there, in seconds.
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
@@ -108,17 +133,18 @@ def dry_run(
     A compressor's messages grow too. Others', such as PowerSGD's factors, are linear in rows: two parts tell how.
 
     most: None: `MOST_VALUES`, and an eighth of them for a single run, whose part is a quarter of the others'.
+    run: runs whole layers, or parts; layers of unlike sizes may have equal parts, which need one run.
     """
     inner, whole, single = innermost(codec), sum(layer.numel for layer in layers), repeats == 1
     most = (MOST_VALUES // 8 if single else MOST_VALUES) if most is None else most
     if whole <= most or inner.learned:
-        return _dry_run(codec, layers, context, repeats, device)
+        return run(codec, layers, context, repeats, device)
     part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES))
     repeats = min(repeats, _REPEATS_OF_PART)
-    done, values = _dry_run(codec, part, context, repeats, device), sum(layer.numel for layer in part)
+    done, values = run(codec, part, context, repeats, device), sum(layer.numel for layer in part)
     if isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers:
         return _times(done, whole / values)
-    return _times(done, whole / values, _dry_run(codec, _part_of(part, values // 2), context, 1, device))
+    return _times(done, whole / values, run(codec, _part_of(part, values // 2), context, 1, device))
 
 
 def _part_of(layers: Sequence[Layer], most: int) -> Sequence[Layer]:
@@ -157,29 +183,6 @@ def _times(exchange: Exchange, times: float, smaller: Exchange | None = None) ->
         turns.append(replace(turn, requests=tuple(map(grown, turn.requests, before))))
     size = round(times * exchange.gradient_bytes)
     return replace(exchange, gradient_bytes=size, turns=tuple(turns)).scaled(times, times)
-
-
-def _dry_run(codec: Codec, layers: Sequence[Layer], context: Context, repeats: int, device: torch.device) -> Exchange:
-    inner = innermost(codec)
-    varying = sizes_vary(codec, context.world_size)
-    if varying and served(codec, context.world_size):
-        layers, context = _as_server(codec, layers, context)
-    grads, now = _gradients(layers, context.seed, device), clock_of(device)
-    workspace = RecyclingWorkspace()  # as in the engine: fresh memory would cost more than the arithmetic
-    context = replace(context, memory=Memory(workspace))
-    running = {name: tensor.to(device) for name, tensor in running_state(inner, layers, context.world_size).items()}
-    _, state = _once(codec, grads, running, context, now)
-    runs: list[Exchange] = []
-    began = time.perf_counter()
-    while len(runs) < repeats and (not runs or time.perf_counter() - began < _LONG_SECONDS):
-        run, state = _once(codec, grads, running if varying else state, context, now)
-        runs.append(run)
-        workspace.recycle()
-    turns = [
-        Turn(median(t.seconds for t in same), same[-1].requests, median(t.copy_seconds for t in same))
-        for same in zip(*(item.turns for item in runs), strict=True)
-    ]
-    return replace(runs[-1], turns=tuple(turns), apply_seconds=median(item.apply_seconds for item in runs))
 
 
 def _as_server(codec: Codec, layers: Sequence[Layer], context: Context) -> tuple[list[Layer], Context]:
@@ -253,8 +256,16 @@ class DryRuns:
         """Return the exchange of `layers` by a codec, which is built and run once for equal kinds and equal shapes."""
         key = json.dumps([kind, [layer.shape for layer in layers]])
         if key not in self._exchanges:
-            self._exchanges[key] = dry_run(build(), layers, self.context(name), repeats=self.repeats)
+            run = functools.partial(self._run, kind)
+            self._exchanges[key] = dry_run(build(), layers, self.context(name), repeats=self.repeats, run=run)
         return replace(self._exchanges[key], name=name)
+
+    def _run(self, kind: str, codec: Codec, layers: Sequence[Layer], *how: Any) -> Exchange:
+        """Run layers, or a part of them, once for equal kinds and equal shapes."""
+        key = json.dumps([kind, [layer.shape for layer in layers], "run"])
+        if key not in self._exchanges:
+            self._exchanges[key] = _dry_run(codec, layers, *how)
+        return self._exchanges[key]
 
     def dense(self, name: str, layers: Sequence[Layer]) -> Exchange:
         """Return the exchange of dense layers that travel together, the sum of one exchange per layer."""

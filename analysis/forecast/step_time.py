@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scipy.optimize import brentq
-
 from gradlab.analysis.forecast.dry_run import DryRuns
 from gradlab.analysis.forecast.link import Link, Transfer, json_rate
 from gradlab.analysis.forecast.simulator import (
@@ -41,7 +39,7 @@ FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
 # Gradients of weights and of activations cost as much each as the forward pass.
 BACKWARD_SHARE = 2 / 3
 # A break-even is looked for between these link speeds, in bits per second.
-_SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 8
+_SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 2
 # Seconds: less is rounding.
 _NOTHING = 1e-9
 
@@ -392,6 +390,8 @@ def _with_gathers(step: Step, node: Node, nbytes: int) -> Step:
 
 def break_even(saves: Callable[[float], float]) -> float | None:
     """Find the highest link speed, in bits per second, at which compression saves time; None: none; infinity: all."""
+    from scipy.optimize import brentq  # which takes long to import, and few need
+
     slowest, fastest = (round(_PER_DECADE * math.log10(speed)) for speed in (_SLOWEST, _FASTEST))
     grid = [10 ** (position / _PER_DECADE) for position in range(slowest, fastest + 1)]
     last = next((position for position in reversed(range(len(grid))) if saves(grid[position]) > _NOTHING), None)
@@ -400,4 +400,4 @@ def break_even(saves: Callable[[float], float]) -> float | None:
     if last == len(grid) - 1:
         return math.inf
     low, high = math.log(grid[last]), math.log(grid[last + 1])
-    return math.exp(brentq(lambda speed: saves(math.exp(speed)) - _NOTHING, low, high, xtol=2e-7))
+    return math.exp(brentq(lambda speed: saves(math.exp(speed)) - _NOTHING, low, high, xtol=1e-4))

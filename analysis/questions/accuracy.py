@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradlab.analysis.chart import Chart, Panel, apart, lines
-from gradlab.analysis.figures.style import method_colors
+from gradlab.analysis.figures.chart import Chart, Panel, apart, lines
+from gradlab.analysis.figures.palette import method_colors
 from gradlab.analysis.forecast.endings import (
     MAX_LOSS,
     EndingRange,

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Mark, Panel, apart, by_layer, lines, points, rule
-from gradlab.analysis.figures.style import BLACK, BLUE, GREEN, VERMILION, short
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, apart, by_layer, lines, points, rule
+from gradlab.analysis.figures.palette import BLACK, BLUE, GREEN, VERMILION, short
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_number, format_percent
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Mark, Panel, lines, points, rule
-from gradlab.analysis.figures.style import GREY, method_colors, method_markers, running_mean, short, smoothing_window
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, lines, points, rule
+from gradlab.analysis.figures.palette import GREY, method_colors, method_markers, running_mean, short, smoothing_window
 from gradlab.analysis.section import Drawing
 
 Json = Mapping[str, Any]

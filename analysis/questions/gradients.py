@@ -9,14 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Panel, by_layer, lines, note, rule
-from gradlab.analysis.figures.style import (
-    BLUE,
-    VERMILION,
-    running_mean,
-    short,
-    smoothing_window,
-)
+from gradlab.analysis.figures.chart import Chart, Panel, by_layer, lines, note, rule
+from gradlab.analysis.figures.palette import BLUE, VERMILION, running_mean, short, smoothing_window
 from gradlab.analysis.questions.between import ESTIMATORS, between_ranks_section, with_interval
 from gradlab.analysis.questions.layer_matrix import layer_anchors, plans_on_layer
 from gradlab.analysis.questions.limits import USEFUL, limit_panel, limits_section

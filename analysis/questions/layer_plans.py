@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Panel, lines, points, rule
-from gradlab.analysis.figures.style import BLUE, SKY, VERMILION, method_colors, method_markers
+from gradlab.analysis.figures.chart import Chart, Panel, lines, points, rule
+from gradlab.analysis.figures.palette import BLUE, SKY, VERMILION, method_colors, method_markers
 from gradlab.analysis.section import Table
 from gradlab.formatting import format_bytes, format_count, format_percent, format_ratio, format_seconds
 

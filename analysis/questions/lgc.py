@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradlab.analysis.chart import Chart, Panel, lines, rule
-from gradlab.analysis.figures.style import BLUE, VERMILION
+from gradlab.analysis.figures.chart import Chart, Panel, lines, rule
+from gradlab.analysis.figures.palette import BLUE, VERMILION
 from gradlab.analysis.section import Table
 from gradlab.formatting import format_bytes, format_percent
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Mark, Panel, lines, points, rule
-from gradlab.analysis.figures.style import BLUE, GREEN, GREY, ORANGE, VERMILION
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, lines, points, rule
+from gradlab.analysis.figures.palette import BLUE, GREEN, GREY, ORANGE, VERMILION
 from gradlab.analysis.questions.between import drift_line
 from gradlab.analysis.section import Drawing, Section
 from gradlab.formatting import format_number, format_percent

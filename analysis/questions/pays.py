@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradlab.analysis.chart import Chart, Mark, Panel, lines, note, points, rule
-from gradlab.analysis.figures.style import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, method_colors
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, lines, note, points, rule
+from gradlab.analysis.figures.palette import BLACK, BLUE, GREEN, GREY, ORANGE, VERMILION, method_colors
 from gradlab.analysis.forecast import Forecast, Network, NodeForecast
 from gradlab.analysis.forecast.endings import EndingRange
 from gradlab.analysis.forecast.link import spell_rate

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradlab.analysis.chart import Chart, Panel, apart, lines, points, rule
-from gradlab.analysis.figures.style import BLACK, method_colors, method_markers
+from gradlab.analysis.figures.chart import Chart, Panel, apart, lines, points, rule
+from gradlab.analysis.figures.palette import BLACK, method_colors, method_markers
 from gradlab.analysis.forecast.frontier import GIVEN
 from gradlab.analysis.forecast.speed import Configuration, SpeedForecast
 from gradlab.analysis.questions.layer_matrix import layer_matrix_section

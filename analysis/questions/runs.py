@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Mark, Panel, lines, note, points, round_ticks, rule
-from gradlab.analysis.figures.style import (
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, lines, note, points, round_ticks, rule
+from gradlab.analysis.figures.palette import (
     BLUE,
     ORANGE,
     SKY,

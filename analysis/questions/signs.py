@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gradlab.analysis.chart import Chart, Panel, lines, note, rule
-from gradlab.analysis.figures.style import BLACK, BLUE, VERMILION
+from gradlab.analysis.figures.chart import Chart, Panel, lines, note, rule
+from gradlab.analysis.figures.palette import BLACK, BLUE, VERMILION
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_count
 from gradlab.saving import Saving

@@ -13,8 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradlab.analysis.chart import Chart, Mark, Panel, apart, by_layer, lines, numbers, points, round_ticks, rule
-from gradlab.analysis.figures.style import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, short
+from gradlab.analysis.figures.chart import (
+    Chart,
+    Mark,
+    Panel,
+    apart,
+    by_layer,
+    lines,
+    numbers,
+    points,
+    round_ticks,
+    rule,
+)
+from gradlab.analysis.figures.palette import BLACK, BLUE, GREY, SKY, VERMILION, method_colors, short
 from gradlab.analysis.measure.slices.structure import TOLERANCE
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_count, format_number, format_percent, format_ratio

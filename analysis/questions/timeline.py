@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradlab.analysis.chart import Chart, Mark, Panel, apart, points
-from gradlab.analysis.figures.style import BLUE, GREEN, GREY, ORANGE, SKY, YELLOW
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, apart, points
+from gradlab.analysis.figures.palette import BLUE, GREEN, GREY, ORANGE, SKY, YELLOW
 from gradlab.chrome_trace import Span, StepSpans
 
 _KINDS = {

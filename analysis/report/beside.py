@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradlab.analysis.chart import Chart, Panel, lines, points
-from gradlab.analysis.figures.style import GREY, method_colors, method_markers
+from gradlab.analysis.figures.chart import Chart, Panel, lines, points
+from gradlab.analysis.figures.palette import GREY, method_colors, method_markers
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.report.page import Page, write_page

@@ -22,8 +22,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from gradlab.analysis.chart import draw, pointing
-from gradlab.analysis.figures.style import FORMATS, drawing, render
+from gradlab.analysis.figures.palette import FORMATS
 from gradlab.analysis.outputs import REPORT_FILES, require_free
 from gradlab.analysis.parallel import share_out
 from gradlab.analysis.section import Drawing, Section
@@ -98,10 +97,10 @@ def write_page(
 
 def _drawn(item: Drawing, formats: Sequence[str]) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
     """Draw a figure: its files' contents by format, with its data as CSV, and its panels for the page's script."""
-    with drawing():
-        figure = draw(item.chart)
-        files = {**render(figure, item.name, formats), "csv": item.chart.csv().encode()}
-        return files, pointing(item.chart, figure)
+    from gradlab.analysis.figures.drawn import draw_files  # matplotlib takes long to import
+
+    files, pointed = draw_files(item.chart, item.name, formats)
+    return {**files, "csv": item.chart.csv().encode()}, pointed
 
 
 def versions() -> dict[str, str]:

@@ -2,14 +2,15 @@
 
     RANK=... WORLD_SIZE=... LOCAL_RANK=... LOCAL_WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... \
         GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 python benchmarks node_steps --rate 100mbit \
-        [--ways "plain DDP"] [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
+        [--ways "plain DDP"] [--link link.json] [--rounds 3] [--steps 3] [--width 96] [--batch 24] [--rows ROWS.jsonl]
     python benchmarks node_steps --table [--rows ROWS.jsonl]
 
 To be started once per rank, each node's ranks behind a network interface whose limit is set from outside; --rate only
 names it. Bytes are what a node sends in a step by that interface's counter. Every way takes turns with its base, and a
 step takes as long as its slowest rank. The base of DDP is "computing alone", all ranks at once; that of FSDP2 is "nodes
 in step", its work inside a node, where nodes exchange one number at every unit. "nodes apart" has no such wait.
-"predicted" of kept rows is the forecast by `gradlab predict --measured`.
+"over all" shards over nodes of one rank, with gradients, parameters or both in int8. "predicted" of those ways is
+forecast by all ranks at once, from their base; of other kept rows by `gradlab predict --measured`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import compress
+from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.network import Profile
+from gradlab.cli.options import links_of
 from gradlab.layout import layers_of
-from gradlab.plan import named_plan
+from gradlab.plan import Plan, named_plan
 from gradlab.runtime import compress_fsdp
 
 ROWS = Path(__file__).parents[1] / "results" / "fsdp-steps.jsonl"
@@ -45,6 +49,14 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("block_scaled", {"dtype": "int8"}),
     "PowerSGD rank 1": ("PowerSGD", {"rank": 1}),
     "top-k 1 %": ("topk", {"density": 0.01}),
+}
+
+# Parameters sharded over all ranks: what travels in int8.
+OVER_ALL: dict[str, tuple[str, ...]] = {
+    "over all": (),
+    "over all, gradients": ("gradients",),
+    "over all, parameters": ("parameters",),
+    "over all, both": ("gradients", "parameters"),
 }
 
 # Flat DDP alone runs these, on nodes of one rank. What is timed of GradiVeQ is one phase of its cycle.
@@ -117,6 +129,22 @@ def in_step(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Sequential:
     return model
 
 
+def plan_over_all(way: str, model: nn.Module) -> Plan:
+    layers = layers_of(model)
+    return Plan.uniform(layers, "block_scaled", dtype="int8") if "gradients" in OVER_ALL[way] else Plan(layers)
+
+
+def predicted(way: str, model: nn.Module, seconds: float, link: str) -> float:
+    """Forecast a step of sharding over all, from its base's seconds. All ranks do at once: a step's codecs share the
+    cores."""
+    ranks, quantized = dist.get_world_size(), OVER_ALL[way]
+    sharing = {"cores": (os.cpu_count() or 1) / ranks, "parameters": "int8" if "parameters" in quantized else ""}
+    network = Network(links_of(link, "100us"), (ranks,), Profile(seconds, "measured"), sharded=True, **sharing)
+    one = forecast(plan_over_all(way, model), network, uncompressed=True, break_evens=False)
+    pair = one.comparisons[0][1]
+    return (pair.compressed if quantized else pair.dense).seconds
+
+
 class Contestant:
     """One way's model, this rank's seconds of the counted steps, and bytes that the node has sent in them."""
 
@@ -139,6 +167,13 @@ class Contestant:
         kind, _, codec = way.partition(", ")
         if way == NATIVE:
             return sharded(model, mesh), nullcontext
+        if way in OVER_ALL:
+            plan = plan_over_all(way, model)
+            sharded(model, mesh["replicate"])
+            if quantized := OVER_ALL[way]:
+                options = {"parameters": "int8"} if "parameters" in quantized else {}
+                self.close = compress_fsdp(model, plan, within=mesh["replicate"], **options).close
+            return model, nullcontext
         if way == APART:
             return sharded(model, mesh["shard"]), nullcontext
         if way == IN_STEP:
@@ -196,7 +231,7 @@ def table(rows: list[Row]) -> str:
     rates, width = list(dict.fromkeys(rate for _, rate in steps)), max(len(way) for way, _ in steps)
     columns = " ".join(f"{'base':>6s} {rate:>8s} {'more':>6s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
     lines = [f"{'way':{width}s} {columns} {'sent, MB':>9s}"]
-    for way in (*WAYS, *FLAT_WAYS):
+    for way in (*WAYS, *OVER_ALL, *FLAT_WAYS):
         cells, here = [], [steps[way, rate] for rate in rates if (way, rate) in steps]
         for row in here:
             base, seconds = (statistics.median(row[key]) for key in ("base_seconds", "seconds"))
@@ -210,7 +245,7 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     sizes = {"rounds": 3, "steps": 3, "width": 96, "batch": 24}
-    chosen = options(__doc__, **sizes, ways=WAYS, rate="unlimited", rows=ROWS, table=False)
+    chosen = options(__doc__, **sizes, ways=WAYS, rate="unlimited", link="", rows=ROWS, table=False)
     if chosen.table:
         print(table(read(chosen.rows)))
         return
@@ -225,13 +260,16 @@ def main() -> None:
     about = {name: getattr(chosen, name) for name in ("rate", "width", "batch")}
     about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
     for way in chosen.ways:
-        base = bases[IN_STEP if way == NATIVE or way.startswith("FSDP2") else ALONE]
+        base = bases[IN_STEP if way == NATIVE or way.startswith(("FSDP2", "over all")) else ALONE]
         contestant, base.seconds, base.sent = make(way), [], 0
         for _ in range(chosen.rounds):
             base.turn(chosen.steps)
             contestant.turn(chosen.steps)
         row = {**contestant.row(), "base_seconds": base.row()["seconds"]}
         contestant.close()
+        if way in OVER_ALL:
+            base_seconds = statistics.median(row["base_seconds"])
+            row["predicted"] = predicted(way, network(chosen.width), base_seconds, chosen.link or chosen.rate)
         if dist.get_rank() == 0:
             add(chosen.rows, {"way": way} | about | row)
     dist.destroy_process_group()

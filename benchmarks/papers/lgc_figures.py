@@ -25,7 +25,7 @@ import torch
 from lgc import Setting, load, tasks
 from rows import Row, fill, markdown, options, read
 
-from gradlab.analysis.chart import draw
+from gradlab.analysis.figures.drawn import draw
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.between_ranks import CORRECTED, measure_between_ranks
 from gradlab.analysis.questions.between import over_iterations

@@ -24,7 +24,8 @@ from accuracy import WORKLOAD, paired, train
 from matplotlib.figure import Figure
 from rows import Row, add, finite, grouped, options, read
 
-from gradlab.analysis.figures.style import drawing, method_colors, panels, render
+from gradlab.analysis.figures.palette import method_colors
+from gradlab.analysis.figures.style import drawing, panels, render
 from gradlab.datasets.resnet import initialized
 from gradlab.layout import layers_of
 from gradlab.plan import method_plan

@@ -24,9 +24,9 @@ from typing import Annotated
 
 import typer
 
-from gradlab.analysis.chart import write_chart
 from gradlab.analysis.corpus.judgements import judge_methods
 from gradlab.analysis.corpus.manifest import is_corpus
+from gradlab.analysis.figures.chart import write_chart
 from gradlab.analysis.outputs import REPORT_FILES, require_figure, require_free
 from gradlab.analysis.questions.accuracy import replay_table, replay_verdict
 from gradlab.analysis.questions.slices import cycle_chart

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from gradlab.analysis.chart import write_chart
+from gradlab.analysis.figures.chart import write_chart
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.state import state_text
 from gradlab.analysis.outputs import require_figure

@@ -44,7 +44,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradlab.analysis.chart import write_chart
+from gradlab.analysis.figures.chart import write_chart
 from gradlab.analysis.forecast import Forecast, Network, forecast
 from gradlab.analysis.forecast.calibration import calibrate_link, read_observations
 from gradlab.analysis.forecast.link import spell_rate

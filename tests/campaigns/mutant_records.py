@@ -1390,7 +1390,7 @@ MUTANTS: tuple[Mutant, ...] = (
         select="first_reason",
     ),
     Mutant(
-        file="analysis/chart.py",
+        file="analysis/figures/drawn.py",
         old="(1 - place.y1) * height",
         new="place.y0 * height",
         tests=("tests/analysis/report/test_questions.py",),

@@ -207,6 +207,8 @@ def test_importing_the_analysis_loads_a_name_when_it_is_asked_for() -> None:
     assert loaded_by("import gradlab.analysis as a; dir(a)") & (HEAVY | {"torch", "numpy", "safetensors"}) == set()
     statement = "from gradlab.analysis import forecast; forecast.Network"
     assert loaded_by(statement, torch_python()) & {"h5py", "matplotlib", "jinja2"} == set()
+    commands = "from gradlab.cli import analyze, compare, evaluate, fit, inspect, predict, recommend"
+    assert loaded_by(commands, torch_python()) & {"matplotlib", "sklearn"} == set()
     with pytest.raises(ImportError, match="examin"):
         from gradlab.analysis import examin  # type: ignore[attr-defined]  # noqa: F401
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradlab.analysis.chart import draw
+from gradlab.analysis.figures.drawn import draw
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.questions.timeline import timelines_chart
 from gradlab.chrome_trace import LANES, read_step

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from gradlab import codecs
-from gradlab.analysis.chart import write_chart
+from gradlab.analysis.figures.chart import write_chart
 from gradlab.analysis.outputs import require_figure, require_free
 from gradlab.cli.console import print_json, progress_bars
 from gradlab.cli.fit.methods import METHODS, Job, Made, Method

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gradlab.analysis.chart import Chart
+from gradlab.analysis.figures.chart import Chart
 from gradlab.analysis.fit.gradiveq import PAPER, RECOMMENDED, GradiveqOptions, fit_gradiveq
 from gradlab.analysis.fit.lgc.fit import Fitting, LgcOptions, fit_lgc
 from gradlab.analysis.fit.signs import (

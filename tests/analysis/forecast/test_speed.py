@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradlab.analysis.chart import Chart, Mark, Panel, lines
+from gradlab.analysis.figures.chart import Chart, Mark, Panel, lines
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import candidates, usual_plans
 from gradlab.analysis.forecast.decide import COMPRESS, HALF, NOTHING

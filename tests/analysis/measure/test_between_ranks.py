@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.chart import draw
+from gradlab.analysis.figures.drawn import draw
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.between_ranks import (
     CORRECTED,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis.chart import draw
+from gradlab.analysis.figures.drawn import draw
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.measure.sign_blocks import (
     bits_per_iteration,

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from gradlab.analysis.chart import Chart, Panel, draw, lines, pointing, points, rule
+from gradlab.analysis.figures.chart import Chart, Panel, lines, points, rule
+from gradlab.analysis.figures.drawn import draw, pointing
 from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.link import Link

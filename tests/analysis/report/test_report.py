@@ -11,8 +11,10 @@ import matplotlib
 import numpy as np
 import pytest
 
-from gradlab.analysis.chart import Chart, Panel, draw, lines
-from gradlab.analysis.figures.style import drawing, method_colors, method_markers, render, running_mean
+from gradlab.analysis.figures.chart import Chart, Panel, lines
+from gradlab.analysis.figures.drawn import draw
+from gradlab.analysis.figures.palette import method_colors, method_markers, running_mean
+from gradlab.analysis.figures.style import drawing, render
 from gradlab.analysis.fit.gradiveq import fit_gradiveq
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.questions.gradients import over_time_drawings
@@ -253,7 +255,7 @@ def test_a_full_disk_leaves_the_older_report(tmp_path):
 
 
 def test_equal_charts_give_equal_files(tmp_path, made, monkeypatch):
-    monkeypatch.setattr("gradlab.analysis.report.page.render", render)  # PDFs, too
+    monkeypatch.setattr("gradlab.analysis.figures.drawn.render", render)  # PDFs, too
     drawings = over_time_drawings(json.loads((made["analysis"].parent / "report.json").read_text())["spectrum"])
     page, folders = Page("t", "v", {}, sections=[Section("s", "Norms", drawings=drawings[:1])]), []
     for name in ("a", "b"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradlab.analysis import chart
+from gradlab.analysis.figures import drawn
 from gradlab.analysis.figures.style import drawing
 from gradlab.analysis.measure.slices import of_trace as module
 from gradlab.analysis.measure.slices.of_trace import LayerStructure, looked_at, measure_slice_structure
@@ -431,4 +431,4 @@ def test_what_cannot_be_measured_has_no_figure_and_nothing_else_fails(tmp_path) 
         assert ("gradiveq_staleness" in [item.name for item in items]) == (name == "zero")
         for item in items if name == "zero" else ():
             with drawing():
-                chart.draw(item.chart).draw_without_rendering()
+                drawn.draw(item.chart).draw_without_rendering()
