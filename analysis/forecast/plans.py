@@ -19,7 +19,7 @@ from gradlab.analysis.forecast.step_time import (
     Comparison,
     Gathers,
     Job,
-    assign_buckets,
+    assign_units,
     break_even,
     compare,
     cut_for_shards,
@@ -258,7 +258,14 @@ def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
                 yield _sharded_job(plan, network, count, repeats)
                 continue
             job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
-            yield replace(_on_its_processor(job.scaled(codec, engine), network), parameters=gathers)
+            job = _on_its_processor(job.scaled(codec, engine), network)
+            yield replace(job, parameters=gathers, overlaps=_overlaps(network))
+
+
+def _overlaps(network: Network) -> bool:
+    """Whether all collectives that are not compressed travel beside computing."""
+    fsdp = network.sharded or (network.node is not None and network.node.plans == SHARDS)
+    return network.on_accelerator or not fsdp
 
 
 def _sharded_job(plan: Plan, network: Network, ranks: int, repeats: int) -> Job:
@@ -267,10 +274,10 @@ def _sharded_job(plan: Plan, network: Network, ranks: int, repeats: int) -> Job:
     job = make_job(cut, DryRuns(cut, 1, repeats=repeats), 0.0, assigned=units).scaled(network.crowding, 1.0)
     share = cut.payload_bytes(1) / cut.payload_bytes(1, compressing=False)
     reduced = Gathers(share, ranks * _on_its_processor(job, network).codec_seconds)
-    seconds, whole = network.profile.compute_seconds, assign_buckets(plan.layers, network.bucket_cap_mb)
+    seconds, whole = network.profile.compute_seconds, assign_units(plan.layers, network.bucket_cap_mb)
     dense = tuple(Bucket(seconds, 4 * sum(layer.numel for layer in bucket)) for bucket in whole)
     gathered = _gathers(plan, network, ranks, repeats)
-    return Job(ranks, seconds, dense, dense, None, gathered, reduced, overlaps=network.on_accelerator)
+    return Job(ranks, seconds, dense, dense, None, gathered, reduced, overlaps=_overlaps(network))
 
 
 def _on_its_processor(job: Job, network: Network) -> Job:
@@ -391,6 +398,11 @@ def _link_remarks(network: Network, calibration: Calibration | None) -> list[str
             f"Nodes of {network.node.local_ranks} ranks with {spell_rate(network.node.inside.bits_per_second)} each "
             f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
             f"{_HOW_PLANS_RUN[network.node.plans]}."
+        )
+    if not _overlaps(network):
+        lines.append(
+            "FSDP2's collectives do not travel beside computing on a CPU, and on GPUs they do: for these give the file "
+            "of `gradlab doctor` as --bandwidth."
         )
     if max(network.nodes) > _FEW_NODES:
         lines.append(

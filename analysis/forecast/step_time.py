@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +41,7 @@ FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
 BACKWARD_SHARE = 2 / 3
 # A break-even is looked for between these link speeds, in bits per second.
 _SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 2
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+\.")  # a layer's name up to its first number
 # Seconds: less is rounding.
 _NOTHING = 1e-9
 
@@ -57,6 +59,27 @@ def assign_buckets(layers: Sequence[Layer], bucket_cap_mb: float | None = None) 
             limits.append(limit)
         buckets[-1].append(layer)
     return [bucket for bucket in buckets if bucket]
+
+
+def assign_units(layers: Sequence[Layer], bucket_cap_mb: float | None = None) -> list[list[Layer]]:
+    """Guess the units of FSDP2, the last first: blocks that hold a matrix, by the first number in their layers' names,
+    and the rest, whose gradients come last. DDP's buckets stand for them where no name has a number, or with a limit.
+
+    >>> from gradlab.analysis.forecast.step_time import assign_units
+    >>> names = ["embed.weight", "h.0.q.weight", "h.0.v.weight", "h.1.q.weight"]
+    >>> units = assign_units([Layer(name, (8, 8), "linear") for name in names])
+    >>> [[layer.name for layer in unit] for unit in units]
+    [['h.1.q.weight'], ['h.0.v.weight', 'h.0.q.weight'], ['embed.weight']]
+    """
+    blocks: dict[str, list[Layer]] = {}
+    for layer in reversed(layers):
+        numbered = _BLOCK.match(layer.name)
+        blocks.setdefault(numbered[0] if numbered else "", []).append(layer)
+    held = {name for name, block in blocks.items() if name and any(len(layer.shape) > 1 for layer in block)}
+    if not held or bucket_cap_mb is not None:
+        return assign_buckets(layers, bucket_cap_mb)
+    rest = [layer for name, block in blocks.items() if name not in held for layer in block]
+    return [unit for unit in (*(block for name, block in blocks.items() if name in held), rest) if unit]
 
 
 def _nbytes(layers: Sequence[Layer]) -> int:
@@ -96,7 +119,7 @@ class Job:
     rank_buckets: buckets of a rank's shards (`cut_for_shards`) under FSDP2. None: the plan runs between nodes.
     parameters: FSDP2's gathers of parameters; None: in 32 bits.
     reduced: its reduce-scatters, where all ranks share the parameters; None: the plan does not run in them.
-    overlaps: whether collectives of FSDP2 over all ranks travel beside computing: in Gloo they do not.
+    overlaps: whether FSDP2's collectives travel beside computing if they are not compressed: on a CPU they do not.
     known: collectives of the exchanges' requests, which simulations of this job share.
     """
 
@@ -193,10 +216,8 @@ def make_job(
 
 
 def cut_for_shards(plan: Plan, local_ranks: int, bucket_cap_mb: float | None = None) -> tuple[Plan, list[list[Layer]]]:
-    """Cut a plan for the shards of a node's first rank under FSDP2, and return it with its layers by unit.
-    DDP's buckets stand for the units, which nobody knows before there is a model.
-    """
-    units = assign_buckets(plan.layers, bucket_cap_mb)
+    """Cut a plan for the shards of a node's first rank under FSDP2, and return it with its layers by unit."""
+    units = assign_units(plan.layers, bucket_cap_mb)
     if scalars := [layer.name for layer in plan.layers if not layer.shape]:
         raise GradlabError(f"{scalars[0]} has no dimension along which FSDP2 could shard it")
     shapes = {layer.name: (math.ceil(layer.shape[0] / local_ranks), *layer.shape[1:]) for layer in plan.layers}
@@ -306,6 +327,9 @@ def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tupl
         }
 
     def hsdp(buckets: Sequence[Bucket]) -> Step:
+        if not job.overlaps:
+            shards = [replace(one, in_place_bytes=one.in_place_bytes // node.local_ranks) for one in buckets]
+            return _unit_by_unit(shards, replace(job, dense_buckets=buckets, parameters=None), link, node)
         sharded = step(buckets, within=Within(node, sharded=True))
         return _with_gathers(sharded, node, sum(bucket.nbytes for bucket in buckets))
 
@@ -316,7 +340,7 @@ def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tupl
 
 def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> Step:
     """Simulate a step under FSDP2 in which backward stands still while a unit's shards are exchanged.
-    Only gathers of parameters as they are, one before forward and one before backward, travel beside computing.
+    Only gathers of parameters as they are, one before forward and one before backward, may travel beside computing.
     """
     mine = replace(link, bits_per_second=link.bits_per_second / node.local_ranks)
     reduced, gathered = traffic_inside(job, node)
@@ -330,7 +354,7 @@ def _unit_by_unit(units: Sequence[Bucket], job: Job, link: Link, node: Node) -> 
     encode = sum(count * one.encode for count, one in exchanges)
     communicate = sum(count * one.communicate for count, one in exchanges) + reduced
     if job.parameters is None:
-        communicate += max(0.0, gathered - job.compute_seconds)
+        communicate += max(0.0, gathered - job.compute_seconds) if job.overlaps else gathered
     else:
         encode, communicate = encode + 2 * job.parameters.seconds, communicate + gathered
     wire = node.local_ranks * sum(count * one.wire_bytes for count, one in exchanges)

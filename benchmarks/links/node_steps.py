@@ -7,14 +7,14 @@
 
 To be started once per rank, each node's ranks behind a network interface whose limit is set from outside; --rate only
 names it. Bytes are what a node sends in a step by that interface's counter. Every way takes turns with its base, and a
-step takes as long as its slowest rank. The base of DDP is "computing alone", all ranks at once; that of FSDP2 is "nodes
-in step", its work inside a node, where nodes exchange one number at every unit. "nodes apart" has no such wait.
-"over all" shards over nodes of one rank, with gradients, parameters or both in int8. "predicted" of those ways is
-forecast by all ranks at once, from their base; of other kept rows by `gradlab predict --measured`.
+step takes as long as its slowest rank. The base is computing alone, all ranks at once. "sharded" is FSDP2 over all
+ranks, or native HSDP on nodes of several, with gradients (between these), parameters or both in int8. Its base is FSDP2
+inside nodes, from which all ranks at once forecast "predicted"; that of other rows is by `gradlab predict --measured`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -36,7 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradlab import compress
 from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast.link import Link
 from gradlab.analysis.forecast.network import Profile
+from gradlab.analysis.forecast.simulator import FSDP, HSDP, SHARDS, Node
 from gradlab.cli.options import links_of
 from gradlab.layout import layers_of
 from gradlab.plan import Plan, named_plan
@@ -51,12 +53,12 @@ CODECS: dict[str, tuple[str, dict[str, Any]]] = {
     "top-k 1 %": ("topk", {"density": 0.01}),
 }
 
-# Parameters sharded over all ranks: what travels in int8.
-OVER_ALL: dict[str, tuple[str, ...]] = {
-    "over all": (),
-    "over all, gradients": ("gradients",),
-    "over all, parameters": ("parameters",),
-    "over all, both": ("gradients", "parameters"),
+# What is quantized where parameters are sharded.
+SHARDED: dict[str, tuple[str, ...]] = {
+    "sharded": (),
+    "sharded, gradients": ("gradients",),
+    "sharded, parameters": ("parameters",),
+    "sharded, both": ("gradients", "parameters"),
 }
 
 # Flat DDP alone runs these, on nodes of one rank. What is timed of GradiVeQ is one phase of its cycle.
@@ -82,15 +84,13 @@ PEERS: dict[str, Callable[[DistributedDataParallel], None]] = {
     ),
 }
 
-ALONE, APART, IN_STEP = "computing alone", "FSDP2, nodes apart", "FSDP2, nodes in step"
-PLAIN, NATIVE, EVERY_RANK = "plain DDP", "native HSDP", "every rank"
+ALONE, APART = "computing alone", "FSDP2 inside nodes"
+PLAIN, EVERY_RANK = "plain DDP", "every rank"
 WAYS = (
     PLAIN,
     f"{EVERY_RANK}, PowerSGD rank 1",
     *(f"DDP, {codec}" for codec in CODECS),
-    APART,
-    NATIVE,
-    *(f"FSDP2, {codec}" for codec in CODECS),
+    *SHARDED,
 )
 FLAT_WAYS = (*PEERS, *(f"{EVERY_RANK}, {codec}" for codec in FLAT_CODECS))
 RATE = 0.001
@@ -117,32 +117,21 @@ def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     return model
 
 
-def in_step(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Sequential:
-    """Let nodes exchange one number for each unit."""
-
-    def wait(flat: torch.Tensor) -> None:
-        dist.all_reduce(flat[:1].clone(), group=group)
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(wait)
-    return model
-
-
-def plan_over_all(way: str, model: nn.Module) -> Plan:
+def sharded_plan(way: str, model: nn.Module) -> Plan:
     layers = layers_of(model)
-    return Plan.uniform(layers, "block_scaled", dtype="int8") if "gradients" in OVER_ALL[way] else Plan(layers)
+    return Plan.uniform(layers, "block_scaled", dtype="int8") if "gradients" in SHARDED[way] else Plan(layers)
 
 
-def predicted(way: str, model: nn.Module, seconds: float, link: str) -> float:
-    """Forecast a step of sharding over all, from its base's seconds. All ranks do at once: a step's codecs share the
-    cores."""
-    ranks, quantized = dist.get_world_size(), OVER_ALL[way]
-    sharing = {"cores": (os.cpu_count() or 1) / ranks, "parameters": "int8" if "parameters" in quantized else ""}
-    network = Network(links_of(link, "100us"), (ranks,), Profile(seconds, "measured"), sharded=True, **sharing)
-    one = forecast(plan_over_all(way, model), network, uncompressed=True, break_evens=False)
-    pair = one.comparisons[0][1]
-    return (pair.compressed if quantized else pair.dense).seconds
+def predicted(way: str, model: nn.Module, seconds: float, link: str, local: int) -> float:
+    """Forecast a sharded step from its base's seconds, inside nodes included. All ranks do at once: a step's codecs
+    share the cores."""
+    ranks, quantized = dist.get_world_size(), SHARDED[way]
+    where: dict[str, Any] = {"node": Node(local, Link(math.inf), SHARDS)} if local > 1 else {"sharded": True}
+    where |= {"cores": (os.cpu_count() or 1) / ranks, "parameters": "int8" if "parameters" in quantized else ""}
+    network = Network(links_of(link, "100us"), (ranks // local,), Profile(seconds, "measured"), **where)
+    plan = sharded_plan(way, model)
+    pair = forecast(plan, network, uncompressed=True, break_evens=False).comparisons[0][1]
+    return (pair.compressed if quantized else pair.ways[HSDP if local > 1 else FSDP]).seconds
 
 
 class Contestant:
@@ -165,19 +154,16 @@ class Contestant:
 
     def _attached(self, way: str, model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Module, Context]:
         kind, _, codec = way.partition(", ")
-        if way == NATIVE:
-            return sharded(model, mesh), nullcontext
-        if way in OVER_ALL:
-            plan = plan_over_all(way, model)
-            sharded(model, mesh["replicate"])
-            if quantized := OVER_ALL[way]:
-                options = {"parameters": "int8"} if "parameters" in quantized else {}
-                self.close = compress_fsdp(model, plan, within=mesh["replicate"], **options).close
+        if way in SHARDED:
+            plan, over_all = sharded_plan(way, model), mesh["shard"].size() == 1
+            sharded(model, mesh["replicate"] if over_all else mesh)
+            if quantized := SHARDED[way]:
+                options: dict[str, Any] = {"within": mesh["replicate"]} if over_all else {}
+                options |= {"parameters": "int8"} if "parameters" in quantized else {}
+                self.close = compress_fsdp(model, plan, **options).close
             return model, nullcontext
         if way == APART:
             return sharded(model, mesh["shard"]), nullcontext
-        if way == IN_STEP:
-            return in_step(sharded(model, mesh["shard"]), mesh["replicate"].get_group()), nullcontext
         if way in (PLAIN, ALONE):
             ddp = DistributedDataParallel(model)
             return ddp, ddp.no_sync if way == ALONE else nullcontext
@@ -187,9 +173,6 @@ class Contestant:
             return ddp, nullcontext
         name, settings = (CODECS | FLAT_CODECS)[codec]
         plan = named_plan(layers_of(model), name, **settings)
-        if kind == "FSDP2":
-            self.close = compress_fsdp(sharded(model, mesh["shard"]), plan, between=mesh["replicate"]).close
-            return model, nullcontext
         ddp = DistributedDataParallel(model)
         within = None if kind == EVERY_RANK else mesh["shard"]
         self.close = compress(ddp, plan, within=within, optimizer=self.optimizer).close
@@ -227,20 +210,24 @@ class Contestant:
 
 def table(rows: list[Row]) -> str:
     """One line per way: at each rate its base's median step, its own, the difference, forecast; bytes a node sends."""
-    steps = {(row["way"], row["rate"]): row for row in rows if "way" in row}
-    rates, width = list(dict.fromkeys(rate for _, rate in steps)), max(len(way) for way, _ in steps)
+    steps = {(_title(row), row["rate"]): row for row in rows if "way" in row}
+    rates, width = list(dict.fromkeys(rate for _, rate in steps)), max(len(title) for title, _ in steps)
     columns = " ".join(f"{'base':>6s} {rate:>8s} {'more':>6s} {'ratio':>6s} {'predicted':>10s}" for rate in rates)
     lines = [f"{'way':{width}s} {columns} {'sent, MB':>9s}"]
-    for way in (*WAYS, *OVER_ALL, *FLAT_WAYS):
-        cells, here = [], [steps[way, rate] for rate in rates if (way, rate) in steps]
+    order = [*WAYS, *FLAT_WAYS]
+    for title in sorted(dict.fromkeys(title for title, _ in steps), key=lambda one: order.index(one.split(" (")[0])):
+        cells, here = [], [steps[title, rate] for rate in rates if (title, rate) in steps]
         for row in here:
             base, seconds = (statistics.median(row[key]) for key in ("base_seconds", "seconds"))
             other = row.get("predicted")
             off = f"{other:5.2f} {100 * (other / seconds - 1):+3.0f}%" if other else "-"
             cells.append(f"{base:6.3f} {seconds:8.3f} {seconds - base:6.3f} {seconds / base:6.2f} {off:>10s}")
-        if here:
-            lines.append(f"{way:{width}s} " + " ".join(cells) + f" {here[0]['sent'] / 1e6:9.2f}")
+        lines.append(f"{title:{width}s} " + " ".join(cells) + f" {here[0]['sent'] / 1e6:9.2f}")
     return "\n".join(lines)
+
+
+def _title(row: Row) -> str:
+    return f"{row['way']} ({row['nodes']}x{row['local_ranks']})" if row["way"] in SHARDED else str(row["way"])
 
 
 def main() -> None:
@@ -256,20 +243,20 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (nodes, local), mesh_dim_names=("replicate", "shard"))
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "eth0")
     make = partial(Contestant, mesh=mesh, width=chosen.width, batch=chosen.batch, interface=interface)
-    bases = {name: make(name) for name in (ALONE, IN_STEP)}
+    bases = {name: make(name) for name in (ALONE, APART)}
     about = {name: getattr(chosen, name) for name in ("rate", "width", "batch")}
     about |= {"nodes": nodes, "local_ranks": local, "cores": os.cpu_count()}
     for way in chosen.ways:
-        base = bases[IN_STEP if way == NATIVE or way.startswith(("FSDP2", "over all")) else ALONE]
+        base = bases[APART if way in SHARDED else ALONE]
         contestant, base.seconds, base.sent = make(way), [], 0
         for _ in range(chosen.rounds):
             base.turn(chosen.steps)
             contestant.turn(chosen.steps)
         row = {**contestant.row(), "base_seconds": base.row()["seconds"]}
         contestant.close()
-        if way in OVER_ALL:
-            base_seconds = statistics.median(row["base_seconds"])
-            row["predicted"] = predicted(way, network(chosen.width), base_seconds, chosen.link or chosen.rate)
+        if way in SHARDED:
+            seconds, link = statistics.median(row["base_seconds"]), chosen.link or chosen.rate
+            row["predicted"] = predicted(way, network(chosen.width), seconds, link, local)
         if dist.get_rank() == 0:
             add(chosen.rows, {"way": way} | about | row)
     dist.destroy_process_group()

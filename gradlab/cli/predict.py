@@ -79,7 +79,10 @@ def predict(
     latency: options.Latency = "100us",
     compute_seconds: options.ComputeSeconds = None,
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="Size in MiB of DDP's buckets, or of FSDP2's units. [default: DDP's]")
+        float | None,
+        typer.Option(
+            help="Size in MiB of DDP's buckets, or of FSDP2's units. [default: DDP's; a unit for each numbered block]"
+        ),
     ] = None,
     measured: Annotated[
         Path | None, typer.Option(metavar="TIMES.json", help="Measured collectives to calibrate links by; see above.")

@@ -360,6 +360,15 @@ def test_alike_groups_are_run_once() -> None:
     assert [exchange.name for exchange in exchanges] == [layer.name for layer in layers]
 
 
+def test_unlike_layers_with_equal_parts_are_run_once() -> None:
+    """The first 1,024 rows stand for both of two layers, one of twice the values."""
+    layers = tuple(Layer(f"block{rows}.weight", (rows, 1024), "linear") for rows in (2**13, 2**14))
+    plan = Plan.uniform(layers, "block_scaled", group_bytes=0)
+    runs = DryRuns(plan, 4, repeats=1)
+    small, large = (runs.group(group) for group in plan.compressed_groups)
+    assert large.codec_seconds == pytest.approx(2 * small.codec_seconds)
+
+
 def test_dry_run_times_every_turn() -> None:
     plan = Plan.uniform(LAYERS, "powersgd", rank=2)
     group = plan.compressed_groups[0]
@@ -467,7 +476,7 @@ def test_nodes_of_two_ranks_by_hand() -> None:
     """4000 bytes, ready at 1 s of 1; half of them takes 1 s at 2000 B/s inside, an average of 2 nodes 4 s between them.
 
     Hierarchical: 1 + 1 + 4 + 1. HSDP: 1, parameters gathered and gradients scattered 2, 4, and of the forward pass'
-    gathering 1 s beside a third of a second. A ring of 4 ranks: 1 + 6.
+    gathering 1 s beside a third of a second; where nothing overlaps 1 + 2 * 1 + 1 + 4. A ring of 4 ranks: 1 + 6.
     """
     buckets = (Bucket(1.0, 4000),)
     pair = compare(Job(2, 1.0, buckets, buckets), Link(8e3, header_share=0.0), node=NODE)
@@ -476,6 +485,8 @@ def test_nodes_of_two_ranks_by_hand() -> None:
     )
     assert {name: step.wire_bytes for name, step in pair.ways.items()} == {HIERARCHICAL: 4000, HSDP: 4000, FLAT: 6000}
     assert pair.dense.seconds == 7.0
+    apart = compare(Job(2, 1.0, buckets, buckets, overlaps=False), Link(8e3, header_share=0.0), node=NODE)
+    assert (apart.ways[HSDP].seconds, apart.ways[HSDP].wire_bytes) == (8.0, 4000)
 
 
 def test_a_step_on_shards_by_hand() -> None:
@@ -563,7 +574,10 @@ def test_nodes_are_forecast_by_the_command(gradlab: Command, tmp_path: Path) -> 
     assert any("Nodes of 2 ranks" in remark for remark in of_two["warnings"])
     on_shards = json.loads(gradlab(*common, "--nodes", "2x2", "--inside", "400gbit", "--fsdp", "--json")[1])
     step = on_shards["nodes"][0]["links"][0]
-    assert step["ways"] == link["ways"]
+    for way in (FLAT, HIERARCHICAL):
+        assert step["ways"][way] == link["ways"][way]
+    assert step["ways"][HSDP]["seconds"] > link["ways"][HSDP]["seconds"]
+    assert any("do not travel beside computing on a CPU" in remark for remark in on_shards["warnings"])
     # The same bytes but for scales of more blocks.
     assert 1 <= step["compressed"]["wire_bytes"] / link["compressed"]["wire_bytes"] < 1.1
     assert any("on FSDP2's shards" in remark for remark in on_shards["warnings"])
