@@ -329,7 +329,7 @@ def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tupl
     def hsdp(buckets: Sequence[Bucket]) -> Step:
         if not job.overlaps:
             shards = [replace(one, in_place_bytes=one.in_place_bytes // node.local_ranks) for one in buckets]
-            return _unit_by_unit(shards, replace(job, dense_buckets=buckets, parameters=None), link, node)
+            return _unit_by_unit(shards, replace(job, dense_buckets=tuple(buckets), parameters=None), link, node)
         sharded = step(buckets, within=Within(node, sharded=True))
         return _with_gathers(sharded, node, sum(bucket.nbytes for bucket in buckets))
 

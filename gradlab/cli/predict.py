@@ -79,10 +79,7 @@ def predict(
     latency: options.Latency = "100us",
     compute_seconds: options.ComputeSeconds = None,
     bucket_cap_mb: Annotated[
-        float | None,
-        typer.Option(
-            help="Size in MiB of DDP's buckets, or of FSDP2's units. [default: DDP's; a unit for each numbered block]"
-        ),
+        float | None, typer.Option(help="MiB of DDP's buckets, or FSDP2's units. [default: DDP's; numbered blocks]")
     ] = None,
     measured: Annotated[
         Path | None, typer.Option(metavar="TIMES.json", help="Measured collectives to calibrate links by; see above.")
