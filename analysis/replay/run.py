@@ -168,7 +168,7 @@ def _replay_of(trace: Trace, work: _Work, results: Sequence[_Part | GradlabError
     if trace.local_steps:
         remarks.append(f"Judged on {trace.local_steps}.")
     if held is not form:
-        done = [for_whole_layers(step, form, held, trace.world_size) for step in done]
+        done = for_whole_layers(done, form, held, trace.world_size)
         remarks += sample_remarks(trace)
     return Replay(
         steps=tuple(done),
@@ -464,7 +464,7 @@ def methods_of(groups: Sequence[Group]) -> tuple[str, ...]:
     ('topk(density=0.1) + two way from 5 ranks + feedback',)
     """
     alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for group in groups:
+    for group in {repr((one.codec, one.settings, one.wrappers)): one for one in groups}.values():  # thousands alike
         suffix = " + ".join(["", *(_describe_wrap(wrap) for wrap in reversed(group.wrappers))])
         alike.setdefault((group.codec, suffix), []).append(group.settings)
     return tuple(sorted({f"{_describe_codec(codec, chosen)}{suffix}" for (codec, suffix), chosen in alike.items()}))

@@ -8,7 +8,8 @@ that were not recorded count in bytes alone: nothing says what errors they have,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -80,19 +81,33 @@ def layer_weights(trace: Trace) -> Mapping[str, float]:
     return {name: 1 / sample.share for name, sample in trace.samples.items()}
 
 
-def for_whole_layers(step: ReplayStep, whole: Plan, held: Plan, world_size: int) -> ReplayStep:
-    """Multiply a step's bytes and seconds to those of whole layers; seconds are 0 if some of them are not held."""
-    scale = _ratio(*(plan.payload_bytes(world_size, step.compressing) for plan in (whole, held)))
+def for_whole_layers(steps: Iterable[ReplayStep], whole: Plan, held: Plan, world_size: int) -> list[ReplayStep]:
+    """Multiply steps' bytes and seconds to those of whole layers; seconds are 0 if some of them are not held."""
+    known = len(held.layers) == len(whole.layers)
+
+    @functools.cache
+    def scale(compressing: bool) -> float:
+        return _ratio(*(plan.payload_bytes(world_size, compressing) for plan in (whole, held)))
+
+    @functools.cache
+    def ratios(name: str) -> tuple[float, float]:
+        return _group_ratios(whole, held, name, world_size)
+
+    return [_multiplied(step, scale(step.compressing), ratios, known) for step in steps]
+
+
+def _multiplied(
+    step: ReplayStep, scale: float, ratios: Callable[[str], tuple[float, float]], known: bool
+) -> ReplayStep:
     costs = {}
     for name, cost in step.costs.items():
-        payload, values = _group_ratios(whole, held, name, world_size)
+        payload, values = ratios(name)
         costs[name] = GroupCost(
             cost.payload_bytes * payload,
             cost.wire_bytes * payload,
             cost.codec_seconds * values,
             cost.codec_wall_seconds * values,
         )
-    known = len(held.layers) == len(whole.layers)
     return replace(
         step,
         payload_bytes_mean=step.payload_bytes_mean * scale,
