@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradlab.analysis.forecast.link import Link
-from gradlab.analysis.forecast.simulator import FLAT, FSDP, Node
+from gradlab.analysis.forecast.simulator import FLAT, FSDP, SHARDS, Node
 from gradlab.artifact import Artifact
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted
@@ -160,6 +160,7 @@ class Network:
     bucket_cap_mb: DDP's bucket size in MiB. None: DDP's default.
     processor: the one that codecs run on; None: this one. On an accelerator they take turns with computing.
     parameters: format of FSDP2's gathers of parameters, see `gradlab.runtime.compress_fsdp`; "": as they are.
+    gpu: whether training computes on GPUs, although codecs are timed on this processor.
     sharded: whether FSDP2 shards parameters over all nodes, of one rank each, and plans run in its reduce-scatter.
 
     >>> from gradlab.analysis import Network
@@ -180,6 +181,7 @@ class Network:
     node: Node | None = None
     processor: Processor | None = None
     parameters: str = ""
+    gpu: bool = False
     sharded: bool = False
 
     def __post_init__(self) -> None:
@@ -207,6 +209,12 @@ class Network:
     def on_accelerator(self) -> bool:
         """Whether codecs run on an accelerator, which computes too."""
         return self.processor is not None and self.processor.accelerator
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether all collectives that are not compressed travel beside computing: FSDP2's do not on a CPU."""
+        fsdp = self.sharded or (self.node is not None and self.node.plans == SHARDS)
+        return self.on_accelerator or self.gpu or not fsdp
 
     @property
     def crowding(self) -> float:

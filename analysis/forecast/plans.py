@@ -259,13 +259,7 @@ def jobs(plan: Plan, network: Network, repeats: int = REPEATS) -> Iterator[Job]:
                 continue
             job = replace(_job(runs(count), network, scan), rank_buckets=_rank_buckets(runs, network, count, scan))
             job = _on_its_processor(job.scaled(codec, engine), network)
-            yield replace(job, parameters=gathers, overlaps=_overlaps(network))
-
-
-def _overlaps(network: Network) -> bool:
-    """Whether all collectives that are not compressed travel beside computing."""
-    fsdp = network.sharded or (network.node is not None and network.node.plans == SHARDS)
-    return network.on_accelerator or not fsdp
+            yield replace(job, parameters=gathers, overlaps=network.overlaps)
 
 
 def _sharded_job(plan: Plan, network: Network, ranks: int, repeats: int) -> Job:
@@ -277,7 +271,7 @@ def _sharded_job(plan: Plan, network: Network, ranks: int, repeats: int) -> Job:
     seconds, whole = network.profile.compute_seconds, assign_units(plan.layers, network.bucket_cap_mb)
     dense = tuple(Bucket(seconds, 4 * sum(layer.numel for layer in bucket)) for bucket in whole)
     gathered = _gathers(plan, network, ranks, repeats)
-    return Job(ranks, seconds, dense, dense, None, gathered, reduced, overlaps=_overlaps(network))
+    return Job(ranks, seconds, dense, dense, None, gathered, reduced, overlaps=network.overlaps)
 
 
 def _on_its_processor(job: Job, network: Network) -> Job:
@@ -399,7 +393,7 @@ def _link_remarks(network: Network, calibration: Calibration | None) -> list[str
             f"inside; link speeds are a node's. Dense steps are those of the fastest of {', '.join(WAYS)}; plans run "
             f"{_HOW_PLANS_RUN[network.node.plans]}."
         )
-    if not _overlaps(network):
+    if not network.overlaps:
         lines.append(
             "FSDP2's collectives do not travel beside computing on a CPU, and on GPUs they do: for these give the file "
             "of `gradlab doctor` as --bandwidth."

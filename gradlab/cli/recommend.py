@@ -98,7 +98,8 @@ def recommend(
         require_computing(profile)
         fsdp = fsdp or opened.metadata.get("fully_shard") is True
         counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
-        network = Network(links, counts, profile, node=node, processor=options.processor_of(bandwidth))
+        how = {"processor": options.processor_of(bandwidth), "gpu": opened.metadata.get("device", "cpu") != "cpu"}
+        network = Network(links, counts, profile, node=node, **how)
         if local_steps is not None:
             _answer_local_steps(opened, network, local_steps, out, overwrite, as_json)
             return

@@ -487,6 +487,9 @@ def test_nodes_of_two_ranks_by_hand() -> None:
     assert pair.dense.seconds == 7.0
     apart = compare(Job(2, 1.0, buckets, buckets, overlaps=False), Link(8e3, header_share=0.0), node=NODE)
     assert (apart.ways[HSDP].seconds, apart.ways[HSDP].wire_bytes) == (8.0, 4000)
+    on_shards = replace(NODE, plans=SHARDS)
+    assert [Network(node=on_shards, gpu=gpu).overlaps for gpu in (True, False)] == [True, False]
+    assert Network(node=NODE).overlaps
 
 
 def test_a_step_on_shards_by_hand() -> None:
