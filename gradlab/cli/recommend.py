@@ -87,7 +87,6 @@ def recommend(
     overwrite: options.Overwrite = False,
     as_json: options.AsJson = False,
 ) -> None:
-
     if "," in nodes:
         raise GradlabError(f"--nodes {nodes[:80]!r}: expected one number of nodes; several links may be asked about")
     sharing, allowed = options.workers_of(workers), options.share_of_loss(max_loss)
