@@ -139,18 +139,27 @@ def dry_run(
     most = (MOST_VALUES // 8 if single else MOST_VALUES) if most is None else most
     if whole <= most or inner.learned:
         return run(codec, layers, context, repeats, device)
-    part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES))
+    grows = isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers
+    part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES), grows)
     repeats = min(repeats, _REPEATS_OF_PART)
     done, values = run(codec, part, context, repeats, device), sum(layer.numel for layer in part)
-    if isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers:
+    if grows:
         return _times(done, whole / values)
     return _times(done, whole / values, run(codec, _part_of(part, values // 2), context, 1, device))
 
 
-def _part_of(layers: Sequence[Layer], most: int) -> Sequence[Layer]:
-    """Return the first rows of each layer, if all together have more values than `most`."""
+def _part_of(layers: Sequence[Layer], most: int, by_shape: bool = False) -> Sequence[Layer]:
+    """Return the first rows of each layer, if all together have more values than `most`.
+
+    by_shape: of each shape's first layer alone, where single rows of all layers are more than twice as many.
+    """
     share = most / max(1, sum(layer.numel for layer in layers))
-    return layers if share >= 1 else [_first_rows(layer, share) for layer in layers]
+    if share >= 1:
+        return layers
+    part = [_first_rows(layer, share) for layer in layers]
+    shapes = list({layer.shape: layer for layer in reversed(layers)}.values())
+    few = not by_shape or len(shapes) == len(layers) or sum(layer.numel for layer in part) <= 2 * most
+    return part if few else _part_of(shapes[::-1], most)
 
 
 def _first_rows(layer: Layer, share: float) -> Layer:
