@@ -151,7 +151,7 @@ def dry_run(
 def _part_of(layers: Sequence[Layer], most: int, by_shape: bool = False) -> Sequence[Layer]:
     """Return the first rows of each layer, if all together have more values than `most`.
 
-    by_shape: of each shape's first layer alone, where single rows of all layers are more than twice as many.
+    by_shape: whether only the first layer of each shape is taken where a row of every layer is more than twice as many.
     """
     share = most / max(1, sum(layer.numel for layer in layers))
     if share >= 1:

@@ -60,6 +60,16 @@ CODECS: dict[str, dict[str, Any]] = {
     "DCT": {"codec": "dct_topk"},
     "PowerSGD": {"codec": "powersgd", "rank": 4},
     "signs": {"codec": "sign"},
+    "16 bits": {"codec": "cast"},
+    "IntSGD": {"codec": "intsgd"},
+    "QSGD": {"codec": "qsgd"},
+    "NUQSGD": {"codec": "nuqsgd"},
+    "natural": {"codec": "natural"},
+    "TernGrad": {"codec": "terngrad"},
+    "1-bit SGD": {"codec": "one_bit"},
+    "random-k 3 %": {"codec": "random_k", "density": 0.03},
+    "CLT-k 3 %": {"codec": "clt_k", "density": 0.03},
+    "sampled threshold 3 %": {"codec": "sampled_threshold", "density": 0.03},
 }
 MUON = ", Muon"
 WAYS = ("sync", "DiLoCo", "SparseLoCo", *CODECS)
