@@ -40,7 +40,7 @@ FIRST_BUCKET_BYTES, BUCKET_CAP_MB = 2**20, 25.0
 # Gradients of weights and of activations cost as much each as the forward pass.
 BACKWARD_SHARE = 2 / 3
 # A break-even is looked for between these link speeds, in bits per second.
-_SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 2
+_SLOWEST, _FASTEST, _PER_DECADE = 1e4, 1e13, 8
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+\.")  # a layer's name up to its first number
 # Seconds: less is rounding.
 _NOTHING = 1e-9
@@ -424,4 +424,4 @@ def break_even(saves: Callable[[float], float]) -> float | None:
     if last == len(grid) - 1:
         return math.inf
     low, high = math.log(grid[last]), math.log(grid[last + 1])
-    return math.exp(brentq(lambda speed: saves(math.exp(speed)) - _NOTHING, low, high, xtol=1e-4))
+    return math.exp(brentq(lambda speed: saves(math.exp(speed)) - _NOTHING, low, high, xtol=2e-7))

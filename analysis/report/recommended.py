@@ -298,7 +298,7 @@ class Search:
 
     @property
     def _on_gpu(self) -> bool:
-        return self.network.on_accelerator or self.trace.metadata.get("device", "cpu") != "cpu"
+        return self.network.on_accelerator or self.trace.on_gpu
 
     @property
     def _ranks(self) -> int:

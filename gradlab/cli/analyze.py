@@ -66,9 +66,8 @@ def analyze(
     with Trace(trace, average_ranks=average_ranks) as opened, progress_bars() as progress:
         sharded = opened.metadata.get("fully_shard") is True
         counts, node = options.nodes_of(nodes, inside, fsdp=sharded, over_nodes=True)
-        network = Network(
-            links, counts, options.profile_of_step(compute_seconds, opened), node=node, processor=processor
-        )
+        profile = options.profile_of_step(compute_seconds, opened)
+        network = Network(links, counts, profile, node=node, processor=processor, gpu=opened.on_gpu)
         examination = examine(
             opened,
             families=families_of(opened, look),

@@ -97,8 +97,8 @@ def recommend(
         require_computing(profile)
         fsdp = fsdp or opened.metadata.get("fully_shard") is True
         counts, node = options.nodes_of(nodes, inside, fsdp=fsdp)
-        how = {"processor": options.processor_of(bandwidth), "gpu": opened.metadata.get("device", "cpu") != "cpu"}
-        network = Network(links, counts, profile, node=node, **how)
+        processor = options.processor_of(bandwidth)
+        network = Network(links, counts, profile, node=node, processor=processor, gpu=opened.on_gpu)
         if local_steps is not None:
             _answer_local_steps(opened, network, local_steps, out, overwrite, as_json)
             return

@@ -198,6 +198,11 @@ class Trace:
         return pass_remark(scalars["index"], scalars["optimizer_step"])
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the recorded ranks computed on GPUs."""
+        return self.metadata.get("device", "cpu") != "cpu"
+
+    @property
     def local_steps(self) -> str:
         """Say, in one phrase, that these are pseudo-gradients, and of how many local steps; empty if they are not."""
         told = self.metadata.get("local_steps")

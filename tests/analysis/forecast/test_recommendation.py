@@ -364,7 +364,7 @@ def test_lines_are_those_of_what_recorded(framework: str) -> None:
 @pytest.mark.usefixtures("few")
 def test_a_recording_of_a_gpu_is_answered_in_its_groups_and_with_its_times(gradlab: Command, tmp_path: Path) -> None:
     layers, folder = layers_of(network(WIDTH)), tmp_path / "trace"
-    record(folder, random_gradients(0, 6, 2, layers), layers, metadata={"device": "cuda"})
+    assert record(folder, random_gradients(0, 6, 2, layers), layers, metadata={"device": "cuda"}).on_gpu
     plan, link = tmp_path / "plan.safetensors", tmp_path / "link.json"
     words = ["recommend", folder, "--out", plan, "--compute-seconds", "0.2s", "--quick", "--json", "--nodes", "2"]
     answers = []

@@ -833,7 +833,7 @@ def test_a_gathers_bytes_take_longer_and_an_all_reduces_do_not() -> None:
 @law(st.floats(1e5, 1e12))
 def test_break_even_finds_a_crossing(crossing: float) -> None:
     """Savings of c / speed - 1 end at speed c."""
-    assert break_even(lambda speed: crossing / speed - 1) == pytest.approx(crossing, rel=2e-4)
+    assert break_even(lambda speed: crossing / speed - 1) == pytest.approx(crossing, rel=1e-6)
 
 
 def test_break_even_at_the_ends() -> None:
