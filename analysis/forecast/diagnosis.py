@@ -186,11 +186,11 @@ def waiting(
     profile = NOT_MEASURED if computing is None else Profile(computing, "as given")
     network, found = Network([link], [nodes], profile, cores, node=node, processor=processor), dict[str, float]()
     # Between nodes of several ranks 16 bits are codec `cast`'s, as `gradlab recommend` writes them.
-    halved = None if node is None else forecast(Plan.uniform(layers, "cast"), network, break_evens=False)
+    halved = None if node is None else forecast(Plan.uniform(layers, "cast"), network)
     for name in names or PLANS:
         codec, settings = PLANS[name]
         plan = Plan.uniform(layers, codec, **settings)
-        made = forecast(plan, network, break_evens=False)
+        made = forecast(plan, network)
         [(_, pair)] = made.comparisons
         found |= {
             PLAIN: pair.ways.get(FLAT, pair.dense).seconds,
@@ -207,7 +207,7 @@ def waiting(
 def _traffic(layers: Sequence[Layer], network: Network, node: Node) -> str:
     """Say how long each kind of traffic takes under FSDP2, uncompressed."""
     sharded = replace(network, node=replace(node, plans=SHARDS))
-    return traffic_text(forecast(Plan(tuple(layers)), sharded, uncompressed=True, break_evens=False).nodes[0], sharded)
+    return traffic_text(forecast(Plan(tuple(layers)), sharded, uncompressed=True).nodes[0], sharded)
 
 
 def slow_ranks(work_seconds: Sequence[float], slow: float = _SLOW) -> dict[int, float]:

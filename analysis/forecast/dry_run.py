@@ -34,9 +34,8 @@ REPEATS, _REPEATS_OF_PART, _LONG_SECONDS = 5, 3, 0.5
 _NEAR = 0.1  # to the share of values, of a request's size: sizes of positions grow in steps
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
-# Values of a group beyond which a part of each layer stands for it, values of that part, and to what multiples layers
-# are cut.
-MOST_VALUES, PART_VALUES, _CUT = 2**25, 2**22, 2**12
+# Values of a group beyond which a part of each layer stands for it, and to what multiples layers are cut.
+PART_VALUES, _CUT = 2**22, 2**12
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
@@ -132,11 +131,11 @@ def dry_run(
     Times grow with values: a group of more than `most` is forecast from a part, unless its tensors were learned for it.
     A compressor's messages grow too. Others', such as PowerSGD's factors, are linear in rows: two parts tell how.
 
-    most: None: `MOST_VALUES`, and an eighth of them for a single run, whose part is a quarter of the others'.
+    most: None: `PART_VALUES`. The part of a single run is a quarter of that.
     run: runs whole layers, or parts; layers of unlike sizes may have equal parts, which need one run.
     """
     inner, whole, single = innermost(codec), sum(layer.numel for layer in layers), repeats == 1
-    most = (MOST_VALUES // 8 if single else MOST_VALUES) if most is None else most
+    most = PART_VALUES if most is None else most
     if whole <= most or inner.learned:
         return run(codec, layers, context, repeats, device)
     grows = isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers

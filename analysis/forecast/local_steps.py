@@ -100,7 +100,7 @@ def forecast_local_steps(
     """Forecast steps between which only every H-th is followed by an exchange."""
     codec = network.profile.codec
     alone = replace(network, profile=replace(NOT_MEASURED, codec=codec))
-    exchanges = forecast(plan, alone, calibration=calibration, progress=progress, uncompressed=True, break_evens=False)
+    exchanges = forecast(plan, alone, calibration=calibration, progress=progress, uncompressed=True)
     lacking = 2 * (1 - network.speed)  # of a core for an exchange's work beside computing
 
     def work(exchange: Step, link: Link) -> float:

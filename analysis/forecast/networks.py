@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gradlab.analysis.forecast.candidates import HALF_PLAN
 from gradlab.analysis.forecast.decide import HALF, NOTHING, SPEED_NOISE
 from gradlab.analysis.forecast.link import spell_rate
-from gradlab.analysis.forecast.step_time import break_even, compare
+from gradlab.analysis.forecast.step_time import break_even
 from gradlab.analysis.section import Table
 from gradlab.formatting import format_counted, format_seconds
 
@@ -96,12 +95,11 @@ def turning_points(place: int, speed: SpeedForecast) -> tuple[float, float]:
     place: position among the numbers of nodes.
     """
     nodes = {name: one.nodes[place] for name, one in speed.forecasts.items()}
-    network, job = speed.network, next(iter(nodes.values())).job
+    any_plan = next(iter(nodes.values()))
 
     def half_saves(rate: float) -> float:
-        link = replace(network.links[0], bits_per_second=rate)
-        pair = compare(job, link, speed=network.speed, node=network.node)
-        return (1 - SPEED_NOISE) * pair.dense.seconds - pair.half.seconds
+        dense, half = any_plan.uncompressed_seconds(rate)
+        return (1 - SPEED_NOISE) * dense - half
 
     half = break_even(half_saves) or 0.0
     # Where 16 bits save nothing, a plan has to be faster than the dense step alone.

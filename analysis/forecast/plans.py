@@ -10,8 +10,8 @@ from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.decide import SPEED_NOISE
-from gradlab.analysis.forecast.dry_run import MOST_VALUES, PART_VALUES, REPEATS, DryRuns, scan_seconds_per_byte
-from gradlab.analysis.forecast.link import json_rate, spell_rate
+from gradlab.analysis.forecast.dry_run import PART_VALUES, REPEATS, DryRuns, scan_seconds_per_byte
+from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import moved
 from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, WAYS, Bucket
@@ -26,6 +26,7 @@ from gradlab.analysis.forecast.step_time import (
     make_job,
     traffic_inside,
     traffic_of_all,
+    uncompressed_steps,
 )
 from gradlab.analysis.parallel import one_thread
 from gradlab.analysis.replay import methods_of, refresh_remark
@@ -54,21 +55,59 @@ class NodeForecast:
     job: the step, ready for any link.
     network: the network, of which this is one number of nodes.
     links: the plan beside plain DDP, on each link of the network.
-    break_even, half_break_even: link speed, in bits per second, below which the plan is faster than plain DDP, or than
-        plain 16-bit reduction, by more than forecasts err. None: at no speed. Infinity: at every speed.
     """
 
     job: Job
     network: Network
     links: tuple[Comparison, ...]
-    break_even: float | None
-    half_break_even: float | None
+
+    @functools.cached_property
+    def break_even(self) -> float | None:
+        """Link speed, in bits per second, below which the plan is faster than plain DDP by more than forecasts err.
+        None: at no speed. Infinity: at every speed."""
+        return self._pays_below(lambda dense, half: dense)
+
+    @functools.cached_property
+    def half_break_even(self) -> float | None:
+        """The same beside plain 16-bit reduction."""
+        return self._pays_below(lambda dense, half: half)
+
+    def _pays_below(self, beside: Callable[[float, float], float]) -> float | None:
+        least = self.job.compute_seconds if self.network.node else self.job.least_seconds
+
+        def saves(bits_per_second: float) -> float:
+            allowed = (1 - SPEED_NOISE) * beside(*self.uncompressed_seconds(bits_per_second))
+            # Where no plan could save anything, none is simulated.
+            return allowed - (least if allowed <= least else self._at(bits_per_second).compressed.seconds)
+
+        return break_even(saves)
+
+    def uncompressed_seconds(self, bits_per_second: float) -> tuple[float, float]:
+        """Return a step's seconds on a link of another speed without compression, in 32 and in 16 bits."""
+        dense, half, _ = uncompressed_steps(self.job, self._link(bits_per_second), **self._place)
+        return dense.seconds, half.seconds
+
+    def _at(self, bits_per_second: float) -> Comparison:
+        if bits_per_second not in self._found:  # all searches for a break-even begin at the same speeds
+            self._found[bits_per_second] = compare(self.job, self._link(bits_per_second), **self._place)
+        return self._found[bits_per_second]
+
+    def _link(self, bits_per_second: float) -> Link:
+        return replace(self.network.links[0], bits_per_second=bits_per_second)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"speed": self.network.speed, "node": self.network.node}
+
+    @functools.cached_property
+    def _found(self) -> dict[float, Comparison]:
+        return {}
 
     @functools.cached_property
     def curve(self) -> tuple[Comparison, ...]:
         """The plan beside plain DDP over link speed, for a figure."""
         rates = _curve_rates([*(link.bits_per_second for link in self.network.links), self.break_even or 0.0])
-        return tuple(_compared(self.job, self.network, rate) for rate in rates)
+        return tuple(map(self._at, rates))
 
     def to_json(self) -> dict[str, Any]:
         """Write seconds, bytes and bits per second. An infinite speed is the text "unlimited"."""
@@ -204,7 +243,6 @@ def forecast(
     calibration: Calibration | None = None,
     progress: Progress | None = None,
     uncompressed: bool = False,
-    break_evens: bool = True,
 ) -> Forecast:
     """Forecast step times of a plan and of plain DDP.
 
@@ -221,7 +259,6 @@ def forecast(
         progress: called after each number of nodes.
         uncompressed: whether a plan that compresses nothing is forecast too: as plain DDP, or in nodes of several
             ranks as averages that take the plan's way.
-        break_evens: whether each number of nodes gets its break-evens, too.
 
     Returns:
         One forecast per number of nodes, on every link.
@@ -235,7 +272,8 @@ def forecast(
         network = replace(network, links=[calibration.applied(link) for link in network.links])
     nodes = []
     for done, job in enumerate(jobs(plan, network)):
-        nodes.append(_at(job, network, break_evens))
+        links = (compare(job, link, speed=network.speed, node=network.node) for link in network.links)
+        nodes.append(NodeForecast(job, network, tuple(links)))
         if progress:
             progress("nodes", done + 1, len(network.nodes))
     method = ", ".join(methods_of(plan.compressed_groups)) or "uncompressed"
@@ -328,31 +366,6 @@ def _scales(runs: Callable[[int], DryRuns], profile: Profile, scan: float) -> tu
     return profile.codec.seconds / sum(exchange.codec_seconds for exchange in compressed), 1.0
 
 
-def _compared(job: Job, network: Network, bits_per_second: float) -> Comparison:
-    link = replace(network.links[0], bits_per_second=bits_per_second)
-    return compare(job, link, speed=network.speed, node=network.node)
-
-
-def _at(job: Job, network: Network, break_evens: bool) -> NodeForecast:
-    pairs = tuple(compare(job, link, speed=network.speed, node=network.node) for link in network.links)
-    if not break_evens:
-        return NodeForecast(job, network, pairs, None, None)
-
-    @functools.cache  # both searches for a break-even begin at the same speeds
-    def at(bits_per_second: float) -> Comparison:
-        return _compared(job, network, bits_per_second)
-
-    def saves(bits_per_second: float) -> float:
-        pair = at(bits_per_second)
-        return (1 - SPEED_NOISE) * pair.dense.seconds - pair.compressed.seconds
-
-    def saves_to_16_bits(bits_per_second: float) -> float:
-        pair = at(bits_per_second)
-        return (1 - SPEED_NOISE) * pair.half.seconds - pair.compressed.seconds
-
-    return NodeForecast(job, network, pairs, break_even(saves), break_even(saves_to_16_bits))
-
-
 def _curve_rates(marks: Sequence[float]) -> list[float]:
     """List link speeds around the marks, in bits per second, evenly on a logarithmic axis."""
     finite = [mark for mark in marks if 0 < mark < math.inf] or [1e9]
@@ -371,7 +384,7 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
     ]
     if profile.codec is not None and any(count != profile.codec.world_size for count in network.nodes):
         lines.append(f"Codec times at other numbers of nodes than {profile.codec.world_size} come from a dry run here.")
-    if any(sum(layer.numel for layer in plan.members(group)) > MOST_VALUES for group in plan.compressed_groups):
+    if any(sum(layer.numel for layer in plan.members(group)) > PART_VALUES for group in plan.compressed_groups):
         lines.append(f"Larger groups of layers are timed on a part of {PART_VALUES / 1e6:.0f} million values.")
     if plan.refresh is not None:
         lines.append(refresh_remark(plan.refresh))

@@ -153,6 +153,11 @@ class Job:
     def _of_rank(self) -> tuple[Bucket, ...]:
         return self.buckets if self.rank_buckets is None else self.rank_buckets
 
+    @property
+    def least_seconds(self) -> float:
+        """A step takes no less between nodes of one rank, whose only thread runs codecs, on the fastest link."""
+        return max(self.compute_seconds, self.codec_seconds + self.engine_seconds)
+
     def scaled(self, codec: float = 1.0, engine: float = 1.0) -> Job:
         """Multiply the codecs' times and the engine's."""
 
@@ -289,30 +294,32 @@ def compare(job: Job, link: Link, *, speed: float = 1.0, node: Node | None = Non
     Codecs' work is shared out among a node's ranks. Plain DDP's ring passes every node's link once each way;
     hierarchical averaging and native HSDP send what one rank per node would.
     """
+    return Comparison(link, _compressed(job, link, speed, node), *uncompressed_steps(job, link, speed=speed, node=node))
 
+
+def _compressed(job: Job, link: Link, speed: float, node: Node | None) -> Step:
+    if job.reduced is not None:
+        return _sharded_over_all(job, link, job.reduced, job.parameters)
+    if job.rank_buckets is not None and node is not None:
+        return _unit_by_unit(job.rank_buckets, job, link, node)
+    buckets = job.buckets if node is None else job.shared_out(node.local_ranks).buckets
+    within = None if node is None else Within(node)
+    seconds, ranks = job.compute_seconds, job.world_size
+    return simulate(buckets, seconds, link, ranks, speed=speed, within=within, known=job.known)
+
+
+def uncompressed_steps(
+    job: Job, link: Link, *, speed: float = 1.0, node: Node | None = None
+) -> tuple[Step, Step, Mapping[str, Step]]:
+    """Simulate the fastest steps without compression, in 32 and in 16 bits, and every way in 32 bits."""
     if job.reduced is not None:
         dense, half = (_sharded_over_all(job, link, None, None, share) for share in (1.0, 0.5))
-        own = _sharded_over_all(job, link, job.reduced, job.parameters)
-        return Comparison(link, own, dense, half, {FSDP: dense})
-    dense, half, in_32_bits = _uncompressed(replace(job, buckets=(), rank_buckets=None, known={}), link, speed, node)
-
-    def step(buckets: Sequence[Bucket], within: Within | None = None) -> Step:
-        seconds, ranks = job.compute_seconds, job.world_size
-        return simulate(buckets, seconds, link, ranks, speed=speed, within=within, known=job.known)
-
-    if node is None:
-        return Comparison(link, step(job.buckets), dense, half)
-
-    if job.rank_buckets is not None:
-        return Comparison(link, _unit_by_unit(job.rank_buckets, job, link, node), dense, half, in_32_bits)
-    own = step(job.shared_out(node.local_ranks).buckets, within=Within(node))
-    return Comparison(link, own, dense, half, in_32_bits)
+        return dense, half, {FSDP: dense}
+    return _uncompressed(replace(job, buckets=(), rank_buckets=None, known={}), link, speed, node)
 
 
 @functools.lru_cache(maxsize=1024)  # one for each speed of a forecast's curve: they are the same for all plans
 def _uncompressed(job: Job, link: Link, speed: float, node: Node | None) -> tuple[Step, Step, dict[str, Step]]:
-    """Simulate the fastest steps without compression, in 32 and in 16 bits, and every way in 32 bits."""
-
     def step(buckets: Sequence[Bucket], world_size: int = job.world_size, within: Within | None = None) -> Step:
         return simulate(buckets, job.compute_seconds, link, world_size, speed=speed, within=within)
 

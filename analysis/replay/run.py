@@ -7,8 +7,9 @@ are those of the trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from gradlab.trace import Trace, TraceSource
 # Values, over all ranks, of groups that are replayed together; gradients, states and results are held some ten times.
 _PART_VALUES = 2**21
+# Values, over all steps, ranks and plans, from which on processes save more time than their start takes.
+_WORTH_PROCESSES = 2**26
 # A wrapper with at most so many settings is described by all of them, one with more by those that are not its defaults.
 _FEW_SETTINGS = 2
 
@@ -98,7 +101,7 @@ def replay_plans(
         plans: plans by name.
         start, stop: positions, as `replay` takes them.
         nodes: number of ranks whose form of the plans is replayed, see `between`. None: the recorded ones.
-        workers: processes.
+        workers: processes, at most.
         progress: called after each part, or, for a single part in this process, after each step.
 
     Returns:
@@ -108,14 +111,19 @@ def replay_plans(
     nodes = nodes or trace.world_size
     works = {name: _work_of(trace, plan, start, stop, nodes) for name, plan in plans.items()}
     jobs = [work for work in works.values() if isinstance(work, _Work)]
-    calls = [(trace.source, work.held, part, start, stop, work.sum_ranks) for work in jobs for part in work.parts]
+    calls = [(work.held, part, start, stop, work.sum_ranks) for work in jobs for part in work.parts]
+    sizes = [size for work in jobs for size in work.sizes]
     if len(calls) == 1:
         with one_thread():
-            done = [_attempt(trace, jobs[0].held, None, start, stop, jobs[0].sum_ranks, progress)]
+            done = [_attempt(trace, *calls[0], progress)]
     else:
-        trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
-        sizes = [size for work in jobs for size in work.sizes]
-        done = share_out(_replay_in_worker, calls, workers=workers, what="replays", sizes=sizes, progress=progress)
+        attempt: Callable[..., _Part | GradlabError] = partial(_attempt, trace)
+        if (stop - start) * trace.world_size * sum(sizes) < _WORTH_PROCESSES:
+            workers = 1
+        else:
+            trace.close()  # HDF5 keeps what is read of a file until nobody has it open; reading on opens it again
+            attempt = partial(_replay_in_worker, trace.source)
+        done = share_out(attempt, calls, workers=workers, what="replays", sizes=sizes, progress=progress)
     parts = iter(done)
     return {
         name: _replay_of(trace, work, [next(parts) for _ in work.parts]) if isinstance(work, _Work) else work

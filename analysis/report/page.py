@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from gradlab.analysis.figures.palette import FORMATS
@@ -122,6 +121,8 @@ def render_html(
     computed_with: Mapping[str, str],
 ) -> str:
     """Render the page as one HTML document, with its figures inside."""
+    from jinja2 import Environment, StrictUndefined  # which takes long to import, and few need
+
     here = resources.files("gradlab.analysis.report")
     source = here.joinpath("report.html.jinja").read_text(encoding="utf-8")
     names = ("tables", "folds", "figures", *(("forecast", "playable") if page.play is not None else ()))

@@ -231,7 +231,7 @@ class Search:
             return []
         name = found[0].plan or next(iter(tried.speed.forecasts))
         made = tried.speed.forecasts[name]
-        short = forecast(tried.plans[name], replace(made.network, parameters="int8"), break_evens=False)
+        short = forecast(tried.plans[name], replace(made.network, parameters="int8"))
         usual, quantized = (one.comparisons[0][1].compressed.seconds for one in (made, short))
         said = [f"{name} on FSDP2's shards between {traffic_text(made.nodes[0], made.network)}."]
         if quantized < (1 - SPEED_NOISE) * usual:

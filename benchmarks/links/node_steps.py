@@ -130,7 +130,7 @@ def predicted(way: str, model: nn.Module, seconds: float, link: str, local: int)
     where |= {"cores": (os.cpu_count() or 1) / ranks, "parameters": "int8" if "parameters" in quantized else ""}
     network = Network(links_of(link, "100us"), (ranks // local,), Profile(seconds, "measured"), **where)
     plan = sharded_plan(way, model)
-    pair = forecast(plan, network, uncompressed=True, break_evens=False).comparisons[0][1]
+    pair = forecast(plan, network, uncompressed=True).comparisons[0][1]
     return (pair.compressed if quantized else pair.ways[HSDP if local > 1 else FSDP]).seconds
 
 

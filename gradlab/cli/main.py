@@ -6,6 +6,7 @@ command has.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from typing import Any
@@ -49,6 +50,7 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"gradlab.cli.{COMMANDS[cmd_name][0]}")
+        gc.freeze()  # imports stay: collecting garbage would go through all of them each time
         if hasattr(module, "app"):
             return get_command(module.app)
         single = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -35,6 +35,12 @@ LAYERS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def worth_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small replays start processes, too, in this file."""
+    monkeypatch.setattr("gradlab.analysis.replay.run._WORTH_PROCESSES", 0)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_are_in_order_and_progress_counts_their_sizes(workers: int) -> None:
     seen: list[tuple[str, int, int]] = []
@@ -94,6 +100,10 @@ def test_two_processes_replay_what_one_does(tmp_path: Path, monkeypatch: pytest.
         assert len(parts_of(plans["topk"], 2)) > 1
         parts = [replay(trace, plans["topk"], workers=workers) for workers in (1, 2)]
         assert parts[0].layer_errors == parts[1].layer_errors
+        values = 4 * 2 * sum(layer.numel for layer in layers[:2])
+        monkeypatch.setattr("gradlab.analysis.replay.run._WORTH_PROCESSES", values + 1)
+        monkeypatch.setattr("gradlab.analysis.parallel._in_processes", None)  # so few are replayed here
+        assert replay(trace, plans["topk"], start=1, workers=2).layer_errors == one["topk"].layer_errors
 
 
 def test_what_workers_warn_of_is_one_line_here(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1807,8 +1807,8 @@ MUTANTS += (
         "analysis/forecast/plans.py",
         "tests/analysis/forecast/test_step_time.py",
         (
-            "return (1 - SPEED_NOISE) * pair.dense.seconds - pair.compressed.seconds",
-            "return pair.dense.seconds - pair.compressed.seconds",
+            "allowed = (1 - SPEED_NOISE) * beside(",
+            "allowed = beside(",
             "by_the_verdict_too",
             "A plan is said to pay where the decision is not to compress.",
         ),

@@ -130,7 +130,7 @@ def test_16_bits_between_nodes_are_the_codecs() -> None:
     """`gradlab recommend` writes a plan there: PyTorch's hook would send every rank's gradients between nodes."""
     network = Network([Link(1e8, 1e-4)], [2], NOT_MEASURED, node=Node(2, Link(1e9)))
     layers = [Layer("w", (512, 512), "linear")]
-    [(_, pair)] = forecast(Plan.uniform(layers, "cast"), network, break_evens=False).comparisons
+    [(_, pair)] = forecast(Plan.uniform(layers, "cast"), network).comparisons
     step = waiting(layers, None, network.links[0], 2, network.node, ["int4"])
     found = step.seconds
     assert pair.half.seconds < found[HALF] < found[PLAIN] == pair.ways[FLAT].seconds

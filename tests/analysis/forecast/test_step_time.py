@@ -875,6 +875,15 @@ def test_plain_16_bit_reduction_sends_half_of_dense_and_computes_as_long() -> No
     assert written["half"]["seconds"] == pair.half.seconds
 
 
+def test_a_step_without_computing_on_the_fastest_link_takes_its_codecs_time() -> None:
+    """The search for a break-even simulates no link on which dense training takes less."""
+    plan = Plan.uniform(LAYERS, "topk")
+    job = make_job(plan, DryRuns(plan, 4), 1e-9, scan_seconds=1e-9)
+    fastest = compare(job, Link(math.inf, latency_seconds=0.0)).compressed.seconds
+    assert fastest == pytest.approx(job.least_seconds, rel=1e-6)
+    assert replace(job, compute_seconds=1.0).least_seconds == 1.0
+
+
 @pytest.mark.parametrize("codec", ["topk", "powersgd", "cast"])
 def test_what_pays_below_a_speed_pays_there_by_the_verdict_too(codec: str) -> None:
     quick, plan = Profile(0.01, "as given", CodecTime(1e-5, 2, False, "a test")), Plan.uniform(LAYERS, codec)
