@@ -10,12 +10,13 @@ from statistics import median, median_high, median_low
 from typing import Any
 
 from gradlab.analysis.forecast.calibration import ALL_GATHER, ALL_REDUCE, Observation
+from gradlab.analysis.forecast.decide import SPEED_NOISE
 from gradlab.analysis.forecast.link import Link, spell_rate
 from gradlab.analysis.forecast.local_steps import forecast_local_steps
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
 from gradlab.analysis.forecast.plans import forecast, traffic_text
 from gradlab.analysis.forecast.processors import Processor, processor_from
-from gradlab.analysis.forecast.simulator import FLAT, HSDP, SHARDS, Node
+from gradlab.analysis.forecast.simulator import FLAT, FSDP, HSDP, SHARDS, Node
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
@@ -28,6 +29,13 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "int4": ("block_scaled", {"dtype": "int4"}),
     "top-k 1 %": ("topk", {"density": 0.01}),
     "PowerSGD 4": ("powersgd", {"rank": 4}),
+}
+#: What is sent in fewer bits under FSDP2: formats of gradients and of parameters.
+SHARDED: Mapping[str, tuple[str, str]] = {
+    (NATIVE := "nothing"): ("", ""),
+    "gradients in int4": ("int4", ""),
+    "parameters in int8": ("", "int8"),
+    "both": ("int4", "int8"),
 }
 LOCAL_STEPS = 30
 PLAIN, HALF, LOCAL = "plain DDP", "16 bits", f"int4 every {LOCAL_STEPS} steps"
@@ -204,6 +212,28 @@ def waiting(
     return Waiting(parameters, profile.compute_seconds, found, "" if node is None else _traffic(layers, network, node))
 
 
+def waiting_sharded(layers: Sequence[Layer], network: Network) -> Waiting:
+    """Forecast a step under FSDP2 as it is, and with what `compress_fsdp` sends in fewer bits: by `SHARDED`."""
+    found = dict[str, float]()
+    for name, (dtype, parameters) in SHARDED.items():
+        plan = Plan.uniform(layers, "block_scaled", dtype=dtype) if dtype else Plan(tuple(layers))
+        made = forecast(plan, replace(network, parameters=parameters), uncompressed=True)
+        [(_, pair)] = made.comparisons
+        native = HSDP if network.node else FSDP
+        found[name] = (pair.compressed if dtype or parameters else pair.ways[native]).seconds
+    return Waiting(sum(layer.numel for layer in layers), network.profile.compute_seconds, found)
+
+
+def sharded_text(step: Waiting) -> str:
+    """Say how long a step under FSDP2 takes with what `compress_fsdp` may send in fewer bits, where that is shorter."""
+    as_it_is = step.seconds[NATIVE]
+    shorter = {name: seconds for name, seconds in step.seconds.items() if seconds < (1 - SPEED_NOISE) * as_it_is}
+    if not shorter:
+        return "No plan of compress_fsdp is forecast to save time."
+    times = ", ".join(f"{name} {format_seconds(seconds, 2)}" for name, seconds in shorter.items())
+    return f"Forecast {format_seconds(as_it_is, 2)} as it is; by compress_fsdp with {times}."
+
+
 def _traffic(layers: Sequence[Layer], network: Network, node: Node) -> str:
     """Say how long each kind of traffic takes under FSDP2, uncompressed."""
     sharded = replace(network, node=replace(node, plans=SHARDS))
@@ -227,8 +257,8 @@ def slow_messages(messages: Sequence[Mapping[str, Any]], slow: float = _SLOW) ->
     ]
 
 
-def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequence[Waiting]) -> list[str]:
-    """Say what was found: the links, what models wait, and who is slow.
+def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], of_steps: Sequence[str]) -> list[str]:
+    """Say what was found: the links, what was said of steps, and who is slow.
 
     checkup: a `gradlab.runtime.doctor.Checkup`, as JSON.
     links: those "between" nodes and "inside" them.
@@ -241,8 +271,7 @@ def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequ
         nominal = checkup["interface_bits_per_second"] if where == "between" else 0
         of = f" of the {spell_rate(nominal)} of {checkup['interface']}" if nominal else ""
         said.append(f"{'Between nodes' if where == 'between' else 'Inside a node'}: {rate}{of}, {late} one way.")
-    said += [_step_text(one) for one in steps]
-    said += [f"Under {HSDP}, {one.traffic}." for one in steps[-1:] if one.traffic]
+    said += of_steps
     for rank, times in slow_ranks(checkup["work_seconds"], slow).items():
         host = checkup["hosts"][rank]
         said.append(f"Rank {rank} ({host}) takes {times:.2g} times as long as the others for the same work.")
@@ -252,6 +281,11 @@ def sentences(checkup: Mapping[str, Any], links: Mapping[str, Link], steps: Sequ
         for line in slow_messages(checkup[where]["messages"], slow)
     ]
     return said
+
+
+def step_texts(steps: Sequence[Waiting]) -> list[str]:
+    """Say how long steps take, and what takes how long under native HSDP where nodes have several ranks."""
+    return [*map(_step_text, steps), *(f"Under {HSDP}, {one.traffic}." for one in steps[-1:] if one.traffic)]
 
 
 def _step_text(step: Waiting) -> str:

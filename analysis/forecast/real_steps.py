@@ -7,8 +7,9 @@ come, which is the shortest time that any rank sees, and needs no common clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,69 @@ class StepTimes(Jsonable):
             f"A step takes {step}: computing {computing}, exchanging {exchanging}, of which {exposed} waited for.",
             f"Bus bandwidth: {_spelled(whole)}{spread if _spelled(low) != _spelled(high) else ''}.",
         ]
+
+
+@dataclass(frozen=True)
+class ShardedTimes(Jsonable):
+    """Steps of a training under FSDP2: medians, in seconds.
+
+    steps: their number, without the first.
+    seconds: a step, of the slowest rank.
+    collectives, nbytes: time and bytes of each kind of collective, without waits for slower ranks.
+    computing: the rest of a step, by rank; empty on GPUs, where collectives may travel beside computing.
+    """
+
+    steps: int
+    seconds: float
+    collectives: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    computing: tuple[float, ...]
+
+    @property
+    def computing_seconds(self) -> float | None:
+        """The part of a step in which a rank computes, in seconds; None: not known."""
+        return max(1e-9, self.seconds - sum(self.collectives.values())) if self.computing else None
+
+    @property
+    def sentences(self) -> list[str]:
+        """A sentence on what a step is made of."""
+        kinds = [f"{kind} {format_seconds(seconds, 2)}" for kind, seconds in self.collectives.items()]
+        computing = self.computing_seconds
+        if computing is None:
+            return [
+                f"A step takes {format_seconds(self.seconds, 2)}; beside computing or after it: {', '.join(kinds)}."
+            ]
+        parts = ", ".join([f"computing {format_seconds(computing, 2)}", *kinds])
+        return [f"A step takes {format_seconds(self.seconds, 2)}: {parts}."]
+
+
+def times_of_sharded_steps(rows: Sequence[Sequence[Any]], on_gpu: bool) -> ShardedTimes | None:
+    """Take the times of steps from those of their collectives; None: fewer than 2 steps.
+
+    rows: `gradlab.runtime.shard_times.ShardTimes.rows` of every rank.
+    """
+    count = min(len(steps) for steps in rows)
+    if count < 2:
+        return None
+    seconds = np.array([[step[0] for step in of_rank[1:count]] for of_rank in rows])  # (ranks, steps)
+    collectives: dict[str, list[float]] = {}
+    nbytes: dict[str, list[int]] = {}
+    for same in zip(*(of_rank[1:count] for of_rank in rows), strict=True):
+        for kind in dict.fromkeys(kind for kind, *_ in same[0][1]):
+            took = [[one[2] for one in made if one[0] == kind] for _, made in same]
+            alike = len({len(of_rank) for of_rank in took}) == 1
+            collectives.setdefault(kind, []).append(
+                sum(map(min, zip(*took, strict=True))) if alike else min(map(sum, took))
+            )
+            nbytes.setdefault(kind, []).append(sum(one[1] for one in same[0][1] if one[0] == kind))
+    waited = np.array([[sum(one[2] for one in made) for _, made in of_rank[1:count]] for of_rank in rows])
+    return ShardedTimes(
+        count - 1,
+        float(np.median(seconds.max(0))),
+        {kind: float(np.median(took)) for kind, took in collectives.items()},
+        {kind: int(np.median(sizes)) for kind, sizes in nbytes.items()},
+        () if on_gpu else _of_ranks(seconds - waited),
+    )
 
 
 def _spelled(rate: float) -> str:

@@ -6,7 +6,7 @@ than a minute, needs no recording, and prints once, on the first rank.
 A step is forecast for a transformer of each number of parameters that --parameters names. --compute-seconds is the time
 of its step without any exchange; without it, the forecast is of the exchange alone. With --out the links are written
 to a file that other commands take in place of a speed: --bandwidth link.json. It holds the speed of codecs on these
-processors or GPUs, too. In a training script `with gradlab.doctor(ddp_model):` around some 20 steps tells the same of
+processors or GPUs, too. In a training script `with gradlab.doctor(model):` around some 20 steps tells the same of
 these.
 
 Examples:
@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradlab.analysis.forecast.diagnosis import Waiting, cores_of, network_of, sentences, waiting, written
+from gradlab.analysis.forecast.diagnosis import Waiting, cores_of, network_of, sentences, step_texts, waiting, written
 from gradlab.analysis.forecast.link import parse_seconds
 from gradlab.analysis.forecast.processors import Processor, timed
 from gradlab.analysis.outputs import require_free
@@ -81,7 +81,9 @@ def doctor(
     if as_json:
         print_json(answer)
         return
-    Answer(sentences(found, links, steps), tables=[_of_steps(steps)], notes=[] if out is None else [str(out)]).print()
+    Answer(
+        sentences(found, links, step_texts(steps)), tables=[_of_steps(steps)], notes=[] if out is None else [str(out)]
+    ).print()
 
 
 def _count_of(text: str) -> int:

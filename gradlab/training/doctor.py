@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gradlab.analysis.forecast.diagnosis import cores_of, network_of, sentences, waiting, written
+from gradlab.analysis.forecast.diagnosis import (
+    Waiting,
+    cores_of,
+    network_of,
+    sentences,
+    sharded_text,
+    step_texts,
+    waiting,
+    waiting_sharded,
+    written,
+)
+from gradlab.analysis.forecast.link import Link
+from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import timed
-from gradlab.analysis.forecast.real_steps import StepTimes, link_in_training, times_of_steps
+from gradlab.analysis.forecast.real_steps import (
+    ShardedTimes,
+    StepTimes,
+    link_in_training,
+    times_of_sharded_steps,
+    times_of_steps,
+)
+from gradlab.analysis.forecast.simulator import SHARDS
 from gradlab.analysis.outputs import require_free
 from gradlab.ddp.copies import Uncopied
-from gradlab.ddp.groups import Ranks
-from gradlab.ddp.model import require_ddp, synchronised_layers
+from gradlab.ddp.groups import Ranks, group_or_world
+from gradlab.ddp.model import is_sharded, require_ddp, synchronised_layers, without_compile
+from gradlab.ddp.sharded_units import layers_of_units, shard_group
 from gradlab.ddp.switch import switched
 from gradlab.errors import GradlabError
 from gradlab.files import write_whole
@@ -22,22 +44,101 @@ from gradlab.jsonable import plain
 from gradlab.runtime.bucket_times import BucketTimes, timed_hook
 from gradlab.runtime.checks import check_ddp
 from gradlab.runtime.doctor import measure
+from gradlab.runtime.shard_times import ShardTimes
 
 _SECONDS = 1.0  # of measuring the links, about
+_CALLER = "gradlab.doctor"
+
+
+class _Buckets:
+    """A model in DDP, whose buckets are timed."""
+
+    def __init__(self, model: object) -> None:
+        self._ddp = require_ddp(model, _CALLER)
+        check_ddp(self._ddp, None, None)
+        self.group, self.device = self._ddp.process_group, next(self._ddp.parameters()).device
+        self._layers = [layer for layer, _ in synchronised_layers(self._ddp)]
+
+    def start(self) -> None:
+        self._switch = switched(self._ddp)
+        self._times = BucketTimes(self._ddp, self._switch.average, self.device)
+        self._switch.given = self._times, timed_hook
+
+    def stop(self) -> None:
+        self._switch.given = None
+
+    def rows(self) -> list[Any]:
+        return self._times.rows()
+
+    def times(self, rows: Any) -> StepTimes | None:
+        return times_of_steps(rows)
+
+    def links(self, links: dict[str, Link], times: StepTimes) -> dict[str, Link]:
+        first = next(iter(links))
+        return links | {first: link_in_training(links[first], times)}
+
+    def forecasts(self, times: StepTimes, network: Network) -> list[Waiting]:
+        [link], [nodes] = network.links, network.nodes
+        how: dict[str, Any] = {"cores": network.cores, "processor": network.processor}
+        return [waiting(self._layers, times.computing_seconds, link, nodes, network.node, ["int4"], **how)]
+
+    def texts(self, steps: Sequence[Waiting]) -> list[str]:
+        return step_texts(steps)
+
+
+class _Shards:
+    """A model under FSDP2, whose collectives are timed."""
+
+    def __init__(self, model: object) -> None:
+        self._times = ShardTimes(model, _CALLER)
+        self._layers, self.device = layers_of_units(model), self._times.device
+        self.group = group_or_world(None, _CALLER)
+        self._ranks = shard_group(self._times.units, _CALLER).size()
+
+    def start(self) -> None:
+        self._times.start()
+
+    def stop(self) -> None:
+        self._times.stop()
+
+    def rows(self) -> list[Any]:
+        return self._times.rows()
+
+    def times(self, rows: Any) -> ShardedTimes | None:
+        return times_of_sharded_steps(rows, on_gpu=self.device.type == "cuda")
+
+    def links(self, links: dict[str, Link], times: ShardedTimes) -> dict[str, Link]:
+        return links
+
+    def forecasts(self, times: ShardedTimes, network: Network) -> list[Waiting]:
+        """Forecast where parameters are sharded inside nodes, or over all ranks, each a node or all in one."""
+        if times.computing_seconds is None or self._times.parts:
+            return []
+        node = network.node
+        if node is not None and node.local_ranks == self._ranks and self._times.between:
+            network = replace(network, node=replace(node, plans=SHARDS))
+        elif node is None and network.nodes == [self._ranks]:
+            network = replace(network, sharded=True)
+        else:
+            return []
+        return [waiting_sharded(self._layers, replace(network, profile=Profile(times.computing_seconds, "measured")))]
+
+    def texts(self, steps: Sequence[Waiting]) -> list[str]:
+        return [sharded_text(one) for one in steps]
 
 
 class doctor(Uncopied):
-    """Tells what the steps of a model in DDP are made of: computing, exchanging, and waiting for it.
+    """Tells what the steps of a model in DDP or FSDP2 are made of: computing, exchanging, and waiting for it.
 
         with gradlab.doctor(ddp_model) as report:
             for inputs, targets in itertools.islice(batches, 20):
                 ...  # the steps of your training
 
     All ranks make one together, which measures their links for a few seconds. Each bucket is timed in the block:
-    when it is ready, and how long its exchange takes. On leaving the block rank 0 prints what `gradlab doctor` prints,
-    with forecasts for this model on the links as its own buckets found them. Training is bit-identical to plain DDP
-    in the block and after it, with the exception that `TraceRecorder` has. Afterwards `gradlab.compress` and a
-    recorder can be attached as to a new model. The first step only warms up.
+    when it is ready, and how long its exchange takes; under FSDP2 each collective. On leaving the block rank 0 prints
+    what `gradlab doctor` prints, with forecasts for this model. Training is bit-identical to plain DDP
+    in the block and after it, with the exception that `TraceRecorder` has, and to FSDP2. Afterwards `gradlab.compress`
+    and a recorder can be attached as to a new model. The first step only warms up.
 
     >>> import gradlab
     >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))
@@ -47,20 +148,19 @@ class doctor(Uncopied):
     gradlab.errors.GradlabError: gradlab doctor measures between ranks, and there is one: start one on each node or more
 
     Args:
-        model: the DistributedDataParallel model, or what torch.compile made of it.
+        model: the DistributedDataParallel model, or the one that fully_shard was called on, native HSDP's and tensor
+            parallel ones included; or what torch.compile made of it.
         out: file for what was measured, which `--bandwidth` of other commands takes. Rank 0 writes it.
         overwrite: whether a file of that name is replaced.
 
     Raises:
-        GradlabError: for a model that is not in DDP (by the name of what it is in) or has a communication hook; for one
+        GradlabError: for a model that is in neither (by the name of what it is in) or has a communication hook; for one
             rank alone, or nodes of different sizes; for a file that is there. On leaving: if other ranks have failed.
     """
 
     def __init__(self, model: object, out: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
-        ddp = require_ddp(model, "gradlab.doctor")
-        check_ddp(ddp, None, None)
-        device = next(ddp.parameters()).device
-        self._ranks = Ranks(ddp.process_group, device)
+        self._model = _Shards(model) if is_sharded(without_compile(model)) else _Buckets(model)
+        self._ranks = Ranks(self._model.group, self._model.device)
         self._out = None if out is None else Path(out)
         problem = None
         try:
@@ -69,44 +169,41 @@ class doctor(Uncopied):
         except GradlabError as error:
             problem = str(error)
         self._ranks.raise_together(problem)
-        self._layers = [layer for layer, _ in synchronised_layers(ddp)]
-        self._found = measure(device, _SECONDS, ddp.process_group).to_json()
+        self._found = measure(self._model.device, _SECONDS, self._model.group).to_json()
         self._links, self._nodes, self._node = network_of(self._found)
-        self._processor = timed(device)
+        self._processor = timed(self._model.device)
         self._summary: dict[str, Any] | None = None
-        self._switch = switched(ddp)
-        self._times = BucketTimes(ddp, self._switch.average, device)
-        self._switch.given = self._times, timed_hook
+        self._model.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._switch.given = None
+        self._model.stop()
         if kind is not None:
-            print(f"gradlab.doctor: {kind.__name__} ended the block, so nothing is told", flush=True)
+            print(f"{_CALLER}: {kind.__name__} ended the block, so nothing is told", flush=True)
             return
         try:
-            rows = self._ranks.gather(self._times.rows())
+            rows = self._ranks.gather(self._model.rows())
         except RuntimeError as lost:
-            raise GradlabError(f"gradlab.doctor: a rank did not come to the end of the block: {lost}") from lost
-        if (times := times_of_steps(rows)) is not None:
+            raise GradlabError(f"{_CALLER}: a rank did not come to the end of the block: {lost}") from lost
+        if (times := self._model.times(rows)) is not None:
             self._tell(times)
         elif self._ranks.rank == 0:
             made = f"{min(map(len, rows))} steps that exchange gradients were made"
-            print(f"gradlab.doctor: {made} in the block, expected 2 or more", flush=True)
+            print(f"{_CALLER}: {made} in the block, expected 2 or more", flush=True)
 
-    def _tell(self, times: StepTimes) -> None:
-        first = next(iter(self._links))
-        links = self._links | {first: link_in_training(self._links[first], times)}
-        steps, remarks = [], list[str]()
+    def _tell(self, times: Any) -> None:
+        links, steps = self._model.links(self._links, times), list[Waiting]()
         if self._ranks.rank == 0:
-            network = links[first], self._nodes, self._node
-            ours: dict[str, Any] = {"cores": cores_of(self._found), "processor": self._processor}
+            remarks = list[str]()
+            where: dict[str, Any] = {"node": self._node, "processor": self._processor}
+            network = Network([next(iter(links.values()))], [self._nodes], cores=cores_of(self._found), **where)
             try:
-                steps = [waiting(self._layers, times.computing_seconds, *network, ["int4"], **ours)]
+                steps = self._model.forecasts(times, network)
             except GradlabError as error:  # training goes on
                 remarks = [f"No forecast: {error}"]
-            lines = sentences(self._found | {"work_seconds": times.computing}, links, steps)
+            found = self._found | ({"work_seconds": times.computing} if times.computing else {})
+            lines = sentences(found, links, self._model.texts(steps))
             print(*lines[:1], *times.sentences, *lines[1:], *remarks, sep="\n", flush=True)
         self._summary = plain(written(self._found, links, steps, training=times, processor=self._processor))
         if self._out is not None and self._ranks.rank == 0:
@@ -119,5 +216,5 @@ class doctor(Uncopied):
             GradlabError: before the block has ended with steps in it.
         """
         if self._summary is None:
-            raise GradlabError("gradlab.doctor: nothing is measured before the block has ended, with 2 steps in it")
+            raise GradlabError(f"{_CALLER}: nothing is measured before the block has ended, with 2 steps in it")
         return self._summary

@@ -22,12 +22,13 @@ from gradlab.analysis.forecast.diagnosis import (
     sentences,
     slow_messages,
     slow_ranks,
+    step_texts,
     waiting,
 )
 from gradlab.analysis.forecast.link import Link, Transfer, all_gather, all_reduce
 from gradlab.analysis.forecast.network import NOT_MEASURED, Network
 from gradlab.analysis.forecast.plans import forecast
-from gradlab.analysis.forecast.real_steps import link_in_training, times_of_steps
+from gradlab.analysis.forecast.real_steps import link_in_training, times_of_sharded_steps, times_of_steps
 from gradlab.analysis.forecast.simulator import Node
 from gradlab.analysis.forecast.step_time import FLAT, HSDP
 from gradlab.cli.doctor import _count_of, _take_names_of_launchers
@@ -37,7 +38,7 @@ from gradlab.layout import Layer
 from gradlab.plan import Plan
 from gradlab.runtime.doctor import _interface, _local_size
 from support.command_line import Command
-from support.laws import law
+from support.laws import law, thorough
 from support.process_pool import ProcessPool
 from support.warm_python import python
 
@@ -144,7 +145,7 @@ def test_a_step_that_waits_is_told_in_one_line() -> None:
     times = times_on(Link(1e8, 1e-4), 4)
     checkup = {"nodes": [0, 1, 2, 3], "hosts": ["a"] * 4, "work_seconds": [1.0] * 4, "between": times, "inside": None}
     checkup |= {"interface": "eth0", "interface_bits_per_second": 1e9}
-    first, link, text = sentences(checkup, {"between": link_of(times)}, [step])
+    first, link, text = sentences(checkup, {"between": link_of(times)}, step_texts([step]))
     assert (first, link) == (
         "4 ranks on 4 nodes.",
         "Between nodes: 100 Mbit/s of the 1 Gbit/s of eth0, 100 µs one way.",
@@ -325,6 +326,53 @@ def test_steps_in_a_block_are_told_and_train_as_in_plain_ddp(pool: ProcessPool, 
     assert rest[1].startswith("A model of 6.02k parameters that computes ")
 
 
+@pytest.mark.parametrize("way", ["all", "nodes", thorough("parts")])
+def test_sharded_steps_are_told_and_train_as_in_plain_fsdp(pool: ProcessPool, way: str) -> None:
+    """With micro-batches; afterwards too, plainly and with compression."""
+    results = pool.run("jobs.doctor_tasks:around_sharded_steps", 4, way=way)
+    assert all(one["equal"] for one in results)
+    first, *others = results
+    training, lines = first["summary"]["training"], first["lines"]
+    assert all(one["summary"]["training"] == training and one["lines"] == [] for one in others)
+    kinds = ["gathers of parameters", "reduce-scatters", "averages between nodes"]
+    kinds = {"all": kinds[:2], "nodes": kinds, "parts": kinds[2:]}[way]  # 2 nodes of 1 shard, in 2 parts
+    assert (training["steps"], list(training["collectives"])) == (3, kinds)
+    if way != "parts":
+        gathered, reduced = (training["nbytes"][kind] for kind in kinds[:2])
+        assert 2 * reduced < gathered < 4 * reduced  # in both passes of two micro-batches, the root's in the first
+    assert len(training["computing"]) == 4
+    assert training["seconds"] >= max(training["computing"])
+    if way == "nodes":
+        assert training["nbytes"][kinds[2]] == reduced // 2
+    assert lines[1].startswith("A step takes ")
+    assert all(kind in lines[1] for kind in ("computing", *kinds))
+    if way == "parts":
+        assert first["summary"]["steps"] == []
+    else:
+        [told] = first["summary"]["steps"]
+        assert list(told["seconds"]) == ["nothing", "gradients in int4", "parameters in int8", "both"]
+        assert any("compress_fsdp" in line for line in lines)
+
+
+def test_sharded_times_are_those_of_the_rank_that_waits_for_nobody() -> None:
+    """Ranks that come early wait in a collective for the others, which is no time of its bytes."""
+    rows = [
+        [[9.0, []], [1.0, [["gathers", 8, 0.1 + early], ["gathers", 8, 0.2], ["sums", 16, 0.3 - early]]], [1.0, []]]
+        for early in (0.0, 0.2)
+    ]
+    times = times_of_sharded_steps([of_rank[:2] for of_rank in rows], on_gpu=False)
+    assert times is not None
+    assert times.collectives == pytest.approx({"gathers": 0.3, "sums": 0.1})
+    assert times.nbytes == {"gathers": 16, "sums": 16}
+    assert times.computing == pytest.approx((0.4, 0.4))
+    assert times.computing_seconds == pytest.approx(0.6)
+    assert times_of_sharded_steps([of_rank[:1] for of_rank in rows], on_gpu=False) is None
+    on_gpu = times_of_sharded_steps([of_rank[:2] for of_rank in rows], on_gpu=True)
+    assert on_gpu is not None
+    assert (on_gpu.computing, on_gpu.computing_seconds) == ((), None)
+    assert on_gpu.sentences == ["A step takes 1.0 s; beside computing or after it: gathers 300 ms, sums 100 ms."]
+
+
 def test_what_cannot_be_measured_is_told_in_one_line(pool: ProcessPool) -> None:
     [lonely] = pool.run("jobs.doctor_tasks:alone", 1)
     assert "gradlab doctor measures between ranks, and there is one" in lonely
@@ -332,7 +380,7 @@ def test_what_cannot_be_measured_is_told_in_one_line(pool: ProcessPool) -> None:
         assert said["equal"] == "True"
         assert "has the communication hook fp16_compress_hook already" in said["hooked"]
         assert said["bare"].startswith("gradlab.doctor: got a Linear, not in DDP; wrap it first")
-        assert said["sharded"].startswith("gradlab.doctor: the model is in FSDP2 (fully_shard), not in DDP")
+        assert said["sharded"].startswith("gradlab.doctor: the model itself has a hook or a collective of its own")
         assert "before the block has ended" in said["early"]
         assert "has the communication hook timed_hook already" in said["twice"]
         none = "gradlab.doctor: 0 steps that exchange gradients were made in the block, expected 2 or more\n"

@@ -20,8 +20,11 @@ import gradlab
 from gradlab.analysis.forecast.diagnosis import read_link
 from gradlab.capture import TraceRecorder
 from gradlab.errors import GradlabError
+from gradlab.layout import layers_of
 from gradlab.plan import Plan
+from gradlab.runtime import compress_fsdp
 from gradlab.runtime.doctor import COLLECTIVES, Checkup, Measured, Message, Timed, measure
+from jobs import fsdp_tasks, tensor_parallel_tasks
 
 
 @mock.patch("gradlab.runtime.doctor._WORK_SECONDS", 0.02)
@@ -55,16 +58,18 @@ class Training:
         return [parameter.tolist() for parameter in self.model.module.parameters()]
 
 
-def found_on(ranks: int) -> Checkup:
-    """Make up what `measure` would find on a link of 1 Gbit/s between nodes of one rank."""
+def found_on(ranks: int, local: int = 1) -> Checkup:
+    """Make up what `measure` would find on a link of 1 Gbit/s between nodes of so many ranks."""
     timed = [Timed(kind, nbytes, 1e-4 + nbytes * 8e-9) for kind in COLLECTIVES for nbytes in (2**12, 2**20)]
-    between = Measured(ranks, tuple(timed), (Message((0, 1), 1e-5, 1e9),))
-    return Checkup(("host",) * ranks, tuple(range(ranks)), between, None, (1.0,) * ranks, (1e9,) * ranks)
+    found = Measured(ranks // local, tuple(timed), (Message((0, 1), 1e-5, 1e9),))
+    nodes = tuple(rank // local for rank in range(ranks))
+    return Checkup(("host",) * ranks, nodes, found, found if local > 1 else None, (1.0,) * ranks)
 
 
-def measuring(group: dist.ProcessGroup) -> Any:
+def measuring(group: dist.ProcessGroup, local: int = 1) -> Any:
     """Have a doctor take this for what it measured."""
-    return mock.patch("gradlab.training.doctor.measure", autospec=True, return_value=found_on(group.size()))
+    found = found_on(group.size(), local)
+    return mock.patch("gradlab.training.doctor.measure", autospec=True, return_value=found)
 
 
 AFTER = ("compress", "TraceRecorder")
@@ -105,12 +110,56 @@ def _ended(
     return training.parameters()
 
 
+def around_sharded_steps(group: dist.ProcessGroup, way: str) -> dict[str, Any]:
+    """Train under FSDP2 with and without a doctor's block in the middle, then plainly, then compressed.
+
+    way: "all": shards on all ranks; "nodes": native HSDP between nodes of two; "parts": tensor parallelism in nodes.
+    """
+    text, ended, report = io.StringIO(), [], None
+    with measuring(group, {"all": 1, "nodes": 2, "parts": 2}[way]), redirect_stdout(text):
+        for measured in (True, False):
+            model = _sharded_model(group, way)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            _sharded_steps(model, optimizer, way, 1)
+            with gradlab.doctor(model) if measured else nullcontext() as made:
+                _sharded_steps(model, optimizer, way, 4)
+            report = made if measured else report
+            _sharded_steps(model, optimizer, way, 1)
+            options = {"within": DeviceMesh.from_group(group, "cpu")} if way == "all" else {}
+            with compress_fsdp(model, Plan(layers_of(model)), optimizer=optimizer, **options):  # type: ignore[arg-type]
+                _sharded_steps(model, optimizer, way, 1)
+            ended.append([parameter.to_local().tolist() for parameter in model.parameters()])
+    assert report is not None
+    return {"equal": ended[0] == ended[1], "summary": report.summary(), "lines": text.getvalue().splitlines()}
+
+
+def _sharded_model(group: dist.ProcessGroup, way: str) -> Any:
+    if way == "parts":
+        return tensor_parallel_tasks.cut(tensor_parallel_tasks.mesh_of(group))
+    mesh = fsdp_tasks.mesh_of(group, 1 if way == "all" else 2)
+    return fsdp_tasks.sharded(mesh["shard"] if way == "all" else mesh)
+
+
+def _sharded_steps(model: Any, optimizer: torch.optim.Optimizer, way: str, count: int) -> None:
+    """Steps of two micro-batches, after the second of which gradients are reduced."""
+    for step in range(count):
+        optimizer.zero_grad()
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            if way == "parts":
+                tensor_parallel_tasks.backward(model, dist.get_rank(), step)
+            else:
+                model(torch.arange(step + dist.get_rank(), step + dist.get_rank() + 6)).square().mean().backward()
+        optimizer.step()
+
+
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     """Return what is said where nothing can be measured, and whether training goes on as in plain DDP."""
     hooked, plain, training = Training(group), Training(group), Training(group)
     hooked.model.register_comm_hook(None, fp16_compress_hook)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    models = {"hooked": hooked.model, "bare": nn.Linear(2, 2), "sharded": fully_shard(nn.Linear(8, 8), mesh=mesh)}
+    sharded = fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
+    sharded.set_all_reduce_hook(print)
+    models = {"hooked": hooked.model, "bare": nn.Linear(2, 2), "sharded": sharded}
     said, text = {name: _refusal(model) for name, model in models.items()}, io.StringIO()
     with measuring(group), redirect_stdout(text):
         with gradlab.doctor(training.model) as report:

@@ -1,0 +1,129 @@
+"""Time FSDP2's collectives in real steps: gathers of parameters, reduce-scatters, and averages between nodes.
+
+Moments are the host's clock for a model on a CPU, where training waits for each of them; on a GPU they are events on
+the streams of the collectives, which may run beside computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.sharded_units import (
+    after_reduction,
+    all_gather_of,
+    attached_hooks,
+    custom_reductions,
+    hooks_of,
+    other_parts,
+    replicas_of,
+    set_all_gather,
+    set_hooks,
+    units_of,
+)
+from gradlab.ddp.step_clock import Moment, moment, seconds_between
+from gradlab.errors import GradlabError
+
+KINDS = GATHERS, REDUCTIONS, AVERAGES = "gathers of parameters", "reduce-scatters", "averages between nodes"
+
+
+class ShardTimes(Uncopied):
+    """Moments of each collective of a model's units in every step between `start` and `stop`.
+
+    units: the model's. between: whether nodes hold the same shards, which native HSDP averages. parts: whether tensor
+        parallelism has cut layers, too.
+
+    Raises:
+        GradlabError: for a model that `units_of` refuses, or with hooks or collectives of others.
+    """
+
+    def __init__(self, model: Any, caller: str) -> None:
+        self.units = units_of(model, caller, in_parts=True)
+        self._gathers = [(unit, all_gather_of(unit)) for unit in self.units]
+        others = [unit.title for unit, gather in self._gathers if type(gather).__name__ != "DefaultAllGather"]
+        if others := [*attached_hooks(self.units), *custom_reductions(self.units), *others]:
+            raise GradlabError(
+                f"{caller}: {others[0]} has a hook or a collective of its own already; take it away first"
+            )
+        self.between, self.device = replicas_of(self.units, None, caller) is not None, self.units[0].device
+        self.parts = other_parts(self.units) is not None
+        self._before = hooks_of(model)
+        self._steps: list[tuple[Moment, list[tuple[str, int, Moment, Moment]]]] = []
+        self._open: list[tuple[str, int, Moment, Moment]] = []
+        self._pass: int | None = None  # the backward pass whose end is waited for
+
+    def start(self) -> None:
+        """Time what comes from now on."""
+        self._began = moment(self.device)
+        for unit, gather in self._gathers:
+            set_all_gather(unit, _Timed(gather, self.device, partial(self._add, GATHERS)))
+        for module, _, reduction, _ in self._before:
+            timed = _Timed(reduction, self.device, self._reduced)
+            set_hooks(module, partial(self._averaged, timed), timed)
+
+    def _add(self, kind: str, nbytes: int, began: Moment, ended: Moment) -> None:
+        self._open.append((kind, nbytes, began, ended))
+
+    def _reduced(self, nbytes: int, began: Moment, ended: Moment) -> None:
+        self._add(REDUCTIONS, nbytes, began, ended)
+        self._end_after_this_pass()
+
+    def _averaged(self, reduction: _Timed, flat: torch.Tensor) -> None:
+        """FSDP calls this after a unit's average between nodes, which follows its reduce-scatter at once."""
+        if self.between:
+            self._add(AVERAGES, flat.nbytes, reduction.seen, moment(self.device))
+        self._end_after_this_pass()
+
+    def _end_after_this_pass(self) -> None:
+        running = torch._C._current_graph_task_id()
+        if running != self._pass:  # another one may have failed before its end
+            self._pass = running
+            after_reduction(self.units, self._end)
+
+    def _end(self) -> None:
+        self._steps.append((moment(self.device), self._open))
+        self._open, self._pass = [], None
+
+    def rows(self) -> list[list[Any]]:
+        """Return by step its seconds, and those of each of its collectives with their kind and bytes."""
+        begun = [self._began, *(ended for ended, _ in self._steps)]
+        return [
+            [
+                seconds_between(before, ended),
+                [[kind, nbytes, seconds_between(*span)] for kind, nbytes, *span in collectives],
+            ]
+            for before, (ended, collectives) in zip(begun, self._steps, strict=False)
+        ]
+
+    def stop(self) -> None:
+        """Put back what was there before."""
+        for unit, gather in self._gathers:
+            set_all_gather(unit, gather)
+        for before in self._before:
+            set_hooks(*before)
+
+
+class _Timed:
+    """A collective of FSDP2's, which tells its bytes and its moments. seen: when FSDP last had to do with it."""
+
+    def __init__(self, native: Any, device: torch.device, told: Callable[[int, Moment, Moment], None]) -> None:
+        self._native, self._device, self._told = native, device, told
+        self.seen = moment(device)
+
+    def allocate(self, *size: Any, **how: Any) -> Any:
+        """Give FSDP memory for input and output."""
+        self.seen = moment(self._device)
+        return self._native.allocate(*size, **how)
+
+    def __call__(self, *tensors: Any, **how: Any) -> Any:
+        """Run the collective."""
+        began = moment(self._device)
+        result = self._native(*tensors, **how)
+        both = (one.nbytes for one in (*tensors, *how.values()) if isinstance(one, torch.Tensor))
+        self.seen = moment(self._device)
+        self._told(max(both), began, self.seen)
+        return result
