@@ -442,9 +442,7 @@ def _groups(module: nn.Module, name: str, caller: str, in_parts: bool) -> list[A
             raise GradlabError(f"{where} is not sharded ({kind}), as under `replicate`; compress takes a model in DDP")
         for shard in group.fsdp_params:
             if not in_parts and shard.sharded_param.device_mesh.ndim > _dimensions(group):
-                raise GradlabError(
-                    f"{where} is under tensor parallelism, which compress_fsdp alone takes, for gradients"
-                )
+                raise GradlabError(f"{where} is under tensor parallelism, which compress_fsdp and gradlab.doctor take")
             if shard.offload_to_cpu:
                 raise GradlabError(
                     f"{where} has its parameters offloaded to the CPU, away from its gradients; leave the policy out"

@@ -483,8 +483,6 @@ def _plan_of_gathers(units: Sequence[Unit], parameters: Any, layers: Sequence[La
     """The plan of the all-gathers, if they are compressed. layers: the model's whole ones."""
     if parameters is None:
         return None
-    if other_parts(units) is not None:
-        raise GradlabError(f"{CALLER}: parameters= under tensor parallelism, which compresses gradients alone")
     plan = parameter_plan(layers, parameters, CALLER)
     kinds = [(unit.title, type(all_gather_of(unit)).__name__) for unit in units]
     if kinds[0][1] == "NoneType":

@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from gradlab import codecs
 from gradlab.capture import TraceRecorder
-from gradlab.codec import hash_tensor
+from gradlab.codec import hash_tensor, seeded_generator
+from gradlab.codec.abilities import decompress
 from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
@@ -134,16 +136,53 @@ def _hashes(state: FSDPCompression) -> list[str]:
     return [hash_tensor(one) for group in sorted(states) for _, one in sorted(states[group].items())]
 
 
-def refused(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """Refusals of what is not for such a model."""
-    mesh, said = mesh_of(group), []
+def quantized(group: dist.ProcessGroup) -> dict[str, bool]:
+    """Parameters gathered in int8: a pass computes with what each shard of this rank's part decodes to, evaluation with
+    the parameters as they are, and training ends alike on all ranks of a part."""
+    mesh, rank = mesh_of(group), dist.get_rank(group)
     model = cut(mesh)
-    for attempt in (
-        lambda: TraceRecorder(model, folder),
-        lambda: compress_fsdp(model, Plan(layers_of(model)), parameters="int8"),
-    ):
-        try:
-            attempt()
-        except GradlabError as error:
-            said.append(str(error))
-    return said
+    first = model[0][0]
+    exact, used = first.weight.to_local().clone(), list[torch.Tensor]()
+    first.register_forward_hook(lambda module, *_: used.append(module.weight.to_local().clone()))
+    plan = Plan.uniform(layers_of(model), "block_scaled", exchanges="parameters", minimum_numel=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with compress_fsdp(model, Plan(layers_of(model)), parameters=plan, optimizer=optimizer) as state:
+        for step in range(3):
+            model.zero_grad()
+            backward(model, rank, step)
+            optimizer.step()
+        report = state.report()["parameters"]
+        shards = [one.detach().clone() for one in _gathered(first.weight.to_local(), mesh)]
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 16))
+    codec = codecs.make("block_scaled")
+    start = torch.cat(
+        [
+            decompress(codec, codec.compress(one.reshape(-1), seeded_generator("none")), one.reshape(-1))
+            for one in _gathered(exact, mesh)
+        ]
+    )
+    replicas = [torch.stack([one.double().sum() for one in own(model)]) for _ in range(2)]
+    dist.all_gather(replicas, replicas[0].clone(), group=mesh["replicate"].get_group())
+    return {
+        "decoded": torch.equal(used[0].reshape(-1), start),
+        "evaluated": torch.equal(used[-1], torch.cat(shards)),
+        "agree": torch.equal(*replicas),
+        "as forecast": report["payload_bytes"] == report["forecast_payload_bytes"],
+    }
+
+
+def _gathered(own_shard: torch.Tensor, mesh: DeviceMesh) -> list[torch.Tensor]:
+    """The shards of this rank's part that the ranks of its node hold."""
+    shards = [torch.empty_like(own_shard) for _ in range(mesh["shard"].size())]
+    dist.all_gather(shards, own_shard.detach().contiguous(), group=mesh["shard"].get_group())
+    return shards
+
+
+def refused(group: dist.ProcessGroup, folder: str) -> str:
+    """The refusal of what is not for such a model."""
+    try:
+        TraceRecorder(cut(mesh_of(group)), folder)
+    except GradlabError as error:
+        return str(error)
+    return "nothing"

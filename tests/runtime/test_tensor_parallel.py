@@ -47,9 +47,13 @@ def test_all_parts_take_a_step_or_none_does_and_each_has_a_state_of_its_own(pool
 
 
 def test_what_is_not_for_such_a_model_is_refused(pool: ProcessPool, ranks: int, tmp_path: Path) -> None:
-    for recorder, parameters in pool.run(f"{TASKS}:refused", ranks, folder=str(tmp_path / "trace")):
-        assert "is under tensor parallelism, which compress_fsdp alone takes, for gradients" in recorder
-        assert parameters == "compress_fsdp: parameters= under tensor parallelism, which compresses gradients alone"
+    for said in pool.run(f"{TASKS}:refused", ranks, folder=str(tmp_path / "trace")):
+        assert "is under tensor parallelism, which compress_fsdp and gradlab.doctor take" in said
+
+
+def test_parameters_of_a_part_are_gathered_quantized(pool: ProcessPool, ranks: int) -> None:
+    for result in pool.run(f"{TASKS}:quantized", ranks):
+        assert all(found for what, found in result.items() if what != "decoded" or ranks == 8), result
 
 
 @pytest.mark.parametrize("way", ["ddp", "sharded"])
