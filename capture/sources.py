@@ -26,6 +26,8 @@ from gradlab.ddp.sharded_units import (
     Unit,
     attached_hooks,
     averaged_units,
+    group_of_all,
+    other_parts,
     replicas_of,
     shard_group,
     units_of,
@@ -43,6 +45,7 @@ class BucketSource:
     """DDP's buckets.
 
     topology: the nodes whose means are recorded, as `within` tells them; None: every rank's own gradients are.
+    writes: whether this rank writes gradients.
     """
 
     def __init__(self, model: DistributedDataParallel, within: object) -> None:
@@ -61,6 +64,7 @@ class BucketSource:
                     f"within = {within!r}: no nodes of several ranks beside others; leave it out to record every rank"
                 )
             self._node = part_of((model.process_group,), self.topology.inside, None, device)
+        self.writes = self.topology is None or self.topology.local_rank == 0
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -119,7 +123,7 @@ class BucketSource:
         if self.topology is None:
             return [(*pair, absent) for pair, absent in zip(pairs, unused, strict=True)]
         flat = torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), pairs[0][1].new_tensor(unused)])
-        gathered = _to_first(flat, self._node, self.topology)
+        gathered = _to_first(flat, self._node, self.topology.inside[0])
         if gathered is None:
             return []
         sizes = [gradient.numel() for _, gradient in pairs]
@@ -132,7 +136,8 @@ class BucketSource:
 
 
 class ShardSource:
-    """Shards of gradients under FSDP2, as the node's ranks have reduced them. `between` joins ranks of the same."""
+    """Shards of gradients under FSDP2, as the node's ranks have reduced them, of each part that tensor parallelism has
+    cut. `between` joins ranks of the same; writes: see `BucketSource`."""
 
     def __init__(self, model: nn.Module, between: object) -> None:
         caller = "TraceRecorder"
@@ -150,8 +155,9 @@ class ShardSource:
             raise GradlabError(f"{caller}: between is a process group that this rank is not in")
         self._column = column
         self.topology = find_grid(self._row, column, device)
-        everyone = sorted(rank for node in self.topology.nodes for rank in node)
-        self.ranks = Ranks(part_of((self._row, column), everyone, None, device), device)
+        self._parts = other_parts(self.units)
+        self.writes = self.topology.local_rank == 0 and (self._parts is None or self._parts.rank() == 0)
+        self.ranks = Ranks(group_of_all(self.units, self._row, column, self.topology.nodes), device)
 
     @property
     def pairs(self) -> Pairs:
@@ -162,6 +168,12 @@ class ShardSource:
         """Refuse a model that a recorder cannot observe."""
         if hooked := attached_hooks(self.units):
             raise GradlabError(f"TraceRecorder: {hooked[0]} has an all-reduce hook already, and FSDP takes one")
+        parts = 1 if self._parts is None else self._parts.size()
+        for one in (shard for unit in self.units for shard in unit.shards):
+            if one.cut is not None and one.layer.shape[one.cut] % parts:
+                raise GradlabError(
+                    f"TraceRecorder: {one.layer.name} of {one.layer.shape} is cut into {parts} unequal parts"
+                )
 
     def metadata(self) -> dict[str, Any]:
         """The manifest's entries on the way of training."""
@@ -182,15 +194,21 @@ class ShardSource:
     def gradients(self, unit: Unit, flat: torch.Tensor) -> list[Gradient]:
         """Put a unit's gradients together from shards (elements,), averaged over the node and not yet between nodes.
 
-        A collective of the node's ranks. None on a rank that another one writes for.
+        A collective of the ranks that hold shards of the unit on the node. None on a rank that another one writes for.
         """
         before, _ = unit.scales(flat.dtype, len(self.topology.nodes))
-        gathered = _to_first(flat if before == 1 else flat / before, self._row, self.topology)
-        if gathered is None:
+        gathered = _to_first(flat if before == 1 else flat / before, self._row, self.topology.inside[0])
+        parts = None if gathered is None else [torch.stack(gathered)]
+        if parts is not None and self._parts is not None:
+            parts = _to_first(parts[0], self._parts, dist.get_process_group_ranks(self._parts)[0])
+        if parts is None:
             return []
-        by_rank = [unit.padded_gradients(shards) for shards in gathered]
-        present = [shard for shard in unit.shards if shard.layer.name in by_rank[0]]
-        return [(one.parameter, one.join([parts[one.layer.name] for parts in by_rank]), False) for one in present]
+        by_part = [[unit.padded_gradients(shards) for shards in of_part] for of_part in parts]
+        present = [shard for shard in unit.shards if shard.layer.name in by_part[0][0]]
+        return [
+            (one.parameter, one.join([[shards[one.layer.name] for shards in of_part] for of_part in by_part]), False)
+            for one in present
+        ]
 
     def average(self, unit: Unit, flat: torch.Tensor) -> None:
         """Average a unit's shards between nodes in place, as native HSDP does; sum them where that sums."""
@@ -203,10 +221,9 @@ Source = BucketSource | ShardSource
 
 def trace_rank(source: Source) -> int | None:
     """The rank of the trace that this process writes; None: another one of its node does."""
-    topology = source.topology
-    if topology is None:
-        return source.ranks.rank
-    return topology.node if topology.local_rank == 0 else None
+    if not source.writes:
+        return None
+    return source.ranks.rank if source.topology is None else source.topology.node
 
 
 def trace_ranks(source: Source) -> int:
@@ -223,9 +240,8 @@ def _nodes(topology: Topology | None) -> dict[str, Any]:
     return {} if topology is None else {"averaged_ranks": topology.local_ranks}
 
 
-def _to_first(flat: torch.Tensor, node: dist.ProcessGroup, topology: Topology) -> list[torch.Tensor] | None:
-    """Send a tensor to the node's first rank, which gets those of all local ranks."""
-    mine = topology.local_rank == 0
-    parts = [torch.empty_like(flat) for _ in topology.inside] if mine else None
-    dist.gather(flat.contiguous(), parts, dst=topology.inside[0], group=node)
+def _to_first(flat: torch.Tensor, group: dist.ProcessGroup, first: int) -> list[torch.Tensor] | None:
+    """Send a tensor to a group's first rank (its global number), which gets those of all."""
+    parts = [torch.empty_like(flat) for _ in range(group.size())] if dist.get_rank() == first else None
+    dist.gather(flat.contiguous(), parts, dst=first, group=group)
     return parts

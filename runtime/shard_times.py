@@ -42,7 +42,7 @@ class ShardTimes(Uncopied):
     """
 
     def __init__(self, model: Any, caller: str) -> None:
-        self.units = units_of(model, caller, in_parts=True)
+        self.units = units_of(model, caller)
         self._gathers = [(unit, all_gather_of(unit)) for unit in self.units]
         others = [unit.title for unit, gather in self._gathers if type(gather).__name__ != "DefaultAllGather"]
         if others := [*attached_hooks(self.units), *custom_reductions(self.units), *others]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradlab.ddp.averaged import AveragedLayers
+from gradlab.ddp.groups import Ranks, part_of
 from gradlab.ddp.model import without_compile
 from gradlab.ddp.topology import group_along
 from gradlab.errors import GradlabError
@@ -37,6 +38,8 @@ class Shard:
     shape: shape of the part, which may be empty.
     padded_shape: shape of its place in the flat gradient, the largest part of any rank.
     dtype: type of the gradient that travels.
+    along: dimension along which FSDP2 shards the layer; cut: that along which tensor parallelism has cut it before,
+        None: it has not.
     """
 
     layer: Layer
@@ -44,6 +47,8 @@ class Shard:
     shape: tuple[int, ...]
     padded_shape: tuple[int, ...]
     dtype: torch.dtype
+    along: int
+    cut: int | None
 
     @property
     def padded(self) -> int:
@@ -60,10 +65,14 @@ class Shard:
         """Bytes of the part's gradient."""
         return self.numel * self.dtype.itemsize
 
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the parts of all ranks, in their order and each in the padded shape, into the whole gradient."""
-        dimension = self.parameter.placements[-1].dim  # under native HSDP the first says that nodes hold the same
-        return torch.cat(list(parts), dimension).narrow(dimension, 0, self.layer.shape[dimension])
+    def join(self, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Join the shards of all ranks, in their order and each in the padded shape, into the whole gradient.
+
+        parts: shards of each part of the layers that tensor parallelism has cut; without it there is one.
+        """
+        length = self.layer.shape[self.along] // (len(parts) if self.cut == self.along else 1)
+        whole = [torch.cat(list(shards), self.along).narrow(self.along, 0, length) for shards in parts]
+        return whole[0] if self.cut is None else torch.cat(whole, self.cut)
 
     def values(self) -> torch.Tensor:
         """Return the part's own values, which the optimizer changes in place."""
@@ -245,11 +254,9 @@ def let_go_of_gathered(model: nn.Module) -> None:
         module.reshard()
 
 
-def units_of(model: object, caller: str, in_parts: bool = False) -> list[Unit]:
+def units_of(model: object, caller: str) -> list[Unit]:
     """List the units of a model between two steps. Several meshes, and parameters of no unit, or on another device than
     the gradients, are refused.
-
-    in_parts: whether tensor parallelism may have cut layers before FSDP2 did.
     """
     inner = without_compile(model)
     if not isinstance(inner, nn.Module):
@@ -259,7 +266,7 @@ def units_of(model: object, caller: str, in_parts: bool = False) -> list[Unit]:
     units = [
         Unit(name, module, tuple(_shards(group, layers)), group.device)
         for name, module in sharded_modules(inner)
-        for group in _groups(module, name, caller, in_parts)
+        for group in _groups(module, name, caller)
         if any(shard in layers for shard in _parameters(group))
     ]
     if not units:
@@ -312,6 +319,20 @@ def other_parts(units: Iterable[Unit]) -> dist.ProcessGroup | None:
                 assert isinstance(group, dist.ProcessGroup)
                 return group
     return None
+
+
+def group_of_all(
+    units: Sequence[Unit],
+    row: dist.ProcessGroup,
+    column: dist.ProcessGroup,
+    nodes: Sequence[Sequence[int]],
+) -> dist.ProcessGroup:
+    """Make a process group of all ranks that a model is on, a collective of them: those of `nodes`, which share one
+    part of its layers, of which these are the row and the column of this rank, and those with other parts."""
+    device, parts = units[0].device, other_parts(units)
+    grids = [nodes] if parts is None else Ranks(parts, device).gather([list(node) for node in nodes])
+    groups = (row, column) if parts is None else (row, column, parts)
+    return part_of(groups, sorted(rank for grid in grids for node in grid for rank in node), None, device)
 
 
 def leave_averaging(units: Iterable[Unit]) -> None:
@@ -430,7 +451,7 @@ def _param_groups(module: Any) -> list[Any]:
     return list(groups)
 
 
-def _groups(module: nn.Module, name: str, caller: str, in_parts: bool) -> list[Any]:
+def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
     """The parameter groups of a module that `fully_shard` was called on, checked."""
     groups = _param_groups(module)
     where = f"{caller}: {_titled(name)}"
@@ -441,8 +462,6 @@ def _groups(module: nn.Module, name: str, caller: str, in_parts: bool) -> list[A
         if kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
             raise GradlabError(f"{where} is not sharded ({kind}), as under `replicate`; compress takes a model in DDP")
         for shard in group.fsdp_params:
-            if not in_parts and shard.sharded_param.device_mesh.ndim > _dimensions(group):
-                raise GradlabError(f"{where} is under tensor parallelism, which compress_fsdp and gradlab.doctor take")
             if shard.offload_to_cpu:
                 raise GradlabError(
                     f"{where} has its parameters offloaded to the CPU, away from its gradients; leave the policy out"
@@ -463,15 +482,19 @@ def _parameters(group: Any) -> Iterator[nn.Parameter]:
 
 
 def _shards(group: Any, layers: Mapping[nn.Parameter, Layer]) -> Iterator[Shard]:
-    policy = group.mp_policy
+    policy, dimensions = group.mp_policy, _dimensions(group)
     for one in group.fsdp_params:
         if one.sharded_param in layers:
+            placements = one.sharded_param.placements
+            cuts = [getattr(placed, "dim", None) for placed in placements[dimensions:]]
             yield Shard(
                 layers[one.sharded_param],
                 one.sharded_param,
                 tuple(one.sharded_size),
                 tuple(one.padded_sharded_param_size),
                 policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype,
+                placements[dimensions - 1].dim,  # under native HSDP the first says that nodes hold the same
+                cuts[0] if cuts else None,
             )
 
 

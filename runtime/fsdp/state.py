@@ -90,7 +90,7 @@ class FSDPCompression(Exchange):
         running = trial()
         if running is not None:
             plan, inside, options = running.plan, None, running.options(options)
-        units = units_of(model, CALLER, in_parts=True)
+        units = units_of(model, CALLER)
         device, row = units[0].device, shard_group(units, CALLER)
         between = replicas_of(units, between, CALLER)
         column = column_of(between, within, row, device)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradlab.ddp.groups import Ranks, destroy, group_like, part_of
+from gradlab.ddp.groups import Ranks, destroy, group_like
 from gradlab.ddp.model import require_ddp, synchronised_layers, without_compile
 from gradlab.ddp.sharded_units import (
     attached_hooks,
+    group_of_all,
     hooks_of,
     layers_of_units,
     let_go_of_gathered,
@@ -116,7 +117,7 @@ class FSDPGradients(Gradients):
         row, between = shard_group(self._units, CALLER), self._options.get("between")
         column = column_of(between, self._options.get("within"), row, self._device)
         grid = find_grid(row, column, self._device)
-        self._group = part_of((row, column), [rank for node in grid.nodes for rank in node], None, self._device)
+        self._group = group_of_all(self._units, row, column, grid.nodes)
         self.ranks = Ranks(self._group, self._device)
         self.count = row.size() if between is None else len(grid.nodes)
         self._hooks = hooks_of(self.model)

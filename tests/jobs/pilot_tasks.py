@@ -23,7 +23,7 @@ from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.runtime import OuterStep
-from jobs import fsdp_tasks, outer_tasks
+from jobs import fsdp_tasks, outer_tasks, tensor_parallel_tasks
 from jobs.matrix_cells import node_group
 from support.pool_groups import SPARE
 
@@ -280,12 +280,16 @@ class Sharded:
         return [one.detach().clone() for one in local]
 
 
-def sharded_goes_on(group: dist.ProcessGroup, between: bool) -> dict[str, Any]:
-    """FSDP2 with a pilot of its reduce-scatter, or of native HSDP's all-reduce between two nodes, and without."""
-    rank, mesh = dist.get_rank(group), fsdp_tasks.mesh_of(group, 2 if between else 1)
+def sharded_goes_on(group: dist.ProcessGroup, between: bool, parts: bool = False) -> dict[str, Any]:
+    """FSDP2 with a pilot of its reduce-scatter, or of native HSDP's all-reduce between two nodes, and without.
+
+    parts: whether tensor parallelism cuts layers in the nodes, whose ranks have the same batches.
+    """
+    mesh = tensor_parallel_tasks.mesh_of(group) if parts else fsdp_tasks.mesh_of(group, 2 if between else 1)
+    rank = dist.get_rank(group) // (2 if parts else 1)
 
     def training() -> Sharded:
-        model = fsdp_tasks.sharded(mesh if between else mesh["shard"])
+        model = tensor_parallel_tasks.cut(mesh, 30) if parts else fsdp_tasks.sharded(mesh if between else mesh["shard"])
         return Sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), rank)
 
     def evaluate() -> torch.Tensor:  # which leaves parameters gathered

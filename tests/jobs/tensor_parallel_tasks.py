@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gradlab import codecs
@@ -26,11 +28,18 @@ def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard", "part"))
 
 
-def cut(mesh: DeviceMesh) -> Any:
-    """Two blocks, whose first matrix is cut by rows and the second by columns, under native HSDP."""
+def whole() -> nn.Sequential:
+    """Two blocks of two matrices each."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(2)))
-    for block in model:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)) for _ in range(2)))
+
+
+def cut(mesh: DeviceMesh, words: int = 0) -> Any:
+    """Blocks, whose first matrix is cut by rows and the second by columns, under native HSDP. words: between an
+    embedding of so many and a head."""
+    blocks = whole()
+    model = nn.Sequential(nn.Embedding(words, 16), *blocks, nn.Linear(16, words)) if words else blocks
+    for block in blocks:
         parallelize_module(block, mesh["part"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(block, mesh=mesh["replicate", "shard"])
     return fully_shard(model, mesh=mesh["replicate", "shard"])
@@ -179,10 +188,31 @@ def _gathered(own_shard: torch.Tensor, mesh: DeviceMesh) -> list[torch.Tensor]:
     return shards
 
 
+def recorded(group: dist.ProcessGroup, folder: str) -> bool:
+    """Train a while as it is, and recorded; return whether both end alike, bit for bit."""
+    mesh, rank = mesh_of(group), dist.get_rank(group)
+    ended = []
+    for recording in (False, True):
+        model = cut(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with TraceRecorder(model, folder, optimizer=optimizer) if recording else nullcontext():
+            for step in range(3):
+                model.zero_grad()
+                backward(model, rank, step)
+                optimizer.step()
+        ended.append(own(model))
+    dist.barrier(group)
+    return all(map(torch.equal, *ended))
+
+
 def refused(group: dist.ProcessGroup, folder: str) -> str:
-    """The refusal of what is not for such a model."""
+    """What a recorder says of an embedding whose words are cut into unequal parts."""
+    mesh = mesh_of(group)
+    model = nn.Sequential(nn.Embedding(25, 16))
+    parallelize_module(model, mesh["part"], {"0": RowwiseParallel(input_layouts=Replicate())})
+    fully_shard(model, mesh=mesh["replicate", "shard"])
     try:
-        TraceRecorder(cut(mesh_of(group)), folder)
+        TraceRecorder(model, folder)
     except GradlabError as error:
         return str(error)
     return "nothing"

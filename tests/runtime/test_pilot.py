@@ -51,10 +51,10 @@ def test_a_run_with_a_pilot_is_the_run_without(pool: ProcessPool, ranks: int, ta
         assert found[0]["result"]["unlike"] == 0
 
 
-@pytest.mark.parametrize("between", [thorough(False), thorough(True)])
-def test_a_sharded_run_with_a_pilot_is_the_run_without(pool: ProcessPool, between: bool) -> None:
+@pytest.mark.parametrize(("between", "parts"), [thorough(False, False), thorough(True, False), thorough(True, True)])
+def test_a_sharded_run_with_a_pilot_is_the_run_without(pool: ProcessPool, between: bool, parts: bool) -> None:
     """Bit for bit, after the pilot without gradlab."""
-    for found in pool.run("jobs.pilot_tasks:sharded_goes_on", 4, between=between):
+    for found in pool.run("jobs.pilot_tasks:sharded_goes_on", 4, between=between, parts=parts):
         assert found["same"], found["losses"]
         assert [one["steps"] for one in found["result"]["outcomes"]] == [8, 8]
         assert found["result"]["unlike"] == 0

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from gradlab.analysis.gradients import step_gradients
+from gradlab.trace import Trace
+from jobs.tensor_parallel_tasks import backward, whole
 from support.laws import thorough
 from support.process_pool import ProcessPool
 
@@ -46,9 +50,32 @@ def test_all_parts_take_a_step_or_none_does_and_each_has_a_state_of_its_own(pool
         assert result["resumed"] == [True, True]
 
 
-def test_what_is_not_for_such_a_model_is_refused(pool: ProcessPool, ranks: int, tmp_path: Path) -> None:
-    for said in pool.run(f"{TASKS}:refused", ranks, folder=str(tmp_path / "trace")):
-        assert "is under tensor parallelism, which compress_fsdp and gradlab.doctor take" in said
+def test_a_recording_has_whole_layers_of_each_node(pool: ProcessPool, ranks: int, tmp_path: Path) -> None:
+    """Training is bit for bit that without it, and the trace holds what the whole model's gradients would be."""
+    assert all(pool.run(f"{TASKS}:recorded", ranks, folder=str(tmp_path / "trace")))
+    shards = ranks // 4
+    model = whole()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with Trace(tmp_path / "trace") as trace:
+        assert (trace.world_size, len(trace.layers), len(trace.steps)) == (2, 8, 3)
+        for step in trace.iterate(0, 3):
+            of_nodes = []
+            for node, recorded in enumerate(step_gradients(step)):
+                model.zero_grad()
+                for shard in range(shards):
+                    backward(model, 2 * (shards * node + shard), step.index)
+                for name, parameter in model.named_parameters():
+                    expected = parameter.grad / shards
+                    torch.testing.assert_close(torch.from_numpy(recorded[name]), expected, rtol=1e-4, atol=1e-7)
+                of_nodes.append([parameter.grad / shards for parameter in model.parameters()])
+            for parameter, *both in zip(model.parameters(), *of_nodes, strict=True):
+                parameter.grad = sum(both) / 2
+            optimizer.step()
+
+
+def test_unequal_parts_are_not_recorded(pool: ProcessPool, ranks: int, tmp_path: Path) -> None:
+    said = "TraceRecorder: 0.weight of (25, 16) is cut into 2 unequal parts"
+    assert pool.run(f"{TASKS}:refused", ranks, folder=str(tmp_path / "trace")) == [said] * ranks
 
 
 def test_parameters_of_a_part_are_gathered_quantized(pool: ProcessPool, ranks: int) -> None:
