@@ -21,6 +21,7 @@ from gradlab.ddp.sharded_units import (
     hooks_of,
     other_parts,
     replicas_of,
+    require_native_gathers,
     set_all_gather,
     set_hooks,
     units_of,
@@ -43,12 +44,10 @@ class ShardTimes(Uncopied):
 
     def __init__(self, model: Any, caller: str) -> None:
         self.units = units_of(model, caller)
+        require_native_gathers(self.units, caller)
+        if others := [*attached_hooks(self.units), *custom_reductions(self.units)]:
+            raise GradlabError(f"{caller}: {others[0]} has a hook or a reduce-scatter of its own already")
         self._gathers = [(unit, all_gather_of(unit)) for unit in self.units]
-        others = [unit.title for unit, gather in self._gathers if type(gather).__name__ != "DefaultAllGather"]
-        if others := [*attached_hooks(self.units), *custom_reductions(self.units), *others]:
-            raise GradlabError(
-                f"{caller}: {others[0]} has a hook or a collective of its own already; take it away first"
-            )
         self.between, self.device = replicas_of(self.units, None, caller) is not None, self.units[0].device
         self.parts = other_parts(self.units) is not None
         self._before = hooks_of(model)

@@ -399,6 +399,16 @@ def all_gather_of(unit: Unit) -> Any:
     return getattr(group, "_all_gather_comm", None)
 
 
+def require_native_gathers(units: Iterable[Unit], caller: str) -> None:
+    """Refuse units whose all-gather somebody has replaced, or cannot be replaced."""
+    for unit in units:
+        kind = type(all_gather_of(unit)).__name__
+        if kind == "NoneType":
+            raise GradlabError(f"{caller}: all-gathers need torch 2.8 or newer, this is {torch.__version__}")
+        if kind != "DefaultAllGather":
+            raise GradlabError(f"{caller}: {unit.title} has an all-gather of its own already, and FSDP takes one")
+
+
 def set_all_gather(unit: Unit, gather: Any) -> None:
     """Replace what gathers a unit's parameters."""
     unit.module.set_custom_all_gather(gather)

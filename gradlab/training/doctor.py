@@ -136,9 +136,9 @@ class doctor(Uncopied):
 
     All ranks make one together, which measures their links for a few seconds. Each bucket is timed in the block:
     when it is ready, and how long its exchange takes; under FSDP2 each collective. On leaving the block rank 0 prints
-    what `gradlab doctor` prints, with forecasts for this model. Training is bit-identical to plain DDP
-    in the block and after it, with the exception that `TraceRecorder` has, and to FSDP2. Afterwards `gradlab.compress`
-    and a recorder can be attached as to a new model. The first step only warms up.
+    what `gradlab doctor` prints, with forecasts for this model. Training is bit-identical to FSDP2, and to plain DDP
+    with the exception that `TraceRecorder` has, in the block and after it. Afterwards gradlab's compression or a
+    recorder can be attached as to a new model. The first step only warms up.
 
     >>> import gradlab
     >>> ddp_model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 32))

@@ -35,6 +35,7 @@ from gradlab.ddp.sharded_units import (
     other_parts,
     refuse_thawed,
     replicas_of,
+    require_native_gathers,
     require_whole_backward,
     set_hooks,
     shard_group,
@@ -484,11 +485,7 @@ def _plan_of_gathers(units: Sequence[Unit], parameters: Any, layers: Sequence[La
     if parameters is None:
         return None
     plan = parameter_plan(layers, parameters, CALLER)
-    kinds = [(unit.title, type(all_gather_of(unit)).__name__) for unit in units]
-    if kinds[0][1] == "NoneType":
-        raise GradlabError(f"{CALLER}: parameters= needs torch 2.8 or newer, this is {torch.__version__}")
-    if replaced := [title for title, kind in kinds if kind != "DefaultAllGather"]:
-        raise GradlabError(f"{CALLER}: {replaced[0]} has an all-gather of its own already, and FSDP takes one")
+    require_native_gathers(units, CALLER)
     if difference := describe_difference(plan.layers, layers):
         raise GradlabError(f"{CALLER}: parameters: the plan is of another model: {difference[0]}")
     return plan

@@ -380,7 +380,7 @@ def test_what_cannot_be_measured_is_told_in_one_line(pool: ProcessPool) -> None:
         assert said["equal"] == "True"
         assert "has the communication hook fp16_compress_hook already" in said["hooked"]
         assert said["bare"].startswith("gradlab.doctor: got a Linear, not in DDP; wrap it first")
-        assert said["sharded"].startswith("gradlab.doctor: the model itself has a hook or a collective of its own")
+        assert said["sharded"].startswith("gradlab.doctor: the model itself has a hook or a reduce-scatter of its own")
         assert "before the block has ended" in said["early"]
         assert "has the communication hook timed_hook already" in said["twice"]
         none = "gradlab.doctor: 0 steps that exchange gradients were made in the block, expected 2 or more\n"

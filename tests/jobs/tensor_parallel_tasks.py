@@ -206,7 +206,7 @@ def recorded(group: dist.ProcessGroup, folder: str) -> bool:
 
 
 def refused(group: dist.ProcessGroup, folder: str) -> str:
-    """What a recorder says of an embedding whose words are cut into unequal parts."""
+    """The refusal to record an embedding whose words are cut into unequal parts."""
     mesh = mesh_of(group)
     model = nn.Sequential(nn.Embedding(25, 16))
     parallelize_module(model, mesh["part"], {"0": RowwiseParallel(input_layouts=Replicate())})
