@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradlab.ddp.copies import Uncopied
 from gradlab.ddp.sharded_units import (
@@ -24,6 +25,7 @@ from gradlab.ddp.sharded_units import (
     require_native_gathers,
     set_all_gather,
     set_hooks,
+    shard_group,
     units_of,
 )
 from gradlab.ddp.step_clock import Moment, moment, seconds_between
@@ -48,7 +50,11 @@ class ShardTimes(Uncopied):
         if others := [*attached_hooks(self.units), *custom_reductions(self.units)]:
             raise GradlabError(f"{caller}: {others[0]} has a hook or a reduce-scatter of its own already")
         self._gathers = [(unit, all_gather_of(unit)) for unit in self.units]
-        self.between, self.device = replicas_of(self.units, None, caller) is not None, self.units[0].device
+        row, column = shard_group(self.units, caller), replicas_of(self.units, None, caller)
+        self._first = {kind: dist.get_process_group_ranks(row)[0] for kind in (GATHERS, REDUCTIONS)}
+        if column is not None:
+            self._first[AVERAGES] = dist.get_process_group_ranks(column)[0]
+        self.between, self.device = column is not None, self.units[0].device
         self.parts = other_parts(self.units) is not None
         self._before = hooks_of(model)
         self._steps: list[tuple[Moment, list[tuple[str, int, Moment, Moment]]]] = []
@@ -88,12 +94,12 @@ class ShardTimes(Uncopied):
         self._open, self._pass = [], None
 
     def rows(self) -> list[list[Any]]:
-        """Return by step its seconds, and those of each of its collectives with their kind and bytes."""
+        """Return by step its seconds, and of each of its collectives kind, first rank, bytes and seconds."""
         begun = [self._began, *(ended for ended, _ in self._steps)]
         return [
             [
                 seconds_between(before, ended),
-                [[kind, nbytes, seconds_between(*span)] for kind, nbytes, *span in collectives],
+                [[kind, self._first[kind], nbytes, seconds_between(*span)] for kind, nbytes, *span in collectives],
             ]
             for before, (ended, collectives) in zip(begun, self._steps, strict=False)
         ]

@@ -17,6 +17,7 @@ from gradlab.analysis.forecast.network import NOT_MEASURED, Network, Profile
 from gradlab.analysis.forecast.plans import forecast, traffic_text
 from gradlab.analysis.forecast.processors import Processor, processor_from
 from gradlab.analysis.forecast.simulator import FLAT, FSDP, HSDP, SHARDS, Node
+from gradlab.analysis.forecast.step_time import Comparison
 from gradlab.errors import GradlabError
 from gradlab.formatting import format_counted, format_percent, format_seconds
 from gradlab.jsonable import read_json
@@ -32,16 +33,16 @@ PLANS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 #: What is sent in fewer bits under FSDP2: formats of gradients and of parameters.
 SHARDED: Mapping[str, tuple[str, str]] = {
-    (NATIVE := "nothing"): ("", ""),
     "gradients in int4": ("int4", ""),
     "parameters in int8": ("", "int8"),
     "both": ("int4", "int8"),
 }
-LOCAL_STEPS = 30
+LOCAL_STEPS, NATIVE = 30, "as it is"
 PLAIN, HALF, LOCAL = "plain DDP", "16 bits", f"int4 every {LOCAL_STEPS} steps"
 _BLOCKS, _WIDEST = 12, 4096  # of the transformer that stands for a model of so many parameters; larger ones are deeper
 # Times the median of the ranks' work, or of messages, beyond which a rank or a pair is named; where ranks share cores.
 _SLOW, _SLOW_ON_SHARED_CORES = 1.25, 1.6
+_MOST_FASTER = 2.0  # than measured alone, a link in training, or as many times slower
 _FORM = "what gradlab doctor --out writes"
 _COSTS = ("bits_per_second", "latency_seconds", "collective_seconds", "gather_factor")
 _MORE = ("scatter_factor",)  # which a file need not have
@@ -212,26 +213,31 @@ def waiting(
     return Waiting(parameters, profile.compute_seconds, found, "" if node is None else _traffic(layers, network, node))
 
 
-def waiting_sharded(layers: Sequence[Layer], network: Network) -> Waiting:
-    """Forecast a step under FSDP2 as it is, and with what `compress_fsdp` sends in fewer bits: by `SHARDED`."""
-    found = dict[str, float]()
+def waiting_sharded(layers: Sequence[Layer], network: Network, seconds: float) -> Waiting:
+    """Forecast a step under FSDP2 with what `compress_fsdp` sends in fewer bits, by `SHARDED`, on a link as fast as the
+    seconds say that a step takes as it is."""
+    computing, native = network.profile.compute_seconds, HSDP if network.node else FSDP
+    as_it_is = _sharded(Plan(tuple(layers)), network).ways[native].seconds
+    faster = min(_MOST_FASTER, max(1 / _MOST_FASTER, (as_it_is - computing) / max(seconds - computing, 1e-9)))
+    link = network.links[0]
+    network = replace(network, links=[replace(link, bits_per_second=faster * link.bits_per_second)])
+    found = {NATIVE: seconds}
     for name, (dtype, parameters) in SHARDED.items():
         plan = Plan.uniform(layers, "block_scaled", dtype=dtype) if dtype else Plan(tuple(layers))
-        made = forecast(plan, replace(network, parameters=parameters), uncompressed=True)
-        [(_, pair)] = made.comparisons
-        native = HSDP if network.node else FSDP
-        found[name] = (pair.compressed if dtype or parameters else pair.ways[native]).seconds
-    return Waiting(sum(layer.numel for layer in layers), network.profile.compute_seconds, found)
+        found[name] = _sharded(plan, replace(network, parameters=parameters)).compressed.seconds
+    return Waiting(sum(layer.numel for layer in layers), computing, found)
+
+
+def _sharded(plan: Plan, network: Network) -> Comparison:
+    [(_, pair)] = forecast(plan, network, uncompressed=True).comparisons
+    return pair
 
 
 def sharded_text(step: Waiting) -> str:
     """Say how long a step under FSDP2 takes with what `compress_fsdp` may send in fewer bits, where that is shorter."""
-    as_it_is = step.seconds[NATIVE]
-    shorter = {name: seconds for name, seconds in step.seconds.items() if seconds < (1 - SPEED_NOISE) * as_it_is}
-    if not shorter:
-        return "No plan of compress_fsdp is forecast to save time."
-    times = ", ".join(f"{name} {format_seconds(seconds, 2)}" for name, seconds in shorter.items())
-    return f"Forecast {format_seconds(as_it_is, 2)} as it is; by compress_fsdp with {times}."
+    least = (1 - SPEED_NOISE) * step.seconds[NATIVE]
+    times = [f"{name} {format_seconds(step.seconds[name], 2)}" for name in SHARDED if step.seconds[name] < least]
+    return f"Forecasts by compress_fsdp: {', '.join(times) or 'none is faster'}."
 
 
 def _traffic(layers: Sequence[Layer], network: Network, node: Node) -> str:

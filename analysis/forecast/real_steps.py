@@ -117,13 +117,9 @@ def times_of_sharded_steps(rows: Sequence[Sequence[Any]], on_gpu: bool) -> Shard
     nbytes: dict[str, list[int]] = {}
     for same in zip(*(of_rank[1:count] for of_rank in rows), strict=True):
         for kind in dict.fromkeys(kind for kind, *_ in same[0][1]):
-            took = [[one[2] for one in made if one[0] == kind] for _, made in same]
-            alike = len({len(of_rank) for of_rank in took}) == 1
-            collectives.setdefault(kind, []).append(
-                sum(map(min, zip(*took, strict=True))) if alike else min(map(sum, took))
-            )
-            nbytes.setdefault(kind, []).append(sum(one[1] for one in same[0][1] if one[0] == kind))
-    waited = np.array([[sum(one[2] for one in made) for _, made in of_rank[1:count]] for of_rank in rows])
+            collectives.setdefault(kind, []).append(_seconds_of(kind, [made for _, made in same]))
+            nbytes.setdefault(kind, []).append(sum(one[2] for one in same[0][1] if one[0] == kind))
+    waited = np.array([[sum(one[-1] for one in made) for _, made in of_rank[1:count]] for of_rank in rows])
     return ShardedTimes(
         count - 1,
         float(np.median(seconds.max(0))),
@@ -131,6 +127,18 @@ def times_of_sharded_steps(rows: Sequence[Sequence[Any]], on_gpu: bool) -> Shard
         {kind: int(np.median(sizes)) for kind, sizes in nbytes.items()},
         () if on_gpu else _of_ranks(seconds - waited),
     )
+
+
+def _seconds_of(kind: str, made: Sequence[Sequence[Sequence[Any]]]) -> float:
+    """Return the seconds of a step's collectives of a kind: of each what the rank took that came last, in the slowest
+    of the groups of ranks that have one at the same time. made: collectives by rank."""
+    groups: dict[int, list[list[float]]] = {}
+    for of_rank in made:
+        mine = [one for one in of_rank if one[0] == kind]
+        if mine:
+            groups.setdefault(mine[0][1], []).append([seconds for *_, seconds in mine])
+    each = [map(min, zip(*took, strict=False)) for took in groups.values()]
+    return sum(map(max, zip(*each, strict=False)))
 
 
 def _spelled(rate: float) -> str:

@@ -121,7 +121,8 @@ class _Shards:
             network = replace(network, sharded=True)
         else:
             return []
-        return [waiting_sharded(self._layers, replace(network, profile=Profile(times.computing_seconds, "measured")))]
+        network = replace(network, profile=Profile(times.computing_seconds, "measured"))
+        return [waiting_sharded(self._layers, network, times.seconds)]
 
     def texts(self, steps: Sequence[Waiting]) -> list[str]:
         return [sharded_text(one) for one in steps]

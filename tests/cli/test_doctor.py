@@ -350,27 +350,39 @@ def test_sharded_steps_are_told_and_train_as_in_plain_fsdp(pool: ProcessPool, wa
         assert first["summary"]["steps"] == []
     else:
         [told] = first["summary"]["steps"]
-        assert list(told["seconds"]) == ["nothing", "gradients in int4", "parameters in int8", "both"]
+        assert list(told["seconds"]) == ["as it is", "gradients in int4", "parameters in int8", "both"]
         assert any("compress_fsdp" in line for line in lines)
 
 
 def test_sharded_times_are_those_of_the_rank_that_waits_for_nobody() -> None:
-    """Ranks that come early wait in a collective for the others, which is no time of its bytes."""
+    """Ranks that come early wait in a collective for the others, which is no time of its bytes. Where two groups have
+    one at once, the slower one counts."""
     rows = [
-        [[9.0, []], [1.0, [["gathers", 8, 0.1 + early], ["gathers", 8, 0.2], ["sums", 16, 0.3 - early]]], [1.0, []]]
-        for early in (0.0, 0.2)
+        [
+            [9.0, []],
+            [
+                1.0,
+                [
+                    ["gathers", 0, 8, 0.1 + early],
+                    ["gathers", 0, 8, 0.2],
+                    ["sums", pair, 16, 0.2 - early + 0.1 * pair],
+                ],
+            ],
+        ]
+        for pair in (0, 1)
+        for early in (0.0, 0.1)
     ]
-    times = times_of_sharded_steps([of_rank[:2] for of_rank in rows], on_gpu=False)
+    times = times_of_sharded_steps(rows, on_gpu=False)
     assert times is not None
-    assert times.collectives == pytest.approx({"gathers": 0.3, "sums": 0.1})
+    assert times.collectives == pytest.approx({"gathers": 0.3, "sums": 0.2})
     assert times.nbytes == {"gathers": 16, "sums": 16}
-    assert times.computing == pytest.approx((0.4, 0.4))
-    assert times.computing_seconds == pytest.approx(0.6)
+    assert times.computing == pytest.approx((0.5, 0.5, 0.4, 0.4))
+    assert times.computing_seconds == pytest.approx(0.5)
     assert times_of_sharded_steps([of_rank[:1] for of_rank in rows], on_gpu=False) is None
-    on_gpu = times_of_sharded_steps([of_rank[:2] for of_rank in rows], on_gpu=True)
+    on_gpu = times_of_sharded_steps(rows, on_gpu=True)
     assert on_gpu is not None
     assert (on_gpu.computing, on_gpu.computing_seconds) == ((), None)
-    assert on_gpu.sentences == ["A step takes 1.0 s; beside computing or after it: gathers 300 ms, sums 100 ms."]
+    assert on_gpu.sentences == ["A step takes 1.0 s; beside computing or after it: gathers 300 ms, sums 200 ms."]
 
 
 def test_what_cannot_be_measured_is_told_in_one_line(pool: ProcessPool) -> None:
