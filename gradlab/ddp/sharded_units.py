@@ -472,6 +472,11 @@ def _groups(module: nn.Module, name: str, caller: str) -> list[Any]:
         if kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
             raise GradlabError(f"{where} is not sharded ({kind}), as under `replicate`; compress takes a model in DDP")
         for shard in group.fsdp_params:
+            if shard.sharded_param.is_meta:
+                raise GradlabError(
+                    f"{where} has its parameters on the meta device; make them first: model.to_empty(device=...), and "
+                    "initialize or load them"
+                )
             if shard.offload_to_cpu:
                 raise GradlabError(
                     f"{where} has its parameters offloaded to the CPU, away from its gradients; leave the policy out"

@@ -355,8 +355,8 @@ def test_sharded_steps_are_told_and_train_as_in_plain_fsdp(pool: ProcessPool, wa
 
 
 def test_sharded_times_are_those_of_the_rank_that_waits_for_nobody() -> None:
-    """Ranks that come early wait in a collective for the others, which is no time of its bytes. Where two groups have
-    one at once, the slower one counts."""
+    """Ranks that come early wait in a collective for the others, which is no time of its bytes. The slower of two
+    groups that have one at once counts."""
     rows = [
         [
             [9.0, []],

@@ -732,6 +732,8 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         fully_shard(block, mesh=one)
     attempt("several meshes", fully_shard(several, mesh=shard))
     attempt("offloaded", sharded(shard, offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    with torch.device("meta"):
+        attempt("not made", sharded(shard))
     hooked = sharded(shard)
     hooked.blocks[1].set_all_reduce_hook(lambda _: None)
     attempt("a hook already", hooked)

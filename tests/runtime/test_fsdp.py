@@ -173,6 +173,7 @@ def test_what_does_not_fit_is_refused_at_construction(pool: ProcessPool) -> None
         "parts alone": "fully_shard was called on parts of the model alone, and each has a backward pass of its own",
         "several meshes": "modules are sharded along several meshes",
         "offloaded": "has its parameters offloaded to the CPU",
+        "not made": "the model itself has its parameters on the meta device; make them first: model.to_empty(",
         "a hook already": "module blocks.1 has an all-reduce hook already",
         "a reduce-scatter already": "module blocks.1 has a reduce-scatter of its own already",
         "fits": "",
