@@ -1,7 +1,7 @@
 """How far from the least possible bits every codec stands, layer by layer: bits per value at its error.
 
-The floor is the Gaussian rate-distortion function of a rank's gradient (`gradlab.analysis.measure.rate_distortion`) in
-the later half of a trace, for two descriptions of it:
+The floor is the Gaussian rate-distortion function of a rank's gradient in the later half of a trace, for two
+descriptions of it:
 
 - coordinates: independent, each with a variance of its own, known to both ends;
 - slices: GradiVeQ's slices share one covariance; energies along its axes, fitted on the earlier half.
@@ -9,7 +9,7 @@ the later half of a trace, for two descriptions of it:
 The lower of the two is drawn: no code that knows just this much of the gradient, and of Gaussian gradients, gets below.
 A code that follows heavy tails from one iteration to the next can. Codecs are measured without feedback. Floors and
 errors are those of single ranks: what ranks have in common, from which a code for their mean alone could save bits, is
-not counted (`gradlab.analysis.measure.rate_distortion.rate_of_mean`).
+not counted (`rate_of_mean` is).
 """
 
 from __future__ import annotations
@@ -126,7 +126,11 @@ def gaussian_floor(
     variances: np.ndarray, relative_errors: Sequence[float] = RELATIVE_ERRORS, samples: int | None = None
 ) -> np.ndarray:
     """Compute the least bits per value, (E,), at squared errors relative to the energy, for variances (n,).
-    The log of a mean square of m normal values is (log(m / 2) - psi(m / 2)) too low; half of it is added.
+
+    Reverse water-filling (Cover & Thomas, "Elements of information theory", 2nd ed., Theorem 10.3.3): independent
+    Gaussian values of variances v_i take sum max(0, log2(v_i / theta) / 2) bits at an error of sum min(theta, v_i).
+    Among sources with these variances the Gaussian one needs the most bits. The log of a mean square of m normal
+    values is (log(m / 2) - psi(m / 2)) too low; half of it is added.
     """
     total, count = float(variances.sum()), len(variances)
     if not total > 0:
@@ -137,12 +141,30 @@ def gaussian_floor(
     logs, rest = np.cumsum(np.log2(positive)), positive.sum() - np.cumsum(positive)
     numbers = np.arange(1, len(positive) + 1)
     for error in relative_errors:
-        # As in `rate_at`, for all errors with one sort.
+        # With the m largest above the water at theta: m theta + the rest's sum = the error.
         levels = (error * total - rest) / numbers
         above = np.flatnonzero((levels > 0) & (levels <= positive))
         m = int(above[-1]) + 1 if len(above) else 0
         rates.append((logs[m - 1] - m * math.log2(levels[m - 1])) / 2 + m * lost if m else 0.0)
     return np.array(rates) / count
+
+
+def rate_of_mean(relative_error: float, correlation: float, ranks: int) -> float:
+    """Compute bits per value and rank that suffice for the mean over N ranks at relative squared error D, in (0, 1].
+
+    Berger and Tung's scheme (Wagner, Tavildar & Viswanath, IEEE Trans. Inf. Theory 54, 2008, section II): each rank
+    adds noise of variance q to values of variance v. With a = 1 + (N - 1) rho, D = q / (a v + q), and all ranks take
+    log2(1 + a v / q) / 2 + (N - 1) log2(1 + (1 - rho) v / q) / 2 bits, log2(1 / D) / 2 each without correlation.
+    """
+    if not (0 < relative_error <= 1 and 0 <= correlation <= 1 and ranks >= 1):
+        raise GradlabError(
+            f"rate of the mean: relative error {relative_error}, correlation {correlation}, {ranks} ranks, expected "
+            "above 0 to 1, 0 to 1, and 1 or more"
+        )
+    together = 1 + (ranks - 1) * correlation
+    ratio = (1 / relative_error - 1) / together  # v / q
+    own = (ranks - 1) * np.log2(1 + (1 - correlation) * ratio)
+    return float((np.log2(1 / relative_error) + own) / (2 * ranks))
 
 
 def held_out_energies(fitted: np.ndarray, later: np.ndarray) -> np.ndarray:

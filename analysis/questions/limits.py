@@ -8,7 +8,7 @@ from typing import Any
 
 from gradlab.analysis.figures.chart import Chart, Mark, Panel, lines, points
 from gradlab.analysis.figures.palette import BLACK, BLUE, GREEN, GREY, PURPLE, SKY, VERMILION, short
-from gradlab.analysis.measure.rate_distortion import rate_of_mean
+from gradlab.analysis.measure.limits import rate_of_mean
 from gradlab.analysis.section import Drawing, Section, Table
 from gradlab.formatting import format_number, format_percent
 

@@ -923,10 +923,10 @@ MUTANTS: tuple[Mutant, ...] = (
         what="Coordinates' variances are those of the last gradient.",
     ),
     Mutant(
-        file="analysis/measure/rate_distortion.py",
-        old="levels = (distortion - rest) / counts",
-        new="levels = distortion / counts",
-        tests=("tests/analysis/measure/test_rate_distortion.py",),
+        file="analysis/measure/limits.py",
+        old="levels = (error * total - rest) / numbers",
+        new="levels = error * total / numbers",
+        tests=("tests/analysis/measure/test_between_ranks.py",),
         what="What lies below the water is not counted as lost.",
     ),
     Mutant(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 
 from gradlab.analysis.figures.drawn import draw
 from gradlab.analysis.figures.style import drawing
@@ -35,6 +36,7 @@ from gradlab.analysis.measure.limits import (
     limit_candidates,
     measure_limits,
     place_plans,
+    rate_of_mean,
 )
 from gradlab.analysis.measure.noise_scale import (
     expected_cosine,
@@ -43,7 +45,6 @@ from gradlab.analysis.measure.noise_scale import (
     noise_scale,
     redundancy,
 )
-from gradlab.analysis.measure.rate_distortion import rate_at
 from gradlab.analysis.measure.spectrum import measure_spectrum
 from gradlab.analysis.questions.between import between_ranks_section, over_iterations
 from gradlab.analysis.replay import replay
@@ -282,12 +283,43 @@ def test_noise_scale_of_a_trace_as_json(tmp_path: Path) -> None:
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_floor_is_water_filling() -> None:
-    variances = np.random.default_rng(0).exponential(size=50)
-    floor = gaussian_floor(variances)
-    assert floor[10] == pytest.approx(rate_at(variances, RELATIVE_ERRORS[10] * variances.sum()) / 50)
-    assert (np.diff(floor) <= 0).all()
+@law(st.lists(st.floats(1e-12, 100), min_size=1, max_size=30).map(np.array), st.floats(1e-3, 0.999))
+def test_the_floor_is_water_filling(variances: np.ndarray, share: float) -> None:
+    """theta by bisection of sum min(theta, v) = D; R = sum max(0, log2(v / theta) / 2)."""
+    error = share * variances.sum()
+    theta = brentq(
+        lambda level: np.minimum(level, variances).sum() - error, 0, variances.max(), xtol=1e-300, rtol=1e-14
+    )
+    bits = np.maximum(0, np.log2(variances / theta) / 2).mean()
+    assert gaussian_floor(variances, [share])[0] == pytest.approx(bits, rel=1e-6, abs=1e-9)
+
+
+def test_the_floor_falls_with_the_error() -> None:
+    """Equal variances lose six decibels per bit; no variance takes none."""
+    assert gaussian_floor(np.full(10, 3.0), [4.0**-bits for bits in (1, 2, 5)]) == pytest.approx([1, 2, 5])
+    assert (np.diff(gaussian_floor(np.random.default_rng(0).exponential(size=50))) <= 0).all()
     assert (gaussian_floor(np.zeros(3)) == 0).all()
+
+
+@law(st.floats(0.01, 100), st.floats(0, 0.99), st.integers(1, 8), examples=60)
+def test_codes_for_the_mean_are_those_of_noisy_values_and_their_determinant(q: float, rho: float, ranks: int) -> None:
+    """Oracle: the covariance of N values and of the same with noise q; D from the best linear estimate of the mean."""
+    values = (1 - rho) * np.eye(ranks) + rho
+    noisy, weights = values + q * np.eye(ranks), np.full(ranks, 1 / ranks)
+    energy = weights @ values @ weights
+    error = energy - weights @ values @ np.linalg.solve(noisy, values @ weights)
+    bits = (np.linalg.slogdet(noisy)[1] - ranks * np.log(q)) / np.log(2) / (2 * ranks)
+    assert rate_of_mean(error / energy, rho, ranks) == pytest.approx(bits, rel=1e-6)
+    assert rate_of_mean(0.3, rho, ranks) <= gaussian_floor(np.ones(1), [0.3])[0] + 1e-12
+
+
+def test_independent_ranks_learn_nothing_from_each_other_and_equal_ones_share_the_bits() -> None:
+    for error in (0.01, 0.5, 1.0):
+        assert rate_of_mean(error, 0.0, 7) == pytest.approx(-np.log2(error) / 2)
+        assert rate_of_mean(error, 1.0, 7) == pytest.approx(-np.log2(error) / 14)
+    for refused in ((0.0, 0.5, 2), (1.1, 0.5, 2), (0.5, -0.1, 2), (0.5, 1.1, 2), (0.5, 0.5, 0)):
+        with pytest.raises(GradlabError, match="rate of the mean"):
+            rate_of_mean(*refused)
 
 
 @pytest.mark.parametrize("samples", [4, 8, 40])
