@@ -30,12 +30,14 @@ from gradlab.plan import Group, Plan
 from gradlab.workspace import RecyclingWorkspace
 
 # Timed runs after the first, which starts states and caches; fewer if they last longer than this together.
-REPEATS, _REPEATS_OF_PART, _LONG_SECONDS = 5, 3, 0.5
+REPEATS, _REPEATS_OF_PART, _LONG_SECONDS = 5, 3, 0.1
 _NEAR = 0.1  # to the share of values, of a request's size: sizes of positions grow in steps
 _SCANNED = 2**20
 _COPIED_BYTES = 2**28
-# Values of a group beyond which a part of each layer stands for it, and to what multiples layers are cut.
-PART_VALUES, _CUT = 2**22, 2**12
+# Values of a group beyond which a part of each layer stands for it, values of that part, and to what multiples layers
+# are cut.
+MOST_VALUES, PART_VALUES, _CUT = 2**25, 2**22, 2**12
+_LARGE = 2**32  # values of a model whose groups are run on parts from `PART_VALUES` on
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
@@ -128,23 +130,26 @@ def dry_run(
 ) -> Exchange:
     """Run an exchange of random gradients on a device, and take each turn's median time there, in seconds.
     If messages vary in size, every run starts from fresh states, as residuals of a repeated gradient would grow.
-    Times grow with values: a group of more than `most` is forecast from a part, unless its tensors were learned for it.
-    A compressor's messages grow too. Others', such as PowerSGD's factors, are linear in rows: two parts tell how.
+    A group of more than `most` values is forecast from two parts, unless its tensors were learned for it, on a line
+    through the seconds of both. A compressor's messages grow with the values, others', such as PowerSGD's factors, with
+    rows.
 
-    most: None: `PART_VALUES`. The part of a single run is a quarter of that.
+    most: None: `MOST_VALUES`, and an eighth of them for a single run, whose part is a quarter of the others'.
     run: runs whole layers, or parts; layers of unlike sizes may have equal parts, which need one run.
     """
     inner, whole, single = innermost(codec), sum(layer.numel for layer in layers), repeats == 1
-    most = PART_VALUES if most is None else most
+    most = (MOST_VALUES // 8 if single else MOST_VALUES) if most is None else most
     if whole <= most or inner.learned:
         return run(codec, layers, context, repeats, device)
     grows = isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers
     part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES), grows)
-    repeats = min(repeats, _REPEATS_OF_PART)
-    done, values = run(codec, part, context, repeats, device), sum(layer.numel for layer in part)
-    if grows:
-        return _times(done, whole / values)
-    return _times(done, whole / values, run(codec, _part_of(part, values // 2), context, 1, device))
+    repeats, values = min(repeats, _REPEATS_OF_PART), sum(layer.numel for layer in part)
+    done = run(codec, part, context, repeats, device)
+    if single and grows:  # a quick answer: seconds in proportion to values
+        less = replace(done.scaled(0.5, 0.5), gradient_bytes=done.gradient_bytes // 2)
+    else:
+        less = run(codec, _part_of(part, values // 2), context, repeats, device)
+    return _times(done, less, whole / values, grows)
 
 
 def _part_of(layers: Sequence[Layer], most: int, by_shape: bool = False) -> Sequence[Layer]:
@@ -170,27 +175,31 @@ def _first_rows(layer: Layer, share: float) -> Layer:
     return replace(layer, shape=(min(rows, max(1, round(rows * share / whole)) * whole), *others))
 
 
-def _times(exchange: Exchange, times: float, smaller: Exchange | None = None) -> Exchange:
-    """Return the exchange of so many times the values.
+def _times(exchange: Exchange, smaller: Exchange, times: float, grows: bool) -> Exchange:
+    """Return the exchange of so many times the values, on a line through its own seconds and those of fewer values.
 
-    smaller: the exchange of fewer values, which tells of each request whether it grows as the values do, nearly, or as
-        a line through both sizes. None: all do.
+    grows: whether all requests grow as the values do; else each does, nearly, or as a line through both sizes.
     """
+    share = smaller.gradient_bytes / exchange.gradient_bytes
 
-    def grown(request: Request, less: Request | None) -> Request:
-        if less is None or smaller is None:
-            return longer(request, times)
-        share = smaller.gradient_bytes / exchange.gradient_bytes
-        missing = 1 - request_bytes(less) / max(1, request_bytes(request))
-        near = abs(1 - share - missing) < _NEAR
+    def grown(request: Request, less: Request) -> Request:
+        missing = max(0.0, 1 - request_bytes(less) / max(1, request_bytes(request)))
+        near = grows or abs(1 - share - missing) < _NEAR
         return longer(request, times if near else 1 + (times - 1) * missing / (1 - share))
 
-    turns = []
-    for position, turn in enumerate(exchange.turns):
-        before = [None] * len(turn.requests) if smaller is None else smaller.turns[position].requests
-        turns.append(replace(turn, requests=tuple(map(grown, turn.requests, before))))
-    size = round(times * exchange.gradient_bytes)
-    return replace(exchange, gradient_bytes=size, turns=tuple(turns)).scaled(times, times)
+    def later(seconds: float, less: float) -> float:
+        return seconds + (times - 1) * min(seconds, max(0.0, seconds - less) / (1 - share))
+
+    turns = [
+        Turn(
+            later(turn.seconds, before.seconds),
+            tuple(map(grown, turn.requests, before.requests)),
+            later(turn.copy_seconds, before.copy_seconds),
+        )
+        for turn, before in zip(exchange.turns, smaller.turns, strict=True)
+    ]
+    size, applied = round(times * exchange.gradient_bytes), later(exchange.apply_seconds, smaller.apply_seconds)
+    return replace(exchange, gradient_bytes=size, turns=tuple(turns), apply_seconds=applied)
 
 
 def _as_server(codec: Codec, layers: Sequence[Layer], context: Context) -> tuple[list[Layer], Context]:
@@ -247,6 +256,7 @@ class DryRuns:
         self.world_size = world_size
         self.rank = rank
         self.repeats = repeats
+        self._most = PART_VALUES if sum(layer.numel for layer in plan.layers) > _LARGE else None
         self._exchanges: dict[str, Exchange] = {}
 
     def of(self, plan: Plan) -> DryRuns:
@@ -265,7 +275,8 @@ class DryRuns:
         key = json.dumps([kind, [layer.shape for layer in layers]])
         if key not in self._exchanges:
             run = functools.partial(self._run, kind)
-            self._exchanges[key] = dry_run(build(), layers, self.context(name), repeats=self.repeats, run=run)
+            how: Any = {"repeats": self.repeats, "most": self._most, "run": run}
+            self._exchanges[key] = dry_run(build(), layers, self.context(name), **how)
         return replace(self._exchanges[key], name=name)
 
     def _run(self, kind: str, codec: Codec, layers: Sequence[Layer], *how: Any) -> Exchange:

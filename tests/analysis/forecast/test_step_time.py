@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gradlab import codecs
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link, read_observations
-from gradlab.analysis.forecast.dry_run import DryRuns, _part_of, dry_run, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import DryRuns, _part_of, _times, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import (
     Link,
     Transfer,
@@ -261,7 +261,7 @@ def test_a_part_stands_for_a_large_group(codec: str) -> None:
     plan = Plan.uniform(layers, **how)
     for group in plan.compressed_groups:
         layers, context = plan.members(group), DryRuns(plan, 3).context(group.name)
-        whole, part = (dry_run(plan.build(group), layers, context, repeats=1, most=most) for most in (2**25, 2**18))
+        whole, part = (dry_run(plan.build(group), layers, context, repeats=2, most=most) for most in (2**25, 2**18))
         assert part.gradient_bytes == pytest.approx(whole.gradient_bytes, rel=1e-6)
         sent = [
             [sum(transfer.wire_bytes for transfer in transfers(turn.requests, 0, 3)) for turn in one.turns]
@@ -381,6 +381,25 @@ def test_unlike_layers_with_equal_parts_are_run_once() -> None:
     runs = DryRuns(plan, 4, repeats=1)
     small, large = (runs.group(group) for group in plan.compressed_groups)
     assert large.codec_seconds == pytest.approx(2 * small.codec_seconds)
+
+
+@law(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1000))
+def test_seconds_of_a_large_group_are_on_a_line_through_those_of_two_parts(
+    fixed: float, each: float, times: float
+) -> None:
+    """Fixed costs of an exchange count once. Noise makes it no slower than the values are more."""
+
+    def of(values: float, noise: float = 0.0) -> Exchange:
+        seconds = fixed + each * values + noise
+        return Exchange("group", round(4000 * values), (Turn(seconds, (), seconds),), seconds)
+
+    found = _times(of(1.0), of(0.25), times, grows=True)
+    expected = fixed + each * times
+    assert (found.codec_seconds, found.turns[0].copy_seconds) == pytest.approx((expected, expected))
+    assert found.apply_seconds == pytest.approx(expected)
+    assert found.gradient_bytes == pytest.approx(4000 * times, abs=1)
+    assert _times(of(1.0), of(0.25, -9.0), times, grows=True).codec_seconds == pytest.approx(times * (fixed + each))
+    assert _times(of(1.0), of(0.25, 9.0), times, grows=True).codec_seconds == pytest.approx(fixed + each)
 
 
 def test_dry_run_times_every_turn() -> None:
