@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from gradlab import codecs
 from gradlab.analysis.forecast import Network, forecast
 from gradlab.analysis.forecast.calibration import Observation, calibrate_link, read_observations
-from gradlab.analysis.forecast.dry_run import DryRuns, _part_of, _times, dry_run, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import DryRuns, _dry_run, _part_of, _times, dry_run, scan_seconds_per_byte
 from gradlab.analysis.forecast.link import (
     Link,
     Transfer,
@@ -381,6 +382,15 @@ def test_unlike_layers_with_equal_parts_are_run_once() -> None:
     runs = DryRuns(plan, 4, repeats=1)
     small, large = (runs.group(group) for group in plan.compressed_groups)
     assert large.codec_seconds == pytest.approx(2 * small.codec_seconds)
+
+
+@pytest.mark.parametrize(("rows", "run"), [(2**15, [(2048, 4096)]), (2**17, [(1024, 4096), (512, 4096)])])
+def test_groups_of_very_large_models_are_run_on_parts(rows: int, run: list[tuple[int, ...]]) -> None:
+    layers = (Layer("w", (2048, 4096), "linear"), Layer("head", (rows, 2**15), "linear"))
+    plan = Plan.uniform(layers, "block_scaled", group_bytes=0)
+    with mock.patch("gradlab.analysis.forecast.dry_run._dry_run", wraps=_dry_run) as ran:
+        DryRuns(plan, 2, repeats=2).group(plan.compressed_groups[0])
+    assert [call.args[1][0].shape for call in ran.call_args_list] == run
 
 
 @law(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1000))
