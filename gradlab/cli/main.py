@@ -50,7 +50,8 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"gradlab.cli.{COMMANDS[cmd_name][0]}")
-        gc.freeze()  # imports stay: collecting garbage would go through all of them each time
+        if not gc.get_freeze_count():
+            gc.freeze()  # imports stay: collecting garbage would go through all of them each time
         if hasattr(module, "app"):
             return get_command(module.app)
         single = typer.Typer(rich_markup_mode=None, add_completion=False)
