@@ -132,7 +132,8 @@ class Unit:
     def scales(self, dtype: torch.dtype, nodes: int) -> tuple[float, float]:
         """Return what a flat gradient is divided by for codecs, and multiplied by after the exchange.
 
-        The mean over nodes of what codecs see is what the optimizer gets. FSDP divides by the second after its hook: it
+        The mean over nodes of what codecs see is what the optimizer gets; of sums, to the last bit where the number of
+        nodes is a power of two. FSDP divides by the second after its hook: it
         is not 1 where a 16-bit mean might underflow.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
