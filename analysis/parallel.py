@@ -104,10 +104,14 @@ def _in_processes(numbered: Sequence[tuple[Any, ...]], workers: int) -> Iterator
     parallel = Parallel(n_jobs=count, return_as="generator_unordered", inner_max_num_threads=1)
     with warnings.catch_warnings():
         # Idle processes end after some minutes and new ones begin; a user can do nothing about that.
-        warnings.filterwarnings("ignore", message="A worker stopped while some jobs were given")
+        for message in ("A worker stopped while some jobs were given", ".*which were still being processed"):
+            warnings.filterwarnings("ignore", message=message)
         with _interrupts_held():
             running = parallel(delayed(_in_worker)(*call) for call in numbered)
-        yield from map(_with_warnings, running)
+        try:
+            yield from map(_with_warnings, running)
+        finally:
+            running.close()  # an interrupt cancels tasks, of which joblib warns
 
 
 @contextmanager
