@@ -144,12 +144,12 @@ def dry_run(
     grows = isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers
     part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES), grows)
     repeats, values = min(repeats, _REPEATS_OF_PART), sum(layer.numel for layer in part)
-    done = run(codec, part, context, repeats, device)
-    if single and grows:  # a quick answer: seconds in proportion to values
+    done, half = run(codec, part, context, repeats, device), _part_of(part, values // 2)
+    uncut = sum(layer.numel for layer in half) == values  # single rows, or very small layers
+    if uncut or (single and grows):  # all in proportion to values; of a single run for a quick answer
         less = replace(done.scaled(0.5, 0.5), gradient_bytes=done.gradient_bytes // 2)
-    else:
-        less = run(codec, _part_of(part, values // 2), context, repeats, device)
-    return _times(done, less, whole / values, grows)
+        return _times(done, less, whole / values, grows=True)
+    return _times(done, run(codec, half, context, repeats, device), whole / values, grows)
 
 
 def _part_of(layers: Sequence[Layer], most: int, by_shape: bool = False) -> Sequence[Layer]:

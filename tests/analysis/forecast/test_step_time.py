@@ -393,6 +393,18 @@ def test_groups_of_very_large_models_are_run_on_parts(rows: int, run: list[tuple
     assert [call.args[1][0].shape for call in ran.call_args_list] == run
 
 
+@pytest.mark.parametrize("codec", ["block_scaled", "powersgd"])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_layers_that_cannot_be_cut_stand_for_themselves(codec: str, repeats: int) -> None:
+    """A single row, and layers too small for it: no part of them is smaller."""
+    layers = [Layer("row", (1, 2**13), "linear"), *(Layer(f"w{n}", (32, 32), "linear") for n in range(8))]
+    plan = Plan.uniform(layers, codec, minimum_numel=1)
+    for group in plan.compressed_groups:
+        members, context = plan.members(group), DryRuns(plan, 3).context(group.name)
+        done = dry_run(plan.build(group), members, context, repeats=repeats, most=512)
+        assert done.gradient_bytes == 4 * sum(layer.numel for layer in members)
+
+
 @law(st.floats(0, 1), st.floats(0, 1), st.floats(1, 1000))
 def test_seconds_of_a_large_group_are_on_a_line_through_those_of_two_parts(
     fixed: float, each: float, times: float
