@@ -19,6 +19,7 @@ import torch
 from gradlab.analysis.forecast.link import longer, request_bytes, weightless
 from gradlab.analysis.forecast.simulator import Exchange, Turn
 from gradlab.codec import Batch, Codec, Compressor, Context, Exchanged, Memory, Tensors, Training, exchange_group
+from gradlab.codec.blocks import WHOLE, Blocks
 from gradlab.codec.kept import running_state
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import innermost, served, sizes_vary, wrappers_of
@@ -142,14 +143,23 @@ def dry_run(
     if whole <= most or inner.learned:
         return run(codec, layers, context, repeats, device)
     grows = isinstance(inner, Compressor | Identity) and not codec.traits.whole_layers
-    part = _part_of(layers, min(most, PART_VALUES // 4 if single else PART_VALUES), grows)
+    anywhere = grows and getattr(inner, "blocks", Blocks(1)).size != WHOLE
+    cut = _alike if anywhere else functools.partial(_part_of, by_shape=grows)
+    part = cut(layers, min(most, PART_VALUES // 4 if single else PART_VALUES))
     repeats, values = min(repeats, _REPEATS_OF_PART), sum(layer.numel for layer in part)
-    done, half = run(codec, part, context, repeats, device), _part_of(part, values // 2)
+    done, half = run(codec, part, context, repeats, device), cut(part, values // 2)
     uncut = sum(layer.numel for layer in half) == values  # single rows, or very small layers
     if uncut or (single and grows):  # all in proportion to values; of a single run for a quick answer
         less = replace(done.scaled(0.5, 0.5), gradient_bytes=done.gradient_bytes // 2)
         return _times(done, less, whole / values, grows=True)
     return _times(done, run(codec, half, context, repeats, device), whole / values, grows)
+
+
+def _alike(layers: Sequence[Layer], most: int) -> Sequence[Layer]:
+    """Return two layers of so many values together, or one, for a compressor that may cut their vector anywhere: groups
+    of other shapes have the same part."""
+    few = layers[:2]
+    return [replace(layer, shape=(most // len(few),)) for layer in few]
 
 
 def _part_of(layers: Sequence[Layer], most: int, by_shape: bool = False) -> Sequence[Layer]:

@@ -14,7 +14,7 @@ from gradlab.analysis.forecast.dry_run import MOST_VALUES, PART_VALUES, REPEATS,
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import moved
-from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, WAYS, Bucket
+from gradlab.analysis.forecast.simulator import BETWEEN, SHARDS, WAYS, Bucket, Step
 from gradlab.analysis.forecast.step_time import (
     Comparison,
     Gathers,
@@ -125,6 +125,14 @@ class NodeForecast:
                 "half": [pair.half.seconds for pair in self.curve],
             },
         }
+
+
+def with_parameters(made: Forecast, plan: Plan, form: str) -> Step:
+    """Return the step of a plan's forecast, on its first link, if parameters were gathered in a format."""
+    network, node = replace(made.network, parameters=form), made.nodes[0]
+    ranks = node.job.world_size if network.node is None else network.node.local_ranks
+    job = replace(node.job, parameters=_gathers(plan, network, ranks, REPEATS))
+    return compare(job, network.links[0], speed=network.speed, node=network.node).compressed
 
 
 def traffic_text(node: NodeForecast, network: Network) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,7 +134,7 @@ class Job:
     overlaps: bool = True
     known: Known = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @functools.cached_property
     def half_buckets(self) -> tuple[Bucket, ...]:
         """The buckets under plain 16-bit reduction: half the bytes of float32. Casting is not counted."""
         return tuple(replace(bucket, in_place_bytes=bucket.in_place_bytes // 2) for bucket in self.dense_buckets)
@@ -407,8 +408,9 @@ def traffic_inside(job: Job, node: Node) -> tuple[float, float]:
     parameters, under FSDP2."""
 
     def seconds(share: float, gathered: bool) -> float:
-        halves = [node.half(int(share * bucket.nbytes), gathered) for bucket in job.dense_buckets]
-        return sum(node.inside.busy_seconds(half) + node.inside.delay_seconds(half) for half in halves)
+        sizes = Counter(int(share * bucket.nbytes) for bucket in job.dense_buckets)
+        halves = [(count, node.half(nbytes, gathered)) for nbytes, count in sizes.items()]
+        return sum(n * (node.inside.busy_seconds(half) + node.inside.delay_seconds(half)) for n, half in halves)
 
     return seconds(1.0, False), 2 * seconds(1.0 if job.parameters is None else job.parameters.share, True)
 

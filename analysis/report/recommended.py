@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from gradlab.analysis.fit.uniform import uniform_artifact
-from gradlab.analysis.forecast import Network, forecast
+from gradlab.analysis.forecast import Network
 from gradlab.analysis.forecast.candidates import HALF_PLAN, without
 from gradlab.analysis.forecast.decide import HALF, NOTHING, SPEED_NOISE
 from gradlab.analysis.forecast.frontier import Tried
 from gradlab.analysis.forecast.lines_to_paste import lines_to_paste, lines_to_resume, where_to_paste
 from gradlab.analysis.forecast.link import spell_rate
 from gradlab.analysis.forecast.networks import TAKEN, listed
-from gradlab.analysis.forecast.plans import traffic_text
+from gradlab.analysis.forecast.plans import traffic_text, with_parameters
 from gradlab.analysis.forecast.recommendation import BOLD, LIKELY, Recommendation
 from gradlab.analysis.forecast.state import state_text
 from gradlab.analysis.measure.emptiness import require_gradients
@@ -231,8 +231,8 @@ class Search:
             return []
         name = found[0].plan or next(iter(tried.speed.forecasts))
         made = tried.speed.forecasts[name]
-        short = forecast(tried.plans[name], replace(made.network, parameters="int8"))
-        usual, quantized = (one.comparisons[0][1].compressed.seconds for one in (made, short))
+        usual = made.comparisons[0][1].compressed.seconds
+        quantized = with_parameters(made, tried.plans[name], "int8").seconds
         said = [f"{name} on FSDP2's shards between {traffic_text(made.nodes[0], made.network)}."]
         if quantized < (1 - SPEED_NOISE) * usual:
             said.append(
