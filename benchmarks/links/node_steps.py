@@ -110,6 +110,7 @@ def network(width: int) -> nn.Module:
 
 
 def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    """Shard each convolution and the rest over a mesh, in place."""
     for module in model:
         if isinstance(module, nn.Conv2d):
             fully_shard(module, mesh=mesh)
@@ -118,6 +119,7 @@ def sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def sharded_plan(way: str, model: nn.Module) -> Plan:
+    """The plan of a way's gradients: int8, or nothing compressed."""
     layers = layers_of(model)
     return Plan.uniform(layers, "block_scaled", dtype="int8") if "gradients" in SHARDED[way] else Plan(layers)
 
