@@ -321,7 +321,8 @@ class Exchange(Uncopied):
         The lists of several ranks may be joined: every rank is a process there, and times are those of the machine's
         clock.
         """
-        return self._driver.communicator.timeline.events(self._driver.communicator.rank)
+        everyone = self._driver.everyone
+        return self._driver.communicator.timeline.events(everyone.names[everyone.rank])
 
     def close(self) -> None:
         """End the run. Later steps are refused. Closing twice does no harm, and exit closes too.

@@ -247,6 +247,8 @@ def _step_lines(report: RunReport) -> list[str]:
     if at := report.place.topology:
         inside = f", inside the node {means.inside_wire_bytes_per_step:,.0f} B"
         where = [f"node {at.node} of {len(at.nodes)}, local rank {at.local_rank} of {at.local_ranks}"]
+    if part := report.place.part:
+        where.append(f"part {part[0]} of {part[1]} of the layers that tensor parallelism cuts")
     if below := report.place.relay_below:
         where.append(f"all-to-alls whose parts are below {below:,} B go in two hops")
     return [

@@ -33,6 +33,13 @@ def backends_of(group: dist.ProcessGroup) -> list[str]:
     return [f"{device.type}:{group._get_backend(device).name()}" for device in group._device_types]
 
 
+def names_of(group: dist.ProcessGroup) -> list[int]:
+    """Return what messages call a group's ranks, in its order: their numbers among all ranks of the job."""
+    with suppress(Exception):  # torchft's, which torch does not know
+        return dist.get_process_group_ranks(group)
+    return list(range(group.size()))
+
+
 def group_like(group: dist.ProcessGroup, timeout: timedelta | None, device: torch.device) -> dist.ProcessGroup:
     """Make a new process group of the same ranks, a collective on `group`; a timeout of None is the group's."""
     return part_of((group,), dist.get_process_group_ranks(group), timeout, device)
@@ -93,7 +100,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.rank, self.size = group.rank(), group.size()
+        self.rank, self.size, self.names = group.rank(), group.size(), names_of(group)
         self._device = device if "cuda:nccl" in backends_of(group) else torch.device("cpu")
 
     def gather(self, value: Any) -> list[Any]:
@@ -103,7 +110,7 @@ class Ranks:
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         dist.all_gather(sizes, size, group=self.group)
         lengths = [int(length) for length in sizes]
-        for rank, length in enumerate(lengths):
+        for rank, length in zip(self.names, lengths, strict=True):
             if not 0 < length <= _MOST_BYTES:
                 raise BadMessage(f"rank {rank} announces {length} bytes of JSON, expected 1 to {_MOST_BYTES}")
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
@@ -111,7 +118,7 @@ class Ranks:
         texts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(texts, padded, group=self.group)
         parts = (bytes(text[:n].tolist()) for text, n in zip(texts, lengths, strict=True))
-        return [_parsed(part, rank) for rank, part in enumerate(parts)]
+        return [_parsed(part, rank) for rank, part in zip(self.names, parts, strict=True)]
 
     def raise_together(self, problem: str | None) -> None:
         """Raise the problem of the lowest rank that has one, the same line on all ranks; go on if none has."""
@@ -122,7 +129,7 @@ class Ranks:
     def first_of(self, problem: str | None) -> str | None:
         """Return the problem of the lowest rank that has one, with its number unless all have the same."""
         problems = self.gather(problem)
-        for rank, text in enumerate(problems):
+        for rank, text in zip(self.names, problems, strict=True):
             if text is not None:
                 return text if all(other == text for other in problems) else f"rank {rank}: {text}"
         return None
@@ -130,11 +137,11 @@ class Ranks:
     def require_same(self, settings: dict[str, Any]) -> None:
         """Raise the first difference between ranks' settings, the same line on all ranks."""
         everyone = self.gather(settings)
-        for rank, other in enumerate(everyone):
+        for rank, other in zip(self.names, everyone, strict=True):
             for name, value in everyone[0].items():
                 if other[name] != value:
                     theirs, ours = _where_they_differ(other[name], value)
-                    came = f"rank {rank} has {_short(theirs)}, rank 0 has {_short(ours)}"
+                    came = f"rank {rank} has {_short(theirs)}, rank {self.names[0]} has {_short(ours)}"
                     raise GradlabError(f"ranks disagree about {name}: {came}; give all ranks the same")
 
 

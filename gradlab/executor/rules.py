@@ -367,10 +367,10 @@ def _short(ranks: Sequence[int]) -> str:
 # --- what is told ---------------------------------------------------------------------------------------------------
 
 
-def merged(by_rank: Sequence[Iterable[Finding]]) -> list[Finding]:
-    """Join what ranks found: one finding per rule and group, the severest, with the ranks that saw it."""
+def merged(by_rank: Sequence[Iterable[Finding]], names: Sequence[int] | None = None) -> list[Finding]:
+    """Join what ranks found: one finding per rule and group, the severest, with the ranks that saw it, by `names`."""
     joined: dict[tuple[str, str | None], Finding] = {}
-    for rank, findings in enumerate(by_rank):
+    for rank, findings in zip(range(len(by_rank)) if names is None else names, by_rank, strict=True):
         for one in findings:
             before = joined.get(one.key)
             ranks = (*(before.ranks if before else ()), rank)
@@ -385,7 +385,7 @@ def sentence(findings: Sequence[Finding], world_size: int) -> str:
     more = f" (and in {len(findings) - 1} more groups)" if len(findings) > 1 else ""
     when = "" if worst.step is None else f"step {worst.step}: "
     where = "" if worst.group is None else f"{worst.group}: "
-    seen_by = f" [on rank {_short(worst.ranks)} of {world_size}]" if 0 < len(worst.ranks) < world_size else ""
+    seen_by = f" [on rank {_short(worst.ranks)}, of {world_size} ranks]" if 0 < len(worst.ranks) < world_size else ""
     return f"{when}{where}{worst.seen}{more}{seen_by}; {worst.remedy} (rule {worst.rule})"
 
 

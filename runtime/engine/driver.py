@@ -215,7 +215,7 @@ class StepDriver:
         self._timeline = communicator.timeline
         self.rules = RuleWatch(run, around.options, self.everyone)
         assert self.everyone.group is not None
-        ranks = self.everyone.rank, self.everyone.world_size
+        ranks = self.everyone.rank, self.everyone.names
         self._reasons = Reasons(self.everyone.group.group_name, *ranks)
         self.rank_times = RankTimes(self._reasons.store, self._reasons.prefix, *ranks)
         self._ended: Moment | None = None  # the last step

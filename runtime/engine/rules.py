@@ -97,7 +97,8 @@ class RuleWatch:
             self.pending.append(now)  # it names something of this rank
         gathered = self._everyone.ranks.gather([one.to_json() for one in self.pending])
         self.pending = []
-        found = rules.merged([[Finding.from_json(one) for one in of_rank] for of_rank in gathered])
+        of_ranks = [[Finding.from_json(one) for one in of_rank] for of_rank in gathered]
+        found = rules.merged(of_ranks, self._everyone.names)
         if now is not None and all(one.rule != now.rule for one in found):
             found.append(now)  # the same on all ranks: none of them had named a layer
         self.tell(found)

@@ -39,6 +39,7 @@ class Place:
     topology: its node and local rank; None where every rank stands for itself.
     sharded: whether the ranks of a node hold shards of every layer, and share out no whole ones.
     relay_below: bytes of an all-to-all's largest part below which it goes in two hops. 0: never.
+    part: which part it holds of the layers that tensor parallelism has cut, and of how many; None: whole layers.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Place:
     topology: Topology | None = None
     sharded: bool = False
     relay_below: int = 0
+    part: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -73,11 +75,14 @@ class Place:
 
     def identity(self, plan: Plan) -> dict[str, Any]:
         """Say for a checkpoint which rank of which run this is."""
-        identity = {"plan": plan.digest, "rank": self.rank, "world_size": self.world_size}
+        identity = {"plan": plan.digest, "rank": self.rank, "world_size": self.world_size, **self._part()}
         if (at := self.topology) is None:
             return identity
         ranks = "shards" if self.sharded else "local_ranks"  # the latter share out whole layers
         return {**identity, ranks: at.local_ranks, "node": at.node, "local_rank": at.local_rank}
+
+    def _part(self) -> dict[str, int]:
+        return {} if self.part is None else dict(zip(("part", "parts"), self.part, strict=True))
 
     @property
     def exchanging(self) -> int:
@@ -89,8 +94,8 @@ class Place:
         return Saving.of_sent(sent_bytes, self.dense_payload_bytes, self.exchanging, self.half_payload_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Write the rank's place; nodes and ranks of a node count from 0."""
-        written: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size}
+        """Write the rank's place; nodes, ranks of a node and parts count from 0."""
+        written: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, **self._part()}
         if (at := self.topology) is not None:
             place = {"node": at.node, "nodes": len(at.nodes), "local_rank": at.local_rank}
             written["nodes"] = {**place, "local_ranks": at.local_ranks}

@@ -14,7 +14,7 @@ from gradlab.codec import Tensors
 from gradlab.codec.measures import is_finite
 from gradlab.codec.wrapper import resize
 from gradlab.ddp.groups import part_of
-from gradlab.ddp.sharded_units import Shard, Unit
+from gradlab.ddp.sharded_units import Shard, Unit, other_parts
 from gradlab.ddp.topology import Topology
 from gradlab.errors import GradlabError
 from gradlab.executor import PlanRun, RunSettings, Step
@@ -283,5 +283,7 @@ def shard_driver(
 
     shards = [shard for unit in units for shard in unit.shards]
     carried = {one.layer.name: (one.parameter, one.numel, one.dtype.itemsize) for one in shards}  # as FSDP reduces it
-    place = replace(Place.of(everyone, forecast, carried, topology), sharded=True)
+    parts = other_parts(units)
+    part = None if parts is None else (parts.rank(), parts.size())
+    place = replace(Place.of(everyone, forecast, carried, topology), sharded=True, part=part)
     return StepDriver(run, between, around, place, everyone, inside)

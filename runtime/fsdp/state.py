@@ -124,7 +124,6 @@ class FSDPCompression(Exchange):
         driver = shard_driver(units, levels.shards, (row, column), topology, self._around, timeout)
         self._set_up(levels.whole, driver)
         self._parts, self._bad = other_parts(units), torch.zeros((), dtype=torch.bool, device=device)
-        self.identity |= {} if self._parts is None else {"part": self._parts.rank(), "parts": self._parts.size()}
         self._driver.telling = 0  # backward stands still while a unit's shards travel
         self._steps = OptimizerSteps(self._driver, held_parameters)
         self._driver.closing.append(self._steps.close)

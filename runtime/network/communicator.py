@@ -29,7 +29,7 @@ from gradlab.collectives import (
     signature,
 )
 from gradlab.collectives.relay import grid
-from gradlab.ddp.groups import Ranks, backends_of, destroy
+from gradlab.ddp.groups import Ranks, backends_of, destroy, names_of
 from gradlab.errors import GradlabError
 from gradlab.runtime.network.faults import CommunicationError
 from gradlab.runtime.network.in_flight import InPlaceMean, fuse
@@ -114,6 +114,7 @@ class Communicator:
 
     Attributes:
         group: the process group; None after `close`.
+        names: what messages call its ranks: their numbers among all ranks of the job.
         payload_bytes, wire_bytes: since the last `take_counts`, in bytes.
         wait_seconds: time spent waiting for collectives so far.
         relay_below: bytes of an all-to-all's largest part below which it goes in two hops, the same on all ranks. 0:
@@ -145,7 +146,7 @@ class Communicator:
         device: torch.device | None = None,
     ) -> None:
         self.group: dist.ProcessGroup | None = group
-        self.rank, self.world_size = group.rank(), group.size()
+        self.rank, self.world_size, self.names = group.rank(), group.size(), names_of(group)
         self.deterministic = deterministic
         self.check_requests = check_requests
         self.payload_bytes = 0
@@ -332,8 +333,10 @@ class Communicator:
         counted = self.wire_bytes
         theirs = self.gather_bytes(torch.tensor(list(digest), dtype=torch.uint8, device=self.device))
         self.wire_bytes = counted
-        if different := [rank for rank, other in enumerate(theirs) if bytes(other.tolist()) != digest]:
-            raise GradlabError(f"ranks {different} ask for other collectives than rank {self.rank}: {signatures}")
+        others = zip(self.names, theirs, strict=True)
+        if different := [rank for rank, other in others if bytes(other.tolist()) != digest]:
+            own = self.names[self.rank]
+            raise GradlabError(f"ranks {different} ask for other collectives than rank {own}: {signatures}")
 
 
 class Round:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -38,8 +38,8 @@ class Reasons:
     prefix: prefix of the run's keys in it.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, name: str, rank: int, names: Sequence[int]) -> None:
+        self._rank, self._names = rank, names
         _runs[name] += 1
         self.prefix = f"gradlab/{name}/{_runs[name]}"
         self.store: Any = None
@@ -70,10 +70,10 @@ class Reasons:
     def _look(self) -> str | None:
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
-            for rank in range(self._world_size):
+            for rank, called in enumerate(self._names):
                 key = f"{self.prefix}/failure/{rank}"
                 if rank != self._rank and self.store.check([key]):
-                    return f"rank {rank}: {json.loads(self.store.get(key))}"
+                    return f"rank {called}: {json.loads(self.store.get(key))}"
             time.sleep(0.05)
         return None
 

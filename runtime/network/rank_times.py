@@ -24,12 +24,12 @@ class RankTimes:
         store: a store that all ranks reach, or None.
         prefix: prefix of the run's keys, the same on all ranks.
         rank: this rank.
-        world_size: number of ranks.
+        names: what messages call all ranks, in their order.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
-        self._store, self._rank = store if world_size > 1 else None, rank
-        self._keys = [f"{prefix}/ready/{one}" for one in range(world_size)]
+    def __init__(self, store: Any, prefix: str, rank: int, names: Sequence[int]) -> None:
+        self._store, self._rank, self._names = store if len(names) > 1 else None, rank, names
+        self._keys = [f"{prefix}/ready/{one}" for one in range(len(names))]
         self._told = -math.inf
         self._steps: deque[Span] = deque(maxlen=_RECENT)
 
@@ -53,15 +53,15 @@ class RankTimes:
         all ranks have told theirs."""
         with suppress(Exception):
             if self._store is not None and self._store.check(self._keys):
-                return slowest([float(one) for one in self._store.multi_get(self._keys)])
+                return slowest([float(one) for one in self._store.multi_get(self._keys)], self._names)
         return {}
 
 
-def slowest(seconds: Sequence[float]) -> dict[str, float]:
+def slowest(seconds: Sequence[float], names: Sequence[int]) -> dict[str, float]:
     """Name the rank that takes longest. The faster one of two is the usual."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return {
-        "slowest_rank": float(rank),
+        "slowest_rank": float(names[rank]),
         "slowest_rank_seconds": seconds[rank],
         "usual_rank_seconds": median_low(seconds),
     }

@@ -104,10 +104,11 @@ class Together:
     """All ranks of a pilot.
 
     seconds: since the pilot began (by `time.monotonic`), of the slowest rank, when ranks last spoke.
+    names: what messages call the ranks.
     """
 
     def __init__(self, ranks: Ranks, began: float) -> None:
-        self._ranks, self._began = ranks, began
+        self._ranks, self._began, self.names = ranks, began, ranks.names
         self.seconds = 0.0
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -115,7 +116,7 @@ class Together:
         every = self._ranks.gather({"seconds": time.monotonic() - self._began, **own})
         self.seconds = max(one["seconds"] for one in every)
         problems = [one.get("problem") for one in every]
-        for rank, problem in enumerate(problems):
+        for rank, problem in zip(self.names, problems, strict=True):
             if problem is not None:
                 raise GradlabError(problem if len(set(problems)) == 1 else f"rank {rank}: {problem}")
         return every

@@ -234,9 +234,10 @@ class Pilot:
         """Say whether all ranks have another batch, and refuse that some have one and others none."""
         every = [one["has"] for one in self._together.gather({"has": has, "problem": problem})]
         if any(every) and not all(every):
+            short, other = (self._together.names[every.index(one)] for one in (False, True))
             raise GradlabError(
-                f"rank {every.index(False)} has {len(self._kept)} batches for a pilot, and rank {every.index(True)} "
-                "has more; give all ranks as many"
+                f"rank {short} has {len(self._kept)} batches for a pilot, and rank {other} has more; give all ranks as "
+                "many"
             )
         return has
 

@@ -100,7 +100,7 @@ def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
     mesh, rank = mesh_of(group), dist.get_rank(group)
     models = [cut(mesh), cut(mesh)]
     plan = Plan.uniform(models[0], "topk", density=0.2, warmup_steps=0)
-    states = [compress_fsdp(model, plan) for model in models]
+    states = [compress_fsdp(model, plan, rules={"non_finite": "warn"}) for model in models]
     backward(models[0], rank, 0)
     kept = _hashes(states[0])
     models[0].zero_grad()
@@ -128,9 +128,13 @@ def skipped(group: dist.ProcessGroup) -> dict[str, Any]:
     states[1].stateful.load_state_dict(saved)
     same = _hashes(states[1]) == kept
     states[1].load_state_dicts([state for _, state in everyone], "sum")
+    report, driver = states[0].report(), states[0]._driver
     for state in states:
         state.close()
     return {
+        "part": (report["part"], report["parts"]),
+        "called": (states[0].chrome_trace()[0]["args"]["name"], driver.everyone.names),
+        "found": [one.ranks for one in states[0].findings],
         "finite": finite,
         "all filled": all(bad),
         "unchanged": unchanged,

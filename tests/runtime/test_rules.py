@@ -143,7 +143,7 @@ def test_findings_of_ranks_are_joined() -> None:
     assert rules.Finding.from_json(joined.to_json()) == joined
     with pytest.raises(GradlabError, match="a finding: ranks\\[0\\] is 'x', expected a whole number"):
         rules.Finding.from_json({**joined.to_json(), "ranks": ["x"]})
-    assert rules.sentence([joined], 4).startswith("step 3: a: seen [on rank 1, 2 of 4]; ")
+    assert rules.sentence([joined], 4).startswith("step 3: a: seen [on rank 1, 2, of 4 ranks]; ")
     assert "[on" not in rules.sentence(rules.merged([[one(2.0)]] * 4), 4)
 
 

@@ -63,7 +63,7 @@ def test_nan_from_the_first_step(pool: ProcessPool) -> None:
         assert len(result["warned"]) == (rank == 0)
         for warned in result["warned"]:
             assert "step 0: gradients are not finite in first" in warned
-            assert "[on rank 1 of 4]" in warned
+            assert "[on rank 1, of 4 ranks]" in warned
         assert "there is no loss scaler" in result["said"][3]
 
 

@@ -42,7 +42,10 @@ def test_without_compression_it_is_native_hsdp_and_codecs_train(pool: ProcessPoo
 
 
 def test_all_parts_take_a_step_or_none_does_and_each_has_a_state_of_its_own(pool: ProcessPool, ranks: int) -> None:
-    for result in pool.run(f"{TASKS}:skipped", ranks):
+    for rank, result in enumerate(pool.run(f"{TASKS}:skipped", ranks)):
+        assert result["part"] == [rank % 2, 2]
+        assert result["called"] == [f"rank {rank}", [*range(rank % 2, ranks, 2)]]
+        assert result["found"] == [[*range(1, ranks // 2, 2)] if rank % 2 else []]  # of node 0
         assert (result["finite"], result["all filled"]) == (False, True)
         assert result["unchanged"]
         assert result["entries"] == ranks
