@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from gradlab.capture.layers import LayerChoice, admits
@@ -33,14 +32,8 @@ from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed
 from gradlab.ddp.copies import Hook, Uncopied
 from gradlab.ddp.model import require_ddp, without_compile
-from gradlab.ddp.sharded_units import (
-    Unit,
-    leave_averaging,
-    refuse_thawed,
-    require_whole_backward,
-    set_hooks,
-    sharded_modules,
-)
+from gradlab.ddp.sharded_passes import Passes, require_whole_backward
+from gradlab.ddp.sharded_units import Unit, leave_averaging, refuse_thawed, set_hooks, sharded_modules
 from gradlab.ddp.step_clock import BufferTimes, StepClock
 from gradlab.ddp.switch import register
 from gradlab.errors import GradlabError
@@ -177,18 +170,18 @@ class TraceRecorder(Uncopied):
         self._iteration, self._taken = -1, 0
         self._due = False  # whether the iteration in progress is recorded: the same on all ranks
         self._buffer: StepBuffer | None = None  # the step that the hook is filling, on a rank that writes
-        self._units_met: set[str] = set()  # units of FSDP2 in the backward pass in progress
+        self._units_met: set[tuple[str, int]] = set()  # units of FSDP2 in the step in progress, with their elements
         self._forward_passes, self._clock = _ForwardPasses(), StepClock(chosen[0][1].device)
         self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
         in_ddp = isinstance(source, BucketSource)
-        self._buffers = (
+        self._beside = (
             BufferTimes(source.model, chosen[0][1].device, self._clock.came)
             if isinstance(source, BucketSource)
-            else None
+            else Passes(source.model, source.units)
         )
         self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen] if in_ddp else ())
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
-        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps, self._buffers)
+        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps, self._beside)
         self._finalizer.atexit = False
         self._source = source
         if isinstance(source, ShardSource):
@@ -245,7 +238,7 @@ class TraceRecorder(Uncopied):
         self._discard_step()
         self._finalizer.detach()
         self._warn(closing=True)
-        return _finish(self._writer, self._counting, self._steps, self._buffers, None)
+        return _finish(self._writer, self._counting, self._steps, self._beside, None)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._wrap is None:
@@ -281,14 +274,16 @@ class TraceRecorder(Uncopied):
                 f"{unit.title}: set_requires_all_reduce(False), and a recording takes what every micro-batch reduces; "
                 "accumulate with model.set_requires_gradient_sync(False) while it lasts"
             )
-        first = not self._units_met or unit.name in self._units_met  # twice: a backward pass failed half-way
+        came = unit.name, flat.numel()  # some of a unit's parameters may be reduced apart
+        first = not self._units_met or came in self._units_met  # twice: a backward pass failed half-way
         if not self._writer.stopping:
             with self._clock.own():
                 if first:
                     self._units_met.clear()
                     self._guarded(self._begin_step)
-                    Variable._execution_engine.queue_callback(self._end_backward)
-                self._units_met.add(unit.name)
+                assert isinstance(self._beside, Passes)
+                self._beside.after(unit.module, self._end_backward)
+                self._units_met.add(came)
                 if self._due:
                     self._copy_guarded(self._source.gradients(unit, flat))
         self._clock.arrive(flat.nbytes, first)
@@ -422,11 +417,10 @@ def _finish(
     writer: AsyncWriter | NoWriter,
     counting: Any,
     steps: StepCount,
-    buffers: BufferTimes | None,
+    beside: BufferTimes | Passes,
     timeout: float | None = EXIT_SECONDS,
 ) -> RecorderReport:
     counting.remove()
-    if buffers is not None:
-        buffers.close()
+    beside.close()
     steps.close()
     return writer.close(timeout)

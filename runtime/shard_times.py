@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from gradlab.ddp.copies import Uncopied
+from gradlab.ddp.model import without_compile
+from gradlab.ddp.sharded_passes import Passes
 from gradlab.ddp.sharded_units import (
-    after_reduction,
     all_gather_of,
     attached_hooks,
     custom_reductions,
@@ -56,42 +57,38 @@ class ShardTimes(Uncopied):
             self._first[AVERAGES] = dist.get_process_group_ranks(column)[0]
         self.between, self.device = column is not None, self.units[0].device
         self.parts = other_parts(self.units) is not None
-        self._before = hooks_of(model)
+        self._before, inner = hooks_of(model), without_compile(model)
+        assert isinstance(inner, torch.nn.Module)
+        self._model = inner
         self._steps: list[tuple[Moment, list[tuple[str, int, Moment, Moment]]]] = []
         self._open: list[tuple[str, int, Moment, Moment]] = []
-        self._pass: int | None = None  # the backward pass whose end is waited for
 
     def start(self) -> None:
         """Time what comes from now on."""
+        self._passes = Passes(self._model, self.units)
         self._began = moment(self.device)
         for unit, gather in self._gathers:
             set_all_gather(unit, _Timed(gather, self.device, partial(self._add, GATHERS)))
         for module, _, reduction, _ in self._before:
-            timed = _Timed(reduction, self.device, self._reduced)
-            set_hooks(module, partial(self._averaged, timed), timed)
+            timed = _Timed(reduction, self.device, partial(self._reduced, module))
+            set_hooks(module, partial(self._averaged, module, timed), timed)
 
     def _add(self, kind: str, nbytes: int, began: Moment, ended: Moment) -> None:
         self._open.append((kind, nbytes, began, ended))
 
-    def _reduced(self, nbytes: int, began: Moment, ended: Moment) -> None:
+    def _reduced(self, module: Any, nbytes: int, began: Moment, ended: Moment) -> None:
         self._add(REDUCTIONS, nbytes, began, ended)
-        self._end_after_this_pass()
+        self._passes.after(module, self._end)
 
-    def _averaged(self, reduction: _Timed, flat: torch.Tensor) -> None:
+    def _averaged(self, module: Any, reduction: _Timed, flat: torch.Tensor) -> None:
         """FSDP calls this after a unit's average between nodes, which follows its reduce-scatter at once."""
         if self.between:
             self._add(AVERAGES, flat.nbytes, reduction.seen, moment(self.device))
-        self._end_after_this_pass()
-
-    def _end_after_this_pass(self) -> None:
-        running = torch._C._current_graph_task_id()
-        if running != self._pass:  # another one may have failed before its end
-            self._pass = running
-            after_reduction(self.units, self._end)
+        self._passes.after(module, self._end)
 
     def _end(self) -> None:
         self._steps.append((moment(self.device), self._open))
-        self._open, self._pass = [], None
+        self._open = []
 
     def rows(self) -> list[list[Any]]:
         """Return by step its seconds, and of each of its collectives kind, first rank, bytes and seconds."""
@@ -106,6 +103,7 @@ class ShardTimes(Uncopied):
 
     def stop(self) -> None:
         """Put back what was there before."""
+        self._passes.close()
         for unit, gather in self._gathers:
             set_all_gather(unit, gather)
         for before in self._before:

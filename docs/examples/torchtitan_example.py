@@ -48,7 +48,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.llama3.parallelize import parallelize_llama
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
@@ -91,7 +91,7 @@ DATASETS["python_help"] = DatasetConfig(path="", loader=python_help, sample_proc
 
 def configuration(folder: str, steps: int) -> Trainer.Config:
     """Return torchtitan's configuration of its debug model, with what a CPU asks for."""
-    config = llama3_debugmodel_ce_loss()  # one backward pass a step: the chunked loss has two
+    config = llama3_debugmodel()
     config.dump_folder = folder
     config.tokenizer, config.dataloader = Bytes.Config(), HuggingFaceTextDataLoader.Config(dataset="python_help")
     config.training = replace(config.training, local_batch_size=2, seq_len=64, steps=steps, disable_cuda_graphs=True)

@@ -2,12 +2,12 @@
 
 `fully_shard` makes a module a unit whose parameters travel together. In backward a rank gets the sum of its shards of a
 unit's gradients as one flat tensor, one padded shard after another, of the parameters that have a gradient. torch tells
-this layout to nobody, so that private attributes are read here, and here alone.
+this layout to nobody, so that private attributes are read here, and in `gradlab.ddp.sharded_passes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 
 from gradlab.ddp.averaged import AveragedLayers
 from gradlab.ddp.groups import Ranks, part_of
@@ -26,6 +25,7 @@ from gradlab.layout import Layer, named_layers
 
 _MESH = 'mesh = init_device_mesh("cuda", (nodes, local_ranks), mesh_dim_names=("replicate", "shard"))'
 SHARDED = ("fully_shard was called", "call fully_shard")  # for `not_averaged`
+_MOST_SUMS = 2**16  # of sizes, that are looked through for those that came
 HOW_TO = f'{_MESH}; fully_shard(module, mesh=mesh["shard"]); compress_fsdp(model, plan, between=mesh["replicate"])'
 
 
@@ -171,13 +171,34 @@ class Unit:
 
     def _pieces(self, flat: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
         present = [shard for shard in self.shards if shard.parameter.requires_grad]
-        if flat.numel() != sum(shard.padded for shard in present):
+        found = only_ones([shard.padded for shard in present], flat.numel())
+        if found is None:
             raise GradlabError(
                 f"{self.title}: a gradient of {flat.numel()} elements, expected "
-                f"{sum(shard.padded for shard in present)}, of {len(present)} parameters; where some have no gradient "
-                "in a step, call model.set_reduce_scatter_unused_params(True)"
+                f"{sum(shard.padded for shard in present)}, of {len(present)} parameters, or of some whose sizes alone "
+                "have that sum; where some have no gradient in a step, call "
+                "model.set_reduce_scatter_unused_params(True)"
             )
-        return list(zip(present, flat.split([shard.padded for shard in present]), strict=True))
+        came = [present[place] for place in found]
+        return list(zip(came, flat.split([shard.padded for shard in came]), strict=True))
+
+
+def only_ones(sizes: Sequence[int], total: int) -> tuple[int, ...] | None:
+    """Return the places of the sizes, from 1, whose sum is `total`; None where there are none, or several choices.
+
+    >>> from gradlab.ddp.sharded_units import only_ones
+    >>> only_ones([3, 5, 8, 5], 21), only_ones([3, 5, 8, 5], 11), only_ones([3, 5, 8, 5], 8)
+    ((0, 1, 2, 3), (0, 2), None)
+    """
+    if sum(sizes) == total:
+        return tuple(range(len(sizes)))
+    found: dict[int, tuple[int, ...] | None] = {0: ()}  # None: in several ways
+    for place, size in enumerate(sizes):
+        longer = [(before + size, None if places is None else (*places, place)) for before, places in found.items()]
+        found |= {of: None if of in found else places for of, places in longer if of <= total}
+        if len(found) > _MOST_SUMS:
+            return None
+    return found.get(total)
 
 
 def _thawed(title: str) -> str:
@@ -185,33 +206,6 @@ def _thawed(title: str) -> str:
         f"{title}: parameters that were frozen when gradlab was attached have gradients now, and nodes would drift "
         "apart; unfreeze them before"
     )
-
-
-def require_whole_backward(units: Iterable[Unit]) -> None:
-    """Refuse the end of a backward pass within another one: FSDP must have ended its own."""
-    if any(unit.module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued for unit in units):
-        raise GradlabError(
-            "a part of the backward pass ended within it, as under torch.utils.checkpoint with use_reentrant=True; "
-            "checkpoint with use_reentrant=False"
-        )
-
-
-def after_reduction(units: Iterable[Unit], action: Callable[[], None]) -> None:
-    """Call an action once FSDP has ended its backward pass. A stage of a pipeline reduces its gradients after the last
-    micro-batch and outside of backward, and then calls what ends FSDP's."""
-    if torch._C._current_graph_task_id() != -1:
-        Variable._execution_engine.queue_callback(action)  # FSDP's own was queued by the first unit's backward
-        return
-    states = (state for unit in units for state in unit.module._get_fsdp_state()._state_ctx.all_states)
-    root = next(state for state in states if state._is_root)
-    end = root._root_post_backward_final_callback
-
-    def ended() -> None:
-        del root._root_post_backward_final_callback
-        end()
-        action()
-
-    root._root_post_backward_final_callback = ended
 
 
 def refuse_thawed(model: nn.Module, units: Sequence[Unit]) -> None:

@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from gradlab.ddp.averaged import not_averaged
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.model import without_compile
+from gradlab.ddp.sharded_passes import Passes, require_whole_backward
 from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
     Unit,
-    after_reduction,
     all_gather_of,
     attached_hooks,
     averaged_units,
@@ -36,7 +36,6 @@ from gradlab.ddp.sharded_units import (
     refuse_thawed,
     replicas_of,
     require_native_gathers,
-    require_whole_backward,
     set_hooks,
     shard_group,
     sharded_modules,
@@ -117,7 +116,8 @@ class FSDPCompression(Exchange):
         levels = agree_on((row, column), device, attempt, lambda found: _same_everywhere(found, chosen))
         self._units, self._shards = units, shards
         self._stream: Any = None
-        self._sums: dict[str, torch.Tensor] = {}  # of earlier micro-batches, by unit: reduced inside nodes alone
+        # Of earlier micro-batches, by unit and elements: reduced inside nodes alone.
+        self._sums: dict[tuple[str, int], torch.Tensor] = {}
         held_parameters = {name: shard.parameter for name, shard in shards.items()}
         values = {name: shard.values for name, shard in shards.items()}
         self._around = Surroundings(held_parameters, chosen, HostDevice(device), values)
@@ -159,6 +159,8 @@ class FSDPCompression(Exchange):
         me, inner = weakref.ref(self), without_compile(model)
         assert isinstance(inner, torch.nn.Module)
         self._model, self._modules = weakref.ref(inner), len(sharded_modules(inner))
+        self._passes = Passes(inner, self._units)
+        self._driver.closing.append(self._passes.close)
         self._hooks: list[tuple[Unit, Any, Any]] = []
         for unit in self._units:
             reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)
@@ -192,12 +194,13 @@ class FSDPCompression(Exchange):
             if unit.puts_off:
                 self._put_off(unit, flat)
                 return
-            current = self._step_of(flat)
-            if (earlier := self._sums.pop(unit.title, None)) is not None:
+            current = self._step_of(unit, flat)
+            if (earlier := self._sums.pop((unit.title, flat.numel()), None)) is not None:
                 flat.add_(earlier)
             if self._parts is not None:
                 self._bad |= ~flat.isfinite().all()
             gradients = unit.gradients(flat)
+            _require_whole_groups(unit, gradients, self.run.plan)
             if again := sorted(gradients.keys() & current.step.gradients.keys()):
                 raise GradlabError(
                     f"{again[0]}: a second gradient within one backward pass; accumulate with "
@@ -220,8 +223,8 @@ class FSDPCompression(Exchange):
                 f"{unit.title}: set_requires_all_reduce(False), and a plan inside nodes reduces every micro-batch; "
                 "accumulate with model.set_requires_gradient_sync(False)"
             )
-        earlier = self._sums.get(unit.title)
-        self._sums[unit.title] = flat.clone() if earlier is None else earlier.add_(flat)
+        earlier = self._sums.get((unit.title, flat.numel()))
+        self._sums[unit.title, flat.numel()] = flat.clone() if earlier is None else earlier.add_(flat)
         flat.zero_()
 
     def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, times: float) -> None:
@@ -229,12 +232,14 @@ class FSDPCompression(Exchange):
         number. FSDP calls this."""
         with super()._guarded(), _waiting(f"the reduce-scatter of {unit.title} inside a node"):
             unit.require_unchanged()
-            self._step_of(flat)
+            self._step_of(unit, flat)
             assert self.inside is not None
+            _require_whole_groups(unit, unit.padded_gradients(output), self.inside.plan)
             self.inside.reduce(unit, output, flat, times)
 
-    def _step_of(self, flat: torch.Tensor) -> Iteration:
-        """The step in progress; the first gradient of a backward pass begins it."""
+    def _step_of(self, unit: Unit, flat: torch.Tensor) -> Iteration:
+        """The step in progress; its first gradient begins it."""
+        self._passes.after(unit.module, self._end_step)
         if self._driver.current is None:
             self._steps.before_exchange()
             self._driver.communicator.timeline.begin(self.iteration)
@@ -242,7 +247,6 @@ class FSDPCompression(Exchange):
             if self.inside is not None:
                 self.inside.begin(self._around.held.rates(), self._around.loss_scale())
             self._stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-            after_reduction(self._units, self._end_step)
         assert self._driver.current is not None
         return self._driver.current
 
@@ -255,8 +259,9 @@ class FSDPCompression(Exchange):
             require_whole_backward(self._units)
             self._require_attached()
             if self._sums:
+                title, _ = next(iter(self._sums))
                 raise GradlabError(
-                    f"{next(iter(self._sums))}: set_requires_all_reduce(False) puts its gradients off, and others are "
+                    f"{title}: set_requires_all_reduce(False) puts its gradients off, and others are "
                     "exchanged now; set it for the whole model, whose last micro-batch gives every module gradients"
                 )
             current.step.order = _order_of(current.parts)
@@ -505,6 +510,19 @@ def _alive(state: weakref.ref[FSDPCompression]) -> FSDPCompression:
     if alive is None:
         raise GradlabError("the compression of this FSDP model was dropped; keep what compress_fsdp returned")
     return alive
+
+
+def _require_whole_groups(unit: Unit, came: Collection[str], plan: Plan) -> None:
+    """Refuse a part of a unit's gradients without the rest of a group: FSDP takes results as soon as a hook returns."""
+    if len(came) == len(unit.shards):
+        return
+    for group in plan.compressed_groups:
+        missing = [name for name in group.layers if name not in came]
+        if 0 < len(missing) < len(group.layers):
+            raise GradlabError(
+                f"{unit.title}: {missing[0]} has no gradient yet, and others of group {group.name} have; give layers "
+                "that are reduced apart, as by a loss taken in pieces, groups of their own"
+            )
 
 
 def _order_of(parts: Iterable[Part]) -> int:

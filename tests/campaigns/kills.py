@@ -21,10 +21,8 @@ import argparse
 import hashlib
 import io
 import multiprocessing
-import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -101,7 +99,7 @@ def killed(work: Work, folder: Path, delay: float, *arguments: Any) -> bool:
         time.sleep(delay)
         at_work = all(process.is_alive() for process in processes)
         for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # or it has ended, and is nobody any more
     return at_work
 
 

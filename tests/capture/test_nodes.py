@@ -57,6 +57,17 @@ def test_a_recording_under_fsdp_is_that_of_the_nodes_under_ddp(
     assert under_fsdp.scalars(0)["unused"].any(axis=1).tolist() == [step == UNUSED_AT for step in range(STEPS)]
 
 
+def test_a_loss_in_pieces_makes_one_step_of_several_passes(pool: ProcessPool, tmp_path: Path) -> None:
+    """For a recorder, and for a doctor; and gradients are native HSDP's, bit for bit."""
+    results = pool.run("jobs.node_recording_tasks:of_pieces", 4, folder=str(tmp_path))
+    assert all(result["same"] and result["seen"] == 2 for result in results)
+    with Trace(tmp_path / "pieces") as trace:
+        assert (trace.steps.tolist(), trace.world_size) == ([0, 1], 2)
+        for layer in trace.layers:
+            mean = (trace.read(layer.name, 0)[1] + trace.read(layer.name, 1)[1]).reshape(layer.shape) / 2
+            np.testing.assert_allclose(mean, results[0]["gradients"][layer.name], rtol=1e-5, atol=1e-8)
+
+
 def test_what_does_not_fit_is_refused_on_all_ranks(pool: ProcessPool, tmp_path: Path) -> None:
     expected = {
         "no between": "give between=mesh['replicate']",

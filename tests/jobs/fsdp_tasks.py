@@ -79,12 +79,13 @@ def sharded(
     change: Callable[[nn.Module], nn.Module] = lambda module: module,
     divide: float | None = None,
     together: bool = False,
+    ends: int | None = None,
     **options: Any,
 ) -> Any:
     """The model with each block a unit, and the rest one.
 
-    divide: the number that the sum of gradients is divided by. together: embedding and head are a unit. With
-    `dp_mesh_dims` all parameters are on the whole mesh, and batches too.
+    divide: the number that the sum of gradients is divided by. together: embedding and head are a unit. ends: the head
+    is one, with so many of the last blocks. With `dp_mesh_dims` all parameters are on the whole mesh, and batches too.
     """
     torch.manual_seed(0)
     model = Network()
@@ -96,10 +97,12 @@ def sharded(
             input_fn=lambda _, given, on: (DTensor.from_local(given[0], on, placed),),
             output_fn=lambda _, scores, on: scores.to_local(),
         )
-    for position, block in enumerate(model.blocks):
+    for position, block in enumerate(model.blocks[: 3 - (ends or 0)]):
         model.blocks[position] = fully_shard(change(block), mesh=mesh, **options)
     if together:
         fully_shard([model.embedding, model.head], mesh=mesh, **options)
+    if ends is not None:
+        fully_shard([*model.blocks[3 - ends :], model.head], mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     for _, module in sharded_modules(model) if divide else ():
         module.set_gradient_divide_factor(divide)
@@ -161,6 +164,19 @@ def backward(model: Any, rank: int, step: int, **forward: Any) -> None:
     nn.functional.cross_entropy(scores.flatten(0, 1), words.roll(1, 1).flatten()).backward()
 
 
+def in_pieces(model: Any, rank: int, step: int) -> None:
+    """One pass whose loss is taken in pieces from what the model returns, as torchtitan's chunked loss is: the head has
+    a backward pass for each, and is reduced in the last one, before the others' pass."""
+    words, gradients = words_of(rank, step), []
+    values = model(words, head=False)
+    for number, (piece, targets) in enumerate(zip(values.detach(), words.roll(1, 1), strict=True)):
+        model.head.set_requires_gradient_sync(number == len(words) - 1)
+        given = piece.detach().requires_grad_()
+        (nn.functional.cross_entropy(model.head(given).float(), targets) / len(words)).backward()
+        gradients.append(given.grad)
+    values.backward(torch.stack(gradients))
+
+
 def local_gradients(model: Any) -> dict[str, torch.Tensor]:
     """A rank's shards of the gradients."""
     names = names_of_parameters(model)
@@ -210,6 +226,13 @@ UNCOMPRESSED: dict[str, dict[str, Any]] = {
         "warmup_steps": 1000,
     },
     "parameters gathered as they are": {"over": True, "parameters": True},
+    "a loss in pieces": {"shard": {"ends": 0}, "backward": in_pieces},
+    "taken over, a loss in pieces by a part of a unit": {
+        "over": True,
+        "parameters": True,
+        "shard": {"ends": 1},
+        "backward": in_pieces,
+    },
 }
 
 
@@ -238,7 +261,7 @@ def against_native(group: dist.ProcessGroup, nodes: int, steps: int, option: str
                 model.zero_grad()
                 for part in range(passes):
                     model.set_requires_all_reduce(part == passes - 1 or not over)
-                    backward(model, rank, passes * step + part)
+                    chosen.get("backward", backward)(model, rank, passes * step + part)
                 if by_hand and model is native:
                     for parameter in model.parameters():
                         dist.all_reduce(local := parameter.grad.to_local(), group=mesh["replicate"].get_group())
@@ -759,6 +782,10 @@ def unused(group: dist.ProcessGroup) -> dict[str, str]:
         model.set_reduce_scatter_unused_params(told)
         with compress_fsdp(model, plan_of(model, "topk", {"density": 0.1}), between=mesh["replicate"]):
             messages[name] = _refusal(lambda model=model: model(words_of(rank, 0), 0, False).sum().backward())
+    model = sharded(mesh["shard"], ends=1)
+    joined = Group("joined", ("blocks.2.up.weight", "head.weight"), "topk", {"density": 0.1})
+    with compress_fsdp(model, Plan(layers_of(model), (joined,)), between=mesh["replicate"]):
+        messages["a group in pieces"] = _refusal(lambda: in_pieces(model, rank, 0))
     return messages
 
 

@@ -15,7 +15,8 @@ from gradlab.errors import GradlabError
 from gradlab.layout import layers_of
 from gradlab.plan import Plan
 from gradlab.runtime import CompressionState, compression_hook
-from jobs.fsdp_tasks import Network, backward, local_gradients, mesh_of, sharded
+from gradlab.runtime.shard_times import ShardTimes
+from jobs.fsdp_tasks import Network, backward, in_pieces, local_gradients, mesh_of, sharded
 
 STEPS = 8  # of which three have to be timed, on a machine that others may keep busy
 UNUSED_AT, PARTLY_AT = 1, 2  # steps: a block that no rank uses; one that the first rank alone leaves out
@@ -83,6 +84,27 @@ def under_fsdp(group: dist.ProcessGroup, nodes: int, folder: str, divide: float 
     backward(ours, rank, STEPS)
     dist.barrier(group)
     return {"same": same, "goes_on": bool(before)}
+
+
+def of_pieces(group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
+    """Training with a loss that is taken in pieces, timed by a doctor and then recorded, and native HSDP's: the last
+    step's gradients, and the steps that the doctor saw."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2)
+    native, ours = sharded(mesh, ends=1), sharded(mesh, ends=1)
+    seen = ShardTimes(ours, "test")
+    seen.start()
+    for step in range(4):
+        if step == 2:
+            seen.stop()
+            recorder = TraceRecorder(ours, Path(folder) / "pieces", every=1)
+        for model in (native, ours):
+            model.zero_grad()
+            in_pieces(model, rank, step)
+    recorder.close()
+    both = zip(native.parameters(), ours.parameters(), strict=True)
+    pairs = [(one.grad.to_local(), other.grad.to_local()) for one, other in both]
+    gradients = {name: parameter.grad.full_tensor().tolist() for name, parameter in native.named_parameters()}
+    return {"same": all(torch.equal(*pair) for pair in pairs), "seen": len(seen.rows()), "gradients": gradients}
 
 
 def refusals(group: dist.ProcessGroup, folder: str) -> dict[str, str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
+from gradlab.ddp.sharded_units import only_ones
 from gradlab.layout import Layer
 from gradlab.plan import FEEDBACK, Group, Plan
 from gradlab.plan.shards import shard_plan
 from gradlab.runtime.checkpoint import same_shards, sealed
 from jobs.fsdp_tasks import OPTIONS
-from support.laws import thorough
+from support.laws import law, thorough
 from support.process_pool import ProcessPool
 
 REPORTS = "jobs.report_tasks_frameworks"
@@ -24,6 +27,8 @@ NOTHING = [
     "every pass reduced in 32 bits, gradients summed",
     thorough("taken over, nodes averaged with the last micro-batch"),
     "taken over, as torchtitan shards and sums",
+    thorough("a loss in pieces"),
+    "taken over, a loss in pieces by a part of a unit",
     thorough("taken over, gathered anew in other groups"),
     thorough("Muon"),
     thorough("parameters gathered as they are"),
@@ -193,6 +198,14 @@ def test_a_parameter_without_a_gradient_is_told_of(pool: ProcessPool) -> None:
         assert "the model itself: a gradient of 315 elements, expected 645, of 3 parameters" in messages["not said"]
         assert "set_reduce_scatter_unused_params(True)" in messages["not said"]
         assert messages["said"] == ""
+        assert "others of group joined have" in messages["a group in pieces"]
+
+
+@law(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 40))
+def test_parameters_that_came_are_known_where_their_sizes_alone_have_the_sum(sizes: list[int], total: int) -> None:
+    places = range(len(sizes))
+    every = [of for count in places for of in combinations(places, count + 1) if sum(sizes[n] for n in of) == total]
+    assert only_ones(sizes, total) == (every[0] if len(every) == 1 else None)
 
 
 def test_groups_are_cut_where_units_end() -> None:
