@@ -80,11 +80,15 @@ class ShardReduction:
         self._steps = [run.begin(rates, scale) for run in self.runs]
         self.finite, self._measured = True, {}
 
-    def reduce(self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, times: float) -> None:
-        """Reduce `flat` (ranks x elements,) into `output` (elements,): the mean of all ranks, times a number."""
+    def reduce(
+        self, unit: Unit, output: torch.Tensor, flat: torch.Tensor, times: float, frozen: Mapping[str, Shard]
+    ) -> None:
+        """Reduce `flat` (ranks x elements,) into `output` (elements,): the mean of all ranks, times a number. frozen:
+        shards without a gradient whose groups are complete with zeros."""
         rows = flat.view(len(self.runs), -1)
         self.finite = self.finite and is_finite(flat)
-        parts = [unit.padded_gradients(row) for row in rows]
+        zeros = {name: flat.new_zeros(shard.padded_shape) for name, shard in frozen.items()}
+        parts = [unit.padded_gradients(row) | zeros for row in rows]
         own = self._steps[self.mine]
         complete = [step.add(part) for step, part in zip(self._steps, parts, strict=True)][self.mine]
         active = [one for one in complete if one in own.active]

@@ -24,6 +24,7 @@ from gradlab.ddp.sharded_passes import Passes, require_whole_backward
 from gradlab.ddp.sharded_units import (
     HOW_TO,
     SHARDED,
+    Shard,
     Unit,
     all_gather_of,
     attached_hooks,
@@ -116,6 +117,7 @@ class FSDPCompression(Exchange):
         levels = agree_on((row, column), device, attempt, lambda found: _same_everywhere(found, chosen))
         self._units, self._shards = units, shards
         self._stream: Any = None
+        self._frozen: set[str] = set()  # layers that came as zeros in the step in progress, for their groups
         # Of earlier micro-batches, by unit and elements: reduced inside nodes alone.
         self._sums: dict[tuple[str, int], torch.Tensor] = {}
         held_parameters = {name: shard.parameter for name, shard in shards.items()}
@@ -200,7 +202,9 @@ class FSDPCompression(Exchange):
             if self._parts is not None:
                 self._bad |= ~flat.isfinite().all()
             gradients = unit.gradients(flat)
-            _require_whole_groups(unit, gradients, self.run.plan)
+            frozen = _frozen_beside(unit, gradients, self.run.plan)
+            self._frozen |= frozen.keys()
+            gradients |= {name: flat.new_zeros(shard.shape) for name, shard in frozen.items()}
             if again := sorted(gradients.keys() & current.step.gradients.keys()):
                 raise GradlabError(
                     f"{again[0]}: a second gradient within one backward pass; accumulate with "
@@ -234,8 +238,8 @@ class FSDPCompression(Exchange):
             unit.require_unchanged()
             self._step_of(unit, flat)
             assert self.inside is not None
-            _require_whole_groups(unit, unit.padded_gradients(output), self.inside.plan)
-            self.inside.reduce(unit, output, flat, times)
+            came = unit.padded_gradients(output)
+            self.inside.reduce(unit, output, flat, times, _frozen_beside(unit, came, self.inside.plan))
 
     def _step_of(self, unit: Unit, flat: torch.Tensor) -> Iteration:
         """The step in progress; its first gradient begins it."""
@@ -265,8 +269,10 @@ class FSDPCompression(Exchange):
                     "exchanged now; set it for the whole model, whose last micro-batch gives every module gradients"
                 )
             current.step.order = _order_of(current.parts)
-            absent = [name for name in self._shards if name not in current.step.gradients]
-            if zeros := current.step.leave_out(absent):
+            came = current.step.gradients.keys()
+            zeros = current.step.leave_out([name for name in self._shards if name not in came - self._frozen])
+            self._frozen.clear()
+            if zeros := {name: zero for name, zero in zeros.items() if name not in came}:
                 self._driver.add(Part(len(current.parts), zeros))
                 self._driver.drain()
             if self.inside is not None:
@@ -512,17 +518,22 @@ def _alive(state: weakref.ref[FSDPCompression]) -> FSDPCompression:
     return alive
 
 
-def _require_whole_groups(unit: Unit, came: Collection[str], plan: Plan) -> None:
-    """Refuse a part of a unit's gradients without the rest of a group: FSDP takes results as soon as a hook returns."""
-    if len(came) == len(unit.shards):
-        return
-    for group in plan.compressed_groups:
-        missing = [name for name in group.layers if name not in came]
-        if 0 < len(missing) < len(group.layers):
+def _frozen_beside(unit: Unit, came: Collection[str], plan: Plan) -> dict[str, Shard]:
+    """Return a unit's shards of parameters that were frozen since, whose groups came but for them: FSDP takes a group's
+    results when the hook returns. A group without some of its trainable layers is refused."""
+    missing = {shard.layer.name: shard for shard in unit.shards if shard.layer.name not in came}
+    beside: dict[str, Shard] = {}
+    for group in plan.compressed_groups if missing else ():
+        left = {name: missing[name] for name in group.layers if name in missing}
+        if not 0 < len(left) < len(group.layers):
+            continue
+        if late := [name for name, shard in left.items() if shard.parameter.requires_grad]:
             raise GradlabError(
-                f"{unit.title}: {missing[0]} has no gradient yet, and others of group {group.name} have; give layers "
+                f"{unit.title}: {late[0]} has no gradient yet, and others of group {group.name} have; give layers "
                 "that are reduced apart, as by a loss taken in pieces, groups of their own"
             )
+        beside |= left
+    return beside
 
 
 def _order_of(parts: Iterable[Part]) -> int:

@@ -1496,6 +1496,32 @@ MUTANTS += (
         ("if self._driver.current is None:", "if True:", "lockstep_does_with", "Every unit begins a step."),
     ),
     *_faults(
+        "gradlab/ddp/sharded_passes.py",
+        "tests/runtime/test_fsdp.py",
+        (
+            "if self._through or not self._awaited",
+            "if True or not self._awaited",
+            "native_hsdp",
+            "Each pass ends a step.",
+        ),
+    ),
+    Mutant(
+        file="gradlab/ddp/sharded_passes.py",
+        old="if self._through or not",
+        new="if False or not",
+        tests=("tests/capture/test_nodes.py",),
+        what="Units that a pass leaves out never end a step.",
+        select="under_fsdp",
+    ),
+    Mutant(
+        file="runtime/engine/rules.py",
+        old="rules.merged(of_ranks, self._everyone.names)",
+        new="rules.merged(of_ranks)",
+        tests=("tests/runtime/test_tensor_parallel.py",),
+        what="Ranks are called by their numbers in a group.",
+        select="or_none",
+    ),
+    *_faults(
         "gradlab/ddp/sharded_units.py",
         "tests/runtime/test_fsdp.py",
         ("else later / nodes), later", "else later), later", "mean_where", "Nodes' sums are taken for their mean."),

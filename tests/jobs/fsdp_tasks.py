@@ -121,7 +121,8 @@ def plan_of(model: nn.Module, codec: str, settings: dict[str, Any]) -> Plan:
         return Plan(layers)
     if codec == "artifact":
         return Artifact.load(settings["path"]).plan
-    joined = ("blocks.0.up.weight", "blocks.1.up.weight")
+    settings = dict(settings)
+    joined = tuple(settings.pop("joined", ("blocks.0.up.weight", "blocks.1.up.weight")))
     names = [layer.name for layer in layers if len(layer.shape) > 1 and layer.name not in joined]
     members = {"joined": joined, **{name: (name,) for name in names}}
     if codec == "several":
@@ -786,6 +787,12 @@ def unused(group: dist.ProcessGroup) -> dict[str, str]:
     joined = Group("joined", ("blocks.2.up.weight", "head.weight"), "topk", {"density": 0.1})
     with compress_fsdp(model, Plan(layers_of(model), (joined,)), between=mesh["replicate"]):
         messages["a group in pieces"] = _refusal(lambda: in_pieces(model, rank, 0))
+    model = sharded(mesh["shard"])
+    plan = plan_of(model, "topk", {"density": 0.1, "joined": ["blocks.1.up.weight", "blocks.1.down.weight"]})
+    both = {"between": mesh["replicate"], "within": mesh["shard"], "inside": plan}
+    with compress_fsdp(model, Plan(layers_of(model)), **both):  # type: ignore[arg-type]
+        model.blocks[1].down.weight.requires_grad_(False)
+        messages["frozen inside"] = _refusal(lambda: backward(model, rank, 0))
     return messages
 
 

@@ -55,10 +55,11 @@ def test_ranks_agree_and_bytes_are_as_forecast(pool: ProcessPool, option: str) -
         assert result["refused"] == "this Exchange is closed; make a new one"
 
 
-def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool) -> None:
-    """Gradients and states, bit for bit, whatever FSDP does beside."""
-    option = "all together"
-    for result in pool.run("jobs.fsdp_tasks:against_lockstep", 4, nodes=2, option=option, **BETWEEN):
+@pytest.mark.parametrize("joined", [{}, {"joined": ["blocks.1.up.weight", "blocks.1.down.weight"]}])
+def test_it_does_what_lockstep_does_with_the_nodes_shards(pool: ProcessPool, joined: dict[str, Any]) -> None:
+    """Gradients and states, bit for bit, whatever FSDP does beside: layers of a group are frozen, too."""
+    option, how = "all together", {**BETWEEN, "settings": {**BETWEEN["settings"], **joined}}
+    for result in pool.run("jobs.fsdp_tasks:against_lockstep", 4, nodes=2, option=option, **how):
         assert result["same"] == [True] * 5
         assert result["states"] == [True] * 5
         assert result["finite"] == [step != OPTIONS[option].get("overflow_at") for step in range(5)]
@@ -199,6 +200,7 @@ def test_a_parameter_without_a_gradient_is_told_of(pool: ProcessPool) -> None:
         assert "set_reduce_scatter_unused_params(True)" in messages["not said"]
         assert messages["said"] == ""
         assert "others of group joined have" in messages["a group in pieces"]
+        assert messages["frozen inside"] == ""
 
 
 @law(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 40))

@@ -161,7 +161,8 @@ def altered_request(request: Any, draw: np.random.Generator, lockstep: bool = Tr
         return kind, replace(request, tensors=Parts(whole, request.tensors.lengths))
     if isinstance(request, AllToAll):
         tensors = list(request.tensors)
-        at = int(draw.integers(len(tensors)))
+        served = sorted(request.served or range(len(tensors)))  # a rank refuses to send others anything itself
+        at = served[int(draw.integers(len(served)))]
         kind, tensors[at] = altered(tensors[at], draw, lockstep, varying)
         return kind, replace(request, tensors=tensors)
     kind, tensor = altered(request.tensor, draw, lockstep, varying)
