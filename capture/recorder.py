@@ -30,7 +30,7 @@ from gradlab.capture.start import start_recording, train_in_trial
 from gradlab.capture.writing.async_writer import EXIT_SECONDS, AsyncWriter, NoWriter, RecorderReport
 from gradlab.capture.writing.buffers import StepBuffer
 from gradlab.ddp.averaged import listed
-from gradlab.ddp.copies import Hook, Uncopied
+from gradlab.ddp.copies import Hook, Uncopied, take_away
 from gradlab.ddp.model import require_ddp, without_compile
 from gradlab.ddp.sharded_passes import Passes, require_whole_backward
 from gradlab.ddp.sharded_units import Unit, leave_averaging, refuse_thawed, set_hooks, sharded_modules
@@ -172,16 +172,17 @@ class TraceRecorder(Uncopied):
         self._buffer: StepBuffer | None = None  # the step that the hook is filling, on a rank that writes
         self._units_met: set[tuple[str, int]] = set()  # units of FSDP2 in the step in progress, with their elements
         self._forward_passes, self._clock = _ForwardPasses(), StepClock(chosen[0][1].device)
-        self._counting = source.model.register_forward_pre_hook(Hook(self._forward_passes))
+        self._handles = [source.model.register_forward_pre_hook(Hook(self._forward_passes))]
         in_ddp = isinstance(source, BucketSource)
         self._beside = (
             BufferTimes(source.model, chosen[0][1].device, self._clock.came)
             if isinstance(source, BucketSource)
             else Passes(source.model, source.units)
         )
+        self._handles += self._beside.handles
         self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen] if in_ddp else ())
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
-        self._finalizer = weakref.finalize(self, _finish, self._writer, self._counting, self._steps, self._beside)
+        self._finalizer = weakref.finalize(self, _finish, self._writer, self._handles, self._steps)
         self._finalizer.atexit = False
         self._source = source
         if isinstance(source, ShardSource):
@@ -238,7 +239,7 @@ class TraceRecorder(Uncopied):
         self._discard_step()
         self._finalizer.detach()
         self._warn(closing=True)
-        return _finish(self._writer, self._counting, self._steps, self._beside, None)
+        return _finish(self._writer, self._handles, self._steps, None)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._wrap is None:
@@ -415,12 +416,10 @@ class _ForwardPasses:
 
 def _finish(
     writer: AsyncWriter | NoWriter,
-    counting: Any,
+    handles: list[Any],
     steps: StepCount,
-    beside: BufferTimes | Passes,
     timeout: float | None = EXIT_SECONDS,
 ) -> RecorderReport:
-    counting.remove()
-    beside.close()
+    take_away(handles)
     steps.close()
     return writer.close(timeout)

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from gradlab.ddp.copies import Uncopied
-from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_passes import Passes
 from gradlab.ddp.sharded_units import (
     all_gather_of,
@@ -57,15 +56,12 @@ class ShardTimes(Uncopied):
             self._first[AVERAGES] = dist.get_process_group_ranks(column)[0]
         self.between, self.device = column is not None, self.units[0].device
         self.parts = other_parts(self.units) is not None
-        self._before, inner = hooks_of(model), without_compile(model)
-        assert isinstance(inner, torch.nn.Module)
-        self._model = inner
+        self._before, self._passes = hooks_of(model), Passes(model, self.units)
         self._steps: list[tuple[Moment, list[tuple[str, int, Moment, Moment]]]] = []
         self._open: list[tuple[str, int, Moment, Moment]] = []
 
     def start(self) -> None:
         """Time what comes from now on."""
-        self._passes = Passes(self._model, self.units)
         self._began = moment(self.device)
         for unit, gather in self._gathers:
             set_all_gather(unit, _Timed(gather, self.device, partial(self._add, GATHERS)))

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradlab.ddp.copies import Hook, Uncopied, take_away
+from gradlab.ddp.model import without_compile
 from gradlab.ddp.sharded_units import Unit
 from gradlab.errors import GradlabError
 
@@ -21,42 +22,76 @@ _NONE = -1  # torch's number of the pass under way where there is none
 
 
 class Passes(Uncopied):
-    """Ends a step with the backward pass through the model's own output, or with the one after which no unit is left.
+    """Ends a step with the backward pass that reduces a unit which the model itself has called.
 
-    A loss may be taken from that output in pieces, by a unit that has backward passes of its own before that one:
-    torchtitan's chunked loss. Where the model was not called as a whole, each pass ends a step.
+    A loss may be taken in pieces from what the model returned, by a unit that is called on its own and has backward
+    passes of its own: torchtitan's chunked loss. These belong to the step of the pass through the rest of the model. If
+    none follows, `finish` ends the step, as does the model's next call.
+
+    handles: of the hooks that see calls.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self._units, self._all = units, {id(unit.module) for unit in units}
+    def __init__(self, model: object, units: Sequence[Unit]) -> None:
+        inner = without_compile(model)
+        assert isinstance(inner, nn.Module)
+        self._units = units
         self._running: int | None = None  # the pass whose end is waited for
-        self._met: set[int] = set()
-        self._awaited = self._through = False
-        self._hooks = [model.register_forward_hook(Hook(self._called))]
+        self._inside = self._called = False  # whether the model is running, and ran since the last step's end
+        self._alone: set[int] = set()  # units that were called on their own, the last time
+        self._reduced: set[int] = set()  # units, in the pass under way
+        self._open: Callable[[], None] | None = None
+        self.handles = [
+            inner.register_forward_pre_hook(Hook(self._enter)),
+            inner.register_forward_hook(Hook(self._leave), always_call=True),
+        ]
+        for unit in units:
+            called = Hook(self._call, id(unit.module))
+            others = [module for module in unit.module._get_fsdp_state()._modules if module is not inner]
+            self.handles += [module.register_forward_pre_hook(called) for module in others]
 
-    def _called(self, *_: Any) -> None:
-        self._awaited = self._awaited or (not torch.compiler.is_compiling() and torch.is_grad_enabled())
+    def _enter(self, *_: Any) -> None:
+        if _is_forward_pass():
+            self.finish()
+            self._inside = self._called = True
+
+    def _leave(self, *_: Any) -> None:
+        self._inside = False
+
+    def _call(self, unit: int, *_: Any) -> None:
+        if _is_forward_pass():
+            (self._alone.discard if self._inside else self._alone.add)(unit)
 
     def after(self, module: Any, action: Callable[[], None]) -> None:
         """Call an action at the end of the step in which a unit is reduced now. Its other units may ask for it, too."""
-        self._met.add(id(module))
         running = torch._C._current_graph_task_id()
         if running == self._running:
+            self._reduced.add(id(module))
             return
-        self._running = running  # another one may have failed before its end
-        self._through = running == _NONE or _root_of(self._units)._training_state.name == "PRE_BACKWARD"
+        self._running, self._reduced = running, {id(module)}  # another pass may have failed before its end
         _after_reduction(self._units, partial(self._ended, action))
 
     def _ended(self, action: Callable[[], None]) -> None:
-        self._running = None
-        if self._through or not self._awaited or self._met >= self._all:
-            self._awaited = False
-            self._met.clear()
+        self._running, self._open = None, action
+        if not (self._called and self._reduced <= self._alone):
+            self.finish()
+
+    def finish(self, *_: Any) -> None:
+        """End the step that is open after a pass of units that were called on their own, if there is one."""
+        action, self._open = self._open, None
+        if action is not None:
+            self._called = False
             action()
 
     def close(self) -> None:
-        """Take the model's hook away."""
-        take_away(self._hooks)
+        """Take the hooks away. A step that is open is not ended."""
+        self._open = None
+        take_away(self.handles)
+
+
+def _is_forward_pass() -> bool:
+    """Whether a module's call is to be trained by, and no call of a backward pass that computes activations anew."""
+    backward = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != _NONE
+    return not backward and torch.is_grad_enabled()
 
 
 def require_whole_backward(units: Iterable[Unit]) -> None:

@@ -120,15 +120,16 @@ class BufferTimes(Uncopied):
     the module in it. On a slow link it stands behind the last averages.
 
     came: receives each span.
+    handles: of its hooks.
     """
 
     def __init__(self, ddp: DistributedDataParallel, device: torch.device, came: Callable[[Span], None]) -> None:
         self._device, self._came = device, came
         self._began: Moment | None = None
-        self._hooks = []
+        self.handles = []
         if next(ddp.module.buffers(), None) is not None:
-            self._hooks.append(ddp.register_forward_pre_hook(Hook(self._begin)))
-            self._hooks.append(ddp.module.register_forward_pre_hook(Hook(self._end), prepend=True))
+            self.handles.append(ddp.register_forward_pre_hook(Hook(self._begin)))
+            self.handles.append(ddp.module.register_forward_pre_hook(Hook(self._end), prepend=True))
 
     def _begin(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -140,7 +141,7 @@ class BufferTimes(Uncopied):
             self._began = None
 
     def close(self) -> None:
-        take_away(self._hooks)
+        take_away(self.handles)
 
 
 def moment(device: torch.device) -> Moment:

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from gradlab.ddp.averaged import not_averaged
+from gradlab.ddp.copies import take_away
 from gradlab.ddp.groups import part_of
 from gradlab.ddp.model import without_compile
+from gradlab.ddp.optimizer_steps import at_each_step
 from gradlab.ddp.sharded_passes import Passes, require_whole_backward
 from gradlab.ddp.sharded_units import (
     HOW_TO,
@@ -127,6 +129,9 @@ class FSDPCompression(Exchange):
         self._set_up(levels.whole, driver)
         self._parts, self._bad = other_parts(units), torch.zeros((), dtype=torch.bool, device=device)
         self._driver.telling = 0  # backward stands still while a unit's shards travel
+        self._passes = Passes(model, units)
+        ending = at_each_step(self._driver.held.holding, self._passes.finish)  # before what follows the optimizers
+        self._driver.closing += [self._passes.close, partial(take_away, ending)]
         self._steps = OptimizerSteps(self._driver, held_parameters)
         self._driver.closing.append(self._steps.close)
         self._finalizer = weakref.finalize(self, self._driver.close)
@@ -161,8 +166,6 @@ class FSDPCompression(Exchange):
         me, inner = weakref.ref(self), without_compile(model)
         assert isinstance(inner, torch.nn.Module)
         self._model, self._modules = weakref.ref(inner), len(sharded_modules(inner))
-        self._passes = Passes(inner, self._units)
-        self._driver.closing.append(self._passes.close)
         self._hooks: list[tuple[Unit, Any, Any]] = []
         for unit in self._units:
             reduction = None if self.inside is None else UnitReduceScatter(partial(_reduce, me), unit)

@@ -1499,19 +1499,18 @@ MUTANTS += (
         "gradlab/ddp/sharded_passes.py",
         "tests/runtime/test_fsdp.py",
         (
-            "if self._through or not self._awaited",
-            "if True or not self._awaited",
+            "if not (self._called and self._reduced",
+            "if True or (self._reduced",
             "native_hsdp",
             "Each pass ends a step.",
         ),
-    ),
-    Mutant(
-        file="gradlab/ddp/sharded_passes.py",
-        old="if self._through or not",
-        new="if False or not",
-        tests=("tests/capture/test_nodes.py",),
-        what="Units that a pass leaves out never end a step.",
-        select="under_fsdp",
+        ("self._reduced <= self._alone", "self._alone", "passes_of_one", "A pass through the body ends no step."),
+        (
+            "            self.finish()\n            self._inside",
+            "            self._inside",
+            "passes_of_one",
+            "It stays open.",
+        ),
     ),
     Mutant(
         file="runtime/engine/rules.py",

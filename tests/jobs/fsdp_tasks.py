@@ -796,6 +796,38 @@ def unused(group: dist.ProcessGroup) -> dict[str, str]:
     return messages
 
 
+def steps_of_passes(group: dist.ProcessGroup) -> dict[str, list[tuple[int, int]]]:
+    """The iteration after each batch's backward pass, and after its optimizer step, where the head is called alone."""
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2)
+
+    def head_and_body_apart(model: Any, step: int) -> None:
+        values = model(words_of(rank, step), head=False)
+        (model.head(values.detach()) if step % 2 else values).square().mean().backward()
+
+    def head_behind(model: Any, step: int) -> None:
+        model.head(model(words_of(rank, step), blocks=2, head=False)).square().mean().backward()
+
+    def batches_skipped(model: Any, step: int) -> None:
+        if step % 2:
+            model.head(model(words_of(rank, step), head=False).detach()).square().mean().backward()
+            model.zero_grad()
+        in_pieces(model, rank, step)
+
+    found = {}
+    for way in (partial(in_pieces, rank=rank), head_and_body_apart, head_behind, batches_skipped):
+        model = sharded(mesh, ends=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counted = []
+        with compress_fsdp(model, plan_of(model, "topk", {"density": 0.1}), optimizer=optimizer) as state:
+            for step in range(4):
+                way(model, step=step)
+                before = state.iteration
+                optimizer.step()
+                counted.append((before, state.iteration))
+        found[getattr(way, "__name__", "in_pieces")] = counted
+    return found
+
+
 def reduced(
     group: dist.ProcessGroup,
     nodes: int,

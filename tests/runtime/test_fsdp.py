@@ -203,6 +203,14 @@ def test_a_parameter_without_a_gradient_is_told_of(pool: ProcessPool) -> None:
         assert messages["frozen inside"] == ""
 
 
+def test_passes_of_one_optimizer_step_are_a_step(pool: ProcessPool) -> None:
+    """A head that is called on its own has passes of its own; a batch may be skipped after them."""
+    for counted in pool.run("jobs.fsdp_tasks:steps_of_passes", 4):
+        whole = [[step, step] for step in range(1, 5)]
+        assert counted.pop("head_and_body_apart") == [[1, 1], [1, 2], [3, 3], [3, 4]]
+        assert counted == dict.fromkeys(["in_pieces", "head_behind", "batches_skipped"], whole)
+
+
 @law(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 40))
 def test_parameters_that_came_are_known_where_their_sizes_alone_have_the_sum(sizes: list[int], total: int) -> None:
     places = range(len(sizes))
