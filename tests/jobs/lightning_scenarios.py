@@ -57,6 +57,7 @@ class Model(LightningModule):
 
 
 PLAN = Plan.uniform(Model(), "topk", density=0.1)
+LOCAL_STEPS = Plan.uniform(Model(), "topk", density=0.1, exchanges="pseudo-gradients")
 
 
 def loader() -> DataLoader[Any]:
@@ -254,7 +255,7 @@ def local_steps(folder: Path) -> list[Any]:
 
     def run(name: str, epochs: int, resume: Path | None = None) -> tuple[LocalStepsCallback, Model]:
         torch.manual_seed(0)
-        model, callback = Model(), LocalStepsCallback(PLAN, every=3, deterministic=True)
+        model, callback = Model(), LocalStepsCallback(LOCAL_STEPS, every=3, deterministic=True)
         kept = ModelCheckpoint(folder / name, filename="{epoch}", save_top_k=-1)
         options = {"devices": 2, "enable_checkpointing": True, "max_epochs": epochs}
         trainer(folder, callback, kept, **options).fit(model, loader(), ckpt_path=resume)
@@ -277,7 +278,7 @@ def local_steps(folder: Path) -> list[Any]:
 def lost_worker(folder: Path) -> str:
     model = Model(fails_at=1 if torch.distributed.get_rank() == 1 else -1)
     with pytest.raises((RuntimeError, GradlabError)) as failed:
-        trainer(folder, LocalStepsCallback(PLAN, every=1, delay=0), devices=2, max_epochs=3).fit(model, loader())
+        trainer(folder, LocalStepsCallback(LOCAL_STEPS, every=1, delay=0), devices=2, max_epochs=3).fit(model, loader())
     return str(failed.value)
 
 

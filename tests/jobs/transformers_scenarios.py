@@ -54,8 +54,8 @@ def rows(count: int = 64, length: int = LENGTH) -> list[dict[str, torch.Tensor]]
     return [{"input_ids": row, "labels": torch.cat([torch.tensor([-100]), row[1:]])} for row in tokens]
 
 
-def plan(model: torch.nn.Module) -> Plan:
-    return Plan.uniform(model, "topk", density=0.1, warmup_steps=1)
+def plan(model: torch.nn.Module, **options: Any) -> Plan:
+    return Plan.uniform(model, "topk", density=0.1, warmup_steps=1, **options)
 
 
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
@@ -330,7 +330,7 @@ def local_steps(folder: Path) -> list[Any]:
             train_dataset=rows(),
             optimizers=optimizer_of(model),
         )
-        callback = gradlab.compress(trainer, plan(model), every=2, deterministic=True)
+        callback = gradlab.compress(trainer, plan(model, exchanges="pseudo-gradients"), every=2, deterministic=True)
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return callback, model
 
@@ -350,7 +350,7 @@ def equal_parameters(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 def local_steps_by_hand(batches: list[dict[str, torch.Tensor]]) -> torch.nn.Module:
     model = gpt2()
     optimizer, schedule = optimizer_of(model)
-    outer = OuterStep(plan(model), model, every=2, deterministic=True)
+    outer = OuterStep(plan(model, exchanges="pseudo-gradients"), model, every=2, deterministic=True)
     for batch in batches:
         items = torch.tensor(dist.get_world_size() * BATCH * (LENGTH - 1))
         (model(**batch, num_items_in_batch=items).loss * dist.get_world_size()).backward()

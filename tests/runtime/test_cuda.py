@@ -77,7 +77,7 @@ def test_every_codec_is_checked_everywhere() -> None:
 
 @pytest.mark.thorough
 def test_the_checks_themselves_on_the_cpu() -> None:
-    wanted = ["exchange: topk", "*engine is lockstep: powersgd", "speed: cast*"]
+    wanted = ["exchange: topk", "*engine is lockstep: powersgd", "speed: cast, dtype float16"]
     done = gpu("--device", "cpu", "--numel", str(4096 * 27), "--only", *wanted)
     assert done.returncode == 0, done.stdout + done.stderr
     *_, counts, left_out = done.stdout.splitlines()
