@@ -283,7 +283,7 @@ def test_the_engine_computes_what_lockstep_does(
         if not varying and dtype == "float32":  # which forecasts are of
             payload = [sum(step) / ranks for step in zip(*(result["payload"] for result in results), strict=True)]
             assert payload == pytest.approx(results[0]["forecast"], rel=1e-12)
-        for result in results if "gradiveq, ring" not in some else ():
+        for result in results if "gradiveq, ring" not in some and dtype == "float32" else ():
             assert operator.eq(*result["kept"])
 
 
