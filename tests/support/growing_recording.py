@@ -26,6 +26,11 @@ class Recording:
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
 
+    def kill(self) -> None:
+        """Kill it, and wait until it is gone: a warm Python works in another process, which has output and locks."""
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
     def end(self) -> None:
         """Let it close the trace."""
         self.process.communicate(timeout=60)

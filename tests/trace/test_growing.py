@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import shutil
-import signal
 import threading
 from pathlib import Path
 
@@ -80,8 +79,7 @@ def test_its_writer_does_not_notice(tmp_path: Path) -> None:
 def test_a_killed_recording_is_seen_to_its_last_committed_step(tmp_path: Path) -> None:
     with recording(tmp_path / "t") as writer:
         steps = [writer.block() for _ in range(3)][-1]
-        writer.process.send_signal(signal.SIGKILL)
-        writer.process.wait(timeout=60)
+        writer.kill()
         trace = GrowingTrace(tmp_path / "t")
         seen = trace.look()
     assert (seen.closed, seen.common_steps, seen.problems) == (False, steps, ())
