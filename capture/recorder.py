@@ -173,14 +173,12 @@ class TraceRecorder(Uncopied):
         self._units_met: set[tuple[str, int]] = set()  # units of FSDP2 in the step in progress, with their elements
         self._forward_passes, self._clock = _ForwardPasses(), StepClock(chosen[0][1].device)
         self._handles = [source.model.register_forward_pre_hook(Hook(self._forward_passes))]
-        in_ddp = isinstance(source, BucketSource)
-        self._beside = (
-            BufferTimes(source.model, chosen[0][1].device, self._clock.came)
-            if isinstance(source, BucketSource)
-            else Passes(source.model, source.units)
-        )
+        if isinstance(source, BucketSource):
+            self._beside: BufferTimes | Passes = BufferTimes(source.model, chosen[0][1].device, self._clock.came)
+            self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen])
+        else:
+            self._beside, self._steps = Passes(source.model, source.units), StepCount(self._held.holding, ())
         self._handles += self._beside.handles
-        self._steps = StepCount(self._held.holding, [parameter for _, parameter in chosen] if in_ddp else ())
         # The finalizer must not hold the recorder, or it would never be collected. At exit the writer closes itself.
         self._finalizer = weakref.finalize(self, _finish, self._writer, self._handles, self._steps)
         self._finalizer.atexit = False

@@ -38,7 +38,7 @@ _COPIED_BYTES = 2**28
 # Values of a group beyond which a part of each layer stands for it, values of that part, and to what multiples layers
 # are cut.
 MOST_VALUES, PART_VALUES, _CUT = 2**25, 2**22, 2**12
-_LARGE = 2**32  # values of a model whose groups are run on parts from `PART_VALUES` on
+_LARGE = 2**32  # values of a very large model
 CPU = torch.device("cpu")
 Clock = Callable[[], float]
 
@@ -155,6 +155,11 @@ def dry_run(
     return _times(done, run(codec, half, context, repeats, device), whole / values, grows)
 
 
+def is_very_large(layers: Sequence[Layer]) -> bool:
+    """Whether a model has so many values that groups from `PART_VALUES` on are run on parts."""
+    return sum(layer.numel for layer in layers) > _LARGE
+
+
 def _alike(layers: Sequence[Layer], most: int) -> Sequence[Layer]:
     """Return two layers of so many values together, or one, for a compressor that may cut their vector anywhere: groups
     of other shapes have the same part."""
@@ -266,7 +271,7 @@ class DryRuns:
         self.world_size = world_size
         self.rank = rank
         self.repeats = repeats
-        self._most = PART_VALUES if sum(layer.numel for layer in plan.layers) > _LARGE else None
+        self._most = PART_VALUES if is_very_large(plan.layers) else None
         self._exchanges: dict[str, Exchange] = {}
 
     def of(self, plan: Plan) -> DryRuns:

@@ -10,7 +10,14 @@ from typing import Any
 
 from gradlab.analysis.forecast.calibration import Calibration
 from gradlab.analysis.forecast.decide import SPEED_NOISE
-from gradlab.analysis.forecast.dry_run import MOST_VALUES, PART_VALUES, REPEATS, DryRuns, scan_seconds_per_byte
+from gradlab.analysis.forecast.dry_run import (
+    MOST_VALUES,
+    PART_VALUES,
+    REPEATS,
+    DryRuns,
+    is_very_large,
+    scan_seconds_per_byte,
+)
 from gradlab.analysis.forecast.link import Link, json_rate, spell_rate
 from gradlab.analysis.forecast.network import Network, Profile
 from gradlab.analysis.forecast.processors import moved
@@ -392,7 +399,8 @@ def _remarks(plan: Plan, network: Network) -> list[str]:
     ]
     if profile.codec is not None and any(count != profile.codec.world_size for count in network.nodes):
         lines.append(f"Codec times at other numbers of nodes than {profile.codec.world_size} come from a dry run here.")
-    if any(sum(layer.numel for layer in plan.members(group)) > MOST_VALUES for group in plan.compressed_groups):
+    most = PART_VALUES if is_very_large(plan.layers) else MOST_VALUES
+    if any(sum(layer.numel for layer in plan.members(group)) > most for group in plan.compressed_groups):
         lines.append(f"Larger groups of layers are timed on a part of {PART_VALUES / 1e6:.0f} million values.")
     if plan.refresh is not None:
         lines.append(refresh_remark(plan.refresh))

@@ -233,6 +233,7 @@ def _title(row: Row) -> str:
 
 
 def main() -> None:
+    """Time the ways in turn, or print the kept rows."""
     sizes = {"rounds": 3, "steps": 3, "width": 96, "batch": 24}
     chosen = options(__doc__, **sizes, ways=WAYS, rate="unlimited", link="", rows=ROWS, table=False)
     if chosen.table:

@@ -129,19 +129,20 @@ class FSDPCompression(Exchange):
         self._set_up(levels.whole, driver)
         self._parts, self._bad = other_parts(units), torch.zeros((), dtype=torch.bool, device=device)
         self._driver.telling = 0  # backward stands still while a unit's shards travel
-        self._passes = Passes(model, units)
-        ending = at_each_step(self._driver.held.holding, self._passes.finish)  # before what follows the optimizers
-        self._driver.closing += [self._passes.close, partial(take_away, ending)]
-        self._steps = OptimizerSteps(self._driver, held_parameters)
-        self._driver.closing.append(self._steps.close)
+        self._follow(model, held_parameters)
         self._finalizer = weakref.finalize(self, self._driver.close)
         self.inside = self._reduction(levels, chosen.measure_every)
-        for run in () if self.inside is None else self.inside.runs:
-            self._steps.follow(run)
         self._row, self.parameters = row, self._gathers(levels.parameters)
         self._attach(model)
         if running is not None:
             running.follow(self, chosen.scaler)
+
+    def _follow(self, model: object, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Follow the model's backward passes, and the optimizers' steps, which end a step that has waited for one."""
+        self._passes = Passes(model, self._units)
+        ending = at_each_step(self._driver.held.holding, self._passes.finish)  # before `OptimizerSteps` sees them
+        self._steps = OptimizerSteps(self._driver, parameters)
+        self._driver.closing += [self._passes.close, partial(take_away, ending), self._steps.close]
 
     def _reduction(self, levels: Levels, measure_every: int) -> ShardReduction | None:
         """The reduce-scatters, if they are compressed."""
@@ -150,7 +151,10 @@ class FSDPCompression(Exchange):
         assert self._driver.beside is not None
         plain = self._around.held.plain_sgd(compressed_layers(levels.inside))
         settings = replace(self.run.settings, plain_sgd=plain)
-        return ShardReduction(levels.inside, levels.inside_shards, self._driver.beside, settings, measure_every)
+        made = ShardReduction(levels.inside, levels.inside_shards, self._driver.beside, settings, measure_every)
+        for run in made.runs:
+            self._steps.follow(run)
+        return made
 
     def _gathers(self, plan: Plan | None) -> ParameterGathers | None:
         """The all-gathers, if they are compressed. They do not keep the state alive, and are exact after it."""
@@ -272,8 +276,9 @@ class FSDPCompression(Exchange):
                     "exchanged now; set it for the whole model, whose last micro-batch gives every module gradients"
                 )
             current.step.order = _order_of(current.parts)
-            came = current.step.gradients.keys()
-            zeros = current.step.leave_out([name for name in self._shards if name not in came - self._frozen])
+            came = set(current.step.gradients)
+            trained = came - self._frozen
+            zeros = current.step.leave_out([name for name in self._shards if name not in trained])
             self._frozen.clear()
             if zeros := {name: zero for name, zero in zeros.items() if name not in came}:
                 self._driver.add(Part(len(current.parts), zeros))
